@@ -1,0 +1,1 @@
+"""Placeholder while the first slice is being built."""
