@@ -1,0 +1,71 @@
+# make demo   train a small GPT on real text and generate from it
+# make test   run the whole test suite
+#
+# Each makes its own virtual environment first; a second run skips what is done.
+# Variables to override: PYTHON (the interpreter to build on), VENV, PIP_ARGS, PYTEST_ARGS, DEMO_*.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+DEMO_OUT ?= runs/demo
+DEMO_TRAIN_ARGS ?=
+DEMO_PROMPT ?= def
+DEMO_GENERATE_ARGS ?=
+
+bin := $(VENV)/bin
+
+# Two installs into one environment must not run at once.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format typecheck clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
+	@echo "make lint   ruff check, ruff format --check, mypy"
+	@echo "make format rewrite the sources with ruff"
+	@echo "make clean  remove the environment, the demo and all caches"
+
+demo: $(DEMO_OUT)/.trained
+	$(bin)/fastattn generate --checkpoint "$(DEMO_OUT)" --prompt "$(DEMO_PROMPT)" $(DEMO_GENERATE_ARGS)
+
+$(DEMO_OUT)/.trained: | $(VENV)/.installed-gpt
+	$(bin)/fastattn train --out "$(DEMO_OUT)" $(DEMO_TRAIN_ARGS)
+	@touch $@
+
+test: $(VENV)/.installed-test
+	$(bin)/pytest $(PYTEST_ARGS)
+
+lint: typecheck
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+# mypy cannot follow the import hook of an editable install, so it would not find fastattn.kernels.
+# It gets a folder of links that has the shape of the installed package instead.
+typecheck: $(VENV)/.installed-dev
+	@rm -rf build/typecheck && mkdir -p build/typecheck/fastattn
+	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/typecheck/fastattn/
+	cd build/typecheck && "$(abspath $(bin))/mypy" --config-file ../../pyproject.toml \
+		--cache-dir ../../.mypy_cache fastattn
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "fastattn needs Python 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "$(PYTHON) lacks the venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
+	$(bin)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
