@@ -1,0 +1,68 @@
+"""How the tests meet the machine: interpreter without a GPU, compiled kernels with one.
+
+Triton binds every `@triton.jit` function to its CPU interpreter or to its compiler when it is
+imported, so the choice has to be made here, before any test module imports triton.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+# With the checkout on sys.path our kernel folder could be imported as a top-level package
+# `kernels`, which is the name of somebody else's distribution.
+_CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
+
+_HAS_GPU = torch.cuda.is_available()
+if not _HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def device() -> str:
+    """Device for the tensors of a kernel test: "cuda" where kernels run compiled, else "cpu"."""
+    return "cuda" if _HAS_GPU and not _INTERPRETING else "cpu"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    if not _HAS_GPU:
+        pytest.skip("marked gpu: torch sees no CUDA device")
+    if _INTERPRETING:
+        pytest.skip("marked gpu: TRITON_INTERPRET=1 runs the kernels on the CPU")
+
+
+def _with_nan_contents(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_and_fill(*args, **kwargs) -> torch.Tensor:
+        out = allocate(*args, **kwargs)
+        # A traced allocation stays as the caller wrote it, or the graph under test would change.
+        if (
+            not torch.compiler.is_compiling()
+            and out.is_floating_point()
+            and out.layout is torch.strided
+        ):
+            with torch.no_grad():
+                out.fill_(math.nan)
+        return out
+
+    return allocate_and_fill
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floating-point memory reads as NaN, so an output left unwritten is seen."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _with_nan_contents(getattr(owner, name)))
