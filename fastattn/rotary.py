@@ -1,0 +1,147 @@
+"""Rotary position embedding: tables and application.
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv 2104.09864,
+equations 14, 15 and 34: the pair (x_a, x_b) of index i at position p is turned by the angle
+p * base ** (-2 i / rotary_dim), so that the product of a rotated query and a rotated key depends on
+the distance of their positions alone.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RotaryStyle = Literal["half", "interleaved"]
+
+
+def rotary_tables(
+    positions: int | Tensor,
+    rotary_dim: int,
+    *,
+    base: float = 10000.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every rotation angle.
+
+    Args:
+        positions: a length T, meaning positions 0..T-1; or an integer tensor [T], or [B, T] where
+            the rows of a batch stand at positions of their own. Any sign.
+        rotary_dim: how many channels of a head are rotated, even.
+        base: the slowest pair turns by about 1 / base radians a position, the fastest by 1.
+        device: where the tables go; default: that of `positions`, or torch's default device.
+        dtype: floating dtype of the tables. The angles themselves are formed in fp64: fp32 would
+            be off by 2**-24 * position radians, a visible turn on long contexts.
+    Returns:
+        (cos, sin), each [T, rotary_dim // 2] or [B, T, rotary_dim // 2].
+    Raises:
+        TypeError: `positions` is not integral, or `dtype` is not floating.
+        ValueError: `positions` is negative as a length or not 1-d or 2-d as a tensor, `rotary_dim`
+            is not even and positive, or `base` is not positive.
+    """
+    check_rotary_dim(rotary_dim)
+    if not base > 0:
+        raise ValueError(f"base must be > 0, got {base}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+    if isinstance(positions, Tensor):
+        _check_positions(positions)
+        device = positions.device if device is None else device
+        positions = positions.to(device)
+    else:
+        if positions < 0:
+            raise ValueError(f"positions must be a length >= 0 or a tensor, got {positions}")
+        positions = torch.arange(positions, device=device)
+
+    exponent = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64)
+    frequency = base ** (-exponent / rotary_dim)  # [rotary_dim // 2]
+    angle = positions.to(torch.float64).unsqueeze(-1) * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "half") -> Tensor:
+    """Rotate the first 2 * cos.shape[-1] channels of every head; the rest passes through.
+
+    Args:
+        x: [B, H, T, D], floating, any strides.
+        cos, sin: [T, R // 2], or [B, T, R // 2] for positions per row, as `rotary_tables` gives
+            them; R <= D is the number of rotated channels.
+        style: which channels form pair i of the R // 2 pairs:
+            "half":        (i, i + R // 2), as in GPT-NeoX and LLaMA;
+            "interleaved": (2 i, 2 i + 1), as in the paper and GPT-J.
+    Returns:
+        [B, H, T, D] in x's dtype, computed in fp32 (fp64 for fp64 x) and rounded once.
+        Differentiable in x, cos and sin.
+    Raises:
+        TypeError: x is not floating.
+        ValueError: a shape disagrees, R exceeds D, the devices differ, or `style` is unknown.
+    """
+    check_rotary_style(style)
+    _check_tables(x, cos, sin)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B, 1, T, R // 2], alike for all heads
+    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+
+    pairs = cos.shape[-1]
+    rotary_dim = 2 * pairs
+    if style == "half":
+        a, b = x[..., :pairs], x[..., pairs:rotary_dim]
+    else:
+        a, b = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+    a, b = a.to(compute_dtype), b.to(compute_dtype)
+    turned_a = (a * cos - b * sin).to(x.dtype)
+    turned_b = (b * cos + a * sin).to(x.dtype)
+    if style == "half":
+        pieces: tuple[Tensor, ...] = (turned_a, turned_b)
+    else:
+        pieces = (torch.stack((turned_a, turned_b), dim=-1).flatten(-2),)
+    if rotary_dim < x.shape[-1]:
+        pieces = (*pieces, x[..., rotary_dim:])
+    return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+
+
+def check_rotary_dim(rotary_dim: int, head_dim: int | None = None) -> None:
+    """Raise ValueError unless rotary_dim is even, positive and, if given, at most head_dim."""
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be even and positive, got {rotary_dim}")
+    if head_dim is not None and rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim must be at most head_dim = {head_dim}, got {rotary_dim}")
+
+
+def check_rotary_style(style: str) -> None:
+    """Raise ValueError unless `style` names a pairing."""
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"rotary style must be 'half' or 'interleaved', got {style!r}")
+
+
+def _check_positions(positions: Tensor) -> None:
+    if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
+        raise TypeError(f"positions must have an integer dtype, got {positions.dtype}")
+    if positions.dim() not in (1, 2):
+        raise ValueError(f"positions must have shape [T] or [B, T], got {tuple(positions.shape)}")
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.dim() != 4:
+        raise ValueError(f"x must have shape [B, H, T, D], got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must have a floating dtype, got {x.dtype}")
+    if cos.shape != sin.shape:
+        raise ValueError(
+            f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    B, _, T, D = x.shape
+    if cos.dim() not in (2, 3) or cos.shape[-2] != T or (cos.dim() == 3 and cos.shape[0] != B):
+        raise ValueError(
+            f"cos and sin must have shape [{T}, R // 2] or [{B}, {T}, R // 2] to match x, "
+            f"got {tuple(cos.shape)}"
+        )
+    if 2 * cos.shape[-1] > D:
+        raise ValueError(
+            f"cos and sin rotate {2 * cos.shape[-1]} channels, but x has only D = {D} a head"
+        )
+    if cos.device != x.device or sin.device != x.device:
+        raise ValueError(
+            f"cos and sin must be on x's device {x.device}, got {cos.device} and {sin.device}"
+        )

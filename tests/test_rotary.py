@@ -1,0 +1,201 @@
+"""Rotary embedding: the formula, its invariants, and every argument message."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn.rotary import apply_rotary, rotary_tables
+
+STYLES = ("half", "interleaved")
+
+
+def pair_channels(style: str, i: int, rotary_dim: int) -> tuple[int, int]:
+    return (i, i + rotary_dim // 2) if style == "half" else (2 * i, 2 * i + 1)
+
+
+def rotate_by_matrix(x: torch.Tensor, rotary_dim: int, style: str, base: float) -> torch.Tensor:
+    """Equation 15 of the paper: one D x D rotation matrix a position, in fp64."""
+    T, D = x.shape[-2:]
+    out = torch.empty_like(x, dtype=torch.float64)
+    for p in range(T):
+        matrix = torch.eye(D, dtype=torch.float64)
+        for i in range(rotary_dim // 2):
+            angle = p * base ** (-2 * i / rotary_dim)
+            a, b = pair_channels(style, i, rotary_dim)
+            matrix[a, a] = matrix[b, b] = math.cos(angle)
+            matrix[a, b], matrix[b, a] = -math.sin(angle), math.sin(angle)
+        out[..., p, :] = x[..., p, :].double() @ matrix.T
+    return out
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("rotary_dim", "base"),
+    [pytest.param(8, 10000.0, id="full"), pytest.param(6, 500.0, id="partial")],
+)
+def test_equals_the_rotation_matrix_of_the_paper(style, rotary_dim, base):
+    x = torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    cos, sin = rotary_tables(7, rotary_dim, base=base, dtype=torch.float64)
+    expected = rotate_by_matrix(x, rotary_dim, style, base)
+    torch.testing.assert_close(apply_rotary(x, cos, sin, style=style), expected)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_norm_is_preserved(style):
+    x = torch.randn(2, 3, 50, 16, dtype=torch.float64)
+    y = apply_rotary(x, *rotary_tables(50, 16, dtype=torch.float64), style=style)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_product_depends_on_the_distance_alone(style):
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind()
+
+    def product(q_position: int, k_position: int) -> torch.Tensor:
+        turned = [
+            apply_rotary(x, *rotary_tables(torch.tensor([p]), 16, dtype=torch.float64), style=style)
+            for x, p in ((q, q_position), (k, k_position))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    for distance in (0, 1, 30):
+        torch.testing.assert_close(product(1000 + distance, 1000), product(distance, 0))
+        torch.testing.assert_close(product(distance - 5, -5), product(distance, 0))
+    assert (product(1, 0) - product(0, 0)).abs() > 1e-3
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_position_zero_is_the_identity(style, dtype):
+    x = torch.randn(2, 3, 1, 8, dtype=dtype)
+    assert torch.equal(apply_rotary(x, *rotary_tables(1, 8), style=style), x)
+
+
+def test_styles_differ_by_the_permutation_of_pairs():
+    x = torch.randn(2, 3, 9, 8)
+    cos, sin = rotary_tables(9, 8)
+    order = [0, 4, 1, 5, 2, 6, 3, 7]  # channel of "half" that "interleaved" keeps at each place
+    half = apply_rotary(x, cos, sin, style="half")
+    assert torch.equal(apply_rotary(x[..., order], cos, sin, style="interleaved"), half[..., order])
+    assert not torch.equal(apply_rotary(x, cos, sin, style="interleaved"), half)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_channels_past_rotary_dim_pass_through(style):
+    x = torch.randn(2, 3, 9, 10)
+    cos, sin = rotary_tables(9, 4)
+    y = apply_rotary(x, cos, sin, style=style)
+    assert torch.equal(y[..., 4:], x[..., 4:])
+    assert torch.equal(y[..., :4], apply_rotary(x[..., :4], cos, sin, style=style))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_row_may_have_positions_of_its_own(style):
+    x = torch.randn(2, 3, 4, 8)
+    positions = torch.tensor([[0, 1, 2, 3], [7, 7, 2, 100]])
+    cos, sin = rotary_tables(positions, 8)
+    assert cos.shape == sin.shape == (2, 4, 4)
+    rows = [
+        apply_rotary(x[b : b + 1], *rotary_tables(positions[b], 8), style=style) for b in (0, 1)
+    ]
+    assert torch.equal(apply_rotary(x, cos, sin, style=style), torch.cat(rows))
+
+
+def test_a_length_means_the_positions_from_zero():
+    for by_length, by_tensor in zip(
+        rotary_tables(5, 8), rotary_tables(torch.arange(5, dtype=torch.int32), 8), strict=True
+    ):
+        assert by_length.shape == (5, 4)
+        assert torch.equal(by_length, by_tensor)
+
+
+def test_tables_stay_accurate_at_long_positions():
+    cos, sin = rotary_tables(torch.tensor([131071]), 64)
+    angles = [131071 * 10000.0 ** (-2 * i / 64) for i in range(32)]
+    half_ulp = torch.finfo(torch.float32).eps / 2
+    assert (cos[0].double() - torch.tensor([math.cos(a) for a in angles])).abs().max() < half_ulp
+    assert (sin[0].double() - torch.tensor([math.sin(a) for a in angles])).abs().max() < half_ulp
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_rounded_once(style, dtype):
+    x = torch.randn(2, 3, 40, 16).to(dtype)
+    cos, sin = rotary_tables(40, 12)
+    y = apply_rotary(x, cos, sin, style=style)
+    assert y.dtype == dtype
+    assert torch.equal(y, apply_rotary(x.float(), cos, sin, style=style).to(dtype))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients(style):
+    x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
+    tables = [t.requires_grad_() for t in rotary_tables(3, 4, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda *args: apply_rotary(*args, style=style), (x, *tables))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_strided_input_equals_contiguous(style):
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = rotary_tables(5, 8)
+    view = x.transpose(1, 2)
+    assert torch.equal(
+        apply_rotary(view, cos, sin, style=style),
+        apply_rotary(view.contiguous(), cos, sin, style=style),
+    )
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_compiles_without_a_graph_break(style):
+    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return apply_rotary(x, *rotary_tables(positions, 6), style=style)
+
+    x, positions = torch.randn(2, 3, 5, 8), torch.arange(5)
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, positions), rotate(x, positions))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "positions", "kwargs"),
+    [
+        (ValueError, r"rotary_dim must be even and positive, got 7", 3, {"rotary_dim": 7}),
+        (ValueError, r"rotary_dim must be even and positive, got 0", 3, {"rotary_dim": 0}),
+        (ValueError, r"base must be > 0, got -1.0", 3, {"base": -1.0}),
+        (ValueError, r"base must be > 0, got nan", 3, {"base": math.nan}),
+        (TypeError, r"dtype must be a floating dtype, got torch.int32", 3, {"dtype": torch.int32}),
+        (ValueError, r"positions must be a length >= 0 or a tensor, got -2", -2, {}),
+        (TypeError, r"positions must have an integer dtype, got torch.float32", torch.zeros(3), {}),
+        (TypeError, r"positions must have an integer dtype, got torch.bool", torch.ones(3) > 0, {}),
+        (
+            ValueError,
+            r"positions must have shape \[T\] or \[B, T\], got \(\)",
+            torch.tensor(3),
+            {},
+        ),
+    ],
+)
+def test_table_errors(error, match, positions, kwargs):
+    with pytest.raises(error, match=match):
+        rotary_tables(positions, **{"rotary_dim": 8, **kwargs})
+
+
+def test_application_errors():
+    x = torch.randn(2, 3, 5, 8)
+    cos, sin = rotary_tables(5, 8)
+    with pytest.raises(ValueError, match="rotary style must be 'half' or 'interleaved', got 'neo'"):
+        apply_rotary(x, cos, sin, style="neo")
+    with pytest.raises(ValueError, match=r"x must have shape \[B, H, T, D\], got \(3, 5, 8\)"):
+        apply_rotary(x[0], cos, sin)
+    with pytest.raises(TypeError, match=r"x must have a floating dtype, got torch.int64"):
+        apply_rotary(x.long(), cos, sin)
+    with pytest.raises(ValueError, match=r"must have one shape, got \(5, 4\) and \(4, 4\)"):
+        apply_rotary(x, cos, sin[1:])
+    with pytest.raises(ValueError, match=r"shape \[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)"):
+        apply_rotary(x, cos[1:], sin[1:])
+    with pytest.raises(ValueError, match=r"shape \[5, R // 2\] or \[2, 5, R // 2\] .*\(3, 5, 4\)"):
+        apply_rotary(x, cos.expand(3, 5, 4), sin.expand(3, 5, 4))
+    with pytest.raises(ValueError, match=r"rotate 8 channels, but x has only D = 6 a head"):
+        apply_rotary(x[..., :6], cos, sin)
+    with pytest.raises(ValueError, match=r"on x's device cpu, got cpu and meta"):
+        apply_rotary(x, cos, sin.to("meta"))
