@@ -1,0 +1,325 @@
+"""KVCache against a plain list of tokens a row, its messages, and what it promises about syncs."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattn import KVCache
+
+B, H, D, DV, MAX = 3, 2, 2, 3, 8
+
+
+def make_cache(**kwargs) -> KVCache:
+    """A small cache whose unwritten slots hold NaN."""
+    cache = KVCache(B, H, MAX, D, value_dim=DV, **kwargs)
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    return cache
+
+
+def tokens(T: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """T new tokens a row, no two alike, in the strides of a transposed projection."""
+    k = torch.arange(B * T * H * D, dtype=torch.float32) + 1000 * start
+    v = -torch.arange(B * T * H * DV, dtype=torch.float32) - 1000 * start - 1
+    return k.view(B, T, H, D).transpose(1, 2), v.view(B, T, H, DV).transpose(1, 2)
+
+
+def snapshot(cache: KVCache) -> tuple:
+    return cache.k.clone(), cache.v.clone(), cache.lengths.clone(), cache.uniform_length
+
+
+def assert_unchanged(cache: KVCache, before: tuple) -> None:
+    for got, expected in zip(snapshot(cache)[:3], before[:3], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert cache.uniform_length == before[3]
+
+
+class ListCache:
+    """The model: a list of (k, v) a row. Tokens that do not fit are refused for all rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(B)]
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, counts: list[int]) -> bool:
+        if any(len(row) + n > MAX for row, n in zip(self.rows, counts, strict=True)):
+            return False
+        for b, n in enumerate(counts):
+            self.rows[b] = self.rows[b] + [(k[b, :, t], v[b, :, t]) for t in range(n)]
+        return True
+
+    def truncate(self, lengths: list[int]) -> None:
+        self.rows = [row[: max(n, 0)] for row, n in zip(self.rows, lengths, strict=True)]
+
+    def reorder(self, index: list[int]) -> None:
+        self.rows = [self.rows[b] for b in index]
+
+    def assert_equals(self, cache: KVCache) -> None:
+        lengths = [len(row) for row in self.rows]
+        assert cache.lengths.tolist() == lengths
+        assert max(lengths) <= cache.length_bound <= MAX
+        assert cache.uniform_length is None or lengths == [cache.uniform_length] * B
+        for b, row in enumerate(self.rows):
+            for t, (k, v) in enumerate(row):
+                assert torch.equal(cache.k[b, :, t], k)
+                assert torch.equal(cache.v[b, :, t], v)
+
+
+row_values = st.lists(st.integers(-1, MAX), min_size=B, max_size=B)
+operations = st.one_of(
+    st.tuples(st.just("append"), st.integers(0, 4), st.none()),
+    st.tuples(st.just("append"), st.integers(0, 4), row_values),
+    st.tuples(st.just("truncate"), st.integers(0, MAX)),
+    st.tuples(st.just("truncate"), row_values),
+    st.tuples(st.just("reorder"), st.lists(st.integers(0, B - 1), min_size=B, max_size=B)),
+    st.tuples(st.just("reset")),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(operations, max_size=12))
+def test_any_sequence_of_operations_equals_the_list_model(sequence):
+    cache, model = make_cache(), ListCache()
+    for step, (name, *args) in enumerate(sequence):
+        if name == "append":
+            T, counts = args
+            k, v = tokens(T, step)
+            before = snapshot(cache)
+            new_lengths = None if counts is None else torch.tensor(counts)
+            counts = [T] * B if counts is None else [min(max(n, 0), T) for n in counts]
+            if model.append(k, v, counts):
+                cache.append(k, v, new_lengths)
+            else:
+                with pytest.raises(ValueError, match="there is room for"):
+                    cache.append(k, v, new_lengths)
+                assert_unchanged(cache, before)
+        elif name == "truncate":
+            (lengths,) = args
+            cache.truncate(lengths if isinstance(lengths, int) else torch.tensor(lengths))
+            model.truncate([lengths] * B if isinstance(lengths, int) else lengths)
+        elif name == "reorder":
+            cache.reorder(torch.tensor(args[0]))
+            model.reorder(args[0])
+        else:
+            cache.reset()
+            model.truncate([0] * B)
+        model.assert_equals(cache)
+
+
+def test_equal_appends_keep_the_length_known_on_the_host():
+    cache = make_cache()
+    assert cache.uniform_length == 0
+    cache.append(*tokens(3))
+    cache.append(*tokens(1, start=1))
+    assert cache.uniform_length == cache.length_bound == 4
+    cache.truncate(2)
+    assert cache.uniform_length == cache.length_bound == 2
+    cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2], dtype=torch.int32))
+    assert cache.uniform_length is None
+    assert cache.lengths.dtype == torch.int32
+    cache.reset()
+    assert cache.uniform_length == cache.length_bound == 0
+
+
+def test_lengths_are_changed_in_place():
+    cache = make_cache()
+    lengths, k = cache.lengths, cache.k
+    cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2]))
+    cache.reorder(torch.tensor([2, 1, 0]))
+    cache.truncate(torch.tensor([1, 9, 9]))
+    assert lengths.tolist() == [1, 1, 3]
+    assert cache.lengths is lengths
+    assert cache.k is k
+
+
+def test_padding_is_overwritten_by_the_next_append():
+    cache = make_cache()
+    k, v = tokens(3)
+    k[1, :, 1:] = v[1, :, 1:] = torch.nan
+    cache.append(k, v, new_lengths=torch.tensor([3, 1, 3]))
+    cache.append(*tokens(2, start=1))
+    assert cache.lengths.tolist() == [5, 3, 5]
+    assert cache.k[1, :, :3].isfinite().all()
+    assert cache.v[1, :, :3].isfinite().all()
+
+
+def test_padding_past_the_end_is_not_written_and_real_tokens_are():
+    cache = make_cache()
+    cache.append(*tokens(6))
+    k, v = tokens(4, start=1)
+    cache.append(k, v, new_lengths=torch.tensor([2, 0, 1]))
+    assert cache.lengths.tolist() == [8, 6, 7]
+    assert torch.equal(cache.k[0, :, 6:], k[0, :, :2])
+    assert torch.equal(cache.v[2, :, 6], v[2, :, 0])
+    assert cache.k[1, :, 6:].isnan().all()
+
+
+def test_bound_that_counts_padding_is_tightened_before_an_append_is_refused():
+    cache = make_cache()
+    cache.append(*tokens(6), new_lengths=torch.tensor([2, 1, 2]))
+    assert cache.length_bound == 6
+    cache.append(*tokens(5, start=1))
+    assert cache.lengths.tolist() == [7, 6, 7]
+    assert cache.length_bound == 7
+
+
+def test_no_value_is_read_back_while_there_is_room():
+    """Meta tensors have no values: any read of one raises."""
+    cache = KVCache(B, H, MAX, D, value_dim=DV, device="meta")
+    k, v = (x.to("meta") for x in tokens(2))
+    rows = torch.zeros(B, dtype=torch.int64, device="meta")
+    cache.append(k, v)
+    cache.append(k, v, new_lengths=rows)
+    cache.append(k, v)
+    cache.truncate(rows)
+    cache.truncate(5)
+    cache.reorder(rows)
+    with pytest.raises(RuntimeError, match="meta"):
+        cache.append(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))
+
+
+def test_cache_made_in_inference_mode_serves_outside_of_it():
+    with torch.inference_mode():
+        cache = make_cache()
+        cache.append(*tokens(2))
+    cache.append(*tokens(2, start=1))
+    assert cache.uniform_length == 4
+
+
+def test_graph_is_refused_and_not_stored():
+    cache = make_cache()
+    k, v = tokens(2)
+    before = snapshot(cache)
+    for args in ((k.clone().requires_grad_(), v), (k, v.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match=r"k or v requires grad: append under torch.no_grad"):
+            cache.append(*args)
+        assert_unchanged(cache, before)
+    with torch.no_grad():
+        cache.append(k.clone().requires_grad_(), v)
+    assert not cache.k.requires_grad
+    assert torch.equal(cache.k[:, :, :2], k)
+
+
+def test_dtype_device_copy_bytes_and_repr():
+    cache = KVCache(B, H, MAX, D, dtype=torch.bfloat16)
+    assert cache.k.shape == cache.v.shape == (B, H, MAX, D)
+    assert cache.nbytes == 2 * B * H * MAX * D * 2 + B * 4
+    twin = copy.deepcopy(cache)
+    twin.append(*(torch.ones(B, H, 1, D, dtype=torch.bfloat16) for _ in range(2)))
+    assert (cache.uniform_length, twin.uniform_length) == (0, 1)
+    assert cache.lengths.tolist() == [0] * B
+    assert repr(twin) == (
+        "KVCache(batch_size=3, num_kv_heads=2, max_length=8, head_dim=2, value_dim=2, device=cpu, "
+        "dtype=torch.bfloat16, uniform_length=1, length_bound=1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "num_kv_heads", "max_length", "head_dim", "value_dim"]
+)
+def test_sizes_must_be_positive(name):
+    sizes = {"batch_size": 1, "num_kv_heads": 1, "max_length": 4, "head_dim": 2, name: 0}
+    with pytest.raises(ValueError, match=f"^{name} must be >= 1, got 0"):
+        KVCache(**sizes)
+
+
+def test_overflow_names_the_need_and_the_room():
+    cache = make_cache()
+    cache.append(*tokens(6))
+    before = snapshot(cache)
+    with pytest.raises(
+        ValueError,
+        match=r"appending 3 tokens a row needs 9 slots, but max_length is 8 and the longest row "
+        r"holds 6: there is room for 2",
+    ):
+        cache.append(*tokens(3, start=1))
+    assert_unchanged(cache, before)
+    with pytest.raises(ValueError, match=r"needs 9 slots"):
+        cache.append(*tokens(3, start=1), new_lengths=torch.tensor([0, 3, 0]))
+    assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "change"),
+    [
+        (
+            ValueError,
+            r"k must have shape \[3, 2, T, 2\] to match the cache, got \(2, 2, 1, 2\)",
+            {"k": torch.zeros(2, 2, 1, 2)},
+        ),
+        (ValueError, r"k must have shape .* \(3, 1, 1, 2\)", {"k": torch.zeros(3, 1, 1, 2)}),
+        (ValueError, r"k must have shape .* \(3, 2, 2\)", {"k": torch.zeros(3, 2, 2)}),
+        (
+            ValueError,
+            r"v must have shape \[3, 2, T, 3\] to match the cache, got \(3, 2, 1, 2\)",
+            {"v": torch.zeros(3, 2, 1, 2)},
+        ),
+        (ValueError, r"same number of tokens, got 1 and 2", {"v": torch.zeros(3, 2, 2, 3)}),
+        (
+            ValueError,
+            r"v must have the cache's dtype torch.float32, got torch.float16; build the cache",
+            {"v": torch.zeros(3, 2, 1, 3, dtype=torch.float16)},
+        ),
+        (
+            ValueError,
+            r"k must be on the cache's device cpu, got meta",
+            {"k": torch.zeros(3, 2, 1, 2, device="meta")},
+        ),
+        (
+            TypeError,
+            r"new_lengths must be int32 or int64, got torch.float32",
+            {"new_lengths": torch.ones(3)},
+        ),
+        (
+            ValueError,
+            r"new_lengths must have shape \[3\], one entry a row, got \(2,\)",
+            {"new_lengths": torch.tensor([1, 1])},
+        ),
+        (
+            ValueError,
+            r"new_lengths must be on the cache's device cpu, got meta",
+            {"new_lengths": torch.zeros(3, dtype=torch.int32, device="meta")},
+        ),
+    ],
+)
+def test_append_errors(error, match, change):
+    cache = make_cache()
+    before = snapshot(cache)
+    k, v = tokens(1)
+    with pytest.raises(error, match=match):
+        cache.append(**{"k": k, "v": v, **change})
+    assert_unchanged(cache, before)
+
+
+def test_truncate_and_reorder_errors():
+    cache = make_cache()
+    with pytest.raises(ValueError, match=r"lengths must be >= 0, got -1"):
+        cache.truncate(-1)
+    with pytest.raises(TypeError, match=r"lengths must be int32 or int64, got torch.float32"):
+        cache.truncate(torch.ones(B))
+    with pytest.raises(ValueError, match=r"lengths must have shape \[3\]"):
+        cache.truncate(torch.ones(B, 1).int())
+    with pytest.raises(TypeError, match=r"index must be int32 or int64, got torch.bool"):
+        cache.reorder(torch.ones(B).bool())
+    with pytest.raises(ValueError, match=r"index must have shape \[3\]"):
+        cache.reorder(torch.zeros(B + 1).int())
+
+
+@pytest.mark.gpu
+def test_no_method_waits_for_the_gpu_while_there_is_room():
+    cache = KVCache(B, H, MAX, D, value_dim=DV, device="cuda")
+    k, v = (x.cuda() for x in tokens(2))
+    rows = torch.tensor([2, 1, 0], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.append(k, v)
+        cache.append(k, v, new_lengths=rows)
+        cache.append(k, v)
+        cache.truncate(rows)
+        cache.truncate(3)
+        cache.reorder(rows)
+        cache.reset()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
