@@ -1,0 +1,340 @@
+"""Attention as torch modules: parameters, head layout, positions and caches around `attention`."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import KVCache, check_row_integers
+from .functional import attention
+from .rotary import (
+    RotaryStyle,
+    apply_rotary,
+    check_rotary_dim,
+    check_rotary_style,
+    rotary_tables,
+)
+
+
+class CausalGQAttention(nn.Module):
+    """Causal self-attention with grouped-query heads, from tokens to tokens.
+
+        q, k, v = split(qkv_proj(x));  q, k = rotary(q, k)
+        out = dropout(out_proj(attention(q, k, v, causal=True)))
+
+    One fused projection makes q, k and v. H_q = num_heads query heads share H_k = num_kv_heads
+    key/value heads (Ainslie et al. 2023, arXiv 2305.13245): H_k = H_q is multi-head, H_k = 1
+    multi-query attention. Token i sees tokens j <= i, and with window = W only the last W of them,
+    itself included; for T = 4, without and with window = 2:
+
+        1 0 0 0      1 0 0 0
+        1 1 0 0      1 1 0 0
+        1 1 1 0      0 1 1 0
+        1 1 1 1      0 0 1 1
+
+    Args:
+        embed_dim: width C of the tokens.
+        num_heads: H_q.
+        num_kv_heads: H_k, divides H_q; default H_q.
+        head_dim: D of a head; default embed_dim // num_heads.
+        qkv_bias, out_bias: whether the projections have a bias.
+        window: how many keys a token sees at most, itself included; None = all.
+        rotary: rotary position embedding of q and k, by which pairing of channels (see
+            `fastattn.rotary.apply_rotary`); None = none.
+        rotary_base, rotary_dim: as in `fastattn.rotary.rotary_tables`; rotary_dim defaults to D,
+            a smaller one leaves the other channels as they are.
+        dropout: probability of zeroing an output element in training mode. The attention weights
+            themselves are never dropped.
+        scale: factor on q @ k, default D ** -0.5.
+        backend: passed to `fastattn.attention`.
+        device, dtype: of the parameters.
+
+    Parameters (initialised as `nn.Linear` does):
+        qkv_proj.weight: [(H_q + 2 H_k) D, C], the rows of q, then k, then v, head by head.
+        out_proj.weight: [C, H_q D].
+
+    Raises:
+        ValueError: sizes do not divide, or an argument is out of its range.
+
+    Example:
+        >>> layer = CausalGQAttention(64, num_heads=4, num_kv_heads=2, rotary="half")
+        >>> x = torch.randn(2, 10, 64)
+        >>> y = layer(x)  # [2, 10, 64]
+        >>> cache = layer.new_cache(batch_size=2, max_length=16)
+        >>> with torch.no_grad():  # the same, nine tokens at once and then one
+        ...     steps = [layer(part, cache=cache) for part in x.split([9, 1], dim=1)]
+        >>> torch.allclose(torch.cat(steps, dim=1), y, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        window: int | None = None,
+        rotary: RotaryStyle | None = None,
+        rotary_base: float = 10000.0,
+        rotary_dim: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
+        _check_options(head_dim, window, rotary, rotary_base, rotary_dim, dropout, scale)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.rotary = rotary
+        self.rotary_base = rotary_base
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.dropout = dropout
+        self.scale = scale
+        self.backend = backend
+        self.qkv_proj = nn.Linear(
+            embed_dim,
+            (num_heads + 2 * num_kv_heads) * head_dim,
+            bias=qkv_bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.out_proj = nn.Linear(
+            num_heads * head_dim, embed_dim, bias=out_bias, device=device, dtype=dtype
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        positions: Tensor | None = None,
+        rotary_tables: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attend; with a cache, append x to it and attend to all that it holds.
+
+        Args:
+            x: [B, T, C], floating.
+            key_padding_mask: bool [B, T], True = a token to attend to, False = padding. With a
+                cache: [B, n + T] over the n tokens it holds and the T new ones; this is how prompts
+                padded on the left are served, and every step must pass it.
+            key_lengths: int32 or int64 [B]: row b's first key_lengths[b] tokens of x are real, the
+                others padding on the right. With a cache, only the real ones enter it, so later
+                steps need no mask and start right after each row's own last token.
+            positions: integers [T] or [B, T], positions of x's tokens for the rotary embedding.
+                Default: 0..T-1, or with a cache those that follow each row's length. Only
+                distances matter to it, so left padding needs no positions of its own.
+            rotary_tables: (cos, sin) as `fastattn.rotary.rotary_tables` makes them for x's
+                positions, in place of `positions`: make them once for all layers.
+            cache: one for this layer, from `new_cache`. It holds no graph: use it under
+                `torch.no_grad()` or `torch.inference_mode()`.
+        Returns:
+            [B, T, C]. Rows at padding are unspecified, though finite for finite x. A padded token,
+            NaN included, reaches no other token's output; but NaN reaches the parameters' gradients
+            from anywhere in x, as in every linear layer.
+        Raises:
+            TypeError: a mask, lengths or positions are of the wrong dtype.
+            ValueError: a shape disagrees, arguments exclude each other, or x does not fit the
+                cache, which is then left as it was.
+            RuntimeError: a cache is used while grad mode is on and q, k, v require grad.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must have shape [B, T, {self.embed_dim}], got {tuple(x.shape)}")
+        self._check_positions(x, positions, rotary_tables)
+        if cache is not None:
+            _check_cache_use(x, key_padding_mask, key_lengths, cache)
+        B, T, _ = x.shape
+        H_q, H_k = self.num_heads, self.num_kv_heads
+
+        qkv = self.qkv_proj(x).view(B, T, H_q + 2 * H_k, self.head_dim).transpose(1, 2)
+        qk, v = qkv.split((H_q + H_k, H_k), dim=1)
+        if self.rotary is not None:
+            cos, sin = rotary_tables or self._default_tables(x, positions, cache)
+            qk = apply_rotary(qk, cos, sin, style=self.rotary)
+        q, k = qk.split((H_q, H_k), dim=1)  # [B, H_q, T, D], [B, H_k, T, D]
+
+        query_offset: int | Tensor | None = None
+        if cache is not None:
+            n = cache.uniform_length
+            query_offset = cache.lengths.clone() if n is None else n
+            cache.append(k, v, key_lengths)
+            k, v = cache.k[:, :, : cache.length_bound], cache.v[:, :, : cache.length_bound]
+            key_lengths = cache.lengths if cache.uniform_length is None else None
+        out = attention(
+            q,
+            k,
+            v,
+            causal=True,
+            window=self.window,
+            key_padding_mask=key_padding_mask,
+            key_lengths=key_lengths,
+            query_offset=query_offset,
+            scale=self.scale,
+            backend=self.backend,
+        )
+        out = self.out_proj(out.transpose(1, 2).reshape(B, T, H_q * self.head_dim))
+        return F.dropout(out, self.dropout, self.training)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An empty cache for this layer.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens a row can hold.
+            device: default: that of the parameters.
+            dtype: of keys and values as attention gets them. Default: autocast's dtype where
+                autocast is on, else that of the parameters.
+        """
+        weight = self.qkv_proj.weight
+        device = weight.device if device is None else torch.device(device)
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        return KVCache(
+            batch_size, self.num_kv_heads, max_length, self.head_dim, device=device, dtype=dtype
+        )
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"embed_dim={self.embed_dim}",
+            f"num_heads={self.num_heads}",
+            f"num_kv_heads={self.num_kv_heads}",
+            f"head_dim={self.head_dim}",
+        ]
+        if self.rotary is not None:
+            parts += [
+                f"rotary={self.rotary!r}",
+                f"rotary_base={self.rotary_base:g}",
+                f"rotary_dim={self.rotary_dim}",
+            ]
+        for name, default in (("window", None), ("dropout", 0.0), ("scale", None)):
+            value = getattr(self, name)
+            if value != default:
+                parts.append(f"{name}={value}")
+        if self.backend is not None:
+            parts.append(f"backend={self.backend!r}")
+        return ", ".join(parts)
+
+    def _default_tables(
+        self, x: Tensor, positions: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions given, or of those that follow what the cache holds."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            if cache is not None:
+                n = cache.uniform_length
+                positions = positions + (cache.lengths.unsqueeze(1) if n is None else n)
+        return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
+
+    def _check_positions(
+        self, x: Tensor, positions: Tensor | None, tables: tuple[Tensor, Tensor] | None
+    ) -> None:
+        if positions is None and tables is None:
+            return
+        if self.rotary is None:
+            name = "rotary_tables" if positions is None else "positions"
+            raise ValueError(f"{name} needs a layer with rotary='half' or 'interleaved', got None")
+        if positions is not None and tables is not None:
+            raise ValueError("give positions or rotary_tables, not both: the tables hold positions")
+        B, T, _ = x.shape
+        if positions is not None and positions.shape not in ((T,), (B, T)):
+            raise ValueError(
+                f"positions must have shape [{T}] or [{B}, {T}] to match x, "
+                f"got {tuple(positions.shape)}"
+            )
+        if tables is not None and 2 * tables[0].shape[-1] != self.rotary_dim:
+            raise ValueError(
+                f"rotary_tables must have {self.rotary_dim // 2} columns for rotary_dim = "
+                f"{self.rotary_dim}, got {tables[0].shape[-1]}"
+            )
+
+
+def _check_cache_use(
+    x: Tensor, key_padding_mask: Tensor | None, key_lengths: Tensor | None, cache: KVCache
+) -> None:
+    """Raise on what `attention` would only see after the append, when the cache has changed."""
+    B, T, _ = x.shape
+    if cache.lengths.shape[0] != B:
+        raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
+    if key_lengths is not None:
+        check_row_integers("key_lengths", key_lengths, cache.lengths)
+    if key_padding_mask is None:
+        return
+    n = cache.uniform_length
+    if n is None or key_lengths is not None:
+        raise ValueError(
+            "key_padding_mask with a cache needs rows of one length: pad prompts on the left and "
+            "pass the mask alone, or pad on the right and pass key_lengths alone"
+        )
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, got {key_padding_mask.dtype}")
+    if key_padding_mask.shape != (B, n + T):
+        raise ValueError(
+            f"key_padding_mask must have shape [{B}, {n + T}], over {n} cached and {T} new tokens, "
+            f"got {tuple(key_padding_mask.shape)}"
+        )
+    if key_padding_mask.device != x.device:
+        raise ValueError(
+            f"key_padding_mask must be on x's device {x.device}, got {key_padding_mask.device}"
+        )
+
+
+def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """The size of a head, given or derived, once all sizes are found to agree."""
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
+    if head_dim is not None:
+        return head_dim
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"num_heads must divide embed_dim = {embed_dim} unless head_dim is given, "
+            f"got {num_heads}"
+        )
+    return embed_dim // num_heads
+
+
+def _check_options(
+    head_dim: int,
+    window: int | None,
+    rotary: str | None,
+    rotary_base: float,
+    rotary_dim: int | None,
+    dropout: float,
+    scale: float | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be >= 1, the token itself included, got {window}")
+    if rotary is not None:
+        check_rotary_style(rotary)
+        check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
+        if not rotary_base > 0:
+            raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
+    elif rotary_dim is not None:
+        raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout must be a probability, got {dropout}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be > 0, got {scale}")
