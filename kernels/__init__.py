@@ -1,1 +1,1 @@
-"""Placeholder while the first slice is being built."""
+"""Triton kernels and their launchers; `fastattn.ops` is what calls them."""

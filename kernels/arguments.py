@@ -1,0 +1,79 @@
+"""What every launcher tells its kernel: strides, alignment, precision, and the mask in numbers."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Window sides are added to positions in int32; no sequence is this long.
+UNBOUNDED = 1 << 30
+# No tile has more rows than this.
+_MAX_ROWS = 256
+
+
+class MaskArguments(NamedTuple):
+    """The mask of one call, as checked by the caller.
+
+    left, right: sides of the band around each query's position, None = unbounded (causal: right 0).
+    query_offset: position of query 0 among the keys; query_offsets: int [B], one per batch row.
+    key_padding_mask: bool [B, T_k], True = attend. key_lengths: int [B].
+    """
+
+    left: int | None
+    right: int | None
+    query_offset: int
+    query_offsets: Tensor | None
+    key_padding_mask: Tensor | None
+    key_lengths: Tensor | None
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Batch, head and row stride of [B, H, T, D]; the last dim must be contiguous."""
+    assert x.stride(3) == 1 or x.shape[3] == 1, "the caller makes the last dim contiguous"
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Elements in 16 bytes if every row of every tensor starts on such a boundary, else 1.
+
+    One of two values for a dtype, so at most two kernels are compiled whatever the shapes are.
+    """
+    elements = 16 // tensors[0].element_size()
+    for x in tensors:
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+            if size > 1 and stride % elements:
+                return 1
+        if x.data_ptr() % 16:
+            return 1
+    return elements
+
+
+def index_type(*tensors: Tensor) -> tl.dtype:
+    """int32 where no tile spans 2^31 elements, else int64, for offsets inside a tile."""
+    return tl.int32 if all(abs(x.stride(2)) < 2**31 // _MAX_ROWS for x in tensors) else tl.int64
+
+
+def block_dim(D: int) -> int:
+    """Columns of a tile for head dim D: a power of two, at least the 16 that tl.dot needs."""
+    return max(16, triton.next_power_of_2(D))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 products are IEEE unless torch's own matmul may use TF32; others have no choice."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+def empty_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
+    """Empty [B, heads, rows, cols] in the memory order of `like`: a [B, T, H, D] user keeps it."""
+    B = like.shape[0]
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(B, rows, heads, cols).transpose(1, 2)
+    return like.new_empty(B, heads, rows, cols)
+
+
+def window_side(side: int | None) -> int | None:
+    return None if side is None else min(side, UNBOUNDED)

@@ -1,0 +1,97 @@
+"""Tile choices as data: tuning/<arch>.json, looked up by kernel, element size and head dim.
+
+Nothing is timed or tuned at run time, so a first call compiles one kernel and results reproduce.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+
+import triton
+
+KERNELS = ("forward", "backward_dq", "backward_dkv")
+TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+_forced: dict[str, TileConfig] = {}
+
+
+def lookup(kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
+    """The tile for `kernel` on the current device.
+
+    Args:
+        kernel: one of KERNELS.
+        element_size: bytes of an element of q.
+        BLOCK_D: the larger of the padded head dims of q and v, a power of two.
+    """
+    if kernel in _forced:
+        return _forced[kernel]
+    return _lookup(current_arch(), kernel, element_size, BLOCK_D)
+
+
+@contextmanager
+def forced(**configs: TileConfig) -> Iterator[None]:
+    """Use these tiles, by kernel name, inside the block: for tests and for measuring."""
+    assert set(configs) <= set(KERNELS), configs
+    saved = dict(_forced)
+    _forced.update(configs)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(saved)
+
+
+def current_arch() -> str:
+    """Name of the device's architecture: "sm_90", "gfx942", or "interpreter"."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]
+
+
+def table_for(arch: str) -> str:
+    """The table that serves `arch`: its own, or that of the nearest older NVIDIA generation.
+
+    sm_89 and the consumer Blackwell chips (sm_120) have the 99 KB of shared memory of sm_86.
+    """
+    if arch in TABLES:
+        return arch
+    if not arch.startswith("sm_"):
+        return "gfx942"
+    number = int(re.sub(r"\D", "", arch))
+    if number >= 120 or number in (87, 89):
+        return "sm_86"
+    older = [int(name[3:]) for name in TABLES if name.startswith("sm_")]
+    return f"sm_{max((n for n in older if n <= number), default=min(older))}"
+
+
+@cache
+def table(name: str) -> tuple[dict[str, object], ...]:
+    """Rows of tuning/<name>.json."""
+    text = resources.files(__package__).joinpath("tuning", f"{name}.json").read_text("utf-8")
+    return tuple(json.loads(text)["rows"])
+
+
+@cache
+def _lookup(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
+    name = table_for(arch)
+    rows = [r for r in table(name) if r["kernel"] == kernel and r["element_size"] == element_size]
+    fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
+    assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
+    row = min(fitting, key=lambda r: r["BLOCK_D"])
+    return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1))})

@@ -1,0 +1,45 @@
+"""The softmax of a row, met block by block.
+
+State of a row: m, the largest score so far in log2 units (score * scale * log2(e)); l, the sum of
+2^(score - m); and the accumulator of weighted values, rescaled whenever m grows
+(Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135).
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def online_step(s, m, l, scale_log2, MASKED: tl.constexpr):
+    """Take a block of scores s = q.k (unscaled, -inf where hidden) into the state of its rows.
+
+    Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
+    scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
+    """
+    m_next = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    m_finite = m_next
+    if MASKED:
+        # A row that has seen nothing yet: -inf minus -inf would be NaN.
+        m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
+    p = tl.exp2(s * scale_log2 - m_finite[:, None])
+    rescale = tl.exp2(m - m_finite)
+    l_next = l * rescale + tl.sum(p, 1)
+    return p, rescale, m_next, l_next
+
+
+@triton.jit
+def finish(acc, m, l):
+    """Output and natural-log lse of rows whose keys have all been met; a row without any: 0, -inf."""
+    l_nonzero = tl.where(l == 0.0, 1.0, l)
+    o = acc / l_nonzero[:, None]
+    lse = (m + tl.log2(l_nonzero)) * LN2
+    return o, lse
+
+
+@triton.jit
+def weights(s, lse, scale_log2):
+    """Normalised weights from scores and the lse of their rows; lse broadcasts against s."""
+    return tl.exp2(s * scale_log2 - lse * LOG2E)

@@ -1,0 +1,97 @@
+"""Tiles of rows in memory, and which tile a program works on."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head(ptr, b, h, strides, ALIGN: tl.constexpr, INDEX: tl.constexpr):
+    """Pointer to row 0 of head h in batch row b, and the stride between rows.
+
+    strides are (batch, head, row) in elements. They are run-time numbers, so that no length compiles
+    anything; ALIGN > 1 is the launcher's promise that ALIGN divides each, which vector loads need.
+    INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
+    """
+    stride_b = tl.multiple_of(strides[0].to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of(strides[1].to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of(strides[2].to(INDEX), ALIGN)
+    return ptr + b * stride_b + h * stride_h, stride_t
+
+
+@triton.jit
+def _pointers(ptr, stride_t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    offsets = rows[:, None] * stride_t + cols[None, :]
+    return ptr + tl.cast(first, tl.int64) * stride_t + offsets
+
+
+@triton.jit
+def load_tile(
+    ptr, stride_t, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Rows first..first+ROWS-1 as [ROWS, COLS]; 0 where keep [ROWS] is False or past WIDTH columns.
+
+    keep = None promises that every row exists. WIDTH is the true head dim, COLS its power of two.
+    """
+    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
+    cols = tl.arange(0, COLS)
+    if keep is not None:
+        if WIDTH == COLS:
+            tile = tl.load(pointers, mask=keep[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=keep[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    else:
+        if WIDTH == COLS:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_vector(pointers, keep, other):
+    """One number a row, `other` where keep is False; keep = None promises that every row exists."""
+    if keep is not None:
+        vector = tl.load(pointers, mask=keep, other=other)
+    else:
+        vector = tl.load(pointers)
+    return vector
+
+
+@triton.jit
+def store_tile(
+    ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Write the rows of tile [ROWS, COLS] where keep [ROWS] is True, and WIDTH columns of each."""
+    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
+    mask = keep[:, None]
+    if WIDTH != COLS:
+        mask = mask & (tl.arange(0, COLS) < WIDTH)[None, :]
+    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def query_program(T_q, H_q, G, BLOCK_M: tl.constexpr):
+    """(query tile, b, h_q, h_k) of this program.
+
+    Neighbouring programs are the G heads of one K/V head, then the tiles of that head from the last
+    (the longest, if causal) to the first: they meet the same K/V in L2, and short ones fill the end.
+    """
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(T_q, BLOCK_M)
+    tile = tiles - 1 - (pid // G) % tiles
+    row = pid // (G * tiles)
+    H_k = H_q // G
+    b = row // H_k
+    h_k = row % H_k
+    return tile, b, h_k * G + pid % G, h_k
+
+
+@triton.jit
+def key_program(T_k, H_k, BLOCK_N: tl.constexpr):
+    """(key tile, b, h_k) of this program; the first keys, which most queries see, come first."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(T_k, BLOCK_N)
+    row = pid // tiles
+    return pid % tiles, row // H_k, row % H_k
