@@ -1,0 +1,203 @@
+"""What an install holds, and what `import fastattn` does and shows."""
+
+import fnmatch
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fastattn
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+HEAVY = ("tokenizers", "safetensors", "tqdm", "matplotlib", "transformers")
+
+
+def find_packages(root: Path) -> dict[str, Path]:
+    """Map every package to its folder, under the name that it is installed by."""
+    packages = {}
+    for folder, package in (("fastattn", "fastattn"), ("kernels", "fastattn.kernels")):
+        for path in sorted((root / folder).rglob("__init__.py")):
+            parts = path.parent.relative_to(root / folder).parts
+            packages[".".join((package, *parts))] = path.parent
+    return packages
+
+
+def find_unpackaged(root: Path, settings: dict) -> list[str]:
+    """Return what an install would leave out: packages not named, data files no pattern covers."""
+    packages = find_packages(root)
+    missing = sorted(set(packages) - set(settings["packages"]))
+    for path in (*(root / "fastattn").rglob("*"), *(root / "kernels").rglob("*")):
+        if path.is_dir() or path.suffix == ".pyc":
+            continue
+        name = path.relative_to(root).as_posix()
+        if path.suffix == ".py":
+            if path.parent not in packages.values():
+                missing.append(f"{name} (its folder has no __init__.py)")
+            continue
+        homes = [item for item in packages.items() if item[1] in path.parents]
+        owner, home = max(homes, key=lambda item: len(item[1].parts))
+        patterns = settings["package-data"].get(owner, [])
+        relative = path.relative_to(home).as_posix()
+        if not any(fnmatch.fnmatch(relative, pattern) for pattern in patterns):
+            missing.append(name)
+    return missing
+
+
+def setuptools_settings() -> dict:
+    text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["tool"]["setuptools"]
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def test_everything_is_packaged():
+    assert find_unpackaged(CHECKOUT, setuptools_settings()) == []
+
+
+def test_every_named_package_exists():
+    assert set(setuptools_settings()["packages"]) <= set(find_packages(CHECKOUT))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        pytest.param("fastattn/extra/__init__.py", "fastattn.extra", id="package"),
+        pytest.param("fastattn/extra/module.py", "no __init__", id="namespace"),
+        pytest.param("kernels/hopper/__init__.py", "fastattn.kernels.hopper", id="kernel-package"),
+        pytest.param("kernels/tuning/table.csv", "kernels/tuning/table.csv", id="data"),
+    ],
+)
+def test_planted_gap_in_the_packages_is_found(tmp_path, path, message):
+    settings = {
+        "packages": ["fastattn", "fastattn.kernels"],
+        "package-data": {"fastattn.kernels": ["tuning/*.json"]},
+    }
+    for name in ("fastattn/__init__.py", "kernels/__init__.py", "kernels/tuning/table.json"):
+        touch(tmp_path / name)
+    assert find_unpackaged(tmp_path, settings) == []
+    touch(tmp_path / path)
+    assert any(message in line for line in find_unpackaged(tmp_path, settings))
+
+
+def test_kernels_is_not_a_top_level_package():
+    # Other libraries probe for a package of this name and would take ours for it.
+    assert importlib.util.find_spec("kernels") is None
+    assert importlib.util.find_spec("fastattn.kernels") is not None
+
+
+# Runs in a process of its own. torch and triton are imported first: what they do is not ours.
+IMPORT_PROBE = """
+import importlib, json, os, sys
+import torch, triton
+heavy = [name for name in json.loads(sys.argv[2]) if name not in sys.modules]
+queries = []
+def record(name, function):
+    def wrapper(*args, **kwargs):
+        queries.append(name)
+        return function(*args, **kwargs)
+    return wrapper
+for name in ("_lazy_init", "is_available", "device_count", "current_device",
+             "get_device_properties", "get_device_capability", "get_device_name"):
+    setattr(torch.cuda, name, record(name, getattr(torch.cuda, name)))
+environment = dict(os.environ)
+importlib.import_module(sys.argv[1])
+report = {
+    "queries": queries,
+    "initialized": torch.cuda.is_initialized(),
+    "heavy": [name for name in heavy if name in sys.modules],
+    "environment": dict(os.environ) != environment,
+}
+with open("report.json", "w", encoding="utf-8") as file:
+    json.dump(report, file)
+"""
+
+
+def probe_import(module: str, folder: Path) -> dict:
+    """Import a module in a new interpreter; return what that did and printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE, module, json.dumps(HEAVY)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return report | {"printed": done.stdout + done.stderr}
+
+
+QUIET = {"queries": [], "initialized": False, "heavy": [], "environment": False, "printed": ""}
+
+
+def test_import_has_no_side_effects(tmp_path):
+    assert probe_import("fastattn", tmp_path) == QUIET
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        pytest.param("import torch; torch.cuda.is_available()", "queries", id="device-query"),
+        pytest.param("import matplotlib", "heavy", id="heavy"),
+        pytest.param("import os; os.environ['FASTATTN_X'] = '1'", "environment", id="environment"),
+        pytest.param("print('hello')", "printed", id="print"),
+    ],
+)
+def test_planted_side_effect_is_found(tmp_path, text, key):
+    (tmp_path / "planted.py").write_text(text, encoding="utf-8")
+    report = probe_import("planted", tmp_path)
+    assert {name for name in QUIET if report[name] != QUIET[name]} == {key}
+
+
+def find_undocumented(names: dict[str, object]) -> list[str]:
+    """Return the names, and Class.method names, that have no docstring of their own."""
+    missing = []
+    for name, value in names.items():
+        if not (callable(value) or inspect.ismodule(value)):
+            continue
+        text = value.__doc__ or ""
+        # A dataclass without a docstring is given its own signature as one.
+        if not text or text.startswith(f"{name}("):
+            missing.append(name)
+        if inspect.isclass(value):
+            methods = {
+                f"{name}.{key}": member
+                for key, member in vars(value).items()
+                if inspect.isfunction(member) and not key.startswith("_")
+            }
+            missing += [key for key, member in methods.items() if not member.__doc__]
+    return missing
+
+
+def test_public_names_are_documented():
+    assert find_undocumented({name: getattr(fastattn, name) for name in fastattn.__all__}) == []
+
+
+def test_planted_undocumented_names_are_found():
+    @dataclass
+    class Plain:
+        x: int
+
+    class Documented:
+        """Documented."""
+
+        def method(self):
+            pass
+
+    def bare():
+        pass
+
+    found = find_undocumented({"Plain": Plain, "Documented": Documented, "bare": bare, "n": 1})
+    assert found == ["Plain", "Documented.method", "bare"]

@@ -1,0 +1,116 @@
+"""What the documents tell a reader to type works as written."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def read(document: str) -> str:
+    return (CHECKOUT / document).read_text(encoding="utf-8")
+
+
+def find_blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
+    """Yield the line number and the text of every fenced block in one language."""
+    for match in BLOCK.finditer(text):
+        if match[1] == language:
+            yield text.count("\n", 0, match.start()) + 1, match[2]
+
+
+def find_commands(text: str, program: str) -> Iterator[list[str]]:
+    """Yield the arguments of every call of a program in the bash blocks."""
+    for _, block in find_blocks(text, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words.pop(0)
+            if words and words[0] == program:
+                yield words[1:]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", read("Makefile"), re.MULTILINE))
+
+
+EXAMPLES = [
+    pytest.param(code, id=f"{document}:{line}")
+    for document in DOCUMENTS
+    for line, code in find_blocks(read(document), "python")
+]
+COMMANDS = [
+    pytest.param(arguments, id=f"{document}: fastattn {' '.join(arguments)}")
+    for document in DOCUMENTS
+    for arguments in find_commands(read(document), "fastattn")
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_python_example_runs(tmp_path, code):
+    # The plain path of a machine without a GPU: not the interpreter that the kernel tests run in.
+    environment = os.environ | {"FASTATTN_BACKEND": "torch"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_command_line_is_accepted(arguments):
+    from fastattn.cli import build_parser
+
+    assert build_parser().parse_args(arguments) is not None
+
+
+def test_documents_have_examples_and_commands():
+    assert any(str(item.id).startswith("README.md") for item in EXAMPLES)
+    shown = {item.values[0][0] for item in COMMANDS}
+    assert {"train", "generate", "info"} <= shown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_commands_exist(document):
+    shown = {word for words in find_commands(read(document), "make") for word in words}
+    targets = {word for word in shown if "=" not in word}
+    assert {"test"} <= targets <= make_targets()
+
+
+def test_readme_shows_the_two_commands():
+    shown = {words[0] for words in find_commands(read("README.md"), "make") if words}
+    assert {"demo", "test"} <= shown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_named_paths_exist(document):
+    text = read(document)
+    paths = LINK.findall(text) + re.findall(r"`((?:fastattn|kernels|tests|bench)/[\w./]*)`", text)
+    assert paths != []
+    assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+
+
+def test_contributing_fits_in_120_lines():
+    assert len(read("CONTRIBUTING.md").splitlines()) <= 120
+
+
+def test_the_reader_of_blocks_and_commands():
+    text = (
+        "a\n```python\nx = 1\n```\n"
+        "```bash\n# fastattn no\nX=1 fastattn train \\\n  --a 'b c'\nls\n```\n"
+    )
+    assert list(find_blocks(text, "python")) == [(2, "x = 1\n")]
+    assert list(find_commands(text, "fastattn")) == [["train", "--a", "b c"]]
