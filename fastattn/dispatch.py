@@ -1,0 +1,81 @@
+"""Which backend serves a call, and why."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from . import checks, ops
+
+ENVIRONMENT = "FASTATTN_BACKEND"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The backend that serves a call, and the reason why each faster one was passed over."""
+
+    backend: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"backend: {self.backend}", *passed_over])
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Explanation:
+    """The first backend of triton, torch that serves the call, or the forced one.
+
+    Raises:
+        ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
+    """
+    forced = checks.check_backend(backend)
+    if forced == "auto":
+        forced = checks.check_backend(os.environ.get(ENVIRONMENT) or None, ENVIRONMENT)
+    if forced == "torch":
+        return Explanation("torch", {"triton": 'backend "torch" was asked for'})
+    reason = why_not_triton(q, k, v)
+    if reason is None:
+        return Explanation("triton", {})
+    if forced == "triton":
+        raise ValueError(f'backend "triton" cannot serve this call: {reason}')
+    return Explanation("torch", {"triton": reason})
+
+
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot take these tensors, or None if they can."""
+    device = q.device.type
+    if not ops.triton_installed():
+        return "triton is not installed"
+    if device == "cpu" and not ops.interpreting():
+        return "q is on the CPU and TRITON_INTERPRET=1 is not set"
+    if device not in ("cpu", "cuda"):
+        return f"q is on {device}; kernels exist for CUDA and ROCm devices"
+    if q.dtype == torch.float64:
+        return "q is float64; kernels exist for float16, bfloat16 and float32"
+    widest = max(q.shape[3], v.shape[3])
+    if widest > ops.MAX_HEAD_DIM:
+        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM}"
+    if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
+        return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
+    return None
+
+
+@cache
+def _has_bf16(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_warned: set[str] = set()
+
+
+def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
+    """Say once for each reason that a GPU tensor is served by torch."""
+    if explanation.backend != "torch" or device.type == "cpu" or torch.compiler.is_compiling():
+        return
+    reason = explanation.reasons["triton"]
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"fastattn falls back to torch: {reason}", UserWarning, stacklevel=4)

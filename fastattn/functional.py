@@ -1,0 +1,139 @@
+"""Attention as a function: check the arguments, choose a backend, call it."""
+
+import torch
+from torch import Tensor
+
+from . import checks, dispatch, ops, torch_backend
+from .checks import Window
+from .dispatch import Explanation
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
+
+    Query i of batch row b stands at position p = i + query_offset among the keys. Masks combine:
+    it sees key j where every one given allows it. With T_q = 2, T_k = 4 (rows are queries):
+
+        causal        window=2      window=(0, 1)    key_lengths=[3]    causal, query_offset=0
+        1 1 1 0       0 1 1 0       0 0 1 1          1 1 1 0            1 0 0 0
+        1 1 1 1       0 0 1 1       0 0 0 1          1 1 1 0            1 1 0 0
+
+    Args:
+        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. A last dim that is not contiguous
+            is copied.
+        k: [B, H_k, T_k, D], same dtype and device. H_k divides H_q; query head h reads K/V head
+            h // (H_q // H_k), and K/V are not expanded in memory.
+        v: [B, H_k, T_k, D_v].
+        causal: p sees keys j <= p.
+        window: (left, right) sees p - left <= j <= p + right, None = unbounded on that side; an int
+            W is the last W keys, the query's own counted: (W - 1, 0).
+        key_padding_mask: bool [B, T_k], True = attend.
+        key_lengths: int32 or int64 [B]; row b has keys 0..key_lengths[b] - 1. Values are clamped to
+            [0, T_k].
+        query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
+            query stands at the last key (bottom-right).
+        scale: factor on q.k, > 0; default D ** -0.5.
+        return_lse: also return the log of the softmax denominators.
+        backend: "triton", "torch" or "auto" (default; the environment variable FASTATTN_BACKEND
+            replaces it). `fastattn.explain` takes the same arguments and tells which one serves.
+
+    Returns:
+        o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], natural log.
+        A query that sees no key has o = 0, lse = -inf and gradients 0. A NaN in keys or values that
+        are padded out reaches no output and no gradient. In autocast regions q, k and v are cast as
+        torch's own attention casts them.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
+            backend that cannot serve the call; the message names it.
+    """
+    q, k, v = _autocast(q, k, v)
+    left, right, scale = checks.check_call(
+        q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale
+    )
+    choice = dispatch.choose(q, k, v, backend)
+    if choice.backend == "torch":
+        dispatch.warn_if_slow(choice, q.device)
+        return torch_backend.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            key_padding_mask=key_padding_mask,
+            key_lengths=key_lengths,
+            query_offset=query_offset,
+            scale=scale,
+            return_lse=return_lse,
+        )
+    if query_offset is None:
+        query_offset = k.shape[2] - q.shape[2]
+    per_row = isinstance(query_offset, Tensor)
+    o, lse = ops.attention_forward(
+        *(_with_contiguous_rows(x) for x in (q, k, v)),
+        None if key_padding_mask is None else _with_contiguous_rows(key_padding_mask),
+        None if key_lengths is None else key_lengths.contiguous(),
+        query_offset.contiguous() if isinstance(query_offset, Tensor) else None,
+        0 if per_row else query_offset,
+        left,
+        right,
+        scale,
+    )
+    return (o, lse) if return_lse else o
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Which backend `attention` would use for these arguments, and why not a faster one.
+
+    Checks the arguments as `attention` does, and computes nothing.
+
+    Returns:
+        An `Explanation`: `.backend`, and `.reasons` from backend name to reason; `str()` of it is
+        meant for people.
+    """
+    q, k, v = _autocast(q, k, v)
+    checks.check_call(q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale)
+    return dispatch.choose(q, k, v, backend)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    cast = (
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in (q, k, v)
+    )  # fmt: skip
+    return tuple(cast)  # type: ignore[return-value]

@@ -1,0 +1,134 @@
+"""The kernels as torch operators: custom ops with fakes and autograd.
+
+This is the only file of the package that knows the kernels. They are imported on first use, so that
+`import fastattn` works where triton does not exist.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+@cache
+def triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter (TRITON_INTERPRET=1)."""
+    if not triton_installed():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def _kernels() -> ModuleType:
+    from . import kernels
+    from .kernels import backward, forward, interpreter  # noqa: F401
+
+    if interpreting():
+        interpreter.mend()
+    return kernels
+
+
+@torch.library.custom_op("fastattn::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_offsets: Tensor | None,
+    query_offset: int,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`.
+
+    q, k, v have contiguous last dims, key_padding_mask bool [B, T_k] too. A query's position is
+    query_offsets[b] (or query_offset, if None) + its row; left and right are the band's sides.
+    """
+    kernels = _kernels()
+    mask = kernels.arguments.MaskArguments(
+        left, right, query_offset, query_offsets, key_padding_mask, key_lengths
+    )
+    return kernels.forward.launch_forward(q, k, v, mask, scale)
+
+
+@attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, H_q, T_q, _D = q.shape
+    lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
+    return _fake_in_layout(q, H_q, T_q, v.shape[3]), lse
+
+
+@torch.library.custom_op("fastattn::attention_backward", mutates_args=())
+def attention_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    key_padding_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_offsets: Tensor | None,
+    query_offset: int,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `attention_forward`; do has a contiguous last dim, dlse is contiguous."""
+    kernels = _kernels()
+    mask = kernels.arguments.MaskArguments(
+        left, right, query_offset, query_offsets, key_padding_mask, key_lengths
+    )
+    return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
+
+
+@attention_backward.register_fake
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
+    """The strides of `kernels.arguments.empty_in_layout`, which a fake may not import."""
+    B = like.shape[0]
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(B, rows, heads, cols).transpose(1, 2)
+    return like.new_empty(B, heads, rows, cols)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, key_padding_mask, key_lengths, query_offsets, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, key_padding_mask, key_lengths, query_offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, *mask_tensors = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(o)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    grads = attention_backward(do, dlse, q, k, v, o, lse, *mask_tensors, *ctx.numbers)
+    return (*grads, *[None] * (len(mask_tensors) + len(ctx.numbers)))
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)
