@@ -1,27 +1,309 @@
-"""The repairs behind `interpreter.mend`: bfloat16, NaN, TF32, memory checks, cheap helper calls.
+"""The repairs behind `interpreter.mend`: bfloat16, TF32, NaN, memory checks, cheap helper calls.
 
-Triton's interpreter runs a kernel's Python source; each tl operation ends in a method of one
-`InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16,
-so such a handle carries the bits as uint16. The classes here override what the stock ones get wrong,
-one concept a class, and `install` puts them in the stock ones' places.
-
-Works with Triton 3.6, 3.7 and 3.8.
+Triton's interpreter runs a kernel's Python source; every tl operation ends in a method of one
+`InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16:
+such a handle carries the bits as uint16. The classes here override what the stock ones get wrong,
+a concept each, and `install` puts them in the stock ones' places. Valid for Triton 3.6 to 3.8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .interpreter import OutOfBoundsError
 
 Array = npt.NDArray[Any]
 
-# --------------------------------------------------------------------- bfloat16
+_BF16_NAN = 0x7FC0
+_TF32_MASK = np.uint32(0xFFFFE000)  # sign, 8 exponent bits, 10 of the 23 mantissa bits
+
+
+def bf16_bits(x: Array) -> Array:
+    """float32 values rounded to the nearest bfloat16, ties to even, as uint16 bits of x's shape."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).reshape(np.shape(x))
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = (bits + half) >> np.uint32(16)
+    # The carry of the rounding would turn some NaN into zero.
+    return np.where(np.isnan(x), _BF16_NAN, rounded).astype(np.uint16)
+
+
+def bf16_values(bits: Array) -> Array:
+    """The float32 values of uint16 bfloat16 bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _is_bf16(handle: TensorHandle) -> bool:
+    return bool(handle.dtype.scalar == tl.bfloat16)
+
+
+def _widen(handle: TensorHandle) -> TensorHandle:
+    """bfloat16 as float32; anything else as it is."""
+    return TensorHandle(bf16_values(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _narrow(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(bf16_bits(handle.data), tl.bfloat16)
+
+
+class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
+    """Element by element: computed in float32 and rounded once, as GPUs do."""
+
+    def get_bf16(self, value: float) -> TensorHandle:
+        return TensorHandle(bf16_bits(np.array([value], np.float32)), tl.bfloat16)
+
+    def unary_op(self, arg: TensorHandle, op: Callable[..., Array]) -> TensorHandle:
+        if _is_bf16(arg):
+            return _narrow(super().unary_op(_widen(arg), op))
+        return super().unary_op(arg, op)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Array]) -> Any:
+        out = super().binary_op(_widen(lhs), _widen(rhs), op)
+        if out.data.dtype == bool:
+            # The stock handle keeps the dtype of the operands, and a later cast believes it.
+            return TensorHandle(out.data, tl.int1)
+        return _narrow(out) if _is_bf16(lhs) else out
+
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        out = super().create_fma(_widen(x), _widen(y), _widen(z))
+        return _narrow(out) if _is_bf16(z) else out
+
+    def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        if dst_type.scalar != tl.bfloat16:
+            return super().cast_impl(_widen(src), dst_type)
+        return src if _is_bf16(src) else _narrow(src)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding: Any) -> TensorHandle:
+        from_fp32_to_bf16 = (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.bfloat16)
+        if from_fp32_to_bf16 and rounding != ir.ROUNDING_MODE.RTZ:
+            return _narrow(src)
+        return super().create_fp_to_fp(src, dst_type, rounding)
+
+
+class _TensorCores(InterpreterBuilder):  # type: ignore[misc]
+    """tl.dot: bfloat16 and float16 products summed in float32, TF32 where a kernel asks for it."""
+
+    def create_dot(
+        self, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, imprecise_acc: Any
+    ) -> TensorHandle:
+        dtype = a.dtype.scalar
+        if dtype not in (tl.bfloat16, tl.float16, tl.float32) or b.dtype.scalar != dtype:
+            return super().create_dot(a, b, d, precision, imprecise_acc)
+        tf32 = dtype == tl.float32 and precision == ir.INPUT_PRECISION.TF32
+        product = np.matmul(_dot_operand(a, tf32), _dot_operand(b, tf32)) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+
+def _dot_operand(handle: TensorHandle, tf32: bool) -> Array:
+    values = np.ascontiguousarray(_widen(handle).data, np.float32)
+    return (values.view(np.uint32) & _TF32_MASK).view(np.float32) if tf32 else values
+
+
+class _NanRules(InterpreterBuilder):  # type: ignore[misc]
+    """maxnum and minnum of NaN and x are x; maximum and minimum stay NaN."""
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_clampf(
+        self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nan: Any
+    ) -> TensorHandle:
+        if propagate_nan == ir.PROPAGATE_NAN.NONE:
+            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
+        return self.create_minimumf(self.create_maximumf(arg, lo), hi)
+
+
+class _WideReduction(stock.ReduceScanOpInterface):  # type: ignore[misc]
+    """Reductions and scans of bfloat16: in float32, rounded once at the end."""
+
+    def apply_impl(self, input: tuple[Any, ...]) -> tuple[Any, ...]:
+        narrow = [_is_bf16(tensor.handle) for tensor in input]
+        if not any(narrow):
+            return super().apply_impl(input)
+        wide = tuple(_with_handle(tensor, _widen(tensor.handle)) for tensor in input)
+        out = super().apply_impl(wide)
+        out = tuple(out) if isinstance(out, list | tuple) else (out,)
+        return tuple(
+            _with_handle(tensor, _narrow(tensor.handle)) if was_narrow else tensor
+            for tensor, was_narrow in zip(out, narrow, strict=False)
+        )
+
+
+def _with_handle(tensor: Any, handle: TensorHandle) -> Any:
+    block = tensor.type.is_block()
+    dtype = tl.block_type(handle.dtype, list(tensor.shape)) if block else handle.dtype
+    return tl.tensor(handle, dtype)
+
+
+class _Reduce(_WideReduction, stock.ReduceOps):  # type: ignore[misc]
+    def min_max(self, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        # The same numbers as nanmax and nanmin, without their warning about rows of NaN.
+        quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+        return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+
+class _Scan(_WideReduction, stock.ScanOps):  # type: ignore[misc]
+    pass
+
+
+class _Extent(NamedTuple):
+    """The bytes [first, end) that one tensor argument of a launch may touch."""
+
+    argument: str
+    first: int
+    end: int
+
+
+@dataclass
+class _Launch:
+    kernel: str
+    extents: list[_Extent] = field(default_factory=list)
+    language_is_patched: bool = False
+
+
+# The launch that is running; a list because a hook of one launch may start another.
+_launches: list[_Launch] = []
+
+
+class _CheckedMemory(InterpreterBuilder):  # type: ignore[misc]
+    """Every unmasked address has to lie in the storage of a tensor argument of the launch."""
+
+    def create_masked_load(self, ptrs: TensorHandle, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check("load", ptrs, mask)
+        return super().create_masked_load(ptrs, mask, *args, **kwargs)
+
+    def create_masked_store(
+        self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._check("store", ptrs, mask)
+        return super().create_masked_store(ptrs, value, mask, *args, **kwargs)
+
+    def create_atomic_rmw(
+        self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: Any, *args: Any
+    ) -> Any:
+        self._check("atomic", ptr, mask)
+        return super().create_atomic_rmw(op, ptr, val, mask, *args)
+
+    def create_atomic_cas(self, ptr: TensorHandle, *args: Any) -> Any:
+        self._check("atomic", ptr, np.ones(1, bool))
+        return super().create_atomic_cas(ptr, *args)
+
+    def _check(self, access: str, pointers: TensorHandle, mask: TensorHandle | Array) -> None:
+        kept = mask if isinstance(mask, np.ndarray) else mask.data
+        addresses = pointers.data[np.broadcast_to(kept, pointers.data.shape).astype(bool)]
+        if addresses.size == 0:
+            return
+        launch = _launches[-1]
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        low, high = int(addresses.min()), int(addresses.max())
+        if any(extent.first <= low and high + size <= extent.end for extent in launch.extents):
+            return
+        outside = np.ones(addresses.shape, bool)
+        for extent in launch.extents:
+            outside &= (addresses < extent.first) | (addresses + np.uint64(size) > extent.end)
+        if outside.any():
+            raise OutOfBoundsError(
+                f"{launch.kernel}: {access} of {int(outside.sum())} element(s) outside every "
+                f"tensor argument, in program {self.grid_idx}; the first is "
+                + _place(int(addresses[outside][0]), launch.extents)
+            )
+
+
+def _place(address: int, extents: list[_Extent]) -> str:
+    if not extents:
+        return f"at address {address:#x}, and the kernel has no tensor argument"
+    nearest = min(extents, key=lambda e: min(abs(address - e.first), abs(address - e.end)))
+    return (
+        f"at byte {address - nearest.first} of the storage of {nearest.argument}, "
+        f"which has {nearest.end - nearest.first}"
+    )
+
+
+def _extents(name: str, arg: Any) -> Iterator[_Extent]:
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from _extents(name, item)
+        return
+    tensor = arg.base if isinstance(arg, TensorDescriptor) else stock._unwrap_tensor(arg)
+    if hasattr(tensor, "untyped_storage"):
+        storage = tensor.untyped_storage()
+        yield _Extent(name, storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+class _GridExecutor(stock.GridExecutor):  # type: ignore[misc]
+    """A launch: knows its memory, and keeps NumPy from warning about NaN and infinity."""
+
+    def __call__(self, *args_dev: Any, **kwargs: Any) -> None:
+        _launches.append(_Launch(self.fn.__name__))
+        try:
+            with np.errstate(all="ignore"):
+                super().__call__(*args_dev, **kwargs)
+        except InterpreterError as error:
+            cause = _first_cause(error)
+            if isinstance(cause, OutOfBoundsError):
+                raise cause from None
+            raise
+        finally:
+            _launches.pop()
+
+    def _init_args_hst(self, args_dev: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        # The interpreter works on host copies of device tensors: their addresses count.
+        args, kwargs = super()._init_args_hst(args_dev, kwargs)
+        named = [*zip(self.arg_names, args, strict=False), *kwargs.items()]
+        _launches[-1].extents = [extent for name, arg in named for extent in _extents(name, arg)]
+        return args, kwargs
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+_stock_patch_lang = stock._patch_lang
+_whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+
+def _patch_lang(fn: Any) -> Any:
+    """Replace the language by interpreted functions, once a launch.
+
+    The stock function does it at every call of a jit helper, tl.sum and tl.max included, for the
+    modules that the helper sees. Here a launch replaces all of them, and helpers find it done.
+    """
+    if _launches and _launches[-1].language_is_patched:
+        return stock._LangPatchScope()
+    scope = _stock_patch_lang(_whole_language)
+    # int() of an array with one element and a dimension is an error since NumPy 2.4, which left
+    # Triton 3.6 without `range` over a loaded bound.
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    if _launches:
+        _launches[-1].language_is_patched = True
+    return scope
+
+
+class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
+    pass
+
+
+def install() -> None:
+    """Put the repaired classes in place of Triton's; once."""
+    if isinstance(stock.interpreter_builder, _Builder):
+        return
+    # Kernels, their tl functions and Triton's semantics all hold this one object.
+    stock.interpreter_builder.__class__ = _Builder
+    stock.ReduceOps = _Reduce
+    stock.ScanOps = _Scan
+    stock.GridExecutor = _GridExecutor
+    stock._patch_lang = _patch_lang
