@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "fastattn.dispatch",
         "fastattn.ops",
+        "fastattn.torch_backend",
         "fastattn.reference",
         "fastattn.checks",
         "fastattn.rotary",
@@ -38,6 +39,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.padding",
         "fastattn.kernels.arguments",
         "fastattn.kernels.config",
+        "fastattn.kernels.interpreter",
+        "fastattn.kernels.emulation",
     ),
     ("fastattn.kernels.mask", "fastattn.kernels.softmax", "fastattn.kernels.tile"),
 )
