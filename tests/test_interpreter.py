@@ -1,0 +1,407 @@
+"""The interpreter's repairs, each seen through a small kernel that a GPU would run the same."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from fastattn.kernels.interpreter import OutOfBoundsError, mend
+
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
+)
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _mended() -> None:
+    mend()
+
+
+@triton.jit
+def cast_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=dtype)
+    cast_kernel[(1,)](x, out, x.numel())
+    return out
+
+
+@triton.jit
+def binary_kernel(x_ptr, y_ptr, out_ptr, OP: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    y = tl.load(y_ptr + offs)
+    if OP == "add":
+        out = x + y
+    elif OP == "sub":
+        out = x - y
+    elif OP == "mul":
+        out = x * y
+    elif OP == "div":
+        out = x / y
+    elif OP == "fma":
+        out = tl.fma(x, y, x)
+    elif OP == "neg":
+        out = -x
+    elif OP == "abs":
+        out = tl.abs(x)
+    elif OP == "greater":
+        out = x > y
+    elif OP == "where":
+        out = tl.where(x > y, x, y)
+    elif OP == "scale":
+        out = x * 0.3
+    elif OP == "maximum":
+        out = tl.maximum(x, y)
+    elif OP == "minimum":
+        out = tl.minimum(x, y)
+    elif OP == "maximum propagate":
+        out = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "minimum propagate":
+        out = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "clamp":
+        out = tl.clamp(x, 0.0, 1.0)
+    elif OP == "clamp propagate":
+        out = tl.clamp(x, 0.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "exp2 of difference":
+        out = tl.exp2(x - y)
+    tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))
+
+
+def binary(op: str, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    binary_kernel[(1,)](x, x if y is None else y, out, op, x.numel())
+    return out
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, PRECISION: tl.constexpr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    c = tl.load(c_ptr + offs)
+    c = tl.dot(tl.load(a_ptr + offs), tl.load(b_ptr + offs), c, input_precision=PRECISION)
+    tl.store(c_ptr + offs, c)
+
+
+def small_integers(*shape: int) -> torch.Tensor:
+    """Whole numbers whose products and sums are exact in float32, whatever the order."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dot_multiplies_values_and_adds_the_accumulator(dtype: torch.dtype) -> None:
+    a, b = small_integers(2, 32, 32).to(dtype)
+    c = torch.full((32, 32), 0.5)
+    dot_kernel[(1,)](a, b, c, "ieee", 32)
+    assert torch.equal(c, a.float() @ b.float() + 0.5)
+
+
+@pytest.mark.parametrize(("precision", "product"), [("ieee", 1 + 2**-11), ("tf32", 1.0)])
+def test_float32_dot_keeps_the_bits_its_precision_keeps(precision: str, product: float) -> None:
+    a = torch.eye(16)
+    b = torch.full((16, 16), 1 + 2**-11)
+    c = torch.zeros(16, 16)
+    dot_kernel[(1,)](a, b, c, precision, 16)
+    assert torch.equal(c, torch.full((16, 16), product))
+
+
+def float32_of_bits(*bits: int) -> torch.Tensor:
+    return torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("bits", "rounded"),
+    [
+        pytest.param(0x3F808000, 0x3F80, id="tie-to-even-below"),
+        pytest.param(0x3F818000, 0x3F82, id="tie-to-even-above"),
+        pytest.param(0x3F808001, 0x3F81, id="past-the-tie"),
+        pytest.param(0x3F817FFF, 0x3F81, id="before-the-tie"),
+        pytest.param(0xBF818000, 0xBF82, id="negative-tie"),
+        pytest.param(0x7F7FFFFF, 0x7F80, id="largest-becomes-inf"),
+        pytest.param(0x7F800000, 0x7F80, id="inf"),
+        pytest.param(0xFF800000, 0xFF80, id="minus-inf"),
+        pytest.param(0x00018000, 0x0002, id="subnormal-tie"),
+        pytest.param(0x80000000, 0x8000, id="minus-zero"),
+    ],
+)
+def test_float32_rounds_to_the_nearest_bfloat16(bits: int, rounded: int) -> None:
+    out = cast(float32_of_bits(bits, bits), BF16).view(torch.int16)
+    assert [int(x) & 0xFFFF for x in out] == [rounded] * 2
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001], ids=hex)
+def test_nan_stays_nan_in_bfloat16(bits: int) -> None:
+    assert cast(float32_of_bits(bits), BF16).isnan().all()
+
+
+def test_casts_of_random_values_agree_with_torch() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e3
+    assert torch.equal(cast(x, BF16), x.to(BF16))
+    assert torch.equal(cast(x.to(BF16), torch.float32), x.to(BF16).float())
+    assert torch.equal(cast(x.to(BF16), torch.float16), x.to(BF16).half())
+    assert torch.equal(cast(x.half(), BF16), x.half().to(BF16))
+    assert torch.equal(cast(x.to(BF16), torch.int32), x.to(BF16).int())
+
+
+def test_integers_become_bfloat16_values() -> None:
+    x = torch.tensor([0, 1, -3, 257, 259, 1000003, -(2**31), 7], dtype=torch.int32)
+    assert torch.equal(cast(x, BF16), x.to(BF16))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("add", lambda x, y: x + y),
+        ("sub", lambda x, y: x - y),
+        ("mul", lambda x, y: x * y),
+        ("div", lambda x, y: x / y),
+        ("fma", lambda x, y: (x.float() * y.float() + x.float()).to(BF16)),
+        ("neg", lambda x, y: -x),
+        ("abs", lambda x, y: x.abs()),
+        ("greater", lambda x, y: (x > y).to(BF16)),
+        ("where", torch.maximum),
+        ("maximum", torch.maximum),
+        ("scale", lambda x, y: x * torch.tensor(0.3, dtype=BF16)),
+    ],
+)
+def test_bfloat16_arithmetic_computes_wide_and_rounds_once(op: str, expected) -> None:
+    x, y = torch.randn(2, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+    assert torch.equal(binary(op, x, y), expected(x, y))
+
+
+@triton.jit
+def add_values(x, y):
+    return x + y
+
+
+@triton.jit
+def reduce_kernel(x_ptr, out_ptr, OP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    if OP == "sum":
+        out = tl.sum(x, 1)
+    elif OP == "max":
+        out = tl.max(x, 1)
+    elif OP == "min":
+        out = tl.min(x, 1)
+    elif OP == "custom":
+        out = tl.reduce(x, 1, add_values)
+    elif OP == "scan":
+        out = tl.sum(tl.associative_scan(x, 1, add_values), 1)
+    tl.store(out_ptr + tl.arange(0, M), out.to(out_ptr.dtype.element_ty))
+
+
+def reduce(op: str, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape[0], dtype=x.dtype)
+    reduce_kernel[(1,)](x, out, op, *x.shape)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("sum", lambda x: x.sum(1)),
+        ("custom", lambda x: x.sum(1)),
+        ("max", lambda x: x.amax(1)),
+        ("min", lambda x: x.amin(1)),
+        ("scan", lambda x: x.cumsum(1).sum(1)),
+    ],
+)
+def test_bfloat16_reductions(op: str, expected) -> None:
+    x = small_integers(4, 8)
+    assert torch.equal(reduce(op, x), expected(x.float()).to(BF16))
+
+
+@triton.jit
+def sum_everything_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    total = tl.sum(tl.load(x_ptr + tl.arange(0, N)))
+    tl.store(out_ptr, total * 2.0)
+
+
+def test_bfloat16_sum_to_a_scalar() -> None:
+    out = torch.zeros(1, dtype=BF16)
+    sum_everything_kernel[(1,)](torch.full((128,), 1.5, dtype=BF16), out, 128)
+    assert out.item() == 384.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("maximum", [1.0, 1.0, math.inf]),
+        ("minimum", [1.0, 1.0, 2.0]),
+        ("maximum propagate", [math.nan, math.nan, math.inf]),
+        ("minimum propagate", [math.nan, math.nan, 2.0]),
+        ("clamp", [0.0, 1.0, 1.0]),
+        ("clamp propagate", [math.nan, 1.0, 1.0]),
+    ],
+)
+def test_which_of_two_operands_survives_nan(op: str, expected: list, dtype: torch.dtype) -> None:
+    x = torch.tensor([math.nan, 1.0, math.inf, 0.0], dtype=dtype)
+    y = torch.tensor([1.0, math.nan, 2.0, 0.0], dtype=dtype)
+    wanted = torch.tensor([*expected, 0.0], dtype=dtype)
+    torch.testing.assert_close(binary(op, x, y), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "kept"), [("max", 3.0), ("min", -3.0)])
+def test_reductions_drop_nan_unless_there_is_nothing_else(op: str, kept: float) -> None:
+    x = torch.tensor([[math.nan, 3.0, -3.0, math.nan], [math.nan] * 4])
+    wanted = torch.tensor([kept, math.nan])
+    torch.testing.assert_close(reduce(op, x), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_arithmetic_is_silent() -> None:
+    hidden = torch.full((2,), -math.inf)
+    assert binary("exp2 of difference", hidden, hidden).isnan().all()
+
+
+@triton.jit
+def count_kernel(bounds_ptr, out_ptr):
+    count = 0
+    for i in range(tl.load(bounds_ptr), tl.load(bounds_ptr + 1)):
+        count += i
+    tl.store(out_ptr, count)
+
+
+def test_a_loop_over_loaded_bounds() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    count_kernel[(1,)](torch.tensor([3, 6], dtype=torch.int32), out)
+    assert out.item() == 3 + 4 + 5
+
+
+@triton.jit
+def copy_kernel(ptrs, n, MASKED: tl.constexpr, N: tl.constexpr):
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    mask = offs < n
+    if MASKED:
+        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs, mask=mask), mask=mask)
+    else:
+        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs))
+
+
+@triton.jit
+def load_kernel(x_ptr, out_ptr, offset):
+    tl.store(out_ptr, tl.load(x_ptr + offset))
+
+
+@triton.jit
+def store_kernel(x_ptr, out_ptr, offset):
+    tl.store(out_ptr + offset, tl.load(x_ptr))
+
+
+@triton.jit
+def atomic_kernel(x_ptr, out_ptr, offset):
+    tl.atomic_add(out_ptr + offset, tl.load(x_ptr))
+
+
+@triton.jit
+def compare_and_swap_kernel(x_ptr, out_ptr, offset):
+    tl.atomic_cas(out_ptr + offset, tl.load(x_ptr), 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "access", "argument"),
+    [
+        (load_kernel, "load", "x_ptr"),
+        (store_kernel, "store", "out_ptr"),
+        (atomic_kernel, "atomic", "out_ptr"),
+        (compare_and_swap_kernel, "atomic", "out_ptr"),
+    ],
+)
+@pytest.mark.parametrize("offset", [-1, 4])
+def test_an_access_outside_every_argument_raises(kernel, access, argument, offset) -> None:
+    x, out = torch.zeros(2, 4, dtype=torch.int32).unbind()
+    x, out = x.clone(), out.clone()
+    message = (
+        rf"{kernel.__name__}: {access} of 1 element\(s\) outside every tensor argument, "
+        rf"in program \(0, 0, 0\); the first is at byte {4 * offset} of the storage of {argument}, "
+        "which has 16"
+    )
+    with pytest.raises(OutOfBoundsError, match=message):
+        kernel[(1,)](x, out, offset)
+
+
+def test_an_element_half_outside_is_outside() -> None:
+    halves = torch.zeros(3, dtype=torch.int16)
+    with pytest.raises(OutOfBoundsError, match="at byte 4 of the storage of x_ptr, which has 6"):
+        load_kernel[(1,)](halves.view(torch.uint8)[:4].view(torch.int32), torch.zeros(1), 1)
+
+
+def test_a_program_past_the_end_of_a_tensor_in_a_tuple_raises() -> None:
+    x, out = torch.arange(20.0), torch.zeros(32)
+    with pytest.raises(OutOfBoundsError, match=r"load of 12 element.*program \(1, 0, 0\).*ptrs"):
+        copy_kernel[(2,)]((x, out), 20, False, 16)
+
+
+def test_masked_lanes_may_point_anywhere() -> None:
+    x, out = torch.arange(20.0), torch.zeros(20)
+    copy_kernel[(2,)]((x, out), 20, True, 16)
+    assert torch.equal(out, x)
+
+
+def test_the_rest_of_a_viewed_storage_is_inside() -> None:
+    x, out = torch.arange(32.0), torch.zeros(32)
+    copy_kernel[(1,)]((x[8:16], out), 32, False, 16)
+    assert torch.equal(out[:16], x[8:24])
+
+
+@triton.jit
+def repeat_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    total = tl.zeros([], tl.float32)
+    for _ in range(n):
+        total = add_values(total, tl.sum(x, 0))
+    tl.store(out_ptr, total)
+
+
+def test_helpers_cost_no_patching_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastattn.kernels import emulation
+
+    calls = []
+    patch = emulation._stock_patch_lang
+    monkeypatch.setattr(emulation, "_stock_patch_lang", lambda fn: calls.append(fn) or patch(fn))
+    out = torch.zeros(1)
+    repeat_kernel[(1,)](torch.ones(16), out, 10, 16)
+    assert out.item() == 160.0
+    assert len(calls) == 1
+
+
+def test_a_launch_leaves_the_language_as_it_found_it() -> None:
+    before = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce, tl.tensor.__dict__.copy())
+    reduce("sum", torch.ones(4, 8))
+    with pytest.raises(OutOfBoundsError):
+        load_kernel[(1,)](torch.zeros(1), torch.zeros(1), 1)
+    after = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce, tl.tensor.__dict__.copy())
+    assert after == before
+
+
+def test_other_errors_of_a_kernel_stay_interpreter_errors() -> None:
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="Expected dtype"):
+        exp_kernel[(1,)](torch.zeros(16, dtype=BF16))
+
+
+@triton.jit
+def exp_kernel(x_ptr):
+    offs = tl.arange(0, 16)
+    tl.store(x_ptr + offs, tl.exp(tl.load(x_ptr + offs)))
+
+
+def test_mending_twice_changes_nothing() -> None:
+    from triton.runtime import interpreter as stock
+
+    before = (type(stock.interpreter_builder), stock.GridExecutor, stock._patch_lang)
+    mend()
+    assert (type(stock.interpreter_builder), stock.GridExecutor, stock._patch_lang) == before
+
+
+def test_compiled_kernels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastattn.kernels import emulation
+
+    monkeypatch.setattr(emulation, "install", lambda: pytest.fail("installed for compiled kernels"))
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = False
+        mend()
