@@ -3,7 +3,6 @@
 import os
 import warnings
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
     device = q.device.type
-    if not ops.triton_installed():
+    if not ops.TRITON_INSTALLED:
         return "triton is not installed"
     if device == "cpu" and not ops.interpreting():
         return "q is on the CPU and TRITON_INTERPRET=1 is not set"
@@ -63,7 +62,7 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _has_bf16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 

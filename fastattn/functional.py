@@ -32,8 +32,8 @@ def attention(
         1 1 1 1       0 0 1 1       0 0 0 1          1 1 1 0            1 1 0 0
 
     Args:
-        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. A last dim that is not contiguous
-            is copied.
+        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. A last dim that is not
+            contiguous is copied.
         k: [B, H_k, T_k, D], same dtype and device. H_k divides H_q; query head h reads K/V head
             h // (H_q // H_k), and K/V are not expanded in memory.
         v: [B, H_k, T_k, D_v].
@@ -51,10 +51,10 @@ def attention(
             replaces it). `fastattn.explain` takes the same arguments and tells which one serves.
 
     Returns:
-        o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], natural log.
-        A query that sees no key has o = 0, lse = -inf and gradients 0. A NaN in keys or values that
-        are padded out reaches no output and no gradient. In autocast regions q, k and v are cast as
-        torch's own attention casts them.
+        o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
+        log. Both are differentiable. A query that sees no key has o = 0, lse = -inf and gradients
+        0. A NaN in keys or values that are padded out reaches no output and no gradient. In
+        autocast regions q, k and v are cast as torch's own attention casts them.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced

@@ -15,15 +15,13 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 
 
-@cache
-def triton_installed() -> bool:
-    return find_spec("triton") is not None
+TRITON_INSTALLED = find_spec("triton") is not None
 
 
-@cache
+@torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether Triton runs kernels in its CPU interpreter (TRITON_INTERPRET=1)."""
-    if not triton_installed():
+    if not TRITON_INSTALLED:
         return False
     import triton
 

@@ -30,24 +30,28 @@ class MaskArguments(NamedTuple):
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row stride of [B, H, T, D]; the last dim must be contiguous."""
-    assert x.stride(3) == 1 or x.shape[3] == 1, "the caller makes the last dim contiguous"
+    """Batch, head and row stride of [B, H, T, D]."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def alignment(*tensors: Tensor) -> int:
-    """Elements in 16 bytes if every row of every tensor starts on such a boundary, else 1.
+def aligned(x: Tensor) -> Tensor:
+    """x if each of its rows starts at a multiple of 16 bytes, as vector loads need, else a copy.
 
-    One of two values for a dtype, so at most two kernels are compiled whatever the shapes are.
+    A copy is rare: `padded_dim` keeps head dims to such multiples, and allocations start on them.
     """
-    elements = 16 // tensors[0].element_size()
-    for x in tensors:
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-            if size > 1 and stride % elements:
-                return 1
-        if x.data_ptr() % 16:
-            return 1
-    return elements
+    elements = 16 // x.element_size()
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if size > 1 and stride % elements:
+            return x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def padded_dim(D: int, element_size: int) -> int:
+    """The head dim that tensors of D columns must be padded to: a whole number of 16 bytes."""
+    elements = 16 // element_size
+    return -(-D // elements) * elements
 
 
 def index_type(*tensors: Tensor) -> tl.dtype:

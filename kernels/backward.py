@@ -5,8 +5,8 @@ With p = softmax weights, do the gradient of o and dlse that of lse (Dao et al. 
     dv = p^T do          dp = do v^T          delta = rowsum(o * do) - dlse
     ds = p * (dp - delta)          dq = scale * ds k          dk = scale * ds^T q
 
-p is computed again from lse. The G query heads of a K/V head are met in a loop by one program, so dK
-and dV are summed in registers and never expanded; there are no atomics.
+p is computed again from lse. The G query heads of a K/V head are met in a loop by one program, so
+dK and dV are summed in registers and never expanded; there are no atomics.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import config
 from .arguments import (
     MaskArguments,
-    alignment,
+    aligned,
     block_dim,
     dot_precision,
     empty_in_layout,
@@ -26,6 +26,7 @@ from .arguments import (
     window_side,
 )
 from .mask import (
+    any_key,
     boundary_block,
     key_blocks,
     query_blocks,
@@ -33,6 +34,7 @@ from .mask import (
     row_offset,
     valid_keys,
     visible,
+    worth_loading,
 )
 from .padding import launch_padding_extents
 from .softmax import LOG2E, weights
@@ -67,7 +69,7 @@ def attention_backward_dq_kernel(
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, padding_stride,
     H_q, G, T_q, T_k, query_offset, left, right, scale, scale_log2,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward."""
@@ -81,12 +83,12 @@ def attention_backward_dq_kernel(
     rows = m_first + tl.arange(0, BLOCK_M)
     in_rows = rows < T_q
     q_pos = rows + offset
-    q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, ALIGN, INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, ALIGN, INDEX)
-    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, ALIGN, INDEX)
-    o_ptr, o_stride = head(o_ptr, b, h_q, o_strides, ALIGN, INDEX)
-    do_ptr, do_stride = head(do_ptr, b, h_q, do_strides, ALIGN, INDEX)
-    dq_ptr, dq_stride = head(dq_ptr, b, h_q, dq_strides, ALIGN, INDEX)
+    q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, INDEX)
+    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
+    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
+    o_ptr, o_stride = head(o_ptr, b, h_q, o_strides, INDEX)
+    do_ptr, do_stride = head(do_ptr, b, h_q, do_strides, INDEX)
+    dq_ptr, dq_stride = head(dq_ptr, b, h_q, dq_strides, INDEX)
 
     stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
@@ -112,11 +114,12 @@ def attention_backward_dq_kernel(
         n_first = boundary_block(i, lo, full_lo, full_hi) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, start, end, padding_ptr)
-        keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
-        dq = _grow_dq(
-            dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep,
-            scale_log2, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
+        if worth_loading(valid, padding_ptr):
+            keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
+            dq = _grow_dq(
+                dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep,
+                scale_log2, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, BLOCK_M, BLOCK_D, D)
 
 
@@ -155,7 +158,7 @@ def attention_backward_dkv_kernel(
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, padding_stride,
     H_q, G, T_q, T_k, query_offset, left, right, scale, scale_log2,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`."""
@@ -169,8 +172,8 @@ def attention_backward_dkv_kernel(
     k_pos = n_first + tl.arange(0, BLOCK_N)
     in_keys = k_pos < T_k
     valid = valid_keys(k_pos, start, end, padding_ptr)
-    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, ALIGN, INDEX)
-    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, ALIGN, INDEX)
+    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
+    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
     v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
 
@@ -180,14 +183,11 @@ def attention_backward_dkv_kernel(
         tl.maximum(n_first, start), tl.minimum(n_first + BLOCK_N, end) - 1,
         offset, T_q, left, right, BLOCK_M,
     )  # fmt: skip
-    if tl.max(valid.to(tl.int32)) == 0:
-        hi = lo
-        full_lo = lo
-        full_hi = lo
-    for g in range(0, G):
+    heads = tl.where(any_key(valid), G, 0)
+    for g in range(0, heads):
         h_q = h_k * G + g
-        q_head, q_stride = head(q_ptr, b, h_q, q_strides, ALIGN, INDEX)
-        do_head, do_stride = head(do_ptr, b, h_q, do_strides, ALIGN, INDEX)
+        q_head, q_stride = head(q_ptr, b, h_q, q_strides, INDEX)
+        do_head, do_stride = head(do_ptr, b, h_q, do_strides, INDEX)
         stats = (b * H_q + h_q).to(tl.int64) * T_q
         for block in range(full_lo, full_hi):
             dk, dv = _grow_dkv(
@@ -208,8 +208,8 @@ def attention_backward_dkv_kernel(
     # The weights of keys that no query may see were never masked: they end here.
     dk = tl.where(valid[:, None], dk * scale, 0.0)
     dv = tl.where(valid[:, None], dv, 0.0)
-    dk_ptr, dk_stride = head(dk_ptr, b, h_k, dk_strides, ALIGN, INDEX)
-    dv_ptr, dv_stride = head(dv_ptr, b, h_k, dv_strides, ALIGN, INDEX)
+    dk_ptr, dk_stride = head(dk_ptr, b, h_k, dk_strides, INDEX)
+    dv_ptr, dv_stride = head(dv_ptr, b, h_k, dv_strides, INDEX)
     store_tile(dk_ptr, dk_stride, n_first, dk, in_keys, BLOCK_N, BLOCK_D, D)
     store_tile(dv_ptr, dv_stride, n_first, dv, in_keys, BLOCK_N, BLOCK_DV, D_V)
 
@@ -223,6 +223,7 @@ def launch_backward(
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v, mask and scale.
     """
+    q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     B, H_q, T_q, D = q.shape
     H_k, T_k, D_v = v.shape[1:]
     dq = empty_in_layout(q, H_q, T_q, D)
@@ -244,7 +245,6 @@ def launch_backward(
     )  # fmt: skip
     dims = (BLOCK_D, BLOCK_DV)
     promises = (
-        alignment(q, k, v, o, do, dq, dk, dv),
         index_type(q, k, v, o, do, dq, dk, dv),
         dot_precision(q.dtype),
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import config
 from .arguments import (
     MaskArguments,
-    alignment,
+    aligned,
     block_dim,
     dot_precision,
     empty_in_layout,
@@ -16,7 +16,15 @@ from .arguments import (
     strides,
     window_side,
 )
-from .mask import boundary_block, key_blocks, row_keys, row_offset, valid_keys, visible
+from .mask import (
+    boundary_block,
+    key_blocks,
+    row_keys,
+    row_offset,
+    valid_keys,
+    visible,
+    worth_loading,
+)
 from .padding import launch_padding_extents
 from .softmax import LOG2E, finish, online_step
 from .tile import head, load_tile, query_program, store_tile
@@ -50,7 +58,7 @@ def attention_forward_kernel(
     q_strides, k_strides, v_strides, o_strides, padding_stride,
     H_q, G, T_q, T_k, query_offset, left, right, scale_log2,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Full key blocks first, unmasked; then the boundary blocks. 1-D grid: see `query_program`."""
@@ -64,9 +72,9 @@ def attention_forward_kernel(
     rows = m_first + tl.arange(0, BLOCK_M)
     in_rows = rows < T_q
     q_pos = rows + offset
-    q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, ALIGN, INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, ALIGN, INDEX)
-    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, ALIGN, INDEX)
+    q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, INDEX)
+    k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
+    v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -86,14 +94,15 @@ def attention_forward_kernel(
         n_first = boundary_block(i, lo, full_lo, full_hi) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, start, end, padding_ptr)
-        keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
-        acc, m, l = _attend(
-            acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep, scale_log2,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
+        if worth_loading(valid, padding_ptr):
+            keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
+            acc, m, l = _attend(
+                acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep, scale_log2,
+                D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
 
     o, lse = finish(acc, m, l)
-    o_ptr, o_stride = head(o_ptr, b, h_q, o_strides, ALIGN, INDEX)
+    o_ptr, o_stride = head(o_ptr, b, h_q, o_strides, INDEX)
     store_tile(o_ptr, o_stride, m_first, o, in_rows, BLOCK_M, BLOCK_DV, D_V)
     tl.store(lse_ptr + (b * H_q + h_q).to(tl.int64) * T_q + rows, lse, mask=in_rows)
 
@@ -103,8 +112,10 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
-    q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous, H_k | H_q.
+    q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
+    of `padded_dim`, H_k | H_q.
     """
+    q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, D = q.shape
     H_k, T_k, D_v = v.shape[1:]
     o = empty_in_layout(q, H_q, T_q, D_v)
@@ -123,7 +134,7 @@ def launch_forward(
         H_q, H_q // H_k, T_q, T_k, mask.query_offset,
         window_side(mask.left), window_side(mask.right), scale * LOG2E.value,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-        alignment(q, k, v, o), index_type(q, k, v, o), dot_precision(q.dtype),
+        index_type(q, k, v, o), dot_precision(q.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o, lse

@@ -6,8 +6,9 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
     start <= j < end                the keys of the row: its length, the extent of its padding mask
     padding[b, j]                   where a padding mask is given
 
-`visible` states the rule for elements of any shape: forward passes columns of queries against rows
-of keys, dK/dV the transpose. `key_blocks` and `query_blocks` state it for tiles, in both directions.
+`visible` states the rule for elements of any shape: forward passes columns of queries against
+rows of keys, dK/dV the transpose. `key_blocks` and `query_blocks` state it for tiles, in both
+directions.
 """
 
 import triton
@@ -57,6 +58,21 @@ def visible(q_pos, k_pos, left, right):
     if left is not None:
         keep = keep & (q_pos - k_pos <= left)
     return keep
+
+
+@triton.jit
+def any_key(valid):
+    """Whether a key of the block exists."""
+    return tl.max(valid.to(tl.int32), 0) != 0
+
+
+@triton.jit
+def worth_loading(valid, padding_ptr):
+    """False for a boundary block that a padding mask empties; nothing else can, inside lo..hi."""
+    found = True
+    if padding_ptr is not None:
+        found = any_key(valid)
+    return found
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def online_step(s, m, l, scale_log2, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(acc, m, l):
-    """Output and natural-log lse of rows whose keys have all been met; a row without any: 0, -inf."""
+    """Output and lse (natural log) of rows that have met all their keys; 0 and -inf without any."""
     l_nonzero = tl.where(l == 0.0, 1.0, l)
     o = acc / l_nonzero[:, None]
     lse = (m + tl.log2(l_nonzero)) * LN2

@@ -5,13 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def head(ptr, b, h, strides, ALIGN: tl.constexpr, INDEX: tl.constexpr):
+def head(ptr, b, h, strides, INDEX: tl.constexpr):
     """Pointer to row 0 of head h in batch row b, and the stride between rows.
 
-    strides are (batch, head, row) in elements. They are run-time numbers, so that no length compiles
-    anything; ALIGN > 1 is the launcher's promise that ALIGN divides each, which vector loads need.
-    INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
+    strides are (batch, head, row) in elements. They are run-time numbers, so that no length
+    compiles anything; that 16 bytes divide each, which vector loads need, is the launcher's
+    promise. INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
     """
+    ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     stride_b = tl.multiple_of(strides[0].to(tl.int64), ALIGN)
     stride_h = tl.multiple_of(strides[1].to(tl.int64), ALIGN)
     stride_t = tl.multiple_of(strides[2].to(INDEX), ALIGN)
@@ -52,11 +53,7 @@ def load_tile(
 @triton.jit
 def load_vector(pointers, keep, other):
     """One number a row, `other` where keep is False; keep = None promises that every row exists."""
-    if keep is not None:
-        vector = tl.load(pointers, mask=keep, other=other)
-    else:
-        vector = tl.load(pointers)
-    return vector
+    return tl.load(pointers, mask=keep, other=other if keep is not None else None)
 
 
 @triton.jit
@@ -75,8 +72,9 @@ def store_tile(
 def query_program(T_q, H_q, G, BLOCK_M: tl.constexpr):
     """(query tile, b, h_q, h_k) of this program.
 
-    Neighbouring programs are the G heads of one K/V head, then the tiles of that head from the last
-    (the longest, if causal) to the first: they meet the same K/V in L2, and short ones fill the end.
+    Neighbouring programs are the G heads of one K/V head, then the tiles of that head from the
+    last (the longest, if causal) to the first: they meet the same K/V in L2, and the short ones
+    fill the end.
     """
     pid = tl.program_id(0)
     tiles = tl.cdiv(T_q, BLOCK_M)
