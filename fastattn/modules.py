@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache import KVCache, check_row_integers
+from . import checks
+from .cache import KVCache
 from .functional import attention
 from .rotary import (
     RotaryStyle,
@@ -88,7 +89,12 @@ class CausalGQAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = _head_dim(embed_dim, num_heads, num_kv_heads, head_dim)
-        _check_options(head_dim, window, rotary, rotary_base, rotary_dim, dropout, scale)
+        _check_rotary(head_dim, rotary, rotary_base, rotary_dim)
+        checks.check_band(True, window)
+        checks.check_scale(scale, head_dim)
+        checks.check_backend(backend)
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability, got {dropout}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -163,13 +169,15 @@ class CausalGQAttention(nn.Module):
             qk = apply_rotary(qk, cos, sin, style=self.rotary)
         q, k = qk.split((H_q, H_k), dim=1)  # [B, H_q, T, D], [B, H_k, T, D]
 
-        query_offset: int | Tensor | None = None
+        query_offset = None
         if cache is not None:
-            n = cache.uniform_length
-            query_offset = cache.lengths.clone() if n is None else n
+            # While all rows are equally long the newest query stands at the last key, as it does
+            # without a cache, and no lengths are needed.
+            ragged = cache.uniform_length is None or key_lengths is not None
+            query_offset = cache.lengths.clone() if ragged else None
             cache.append(k, v, key_lengths)
             k, v = cache.k[:, :, : cache.length_bound], cache.v[:, :, : cache.length_bound]
-            key_lengths = cache.lengths if cache.uniform_length is None else None
+            key_lengths = cache.lengths if ragged else None
         out = attention(
             q,
             k,
@@ -205,7 +213,9 @@ class CausalGQAttention(nn.Module):
         weight = self.qkv_proj.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            autocast = torch.is_autocast_enabled(device.type)
+            # Asking about autocast raises on devices that have none, such as meta.
+            available = torch.amp.is_autocast_available(device.type)
+            autocast = available and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         return KVCache(
             batch_size, self.num_kv_heads, max_length, self.head_dim, device=device, dtype=dtype
@@ -274,7 +284,7 @@ def _check_cache_use(
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
     if key_lengths is not None:
-        check_row_integers("key_lengths", key_lengths, cache.lengths)
+        checks.check_key_lengths(key_lengths, x)
     if key_padding_mask is None:
         return
     n = cache.uniform_length
@@ -316,17 +326,9 @@ def _head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
     return embed_dim // num_heads
 
 
-def _check_options(
-    head_dim: int,
-    window: int | None,
-    rotary: str | None,
-    rotary_base: float,
-    rotary_dim: int | None,
-    dropout: float,
-    scale: float | None,
+def _check_rotary(
+    head_dim: int, rotary: str | None, rotary_base: float, rotary_dim: int | None
 ) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window must be >= 1, the token itself included, got {window}")
     if rotary is not None:
         check_rotary_style(rotary)
         check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
@@ -334,7 +336,3 @@ def _check_options(
             raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
     elif rotary_dim is not None:
         raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"dropout must be a probability, got {dropout}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be > 0, got {scale}")

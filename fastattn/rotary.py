@@ -70,7 +70,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
             "half":        (i, i + R // 2), as in GPT-NeoX and LLaMA;
             "interleaved": (2 i, 2 i + 1), as in the paper and GPT-J.
     Returns:
-        [B, H, T, D] in x's dtype, computed in fp32 (fp64 for fp64 x) and rounded once.
+        [B, H, T, D] in x's dtype, computed in fp32 (fp64 for fp64 x) and rounded once. Dense, with
+        heads and tokens in memory in x's order.
         Differentiable in x, cos and sin.
     Raises:
         TypeError: x is not floating.
@@ -78,10 +79,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
     """
     check_rotary_style(style)
     _check_tables(x, cos, sin)
+    # Rotated in the order the memory has: a transposed projection comes back in the same layout.
+    heads_inside = x.stride(1) < x.stride(2)
+    if heads_inside:
+        x = x.transpose(1, 2)
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    if cos.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B, 1, T, R // 2], alike for all heads
-    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+    cos, sin = (t.to(compute_dtype).unsqueeze(-2 if heads_inside else -3) for t in (cos, sin))
 
     pairs = cos.shape[-1]
     rotary_dim = 2 * pairs
@@ -98,7 +101,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
         pieces = (torch.stack((turned_a, turned_b), dim=-1).flatten(-2),)
     if rotary_dim < x.shape[-1]:
         pieces = (*pieces, x[..., rotary_dim:])
-    return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    turned = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    return turned.transpose(1, 2) if heads_inside else turned
 
 
 def check_rotary_dim(rotary_dim: int, head_dim: int | None = None) -> None:

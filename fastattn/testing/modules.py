@@ -1,0 +1,137 @@
+"""The naive twin of `CausalGQAttention`, and the error budget for what layers compute."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..modules import CausalGQAttention
+
+WIDTH = 32
+
+# Constructor arguments beside the width, each case a different path through the layer.
+LAYER_CASES: dict[str, dict[str, Any]] = {
+    "mha": {"num_heads": 4},
+    "gqa-bias": {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "out_bias": True},
+    "mqa-window": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16, "window": 4},
+    "rotary-half": {"num_heads": 2, "rotary": "half", "rotary_base": 100.0},
+    "rotary-interleaved-partial-gqa-window-scale": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "qkv_bias": True,
+        "window": 5,
+        "rotary": "interleaved",
+        "rotary_dim": 6,
+        "scale": 0.5,
+    },
+}
+
+# Few and small: without a GPU these run in Triton's interpreter.
+TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
+    "mqa-rotary": {"num_heads": 2, "num_kv_heads": 1, "rotary": "half"},
+    "mha-window": {"num_heads": 2, "window": 4, "qkv_bias": True},
+}
+
+
+def make_layer(
+    device: torch.device | str = "cpu", backend: str = "torch", **kwargs: Any
+) -> CausalGQAttention:
+    """A layer of width WIDTH, always with the same parameters."""
+    torch.manual_seed(0)
+    return CausalGQAttention(WIDTH, backend=backend, device=device, **kwargs)
+
+
+def naive_layer(
+    layer: CausalGQAttention,
+    x: Tensor,
+    key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """What `layer(x, ...)` computes, without fusion, sharing of heads or cache.
+
+    Every step runs in the dtype of the layer's parameters, save the rotation, which is fp64.
+    Dropout is left out. Arguments and result are those of `CausalGQAttention.forward`.
+    """
+    B, T, _ = x.shape
+    H_q, H_k, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    sizes = (H_q * D, H_k * D, H_k * D)
+    biases = (None,) * 3 if layer.qkv_proj.bias is None else torch.split(layer.qkv_proj.bias, sizes)
+    q, k, v = (
+        F.linear(x, weight, bias).view(B, T, -1, D)
+        for weight, bias in zip(torch.split(layer.qkv_proj.weight, sizes), biases, strict=True)
+    )
+    step = torch.arange(T, device=x.device)
+    if layer.rotary is not None:
+        q, k = (_turned(heads, step if positions is None else positions, layer) for heads in (q, k))
+    k, v = (heads.repeat_interleave(H_q // H_k, dim=2) for heads in (k, v))
+    scale = D**-0.5 if layer.scale is None else layer.scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+
+    i, j = step[:, None], step
+    visible = (j <= i) & (j > i - (T if layer.window is None else layer.window))
+    visible = visible.expand(B, 1, T, T)
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    if key_lengths is not None:
+        visible = visible & (j < key_lengths[:, None, None, None])
+    # A row that sees nothing gets uniform weights before they are zeroed, so that no NaN arises.
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).masked_fill(~visible, 0)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v)
+    return layer.out_proj(out.flatten(2))
+
+
+def _turned(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
+    """x [B, T, H, D] with each pair of channels turned as one complex number."""
+    pairs = layer.rotary_dim // 2
+    turned, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
+    index = torch.arange(pairs, device=x.device, dtype=torch.float64)
+    angle = positions.double()[..., None, None] * layer.rotary_base ** (-index / pairs)
+    halves = layer.rotary == "half"
+    shape = (*x.shape[:-1], *((2, pairs) if halves else (pairs, 2)))
+    by_pair = turned.reshape(shape).mT if halves else turned.reshape(shape)
+    product = torch.view_as_complex(by_pair.contiguous()) * torch.polar(
+        torch.ones_like(angle), angle
+    )
+    real = torch.view_as_real(product)
+    return torch.cat(((real.mT if halves else real).flatten(-2).to(x.dtype), rest), dim=-1)
+
+
+def naive_and_exact(
+    layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`naive_layer` in the layer's own dtype, and in fp64 on the same values."""
+    exact = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        return naive_layer(layer, x, **kwargs), naive_layer(exact, x.double(), **kwargs)
+
+
+def assert_within_budget(x: Tensor, naive: Tensor, ref: Tensor) -> None:
+    """x errs from ref (fp64) at most twice as much as naive, one output rounding allowed."""
+    eps = torch.finfo(x.dtype).eps
+    bound = 2 * (naive.double() - ref).abs().max() + eps * ref.abs().max()
+    assert x.isfinite().all()
+    assert (x.double() - ref).abs().max() <= bound + 64 * torch.finfo(torch.float32).eps
+
+
+def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None) -> None:
+    """layer(x, **kwargs) and its gradients in x and every parameter are within the budget."""
+    upstream = torch.randn_like(x)
+    exact = copy.deepcopy(layer).double()
+
+    def run(forward: Callable[..., Tensor], layer: CausalGQAttention, x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = forward(x)
+        wanted = [x, *layer.parameters()]
+        return [y.detach(), *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
+
+    got = run(lambda x: layer(x, **kwargs), layer, x)
+    naive = run(lambda x: naive_layer(layer, x, **kwargs), layer, x)
+    ref = run(lambda x: naive_layer(exact, x, **kwargs), exact, x.double())
+    for triple in zip(got, naive, ref, strict=True):
+        assert_within_budget(*triple)

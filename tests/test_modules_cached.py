@@ -1,0 +1,164 @@
+"""CausalGQAttention with a KVCache: every way of stepping equals the full forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import CausalGQAttention, KVCache
+from fastattn.testing.modules import (
+    LAYER_CASES,
+    TRITON_LAYER_CASES,
+    WIDTH,
+    assert_within_budget,
+    make_layer,
+    naive_and_exact,
+    naive_layer,
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
+def test_steps_with_a_cache_equal_the_full_forward(kwargs, device):
+    layer = make_layer(device, **kwargs)
+    x = torch.randn(2, 12, WIDTH, device=device)
+    cache = layer.new_cache(2, 12)
+    with torch.no_grad():
+        steps = [layer(part, cache=cache) for part in x.split([5, 1, 3, 1, 2], dim=1)]
+    assert cache.uniform_length == 12
+    assert_within_budget(torch.cat(steps, dim=1), *naive_and_exact(layer, x))
+
+
+def run_ragged(layer: CausalGQAttention, x: Tensor, plan: list[tuple[int, list[int]]]) -> None:
+    """Feed rows of x right-padded with NaN, counts[b] tokens a step, and check each row's output.
+
+    plan: (T, counts) of every step.
+    """
+    B, T_all, _ = x.shape
+    cache = layer.new_cache(B, T_all)
+    done = [0] * B
+    outputs: list[list[Tensor]] = [[] for _ in range(B)]
+    for T, counts in plan:
+        part = x.new_full((B, T, WIDTH), torch.nan)
+        for b, n in enumerate(counts):
+            part[b, :n] = x[b, done[b] : done[b] + n]
+        lengths = None if counts == [T] * B else torch.tensor(counts, device=x.device)
+        with torch.no_grad():
+            y = layer(part, key_lengths=lengths, cache=cache)
+        for b, n in enumerate(counts):
+            outputs[b].append(y[b, :n])
+            done[b] += n
+    assert cache.lengths.tolist() == done
+    for b, parts in enumerate(outputs):
+        row = x[b : b + 1, : done[b]]
+        assert_within_budget(torch.cat(parts)[None], *naive_and_exact(layer, row))
+
+
+@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
+def test_right_padded_prompts_then_steps_equal_each_row_alone(kwargs, device):
+    plan = [(5, [5, 2, 4]), (1, [1, 1, 1]), (3, [3, 1, 2]), (1, [1, 1, 1]), (2, [2, 2, 2])]
+    run_ragged(make_layer(device, **kwargs), torch.randn(3, 12, WIDTH, device=device), plan)
+
+
+@pytest.mark.parametrize("kwargs", TRITON_LAYER_CASES.values(), ids=TRITON_LAYER_CASES)
+def test_triton_right_padded_prompts_then_steps_equal_each_row_alone(kwargs, device):
+    layer = make_layer(device, backend="triton", **kwargs)
+    run_ragged(
+        layer, torch.randn(2, 8, WIDTH, device=device), [(5, [5, 2]), (1, [1, 1]), (2, [2, 1])]
+    )
+
+
+@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
+def test_left_padded_prompts_then_steps_equal_each_row_alone(kwargs, device):
+    layer = make_layer(device, **kwargs)
+    x = torch.randn(2, 10, WIDTH, device=device)
+    pads = [0, 3]
+    x[1, :3] = torch.nan
+    mask = torch.arange(10, device=device) >= torch.tensor(pads, device=device)[:, None]
+    cache = layer.new_cache(2, 10)
+    steps = []
+    with torch.no_grad():
+        for part in x.split([6, 1, 3], dim=1):
+            end = cache.uniform_length + part.shape[1]
+            steps.append(layer(part, key_padding_mask=mask[:, :end], cache=cache))
+    y = torch.cat(steps, dim=1)
+    for b, pad in enumerate(pads):
+        positions = torch.arange(pad, 10, device=device)
+        naive, ref = naive_and_exact(layer, x[b : b + 1, pad:], positions=positions)
+        assert_within_budget(y[b : b + 1, pad:], naive, ref)
+        # Positions counted from the first real token are the same rotation of every pair.
+        from_zero = naive_layer(copy.deepcopy(layer).double(), x[b : b + 1, pad:].double())
+        torch.testing.assert_close(from_zero, ref)
+
+
+def test_overflow_leaves_the_cache_as_it_was(device):
+    layer = make_layer(device, num_heads=2)
+    x = torch.randn(2, 6, WIDTH, device=device)
+    cache = layer.new_cache(2, 6)
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        before = cache.k.clone()
+        with pytest.raises(ValueError, match=r"needs 7 slots, but max_length is 6 .* room for 1"):
+            layer(x[:, :2], cache=cache)
+        torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
+        y = layer(x[:, 5:], cache=cache)
+    assert_within_budget(y, *(full[:, 5:] for full in naive_and_exact(layer, x)))
+
+
+def test_cache_needs_grad_mode_off(device):
+    layer = make_layer(device, num_heads=2)
+    cache = layer.new_cache(1, 4)
+    with pytest.raises(RuntimeError, match=r"append under torch.no_grad\(\)"):
+        layer(torch.randn(1, 2, WIDTH, device=device), cache=cache)
+    assert cache.uniform_length == 0
+    frozen = layer.requires_grad_(False)
+    frozen(torch.randn(1, 2, WIDTH, device=device), cache=cache)
+    assert cache.uniform_length == 2
+
+
+@torch.no_grad()
+def test_cache_errors_leave_the_cache_as_it_was():
+    layer = make_layer(num_heads=4, rotary="half")
+    x = torch.randn(2, 3, WIDTH)
+    cache = layer.new_cache(2, 8)
+    layer(x, cache=cache)
+    cases = [
+        (ValueError, r"cache must have 3 rows to match x, got 2", {"x": torch.randn(3, 3, WIDTH)}),
+        (TypeError, r"key_lengths must be an int32 or int64", {"key_lengths": torch.ones(2)}),
+        (ValueError, r"key_lengths must have shape \[2\]", {"key_lengths": torch.tensor([1])}),
+        (
+            ValueError,
+            r"pad prompts on the left .* or pad on the right",
+            {"key_lengths": torch.tensor([1, 1]), "key_padding_mask": torch.ones(2, 6).bool()},
+        ),
+        (TypeError, r"key_padding_mask must be bool", {"key_padding_mask": torch.ones(2, 6)}),
+        (
+            ValueError,
+            r"shape \[2, 6\], over 3 cached and 3 new tokens, got \(2, 3\)",
+            {"key_padding_mask": torch.ones(2, 3).bool()},
+        ),
+        (
+            ValueError,
+            r"key_padding_mask must be on x's device cpu, got meta",
+            {"key_padding_mask": torch.ones(2, 6, device="meta").bool()},
+        ),
+    ]
+    before = cache.k.clone()
+    for error, match, kwargs in cases:
+        with pytest.raises(error, match=match):
+            layer(kwargs.pop("x", x), cache=cache, **kwargs)
+        assert cache.uniform_length == 3
+        assert cache.lengths.tolist() == [3, 3]
+        torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
+
+    layer(x, key_lengths=torch.tensor([3, 1]), cache=cache)
+    with pytest.raises(ValueError, match=r"needs rows of one length"):
+        layer(x[:, :1], key_padding_mask=torch.ones(2, 7).bool(), cache=cache)
+    other = KVCache(2, 2, 8, 8)
+    with pytest.raises(ValueError, match=r"k must have shape \[2, 2, T, 8\] to match the cache"):
+        layer(x, cache=other)
