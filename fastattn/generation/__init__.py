@@ -1,1 +1,1 @@
-"""Placeholder while the first slice is being built."""
+"""Generating text with a trained model."""

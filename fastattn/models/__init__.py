@@ -1,1 +1,1 @@
-"""Placeholder while the first slice is being built."""
+"""Reference models built on the attention modules."""

@@ -1,1 +1,1 @@
-"""Placeholder while the first slice is being built."""
+"""Training a reference model on text."""

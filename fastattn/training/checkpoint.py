@@ -1,0 +1,288 @@
+"""Checkpoints on disk: safetensors and JSON, written so that a kill at any moment leaves one whole.
+
+A run's folder holds its checkpoints as folders `step-NNNNNNNN`:
+
+    checkpoint.json        configuration, progress, and size and SHA-256 of the files below
+    model.safetensors      the parameters
+    training.safetensors   optimizer moments and random generator states
+    tokenizer.json         the tokenizer
+
+A checkpoint is written and flushed under a temporary name, renamed in one step, and only then are
+older ones removed. So a folder with such a name is complete, and the highest number is the newest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.gpt import GPT, GPTConfig
+from .extras import import_extra
+from .tokenizer import Tokenizer, TokenizerError, from_json
+
+_FORMAT = "fastattn-checkpoint"
+_VERSION = 1
+_MODEL, _TRAINING = "model.safetensors", "training.safetensors"
+_TOKENIZER, _INDEX = "tokenizer.json", "checkpoint.json"
+_FOLDER = re.compile(r"step-(\d{8,})")
+_WRITING, _REMOVING = ".writing-", ".removing-"
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read, or belongs to another run."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run needs to go on.
+
+    Args:
+        step: optimizer steps done.
+        model: parameters by name, as `GPT.state_dict` gives them.
+        training: further tensors by name: optimizer moments, generator states.
+        tokenizer: of the run's text.
+        config: the run's configuration, JSON values only; "model" holds `GPTConfig.to_dict`.
+        state: further progress, JSON values only.
+    """
+
+    step: int
+    model: Mapping[str, Tensor]
+    training: Mapping[str, Tensor]
+    tokenizer: Tokenizer
+    config: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+
+def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
+    """Writes a checkpoint into a run's folder, then removes the older ones.
+
+    Nothing is done if the folder has a checkpoint of this step already.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it cannot be written, such as on a full disk. Older ones are kept.
+    """
+    run_dir = Path(run_dir)
+    final = run_dir / f"step-{checkpoint.step:08d}"
+    if final.exists():
+        return final
+    temporary = run_dir / f"{_WRITING}{final.name}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(run_dir)
+        temporary.mkdir()
+        for name, content in _serialise(checkpoint).items():
+            _write_durably(temporary / name, content)
+        _flush_folder(temporary)
+        os.rename(temporary, final)
+        _flush_folder(run_dir)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = latest_checkpoint(run_dir)
+        raise CheckpointError(
+            f"cannot write checkpoint {final}: {error.strerror or error}; "
+            + (f"{kept} is kept" if kept else "there is no earlier one")
+        ) from None
+    for older in _checkpoints(run_dir):
+        if older != final:
+            _remove(older)
+    return final
+
+
+def load_checkpoint(path: str | Path, *, device: torch.device | str = "cpu") -> Checkpoint:
+    """Reads a checkpoint whole and checks it against its own sizes and digests.
+
+    Args:
+        path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
+        device: where the model's tensors go; the others stay on the CPU.
+
+    Raises:
+        CheckpointError: there is none, or it is truncated, changed, or of another format.
+    """
+    folder = find_checkpoint(path)
+    index = _read_index(folder)
+    contents = {name: _read_checked(folder, name, entry) for name, entry in index["files"].items()}
+    torch_format = import_extra("safetensors.torch", "a checkpoint")
+    try:
+        model = torch_format.load(contents[_MODEL])
+        return Checkpoint(
+            step=int(index["step"]),
+            model={name: tensor.to(device) for name, tensor in model.items()},
+            training=torch_format.load(contents[_TRAINING]),
+            tokenizer=from_json(contents[_TOKENIZER].decode("utf-8")),
+            config=index["config"],
+            state=index["state"],
+        )
+    except KeyError as error:
+        raise CheckpointError(f"checkpoint {folder} has no entry {error}") from None
+    except TokenizerError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from None
+
+
+def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+    """Builds the model of a checkpoint, in evaluation mode, and its tokenizer.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`, or the parameters do not fit the configuration.
+    """
+    checkpoint = load_checkpoint(path, device=device)
+    try:
+        model = GPT(GPTConfig.from_dict(checkpoint.config["model"])).to(device)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has no usable model config: {error}") from None
+    restore_model(model, checkpoint)
+    return model.eval(), checkpoint.tokenizer
+
+
+def restore_model(model: GPT, checkpoint: Checkpoint) -> None:
+    """Copies a checkpoint's parameters into a model.
+
+    Raises:
+        CheckpointError: names or shapes differ: the checkpoint is of another configuration.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+    for name in sorted({*wanted, *found}):
+        if wanted.get(name) != found.get(name):
+            raise CheckpointError(
+                f"the checkpoint is of another configuration: {name} has shape "
+                f"{found.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
+            )
+    model.load_state_dict(dict(checkpoint.model))
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """Folder of a run's newest checkpoint, or None."""
+    return max(_checkpoints(Path(run_dir)), key=_step_of, default=None)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest in a run's folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path)
+    if (path / _INDEX).exists() or _FOLDER.fullmatch(path.name):
+        found: Path | None = path if path.is_dir() else None
+    else:
+        found = latest_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return found
+
+
+def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Contents of the files by name, the index last."""
+    torch_format = import_extra("safetensors.torch", "a checkpoint")
+    contents = {
+        _MODEL: torch_format.save(_plain(checkpoint.model)),
+        _TRAINING: torch_format.save(_plain(checkpoint.training)),
+        _TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
+    }
+    index = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "step": checkpoint.step,
+        "config": checkpoint.config,
+        "state": checkpoint.state,
+        "files": {
+            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in contents.items()
+        },
+    }
+    return {**contents, _INDEX: json.dumps(index, indent=2).encode("utf-8")}
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index = json.loads((folder / _INDEX).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / _INDEX}: {error.strerror}") from None
+    except ValueError:
+        raise CheckpointError(f"{folder / _INDEX} is corrupt: it is not JSON") from None
+    if not isinstance(index, dict) or index.get("format") != _FORMAT:
+        raise CheckpointError(f"{folder / _INDEX} is not a checkpoint of fastattn")
+    if index.get("version") != _VERSION:
+        raise CheckpointError(
+            f"checkpoint {folder} has format version {index.get('version')!r}, "
+            f"this fastattn reads {_VERSION}"
+        )
+    if missing := [key for key in ("step", "config", "state", "files") if key not in index]:
+        raise CheckpointError(f"{folder / _INDEX} is corrupt: it has no {missing[0]!r}")
+    return index
+
+
+def _read_checked(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from None
+    if len(content) != entry["bytes"]:
+        raise CheckpointError(
+            f"{folder / name} is truncated or changed: it has {len(content)} bytes, "
+            f"its checkpoint was written with {entry['bytes']}"
+        )
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise CheckpointError(f"{folder / name} is corrupt: its SHA-256 differs from the index's")
+    return content
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    if not run_dir.is_dir():
+        return []
+    return [path for path in run_dir.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
+
+
+def _step_of(folder: Path) -> int:
+    match = _FOLDER.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint; it loses its name first, so that no half of it can be taken for one."""
+    doomed = folder.with_name(f"{_REMOVING}{folder.name}")
+    try:
+        os.rename(folder, doomed)
+    except OSError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _remove_leftovers(run_dir: Path) -> None:
+    for path in run_dir.iterdir():
+        if path.name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,173 @@
+"""Text files to token tensors: reading, splitting, random batches and whole-split windows."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .tokenizer import Tokenizer
+
+# Parts of the standard library that are tests, tables or data rather than code to learn from.
+_SKIPPED_FOLDERS = {
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo"),
+    *("encodings", "pydoc_data", "__pycache__", "site-packages", "dist-packages"),
+}
+_VALIDATION_FRACTION = 0.1
+
+
+class DataError(ValueError):
+    """A text cannot be read, or is too short to train on."""
+
+
+@dataclass(frozen=True)
+class TextDataset:
+    """Token ids of a text, split in two.
+
+    Args:
+        train: int32 [N], ids of the first 90 % of the text.
+        validation: int32 [M], ids of the last 10 %.
+        fingerprint: SHA-256 of the text, in hexadecimal.
+    """
+
+    train: Tensor
+    validation: Tensor
+    fingerprint: str
+
+    @classmethod
+    def from_text(cls, text: str, tokenizer: Tokenizer, context_length: int) -> TextDataset:
+        """Splits and encodes a text.
+
+        Raises:
+            DataError: a part is too short: training needs one window of context_length tokens
+                and the token behind it, validation needs two tokens.
+            TokenizerError: the tokenizer does not know a character of the text.
+        """
+        train, validation = (
+            torch.tensor(tokenizer.encode(part), dtype=torch.int32) for part in split_text(text)
+        )
+        if len(train) < context_length + 1 or len(validation) < 2:
+            raise DataError(
+                f"the text is too short: it has {len(train)} tokens for training and "
+                f"{len(validation)} for validation, but a context of {context_length} needs at "
+                f"least {context_length + 1} and 2"
+            )
+        return cls(train, validation, fingerprint(text))
+
+
+def read_text_files(paths: Iterable[str | Path]) -> str:
+    """Reads UTF-8 text files and joins them in the order given, each ending in a line break.
+
+    The last file is taken as it is; a byte order mark is dropped.
+
+    Raises:
+        DataError: a file is missing, unreadable, empty, or not UTF-8.
+    """
+    texts = [_read_text_file(Path(path)) for path in paths]
+    ended = [text if text.endswith("\n") else text + "\n" for text in texts[:-1]]
+    return "".join(ended + texts[-1:])
+
+
+def standard_library_text(max_characters: int = 2_000_000) -> str:
+    """Source text of the running interpreter's standard library: a corpus that needs no network.
+
+    Takes whole ASCII files, without tests and tables, until max_characters are reached. Files come
+    in the order of a hash of their names, so that the last 10 % are of the same mix as the rest;
+    one installation always gives the same text.
+
+    Raises:
+        DataError: the installation has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = {
+        path.relative_to(root).as_posix(): path
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    }
+    texts: list[str] = []
+    total = 0
+    for name in sorted(sources, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        content = sources[name].read_bytes()
+        if not content.isascii() or total + len(content) > max_characters:
+            continue
+        texts.append(content.decode("ascii"))
+        total += len(content)
+    if not texts:
+        raise DataError(f"no Python source in {root}: name text files with --text")
+    return "".join(texts)
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """The first 90 % of a text for training, and the last 10 % for validation."""
+    cut = int(len(text) * (1 - _VALIDATION_FRACTION))
+    return text[:cut], text[cut:]
+
+
+def fingerprint(text: str) -> str:
+    """SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def random_batch(
+    tokens: Tensor, batch_size: int, context_length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draws windows at random places, each as likely as any other.
+
+    Args:
+        tokens: int32 [N], N > context_length.
+        batch_size: windows B.
+        context_length: tokens a window, T.
+        generator: the only source of randomness.
+
+    Returns:
+        inputs and targets, each int64 [B, T]: targets are inputs one token further on.
+    """
+    windows = tokens.unfold(0, context_length + 1, 1)
+    starts = torch.randint(len(windows), (batch_size,), generator=generator)
+    batch = windows[starts].long()
+    return batch[:, :-1], batch[:, 1:]
+
+
+def evaluation_batches(
+    tokens: Tensor, batch_size: int, context_length: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cuts tokens into adjoining windows, so that every token but the first is a target once.
+
+    Args:
+        tokens: int32 [N], N >= 2.
+        batch_size: windows a batch, at most.
+        context_length: tokens a window; what is left over makes one shorter window at the end.
+
+    Yields:
+        inputs and targets, each int64 [B, T] with B <= batch_size and T <= context_length.
+    """
+    whole = (len(tokens) - 1) // context_length
+    end = whole * context_length
+    inputs = tokens[:end].view(whole, context_length)
+    targets = tokens[1 : end + 1].view(whole, context_length)
+    for i in range(0, whole, batch_size):
+        yield inputs[i : i + batch_size].long(), targets[i : i + batch_size].long()
+    if end < len(tokens) - 1:
+        yield tokens[None, end:-1].long(), tokens[None, end + 1 :].long()
+
+
+def _read_text_file(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read text file {path}: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"text file {path} is not UTF-8: byte 0x{content[error.start]:02x} "
+            f"at offset {error.start}"
+        ) from None
+    if not text.strip():
+        raise DataError(f"text file {path} is empty")
+    return text

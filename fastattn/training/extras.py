@@ -1,0 +1,26 @@
+"""Import of the packages that only training needs, with an error that says how to get them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def import_extra(module: str, purpose: str) -> Any:
+    """Returns a module of the `gpt` extra.
+
+    Args:
+        module: dotted name, such as "safetensors.torch".
+        purpose: what needs it, as the subject of the message: "a checkpoint".
+
+    Raises:
+        ModuleNotFoundError: the package is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{purpose} needs the package {module.partition('.')[0]}, which is not installed: "
+            'pip install "fastattn[gpt]"',
+            name=error.name,
+        ) from error

@@ -1,0 +1,79 @@
+"""What a training run measures: metrics.jsonl, one record a line, and its picture loss.png."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .extras import import_extra
+
+METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
+
+
+def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Adds one record, which has a "step", to a run's metrics.jsonl."""
+    with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl; none if there is no such file.
+
+    A last line that a kill has cut short is left out.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    # What follows the last line break is empty, or a line that was never finished.
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def truncate_metrics(run_dir: Path, step: int) -> None:
+    """Drops the records after a step, and starts the file if there is none."""
+    records = [record for record in read_metrics(run_dir) if record["step"] <= step]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    path = run_dir / METRICS_FILE
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    """Draws training and validation loss over steps into a PNG file, replaced in one step.
+
+    Args:
+        records: the lines of a run's metrics.jsonl.
+        path: the file.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure_module = import_extra("matplotlib.figure", "the loss curve")
+    records = list(records)
+    figure = figure_module.Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for key, label, style in (
+        ("loss", "training", {"linewidth": 0.8, "alpha": 0.7}),
+        ("validation_loss", "validation", {"marker": "o", "markersize": 3}),
+    ):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(path)
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

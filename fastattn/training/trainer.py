@@ -1,0 +1,342 @@
+"""The training loop: AdamW, clipping, accumulation, AMP, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.gpt import GPT
+from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
+from .config import TrainConfig
+from .data import TextDataset, evaluation_batches, random_batch
+from .metrics import CURVE_FILE, append_metrics, draw_loss_curve, read_metrics, truncate_metrics
+from .progress import Progress, SilentProgress
+from .tokenizer import Tokenizer
+
+
+class TrainingError(FloatingPointError):
+    """Training cannot go on, because the loss is no number any more."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call to `Trainer.run` ended.
+
+    Args:
+        step: optimizer steps done in all.
+        finished: whether that is all of them.
+        checkpoint: folder of the checkpoint that holds this state.
+        validation_loss: mean cross-entropy over the whole validation split in nats per token;
+            None unless finished.
+        tokens_per_second: over the training steps of this call; evaluation and checkpoints are
+            not counted.
+    """
+
+    step: int
+    finished: bool
+    checkpoint: Path
+    validation_loss: float | None
+    tokens_per_second: float
+
+
+class Trainer:
+    """Trains a model on a dataset, keeping checkpoints and metrics in a folder.
+
+    With the same seed, versions and machine a run on the CPU is repeated bit for bit, and so is one
+    that is stopped and resumed. Seeds torch's global generator, which dropout draws from; seed
+    before the model is built to repeat its weights too.
+
+    Args:
+        model: on the device to train on.
+        dataset: what to train on.
+        tokenizer: of the dataset; goes into the checkpoints.
+        config: how to train.
+        out_dir: folder for checkpoints, metrics.jsonl and loss.png.
+        data_config: what the text was, JSON values; goes into the checkpoints.
+        progress: where to report to.
+        resume_from: a checkpoint of this run to go on from.
+
+    Raises:
+        ValueError: config does not suit the device.
+        CheckpointError: resume_from is of another configuration.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        dataset: TextDataset,
+        tokenizer: Tokenizer,
+        config: TrainConfig,
+        out_dir: str | Path,
+        *,
+        data_config: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        resume_from: Checkpoint | None = None,
+    ) -> None:
+        self.model, self.dataset, self.tokenizer, self.config = model, dataset, tokenizer, config
+        self.out_dir = Path(out_dir)
+        self.data_config = dict(data_config or {})
+        self.progress: Progress = SilentProgress() if progress is None else progress
+        self.device = next(model.parameters()).device
+        self.dtype = config.resolve_dtype(self.device)
+        self.optimizer = make_optimizer(model, config)
+        scaled = self.dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        self.step = 0
+        self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
+        self._batches = torch.Generator().manual_seed(config.seed)
+        self._loss_sum = torch.zeros((), device=self.device)
+        self._loss_count = 0
+        self._speed = _Speed(config.batch_size * config.accumulation * model.config.context_length)
+        torch.manual_seed(config.seed)
+        if resume_from is not None:
+            self._restore(resume_from)
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
+        """Trains to the last step, or until should_stop, asked before every step, says so.
+
+        Either way a checkpoint of the state reached is left, and the loss curve is drawn.
+
+        Raises:
+            TrainingError: the loss became infinite or NaN. No checkpoint of that state is written.
+            CheckpointError, OSError: out_dir cannot be written, such as on a full disk.
+        """
+        config, first = self.config, self.step
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        truncate_metrics(self.out_dir, first)
+        self._save()
+        self.model.train()
+        self._speed.start()
+        while self.step < config.steps and not should_stop():
+            self._train_step()
+            last = self.step == config.steps
+            if last or self.step % config.log_interval == 0:
+                self._log()
+            if not last and self.step % config.eval_interval == 0:
+                with self._speed.paused():
+                    self._record_validation(self.estimate_loss(), "estimate")
+            if not last and self.step % config.checkpoint_interval == 0:
+                with self._speed.paused():
+                    self._save()
+        speed = self._speed.mean()
+        finished = self.step == config.steps
+        loss = self.validation_loss() if finished else None
+        if loss is not None and self.step > first:
+            self._record_validation(loss, "whole split")
+        draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
+        return TrainResult(self.step, finished, self._save(loss), loss, speed)
+
+    def validation_loss(self) -> float:
+        """Mean cross-entropy over the whole validation split, in nats per token."""
+        context = self.model.config.context_length
+        tokens = self.dataset.validation
+        return self._mean_loss(evaluation_batches(tokens, self.config.batch_size, context))
+
+    def estimate_loss(self) -> float:
+        """Mean cross-entropy over eval_batches random batches of the validation split.
+
+        The same batches every time, so that estimates can be compared; training's own generators
+        are not touched.
+        """
+        tokens, config = self.dataset.validation, self.config
+        context = min(self.model.config.context_length, len(tokens) - 1)
+        generator = torch.Generator().manual_seed(config.seed)
+        return self._mean_loss(
+            random_batch(tokens, config.batch_size, context, generator)
+            for _ in range(config.eval_batches)
+        )
+
+    def _train_step(self) -> None:
+        config, model = self.config, self.model
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate_at(self.step)
+        for _ in range(config.accumulation):
+            batch = random_batch(
+                self.dataset.train, config.batch_size, model.config.context_length, self._batches
+            )
+            inputs, targets = self._to_device(batch)
+            with self._autocast():
+                _, loss = self._forward(inputs, targets)
+            self.scaler.scale(loss / config.accumulation).backward()
+            self._loss_sum += loss.detach()
+            self._loss_count += 1
+        if config.grad_clip > 0:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip, foreach=True)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._speed.count()
+
+    @torch.no_grad()
+    def _mean_loss(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        was_training = self.model.training
+        self.model.eval()
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for batch in batches:
+            inputs, targets = self._to_device(batch)
+            with self._autocast():
+                _, loss = self.model(inputs, targets)
+            total += loss.double() * targets.numel()
+            count += targets.numel()
+        self.model.train(was_training)
+        return float(total) / count
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.device.type == "cpu":
+            return batch
+        # From pinned memory the copy runs beside the previous step instead of waiting for it.
+        inputs, targets = (
+            part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in batch
+        )
+        return inputs, targets
+
+    def _log(self) -> None:
+        loss = float(self._loss_sum) / self._loss_count
+        self._check_finite(loss)
+        speed = self._speed.lap()
+        record = {
+            "step": self.step,
+            "loss": loss,
+            "learning_rate": self.config.learning_rate_at(self.step - 1),
+            "tokens_per_second": round(speed, 1),
+        }
+        append_metrics(self.out_dir, record)
+        self.progress.advance(self.step, loss=loss, tokens_per_second=speed)
+        self._loss_sum.zero_()
+        self._loss_count = 0
+
+    def _record_validation(self, loss: float, how: str) -> None:
+        append_metrics(self.out_dir, {"step": self.step, "validation_loss": loss})
+        place = f"step {self.step}/{self.config.steps}"
+        self.progress.note(f"{place}: validation loss {loss:.4f} ({how})")
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the training loss is {loss} at step {self.step}, so training has stopped; the "
+                "last checkpoint is kept; a lower learning_rate may help"
+            )
+
+    def _save(self, validation_loss: float | None = None) -> Path:
+        self._check_finite(float(self._loss_sum))
+        training = {f"optimizer.{name}": x for name, x in self._optimizer_state().items()}
+        training["random.batches"] = self._batches.get_state()
+        training["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            training["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        training["loss_sum"] = self._loss_sum
+        checkpoint = Checkpoint(
+            step=self.step,
+            model=self.model.state_dict(),
+            training=training,
+            tokenizer=self.tokenizer,
+            config={
+                "model": self.model.config.to_dict(),
+                "training": self.config.to_dict(),
+                "data": {**self.data_config, "fingerprint": self.dataset.fingerprint},
+            },
+            state={
+                "finished": self.step == self.config.steps,
+                "validation_loss": validation_loss,
+                "loss_count": self._loss_count,
+                "scaler": self.scaler.state_dict(),
+            },
+        )
+        return save_checkpoint(self.out_dir, checkpoint)
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """AdamW's tensors by name: `<parameter>.<step | exp_avg | exp_avg_sq>`."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        restore_model(self.model, checkpoint)
+        saved, state = checkpoint.training, checkpoint.state
+        try:
+            if checkpoint.step > 0:
+                for name, parameter in self.model.named_parameters():
+                    self.optimizer.state[parameter] = {
+                        key: saved[f"optimizer.{name}.{key}"].to(self.device)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+            self._batches.set_state(saved["random.batches"])
+            torch.set_rng_state(saved["random.cpu"])
+            if self.device.type == "cuda" and "random.cuda" in saved:
+                torch.cuda.set_rng_state(saved["random.cuda"], self.device)
+            self._loss_sum.copy_(saved["loss_sum"])
+            self._loss_count = state["loss_count"]
+            if self.scaler.is_enabled() and state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+        except KeyError as error:
+            raise CheckpointError(f"the checkpoint has no entry {error}") from None
+        self.step = checkpoint.step
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW in its fused form, with weight decay on matrices and embeddings alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() >= 2],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() < 2],
+            "weight_decay": 0.0,
+        },
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+class _Speed:
+    """Tokens a second over training steps, without what happens in pauses."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._lap_steps = 0
+        self._lap_seconds = 0.0
+
+    def count(self) -> None:
+        self._steps += 1
+
+    def mean(self) -> float:
+        """Over everything since the start."""
+        return self._steps * self._tokens_per_step / max(self._seconds(), 1e-9)
+
+    def lap(self) -> float:
+        """Since the last lap."""
+        seconds = self._seconds()
+        steps, lap_seconds = self._steps - self._lap_steps, seconds - self._lap_seconds
+        self._lap_steps, self._lap_seconds = self._steps, seconds
+        return steps * self._tokens_per_step / max(lap_seconds, 1e-9)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        stopped = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - stopped
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started
