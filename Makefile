@@ -50,8 +50,8 @@ format: $(VENV)/.installed-dev
 typecheck: $(VENV)/.installed-dev
 	@rm -rf build/typecheck && mkdir -p build/typecheck/fastattn
 	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/typecheck/fastattn/
-	cd build/typecheck && "$(abspath $(bin))/mypy" --config-file ../../pyproject.toml \
-		--cache-dir ../../.mypy_cache fastattn
+	@bin=$$(cd "$(bin)" && pwd) && cd build/typecheck && "$$bin/mypy" \
+		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache fastattn
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
