@@ -68,10 +68,8 @@ class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Array]) -> Any:
         out = super().binary_op(_widen(lhs), _widen(rhs), op)
-        if out.data.dtype == bool:
-            # The stock handle keeps the dtype of the operands, and a later cast believes it.
-            return TensorHandle(out.data, tl.int1)
-        return _narrow(out) if _is_bf16(lhs) else out
+        is_comparison = out.data.dtype == bool
+        return _narrow(out) if _is_bf16(lhs) and not is_comparison else out
 
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         out = super().create_fma(_widen(x), _widen(y), _widen(z))
@@ -80,13 +78,7 @@ class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
     def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
         if dst_type.scalar != tl.bfloat16:
             return super().cast_impl(_widen(src), dst_type)
-        return src if _is_bf16(src) else _narrow(src)
-
-    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding: Any) -> TensorHandle:
-        from_fp32_to_bf16 = (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.bfloat16)
-        if from_fp32_to_bf16 and rounding != ir.ROUNDING_MODE.RTZ:
-            return _narrow(src)
-        return super().create_fp_to_fp(src, dst_type, rounding)
+        return _narrow(_widen(src))
 
 
 class _TensorCores(InterpreterBuilder):  # type: ignore[misc]
@@ -125,8 +117,8 @@ class _NanRules(InterpreterBuilder):  # type: ignore[misc]
         return self.create_minimumf(self.create_maximumf(arg, lo), hi)
 
 
-class _WideReduction(stock.ReduceScanOpInterface):  # type: ignore[misc]
-    """Reductions and scans of bfloat16: in float32, rounded once at the end."""
+class _Reduce(stock.ReduceOps):  # type: ignore[misc]
+    """Reductions of bfloat16: in float32, rounded once at the end."""
 
     def apply_impl(self, input: tuple[Any, ...]) -> tuple[Any, ...]:
         narrow = [_is_bf16(tensor.handle) for tensor in input]
@@ -140,22 +132,16 @@ class _WideReduction(stock.ReduceScanOpInterface):  # type: ignore[misc]
             for tensor, was_narrow in zip(out, narrow, strict=False)
         )
 
-
-def _with_handle(tensor: Any, handle: TensorHandle) -> Any:
-    block = tensor.type.is_block()
-    dtype = tl.block_type(handle.dtype, list(tensor.shape)) if block else handle.dtype
-    return tl.tensor(handle, dtype)
-
-
-class _Reduce(_WideReduction, stock.ReduceOps):  # type: ignore[misc]
     def min_max(self, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         # The same numbers as nanmax and nanmin, without their warning about rows of NaN.
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
         return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
-class _Scan(_WideReduction, stock.ScanOps):  # type: ignore[misc]
-    pass
+def _with_handle(tensor: Any, handle: TensorHandle) -> Any:
+    block = tensor.type.is_block()
+    dtype = tl.block_type(handle.dtype, list(tensor.shape)) if block else handle.dtype
+    return tl.tensor(handle, dtype)
 
 
 class _Extent(NamedTuple):
@@ -298,12 +284,9 @@ class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
 
 
 def install() -> None:
-    """Put the repaired classes in place of Triton's; once."""
-    if isinstance(stock.interpreter_builder, _Builder):
-        return
+    """Put the repaired classes in place of Triton's."""
     # Kernels, their tl functions and Triton's semantics all hold this one object.
     stock.interpreter_builder.__class__ = _Builder
     stock.ReduceOps = _Reduce
-    stock.ScanOps = _Scan
     stock.GridExecutor = _GridExecutor
     stock._patch_lang = _patch_lang
