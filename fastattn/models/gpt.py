@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -219,7 +219,7 @@ class GPT(nn.Module):
             )
         return [
             block.attention.new_cache(batch_size, max_length, device=device, dtype=dtype)
-            for block in self.blocks
+            for block in cast(Iterable[Block], self.blocks)
         ]
 
     def num_parameters(self) -> int:

@@ -1,0 +1,278 @@
+"""The reference GPT against the same model written naively, and its configuration."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import reference
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.rotary import apply_rotary, rotary_tables
+from fastattn.testing import assert_within_budget
+
+SMALL = {"vocab_size": 11, "context_length": 12, "num_layers": 2, "num_heads": 4, "embed_dim": 32}
+VARIANTS = {
+    "learned": {},
+    "rotary": {"positions": "rotary", "rotary_base": 100.0},
+    "interleaved": {"positions": "rotary", "rotary_style": "interleaved"},
+    "gqa-bias": {"num_kv_heads": 2, "bias": True},
+    "mqa-rotary-window": {"num_kv_heads": 1, "positions": "rotary", "window": 3},
+    "untied": {"tie_weights": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_torch(monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    torch.manual_seed(0)
+
+
+def make_model(device="cpu", **changes) -> GPT:
+    """A small GPT whose parameters are large enough for every one of them to matter."""
+    model = GPT(GPTConfig(**{**SMALL, **changes}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(device)
+
+
+def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """The model's formula over its parameters, in their dtype, with the oracle's attention."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        shape = (config.embed_dim,)
+        return F.layer_norm(x, shape, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    B, T = tokens.shape
+    H_q, H_k = config.num_heads, config.num_kv_heads or config.num_heads
+    x = weights["token_embedding.weight"][tokens]
+    if config.positions == "learned":
+        x = x + weights["position_embedding.weight"][:T]
+    for i in range(config.num_layers):
+        block = f"blocks.{i}"
+        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv_proj")
+        q, k, v = qkv.view(B, T, -1, config.head_dim).transpose(1, 2).split([H_q, H_k, H_k], dim=1)
+        if config.positions == "rotary":
+            cos, sin = rotary_tables(
+                T, config.head_dim, base=config.rotary_base, device=x.device, dtype=torch.float64
+            )
+            q, k = (apply_rotary(part, cos, sin, style=config.rotary_style) for part in (q, k))
+        o = reference.attention(q, k, v, causal=True, window=config.window)
+        x = x + linear(o.transpose(1, 2).reshape(B, T, -1), f"{block}.attention.out_proj")
+        hidden = F.gelu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up_proj"))
+        x = x + linear(hidden, f"{block}.mlp.down_proj")
+    head = "token_embedding" if config.tie_weights else "head"
+    return F.linear(norm(x, "norm"), weights[f"{head}.weight"])
+
+
+def naive_results(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype):
+    """Logits, loss and gradients by name."""
+    weights = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
+    logits = naive_logits(model.config, weights, tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    return {"logits": logits, "loss": loss, **dict(zip(weights, gradients, strict=True))}
+
+
+def assert_model_equals_naive(model: GPT, tokens: Tensor, targets: Tensor) -> None:
+    logits, loss = model(tokens, targets)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    exact = naive_results(model, tokens, targets, torch.float64)
+    naive = naive_results(model, tokens, targets, torch.float32)
+    for name, x in {"logits": logits, "loss": loss, **gradients}.items():
+        assert_within_budget(name, x.detach(), exact[name].detach(), naive[name].detach())
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_logits_loss_and_gradients_equal_the_naive_model(changes):
+    model = make_model(**changes)
+    tokens, targets = torch.randint(11, (2, 3, 12))
+    assert_model_equals_naive(model, tokens, targets)
+
+
+def test_triton_logits_loss_and_gradients_equal_the_naive_model(monkeypatch, device):
+    monkeypatch.setenv("FASTATTN_BACKEND", "triton")
+    model = make_model(device, **VARIANTS["mqa-rotary-window"])
+    tokens, targets = torch.randint(11, (2, 2, 5), device=device)
+    assert_model_equals_naive(model, tokens, targets)
+
+
+def test_loss_leaves_out_targets_of_minus_100():
+    model = make_model()
+    tokens, targets = torch.randint(11, (2, 3, 12))
+    shortened = targets.clone()
+    shortened[:, 5:] = -100
+    _, loss = model(tokens, shortened)
+    _, expected = model(tokens[:, :5], targets[:, :5])
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
+def test_cached_steps_equal_the_full_forward(changes):
+    model = make_model(**changes)
+    tokens = torch.randint(11, (2, 12))
+    cache = model.new_cache(2)
+    steps = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
+    weights = dict(model.named_parameters())
+    exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
+    naive = naive_logits(model.config, weights, tokens)
+    assert_within_budget("logits", torch.cat(steps, dim=1), exact, naive)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@torch.no_grad()
+def test_ragged_rows_in_a_cache_equal_each_row_alone(positions):
+    model = make_model(positions=positions)
+    tokens = torch.randint(11, (3, 12))
+    prompts, steps = torch.tensor([7, 2, 5]), torch.tensor([[1], [1], [1]])
+    cache = model.new_cache(3)
+    first = model(tokens[:, :7], cache=cache, key_lengths=prompts, last_only=True)
+    following = tokens.gather(1, prompts[:, None])
+    second = model(following, cache=cache, key_lengths=steps[:, 0])
+    weights = dict(model.named_parameters())
+    doubled = {name: parameter.double() for name, parameter in weights.items()}
+    for row, n in enumerate(prompts.tolist()):
+        alone = tokens[row : row + 1, : n + 1]
+        exact, naive = (naive_logits(model.config, w, alone) for w in (doubled, weights))
+        got = torch.cat([first[row], second[row]])
+        assert_within_budget(f"row {row}", got, exact[0, -2:], naive[0, -2:])
+
+
+@torch.no_grad()
+def test_padding_reaches_no_real_token():
+    model = make_model()
+    tokens = torch.randint(11, (2, 12))
+    lengths = torch.tensor([12, 4])
+    changed = tokens.clone()
+    changed[1, 4:] = (changed[1, 4:] + 1) % 11
+    real = torch.arange(12) < lengths[:, None]
+    logits = [model(part, key_lengths=lengths)[real] for part in (tokens, changed)]
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_last_only_is_the_last_position():
+    model = make_model()
+    tokens = torch.randint(11, (2, 9))
+    last = model(tokens, last_only=True)
+    assert last.shape == (2, 1, 11)
+    weights = dict(model.named_parameters())
+    exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
+    naive = naive_logits(model.config, weights, tokens)
+    assert_within_budget("logits", last, exact[:, -1:], naive[:, -1:])
+
+
+def test_initial_weights_are_those_of_gpt2():
+    config = GPTConfig(
+        vocab_size=512, context_length=256, num_layers=8, num_heads=4, embed_dim=128, bias=True
+    )
+    for name, parameter in GPT(config).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            scaled = name.endswith(("out_proj.weight", "down_proj.weight"))
+            expected = 0.02 / math.sqrt(16) if scaled else 0.02
+            # Twenty standard errors of the smallest matrix's standard deviation.
+            assert abs(parameter.std() / expected - 1) < 20 / math.sqrt(2 * parameter.numel()), name
+            assert abs(parameter.mean() / expected) < 0.05, name
+
+
+def test_tied_head_has_no_parameters_of_its_own():
+    tied, untied = make_model(), make_model(tie_weights=False)
+    assert untied.num_parameters() - tied.num_parameters() == 11 * 32
+    C, L = 32, 2
+    per_layer = 3 * C * C + C * C + 8 * C * C + 2 * C
+    assert tied.num_parameters() == 11 * C + 12 * C + L * per_layer + C
+
+
+def test_dropout_acts_in_training_alone():
+    model = make_model(dropout=0.5)
+    tokens = torch.randint(11, (1, 12))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_config_survives_json():
+    config = GPTConfig(**SMALL, **VARIANTS["mqa-rotary-window"], dropout=0.1)
+    assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"context_length": -1}, "context_length must be a positive integer, got -1"),
+        ({"num_layers": 1.5}, "num_layers must be a positive integer, got 1.5"),
+        ({"num_heads": True}, "num_heads must be a positive integer, got True"),
+        ({"window": 0}, "window must be a positive integer, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be a positive integer, got 0"),
+        ({"embed_dim": 30}, "embed_dim must be a multiple of num_heads=4, got 30"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=4, got 3"),
+        ({"positions": "none"}, "positions must be 'learned' or 'rotary', got 'none'"),
+        ({"rotary_style": "x"}, "rotary_style must be 'half' or 'interleaved', got 'x'"),
+        ({"positions": "rotary", "embed_dim": 20}, "must be even .* 20 / 4 = 5"),
+        ({"rotary_base": 0}, "rotary_base must be positive, got 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_wrong_config_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{**SMALL, **changes})
+
+
+def test_wrong_config_fields_are_named():
+    with pytest.raises(ValueError, match="has no field 'layers'"):
+        GPTConfig.from_dict({**SMALL, "layers": 3})
+    with pytest.raises(ValueError, match="needs the field 'vocab_size'"):
+        GPTConfig.from_dict({})
+
+
+@torch.no_grad()
+def test_wrong_inputs_are_named():
+    model = make_model()
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \(5,\)"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match="at most context_length=12 long, got T=13"):
+        model(torch.zeros(1, 13, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"tokens' shape \(2, 5\), got \(2, 4\)"):
+        model(tokens, tokens[:, :4])
+    with pytest.raises(ValueError, match="last_only must be False when targets"):
+        model(tokens, tokens, last_only=True)
+    with pytest.raises(ValueError, match=r"one KVCache a layer \(2\), got 1"):
+        model(tokens, cache=model.new_cache(2)[:1])
+    with pytest.raises(ValueError, match="at most context_length=12 with learned positions"):
+        model.new_cache(2, 13)
+
+
+@torch.no_grad()
+def test_a_full_cache_is_named_and_left_as_it_was():
+    model = make_model()
+    tokens = torch.randint(11, (2, 8))
+    cache = model.new_cache(2, 10)
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match="it holds 8 of 10 tokens a row, got T=3 more"):
+        model(tokens[:, :3], cache=cache)
+    assert [layer.uniform_length for layer in cache] == [8, 8]
+
+
+@torch.no_grad()
+def test_rotary_positions_reach_past_the_context_in_a_cache():
+    model = make_model(positions="rotary", window=4)
+    tokens = torch.randint(11, (1, 20))
+    cache = model.new_cache(1, 20)
+    steps = [model(part, cache=cache) for part in tokens.split(10, dim=1)]
+    weights = dict(model.named_parameters())
+    exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
+    naive = naive_logits(model.config, weights, tokens)
+    assert_within_budget("logits", torch.cat(steps, dim=1), exact, naive)
