@@ -1,6 +1,7 @@
 """Attention as a function: check the arguments, choose a backend, call it."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks, dispatch, ops, torch_backend
@@ -32,8 +33,8 @@ def attention(
         1 1 1 1       0 0 1 1       0 0 0 1          1 1 1 0            1 1 0 0
 
     Args:
-        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. A last dim that is not
-            contiguous is copied.
+        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. Copied once for the kernels if
+            the last dim is not contiguous or rows are not a whole number of 16 bytes.
         k: [B, H_k, T_k, D], same dtype and device. H_k divides H_q; query head h reads K/V head
             h // (H_q // H_k), and K/V are not expanded in memory.
         v: [B, H_k, T_k, D_v].
@@ -83,8 +84,8 @@ def attention(
         query_offset = k.shape[2] - q.shape[2]
     per_row = isinstance(query_offset, Tensor)
     o, lse = ops.attention_forward(
-        *(_with_contiguous_rows(x) for x in (q, k, v)),
-        None if key_padding_mask is None else _with_contiguous_rows(key_padding_mask),
+        *(_kernel_rows(x) for x in (q, k, v)),
+        None if key_padding_mask is None else key_padding_mask.contiguous(),
         None if key_lengths is None else key_lengths.contiguous(),
         query_offset.contiguous() if isinstance(query_offset, Tensor) else None,
         0 if per_row else query_offset,
@@ -92,6 +93,7 @@ def attention(
         right,
         scale,
     )
+    o = o[..., : v.shape[3]]
     return (o, lse) if return_lse else o
 
 
@@ -122,8 +124,12 @@ def explain(
     return dispatch.choose(q, k, v, backend)
 
 
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _kernel_rows(x: Tensor) -> Tensor:
+    """x with contiguous rows of a whole number of 16 bytes; columns of zeros change no score."""
+    surplus = -x.shape[-1] % (16 // x.element_size())
+    if surplus:
+        return F.pad(x, (0, surplus))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,7 +53,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`.
 
-    q, k, v have contiguous last dims, key_padding_mask bool [B, T_k] too. A query's position is
+    q, k, v have contiguous last dims that are whole multiples of 16 bytes; key_padding_mask is bool
+    [B, T_k], contiguous like key_lengths [B] and query_offsets [B]. A query's position is
     query_offsets[b] (or query_offset, if None) + its row; left and right are the band's sides.
     """
     kernels = _kernels()

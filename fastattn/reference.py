@@ -54,7 +54,7 @@ def attention(
     if not return_lse:
         return o
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    lse = wide.logsumexp(-1) if T_k else wide.new_zeros(wide.shape[:-1])
+    lse = wide.logsumexp(-1) if T_k else wide.sum(-1)
     return o, lse.masked_fill(blind[..., 0], float("-inf")).reshape(B, H_q, T_q)
 
 

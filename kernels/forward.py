@@ -113,7 +113,7 @@ def launch_forward(
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
     q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
-    of `padded_dim`, H_k | H_q.
+    whole multiples of 16 bytes, H_k | H_q.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, D = q.shape

@@ -1,1 +1,8 @@
-"""Placeholder while the first slice is being built."""
+"""What tests and benchmarks share: inputs, and the one error budget that results are held to."""
+
+from .budget import assert_within_budget as assert_within_budget
+from .budget import error_budget as error_budget
+from .compare import assert_matches_reference as assert_matches_reference
+from .inputs import make_qkv as make_qkv
+
+__all__ = ["assert_matches_reference", "assert_within_budget", "error_budget", "make_qkv"]
