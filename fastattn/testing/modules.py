@@ -59,7 +59,7 @@ def naive_layer(
     """
     B, T, _ = x.shape
     H_q, H_k, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    sizes = (H_q * D, H_k * D, H_k * D)
+    sizes = [H_q * D, H_k * D, H_k * D]
     biases = (None,) * 3 if layer.qkv_proj.bias is None else torch.split(layer.qkv_proj.bias, sizes)
     q, k, v = (
         F.linear(x, weight, bias).view(B, T, -1, D)
