@@ -146,6 +146,8 @@ class BPETokenizer(Tokenizer):
                 f"the tokenizer must have a ByteLevel decoder, as GPT-2's has, got {kind}"
             )
         self._backend = backend
+        # Not the number of tokens: ids of a foreign tokenizer may have gaps.
+        self._vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BPETokenizer:
@@ -176,7 +178,7 @@ class BPETokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size()
+        return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -200,10 +202,12 @@ class BPETokenizer(Tokenizer):
         """The bytes that each id stands for; ids without a token stand for none."""
         to_byte = _byte_of_printable()
         table = [b""] * self.vocab_size
-        for token, i in self._backend.get_vocab().items():
-            # A special token may hold characters outside the alphabet; it stands for itself.
+        for token, i in self._backend.get_vocab(with_added_tokens=False).items():
             known = all(character in to_byte for character in token)
             table[i] = bytes(map(to_byte.__getitem__, token)) if known else token.encode("utf-8")
+        # Special tokens are written as they are.
+        for i, token in self._backend.get_added_tokens_decoder().items():
+            table[i] = token.content.encode("utf-8")
         return table
 
 

@@ -1,0 +1,125 @@
+"""Text files to tokens: reading, splitting, batches."""
+
+import pytest
+import torch
+
+from fastattn.training import data
+from fastattn.training.data import (
+    DataError,
+    TextDataset,
+    evaluation_batches,
+    random_batch,
+    read_text_files,
+    split_text,
+    standard_library_text,
+)
+from fastattn.training.tokenizer import CharacterTokenizer
+
+
+def test_files_are_joined_in_order(tmp_path):
+    for name, content in (("a", b"one"), ("b", b"\xef\xbb\xbftwo\n"), ("c", "drei €".encode())):
+        (tmp_path / name).write_bytes(content)
+    assert read_text_files([tmp_path / name for name in "abc"]) == "one\ntwo\ndrei €"
+    assert read_text_files([tmp_path / "b"]) == "two\n"
+
+
+def test_an_unusable_file_is_named(tmp_path):
+    good, empty, blank, binary = (tmp_path / name for name in ("good", "empty", "blank", "binary"))
+    good.write_text("fine")
+    empty.write_bytes(b"")
+    blank.write_bytes(b" \n")
+    binary.write_bytes(b"abc\xffd")
+    for path, message in (
+        (tmp_path / "absent", "cannot read text file .*absent: No such file"),
+        (tmp_path, "cannot read text file .*: Is a directory"),
+        (empty, "text file .*empty is empty"),
+        (blank, "text file .*blank is empty"),
+        (binary, "text file .*binary is not UTF-8: byte 0xff at offset 3"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_text_files([good, path])
+
+
+def test_split_keeps_the_last_tenth_for_validation():
+    train, validation = split_text("0123456789" * 10)
+    assert len(validation) == 10
+    assert train + validation == "0123456789" * 10
+
+
+def test_dataset_holds_the_text_s_tokens():
+    text = "abcdefghij" * 5
+    dataset = TextDataset.from_text(text, CharacterTokenizer(text), context_length=8)
+    assert dataset.train.tolist() == [i % 10 for i in range(45)]
+    assert dataset.validation.tolist() == [i % 10 for i in range(45, 50)]
+    other = TextDataset.from_text(text + "a", CharacterTokenizer(text), context_length=8)
+    assert len(dataset.fingerprint) == 64
+    assert dataset.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(("length", "context"), [(100, 90), (10, 4)])
+def test_a_text_that_is_too_short_is_named(length, context):
+    with pytest.raises(DataError, match=f"too short: .* a context of {context} needs"):
+        TextDataset.from_text("a" * length, CharacterTokenizer("a"), context)
+
+
+def test_the_shortest_sufficient_text_is_accepted():
+    dataset = TextDataset.from_text("a" * 20, CharacterTokenizer("a"), 17)
+    assert (len(dataset.train), len(dataset.validation)) == (18, 2)
+
+
+def test_random_batches_are_windows_and_their_continuations():
+    tokens = torch.arange(50, dtype=torch.int32)
+    inputs, targets = random_batch(tokens, 200, 7, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (200, 7)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
+    assert set(inputs[:, 0].tolist()) == set(range(43))
+
+
+def test_random_batches_follow_their_generator_alone():
+    tokens = torch.arange(1000, dtype=torch.int32)
+    first = random_batch(tokens, 5, 7, torch.Generator().manual_seed(3))[0]
+    torch.rand(1)
+    again = random_batch(tokens, 5, 7, torch.Generator().manual_seed(3))[0]
+    other = random_batch(tokens, 5, 7, torch.Generator().manual_seed(4))[0]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 30, 36])
+def test_evaluation_reads_every_target_once(length):
+    tokens = torch.arange(length, dtype=torch.int32)
+    batches = list(evaluation_batches(tokens, batch_size=3, context_length=7))
+    for inputs, targets in batches:
+        assert inputs.shape[0] <= 3
+        assert inputs.shape[1] <= 7
+        assert torch.equal(targets, inputs + 1)
+    seen = torch.cat([targets.flatten() for _, targets in batches])
+    assert seen.tolist() == list(range(1, length))
+
+
+def test_standard_library_text_is_bounded_source_without_tests():
+    text = standard_library_text(300_000)
+    assert 200_000 < len(text) <= 300_000
+    assert text.isascii()
+    assert text.count("def ") > 100
+    assert standard_library_text(300_000) == text
+
+
+def test_standard_library_text_skips_what_it_should(tmp_path, monkeypatch):
+    for name, content in {
+        "a.py": b"a = 1\n",
+        "pkg/b.py": b"b = 2\n",
+        "test/c.py": b"c = 3\n",
+        "site-packages/d.py": b"d = 4\n",
+        "e.py": "e = 'é'\n".encode(),
+        "f.txt": b"f\n",
+        "g.py": b"#" * 100,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert sorted(standard_library_text(50).splitlines()) == ["a = 1", "b = 2"]
+    with pytest.raises(DataError, match=r"no Python source in .* --text"):
+        standard_library_text(3)
