@@ -78,8 +78,9 @@ def worth_loading(valid, padding_ptr):
 @triton.jit
 def _blocks(first, last, full_first, full_last, BLOCK: tl.constexpr):
     """Positions to block numbers: visible [lo, hi), and inside it full [full_lo, full_hi)."""
-    lo = tl.maximum(first, 0) // BLOCK
-    hi = tl.maximum(lo, tl.cdiv(tl.maximum(last, 0), BLOCK))
+    first = tl.maximum(first, 0)
+    lo = first // BLOCK
+    hi = tl.where(last > first, tl.cdiv(last, BLOCK), lo)
     full_lo = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(full_first, 0), BLOCK), lo), hi)
     full_hi = tl.minimum(tl.maximum(tl.maximum(full_last, 0) // BLOCK, full_lo), hi)
     return lo, full_lo, full_hi, hi
