@@ -27,12 +27,11 @@ help:
 	@echo "make format rewrite the sources with ruff"
 	@echo "make clean  remove the environment, the demo and all caches"
 
-demo: $(DEMO_OUT)/.trained
+# --resume leaves a finished run as it is, and continues one that was interrupted.
+demo: $(VENV)/.installed-gpt
+	$(bin)/fastattn train --out "$(DEMO_OUT)" --resume $(DEMO_TRAIN_ARGS)
 	$(bin)/fastattn generate --checkpoint "$(DEMO_OUT)" --prompt "$(DEMO_PROMPT)" $(DEMO_GENERATE_ARGS)
-
-$(DEMO_OUT)/.trained: | $(VENV)/.installed-gpt
-	$(bin)/fastattn train --out "$(DEMO_OUT)" $(DEMO_TRAIN_ARGS)
-	@touch $@
+	@echo "checkpoint and loss curve: $(DEMO_OUT)"
 
 test: $(VENV)/.installed-test
 	$(bin)/pytest $(PYTEST_ARGS)
