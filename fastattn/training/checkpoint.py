@@ -72,7 +72,8 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot be written, such as on a full disk. Older ones are kept.
+        CheckpointError: it cannot be written and flushed, such as on a full disk. Older ones are
+            kept.
     """
     run_dir = Path(run_dir)
     final = run_dir / f"step-{checkpoint.step:08d}"
@@ -82,6 +83,7 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(run_dir)
+        older = _checkpoints(run_dir)
         temporary.mkdir()
         for name, content in _serialise(checkpoint).items():
             _write_durably(temporary / name, content)
@@ -90,14 +92,9 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         _flush_folder(run_dir)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = latest_checkpoint(run_dir)
-        raise CheckpointError(
-            f"cannot write checkpoint {final}: {error.strerror or error}; "
-            + (f"{kept} is kept" if kept else "there is no earlier one")
-        ) from None
-    for older in _checkpoints(run_dir):
-        if older != final:
-            _remove(older)
+        raise _write_error(run_dir, final, error) from None
+    for folder in older:
+        _remove(folder)
     return final
 
 
@@ -204,6 +201,14 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
         },
     }
     return {**contents, _INDEX: json.dumps(index, indent=2).encode("utf-8")}
+
+
+def _write_error(run_dir: Path, final: Path, error: OSError) -> CheckpointError:
+    kept, cause = latest_checkpoint(run_dir), error.strerror or error
+    if kept == final:
+        return CheckpointError(f"checkpoint {final} may not survive a power cut: {cause}")
+    state = f"{kept} is kept" if kept else "there is no earlier one"
+    return CheckpointError(f"cannot write checkpoint {final}: {cause}; {state}")
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
