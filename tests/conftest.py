@@ -7,11 +7,15 @@ imported, so the choice has to be made here, before any test module imports trit
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from fastattn.testing.compile_pool import CompilePool
 
 # With the checkout on sys.path our kernel folder could be imported as a top-level package
 # `kernels`, which is the name of somebody else's distribution.
@@ -28,6 +32,15 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 def device() -> str:
     """Device for the tensors of a kernel test: "cuda" where kernels run compiled, else "cpu"."""
     return "cuda" if _HAS_GPU and not _INTERPRETING else "cpu"
+
+
+@pytest.fixture(scope="session")
+def compile_pool() -> Iterator["CompilePool"]:
+    """Compiles kernels for GPUs, present or not, in processes that do not interpret."""
+    from fastattn.testing.compile_pool import CompilePool
+
+    with CompilePool() as pool:
+        yield pool
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,227 @@
+"""Compile kernels for GPUs that are not there, and say what came out.
+
+    with compiling_for("sm_90") as launched:
+        launch_forward(q, k, v, ...)      # CPU or meta tensors; compiles, runs nothing
+    facts = [describe(kernel) for kernel in launched]
+
+A stand-in for Triton's driver names the target and swallows the launch: everything before it,
+specialisation included, is Triton's own. That needs a process without TRITON_INTERPRET=1, which
+`fastattn.testing.compile_pool` provides to one that has it. Valid for Triton 3.6 to 3.8.
+"""
+
+import contextlib
+import io
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+
+from .sass import (
+    Loop,
+    PtxasReport,
+    matrix_loops,
+    matrix_ops,
+    read_ptxas,
+    read_sass,
+    wgmma_with_register_a,
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for, and the bytes of shared memory (LDS) that one program may take."""
+
+    gpu: GPUTarget
+    shared_bytes: int
+
+
+# Shared memory a block may opt in to: CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"; LDS a workgroup: CDNA3 and CDNA4 ISA references.
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), 99 * 1024),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 * 1024),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * 1024),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class CompiledFacts:
+    """What the compilers made of one kernel for one target; nothing in it was measured."""
+
+    name: str
+    target: str
+    num_warps: int
+    num_stages: int
+    shared_bytes: int
+    fits_shared_memory: bool
+    registers: int  # a thread; vector registers on AMD
+    spill_store_bytes: int  # a thread
+    spill_load_bytes: int
+    mma: frozenset[str]  # of "wgmma", "tcgen05", "mma.sync", "mfma", "wmma"
+    wgmma_register_a: int  # wgmma instructions whose A operand is in registers
+    warnings: tuple[str, ...]  # ptxas C75xx
+    loops: tuple[Loop, ...]  # innermost loops with matrix instructions; empty on AMD
+
+    @property
+    def spills(self) -> bool:
+        return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
+
+
+class _Launcher:
+    """What Triton calls to launch a kernel: tells the driver which kernel it was."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.src = src
+        self.metadata = metadata
+
+    def __call__(self, *args: Any) -> None:
+        active = driver.active
+        assert isinstance(active, _StandInDriver), "launched outside compiling_for"
+        kernels = self.src.fn.device_caches[active.get_current_device()][0].values()
+        kernel = next(kernel for kernel in kernels if kernel.metadata is self.metadata)
+        if kernel not in active.launched:
+            active.launched.append(kernel)
+
+
+class _StandInDriver:
+    """Answers what Triton asks of a driver between a launch and the GPU."""
+
+    launcher_cls = _Launcher
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.launched: list[Any] = []
+        self.utils = SimpleNamespace(
+            get_device_properties=self._properties, load_binary=self._load_binary
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target].gpu
+
+    def get_current_device(self) -> int:
+        # Kernels remember what was compiled by device number: one a target, and none a real GPU's.
+        return 1000 + list(TARGETS).index(self.target)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _properties(self, device: int) -> dict[str, int]:
+        # Too much shared memory is a fact to report; Triton would raise at the launch.
+        return {"max_shared_mem": 1 << 30}
+
+    def _load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
+        module = function = 1
+        registers = spills = 0
+        max_threads = 1024
+        return module, function, registers, spills, max_threads
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[list[Any]]:
+    """Launches in the block compile for `target`, one of TARGETS, and run nothing.
+
+    Yields the list of Triton's CompiledKernel objects launched, each once, in order.
+
+    Raises:
+        ValueError: `target` is not one of TARGETS.
+        RuntimeError: this process interprets its kernels (TRITON_INTERPRET=1).
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "TRITON_INTERPRET=1 binds kernels to the interpreter when they are imported; "
+            "compile them in a fastattn.testing.compile_pool.CompilePool"
+        )
+    stand_in = _StandInDriver(target)
+    before = driver._active
+    driver.set_active(stand_in)
+    try:
+        yield stand_in.launched
+    finally:
+        driver.set_active(before)
+
+
+def count_compilations(function: Callable[[], Any]) -> int:
+    """How many kernels `function()` compiled, those included that Triton's disk cache held.
+
+    0 says that every launch found its kernel in this process: a new length compiled nothing.
+    """
+    compiled = 0
+
+    def count(**details: Any) -> None:
+        nonlocal compiled
+        compiled += 1
+
+    knobs = triton.knobs.runtime
+    before, knobs.jit_post_compile_hook = knobs.jit_post_compile_hook, count
+    try:
+        function()
+    finally:
+        knobs.jit_post_compile_hook = before
+    return compiled
+
+
+def describe(kernel: Any) -> CompiledFacts:
+    """The facts of a kernel from `compiling_for`, the same whether or not it came from a cache."""
+    gpu = kernel.metadata.target
+    target = next(name for name, known in TARGETS.items() if known.gpu == gpu)
+    is_cuda = gpu.backend == "cuda"
+    assembly = kernel.asm["ptx" if is_cuda else "amdgcn"]
+    report = _ptxas_report(kernel) if is_cuda else _amd_report(assembly)
+    return CompiledFacts(
+        name=kernel.metadata.name,
+        target=target,
+        num_warps=kernel.metadata.num_warps,
+        num_stages=kernel.metadata.num_stages,
+        shared_bytes=kernel.metadata.shared,
+        fits_shared_memory=kernel.metadata.shared <= TARGETS[target].shared_bytes,
+        registers=report.registers,
+        spill_store_bytes=report.spill_store_bytes,
+        spill_load_bytes=report.spill_load_bytes,
+        mma=matrix_ops(assembly),
+        wgmma_register_a=wgmma_with_register_a(assembly),
+        warnings=report.warnings,
+        loops=_matrix_loops(kernel) if is_cuda else (),
+    )
+
+
+def _ptxas_report(kernel: Any) -> PtxasReport:
+    """From a second run of Triton's ptxas step, with its flags: the first one drops the log."""
+    gpu = kernel.metadata.target
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        make_backend(gpu).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, gpu.arch)
+    return read_ptxas(log.getvalue())
+
+
+def _amd_report(amdgcn: str) -> PtxasReport:
+    def largest(key: str) -> int:
+        return max(map(int, re.findall(rf"\.{key}:\s+(\d+)", amdgcn)), default=0)
+
+    spilled = 4 * largest("vgpr_spill_count")
+    return PtxasReport(largest("vgpr_count"), spilled, spilled, ())
+
+
+def _matrix_loops(kernel: Any) -> tuple[Loop, ...]:
+    cubin = next(path for path in kernel.metadata_group.values() if path.endswith(".cubin"))
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
+    sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return tuple(loop for function in read_sass(sass) for loop in matrix_loops(function))

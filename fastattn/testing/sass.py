@@ -1,0 +1,182 @@
+"""What the tools print about a compiled kernel, as data: ptxas reports, matrix ops, SASS loops."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PtxasReport:
+    """What `ptxas -v` says of a kernel; spills are bytes a thread, summed over its functions."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    warnings: tuple[str, ...]  # C75xx: ptxas has serialised wgmma
+
+
+def read_ptxas(log: str) -> PtxasReport:
+    """Parse the log of `ptxas -v`."""
+
+    def numbers(pattern: str) -> list[int]:
+        return [int(text) for text in re.findall(pattern, log)]
+
+    return PtxasReport(
+        registers=max(numbers(r"Used (\d+) registers"), default=0),
+        spill_store_bytes=sum(numbers(r"(\d+) bytes spill stores")),
+        spill_load_bytes=sum(numbers(r"(\d+) bytes spill loads")),
+        warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log)))),
+    )
+
+
+_MATRIX_OPS = {
+    "wgmma": "wgmma.mma_async",
+    "tcgen05": "tcgen05.mma",
+    "mma.sync": "mma.sync",
+    "mfma": "v_mfma_",
+    "wmma": "v_wmma_",
+}
+
+
+def matrix_ops(assembly: str) -> frozenset[str]:
+    """Which kinds of matrix instruction PTX or AMD assembly holds, e.g. {"wgmma"}."""
+    return frozenset(kind for kind, mnemonic in _MATRIX_OPS.items() if mnemonic in assembly)
+
+
+def wgmma_with_register_a(ptx: str) -> int:
+    """How many wgmma take their A operand from registers, as P must in attention.
+
+    The operands are the accumulators in braces, then A: registers in braces, or one descriptor.
+    """
+    return len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{", ptx))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One SASS instruction of a function; `address` is its byte offset there."""
+
+    address: int
+    opcode: str  # with its modifiers: "HGMMA.64x128x16.F32.BF16"
+    operands: str
+    predicated: bool
+
+    @property
+    def base(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def is_matrix_op(self) -> bool:
+        return self.base.endswith("MMA")
+
+    @property
+    def target(self) -> int | None:
+        """Address that a direct jump may go to."""
+        if self.base not in ("BRA", "JMP"):
+            return None
+        match = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
+        return int(match[1], 16) if match else None
+
+    @property
+    def falls_through(self) -> bool:
+        if self.predicated or self.base not in ("BRA", "JMP", "BRX", "JMX", "EXIT", "RET"):
+            return True
+        # A condition may also be the first operand: BRA P0, 0x80; BRA.DIV UR4, 0x80.
+        return self.target is not None and not self.operands.startswith("0x")
+
+
+_INSTRUCTION = re.compile(
+    r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?"
+    r"(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
+)
+
+
+def read_sass(text: str) -> list[list[Instruction]]:
+    """Parse `cuobjdump -sass`: the instructions of each function, in address order."""
+    functions: list[list[Instruction]] = [[]]
+    for line in text.splitlines():
+        if "Function :" in line:
+            functions.append([])
+        elif match := _INSTRUCTION.match(line):
+            functions[-1].append(
+                Instruction(
+                    address=int(match["address"], 16),
+                    opcode=match["opcode"],
+                    operands=match["operands"].strip(),
+                    predicated=match["predicate"] is not None,
+                )
+            )
+    return [function for function in functions if function]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The instructions of one loop, counted by opcode with its modifiers."""
+
+    address: int
+    opcodes: dict[str, int] = field(hash=False)
+
+    @property
+    def total(self) -> int:
+        return sum(self.opcodes.values())
+
+    def count(self, *names: str) -> int:
+        """Instructions named by any of `names`, whatever modifiers follow: "FFMA", "MUFU.EX2"."""
+        return sum(
+            number
+            for opcode, number in self.opcodes.items()
+            if any(opcode == name or opcode.startswith(name + ".") for name in names)
+        )
+
+
+def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
+    """The innermost loops of a function that hold matrix instructions, by address.
+
+    A loop is what can reach a backward jump without passing the jump's target (a natural loop).
+    """
+    bodies: dict[int, set[int]] = {}
+    predecessors = _predecessors(function)
+    index = {instruction.address: i for i, instruction in enumerate(function)}
+    for last, instruction in enumerate(function):
+        first = index.get(-1 if instruction.target is None else instruction.target, last + 1)
+        if first <= last:
+            bodies.setdefault(first, {first}).update(_reaching(last, first, predecessors))
+    # Nothing but its first instruction leads into a loop, so it holds the entry only as that.
+    matrix = {
+        first: body
+        for first, body in bodies.items()
+        if any(function[i].is_matrix_op for i in body) and (first == 0 or 0 not in body)
+    }
+    return tuple(
+        _count(function, matrix[first])
+        for first in sorted(matrix)
+        if not any(other < matrix[first] for other in matrix.values())
+    )
+
+
+def _predecessors(function: list[Instruction]) -> list[list[int]]:
+    index = {instruction.address: i for i, instruction in enumerate(function)}
+    predecessors: list[list[int]] = [[] for _ in function]
+    for i, instruction in enumerate(function):
+        if instruction.target in index:
+            predecessors[index[instruction.target]].append(i)
+        if instruction.falls_through and i + 1 < len(function):
+            predecessors[i + 1].append(i)
+    return predecessors
+
+
+def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
+    """What can reach `last` without passing `first`; both included."""
+    found, pending = {first, last}, [last]
+    while pending:
+        here = pending.pop()
+        if here != first:
+            new = set(predecessors[here]) - found
+            found |= new
+            pending += new
+    return found
+
+
+def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
+    opcodes = Counter(function[i].opcode for i in body)
+    return Loop(function[min(body)].address, dict(sorted(opcodes.items())))
