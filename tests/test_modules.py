@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 import fastattn.modules
 from fastattn import CausalGQAttention
 from fastattn.rotary import rotary_tables
+from fastattn.testing import assert_within_budget
 from fastattn.testing.modules import (
     LAYER_CASES,
     TRITON_LAYER_CASES,
     WIDTH,
     assert_layer_equals_naive,
-    assert_within_budget,
+    exact_and_naive,
     make_layer,
-    naive_and_exact,
 )
 
 
@@ -66,13 +66,14 @@ def test_nan_in_padding_reaches_no_real_token(device):
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("per_row", [False, True])
+@torch.no_grad()
 def test_positions_and_tables_move_the_rotation(style, per_row, device):
     layer = make_layer(device, num_heads=2, rotary=style)
     x = torch.randn(2, 6, WIDTH, device=device)
     positions = torch.tensor([0, 2, 3, 9, 10, 50], device=device)
     positions = torch.stack((positions, positions.flip(0))) if per_row else positions
     y = layer(x, positions=positions)
-    assert_within_budget(y, *naive_and_exact(layer, x, positions=positions))
+    assert_within_budget("output", y, *exact_and_naive(layer, x, positions=positions))
     assert (y - layer(x)).abs().max() > 1e-3
     tables = rotary_tables(positions, layer.rotary_dim)
     assert torch.equal(layer(x, rotary_tables=tables), y)
@@ -150,7 +151,7 @@ def test_autocast_computes_and_caches_in_its_dtype(device):
     layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half")
     rounded = copy.deepcopy(layer).bfloat16()
     x = torch.randn(2, 9, WIDTH, device=device).bfloat16()
-    naive, ref = naive_and_exact(rounded, x)
+    ref, naive = exact_and_naive(rounded, x)
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
         y = layer(x.float())
         cache = layer.new_cache(2, 9)
@@ -159,16 +160,17 @@ def test_autocast_computes_and_caches_in_its_dtype(device):
         with pytest.raises(ValueError, match="k must have the cache's dtype"):
             layer(x.float(), cache=wide)
     assert y.dtype == cache.k.dtype == torch.bfloat16
-    assert_within_budget(y, naive, ref)
-    assert_within_budget(torch.cat(steps, dim=1), naive, ref)
+    assert_within_budget("output", y, ref, naive)
+    assert_within_budget("output", torch.cat(steps, dim=1), ref, naive)
 
 
+@torch.no_grad()
 def test_dtype_moves_with_the_module(device):
     layer = make_layer(device, num_heads=4, rotary="interleaved", qkv_bias=True).to(torch.bfloat16)
     x = torch.randn(2, 9, WIDTH, device=device).bfloat16()
     y = layer(x)
     assert y.dtype == layer.new_cache(1, 4).k.dtype == torch.bfloat16
-    assert_within_budget(y, *naive_and_exact(layer, x))
+    assert_within_budget("output", y, *exact_and_naive(layer, x))
 
 
 def test_parameters_start_as_those_of_linear_layers():

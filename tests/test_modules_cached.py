@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fastattn import CausalGQAttention, KVCache
+from fastattn.testing import assert_within_budget
 from fastattn.testing.modules import (
     LAYER_CASES,
     TRITON_LAYER_CASES,
     WIDTH,
-    assert_within_budget,
+    exact_and_naive,
     make_layer,
-    naive_and_exact,
     naive_layer,
 )
 
@@ -31,7 +31,7 @@ def test_steps_with_a_cache_equal_the_full_forward(kwargs, device):
     with torch.no_grad():
         steps = [layer(part, cache=cache) for part in x.split([5, 1, 3, 1, 2], dim=1)]
     assert cache.uniform_length == 12
-    assert_within_budget(torch.cat(steps, dim=1), *naive_and_exact(layer, x))
+    assert_within_budget("output", torch.cat(steps, dim=1), *exact_and_naive(layer, x))
 
 
 def run_ragged(layer: CausalGQAttention, x: Tensor, plan: list[tuple[int, list[int]]]) -> None:
@@ -56,7 +56,7 @@ def run_ragged(layer: CausalGQAttention, x: Tensor, plan: list[tuple[int, list[i
     assert cache.lengths.tolist() == done
     for b, parts in enumerate(outputs):
         row = x[b : b + 1, : done[b]]
-        assert_within_budget(torch.cat(parts)[None], *naive_and_exact(layer, row))
+        assert_within_budget("output", torch.cat(parts)[None], *exact_and_naive(layer, row))
 
 
 @pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
@@ -89,8 +89,8 @@ def test_left_padded_prompts_then_steps_equal_each_row_alone(kwargs, device):
     y = torch.cat(steps, dim=1)
     for b, pad in enumerate(pads):
         positions = torch.arange(pad, 10, device=device)
-        naive, ref = naive_and_exact(layer, x[b : b + 1, pad:], positions=positions)
-        assert_within_budget(y[b : b + 1, pad:], naive, ref)
+        ref, naive = exact_and_naive(layer, x[b : b + 1, pad:], positions=positions)
+        assert_within_budget("output", y[b : b + 1, pad:], ref, naive)
         # Positions counted from the first real token are the same rotation of every pair.
         from_zero = naive_layer(copy.deepcopy(layer).double(), x[b : b + 1, pad:].double())
         torch.testing.assert_close(from_zero, ref)
@@ -107,7 +107,7 @@ def test_overflow_leaves_the_cache_as_it_was(device):
             layer(x[:, :2], cache=cache)
         torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
         y = layer(x[:, 5:], cache=cache)
-    assert_within_budget(y, *(full[:, 5:] for full in naive_and_exact(layer, x)))
+    assert_within_budget("output", y, *(full[:, 5:] for full in exact_and_naive(layer, x)))
 
 
 def test_cache_needs_grad_mode_off(device):
