@@ -10,9 +10,9 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 DEMO_OUT ?= runs/demo
-DEMO_TRAIN_ARGS ?=
-DEMO_PROMPT ?= def
-DEMO_GENERATE_ARGS ?=
+DEMO_TRAIN_ARGS ?= --tokenizer bpe --steps 1500
+DEMO_PROMPT ?= def __init__(self
+DEMO_GENERATE_ARGS ?= --tokens 300 --seed 0
 
 bin := $(VENV)/bin
 
