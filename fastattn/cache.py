@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import checks
+
 
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers of a fixed size.
@@ -123,7 +125,7 @@ class KVCache:
         self._check_tokens(k, v)
         T = k.shape[2]
         if new_lengths is not None:
-            check_row_integers("new_lengths", new_lengths, self.lengths)
+            self._check_row_integers("new_lengths", new_lengths)
             new_lengths = new_lengths.clamp(0, T)
         bound, pads_fit = self._bound_after(T, new_lengths)
         with torch.no_grad():
@@ -147,7 +149,7 @@ class KVCache:
             ValueError: the number is negative, or the tensor's shape or device disagrees.
         """
         if isinstance(lengths, Tensor):
-            check_row_integers("lengths", lengths, self.lengths)
+            self._check_row_integers("lengths", lengths)
             self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0)))
             self._uniform = False
             return
@@ -166,13 +168,18 @@ class KVCache:
             TypeError: `index` is not int32 or int64.
             ValueError: the shape or device of `index` disagrees with the cache.
         """
-        check_row_integers("index", index, self.lengths)
+        self._check_row_integers("index", index)
         n = self.length_bound
         k, v = self.k[:, :, :n].index_select(0, index), self.v[:, :, :n].index_select(0, index)
         lengths = self.lengths.index_select(0, index)
         self.k[:, :, :n].copy_(k)
         self.v[:, :, :n].copy_(v)
         self.lengths.copy_(lengths)
+
+    def _check_row_integers(self, name: str, x: Tensor) -> None:
+        """One int32 or int64 a row, on the cache's device."""
+        checks.check_integers(name, x)
+        checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
 
     def _check_tokens(self, k: Tensor, v: Tensor) -> None:
         B, H_k, _, D = self.k.shape
@@ -235,15 +242,3 @@ class KVCache:
             row, slot, k, v = row[real], slot[real], k[real], v[real]
         self.k.transpose(1, 2)[row, slot] = k
         self.v.transpose(1, 2)[row, slot] = v
-
-
-def check_row_integers(name: str, x: Tensor, lengths: Tensor) -> None:
-    """Raise unless x holds one int32 or int64 a row, on the device of the cache's lengths."""
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
-    if x.shape != lengths.shape:
-        raise ValueError(
-            f"{name} must have shape [{lengths.shape[0]}], one entry a row, got {tuple(x.shape)}"
-        )
-    if x.device != lengths.device:
-        raise ValueError(f"{name} must be on the cache's device {lengths.device}, got {x.device}")

@@ -96,23 +96,23 @@ def check_key_padding_mask(mask: Tensor | None, k: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"key_padding_mask must be a bool tensor (True = attend), got {got}")
-    _check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
+    check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
 
 
 def check_key_lengths(lengths: Tensor | None, k: Tensor) -> None:
     """int32 or int64 [B] on k's device."""
     if lengths is None:
         return
-    _check_integers("key_lengths", lengths)
-    _check_placement("key_lengths", lengths, (k.shape[0],), k)
+    check_integers("key_lengths", lengths)
+    check_placement("key_lengths", lengths, (k.shape[0],), k)
 
 
 def check_query_offset(offset: int | Tensor | None, q: Tensor) -> None:
     """An int, or int32 or int64 [B] on q's device."""
     if offset is None or isinstance(offset, (int, torch.SymInt)):
         return
-    _check_integers("query_offset", offset)
-    _check_placement("query_offset", offset, (q.shape[0],), q)
+    check_integers("query_offset", offset)
+    check_placement("query_offset", offset, (q.shape[0],), q)
 
 
 def check_scale(scale: float | None, D: int) -> float:
@@ -135,14 +135,16 @@ def check_backend(backend: str | None, source: str = "backend") -> str:
     return backend
 
 
-def _check_integers(name: str, x: object) -> None:
+def check_integers(name: str, x: object) -> None:
+    """An int32 or int64 tensor."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
 
 
-def _check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
+    """x has `shape` and lies on the device of `beside`."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     if x.device != beside.device:
-        raise ValueError(f"{name} must be on {beside.device} like q and k, got {x.device}")
+        raise ValueError(f"{name} must be on {beside.device}, got {x.device}")

@@ -14,10 +14,14 @@ ENVIRONMENT = "FASTATTN_BACKEND"
 
 @dataclass(frozen=True)
 class Explanation:
-    """The backend that serves a call, and the reason why each faster one was passed over."""
+    """The backend that serves a call, and the reason why each faster one was passed over.
+
+    forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
+    """
 
     backend: str
     reasons: dict[str, str]
+    forced: bool = False
 
     def __str__(self) -> str:
         passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
@@ -34,10 +38,10 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
     if forced == "auto":
         forced = checks.check_backend(os.environ.get(ENVIRONMENT) or None, ENVIRONMENT)
     if forced == "torch":
-        return Explanation("torch", {"triton": 'backend "torch" was asked for'})
+        return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v)
     if reason is None:
-        return Explanation("triton", {})
+        return Explanation("triton", {}, forced=forced == "triton")
     if forced == "triton":
         raise ValueError(f'backend "triton" cannot serve this call: {reason}')
     return Explanation("torch", {"triton": reason})
@@ -71,8 +75,10 @@ _warned: set[str] = set()
 
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
-    """Say once for each reason that a GPU tensor is served by torch."""
-    if explanation.backend != "torch" or device.type == "cpu" or torch.compiler.is_compiling():
+    """Say once for each reason that a GPU tensor is served by torch although nobody asked."""
+    if explanation.backend != "torch" or explanation.forced or device.type in ("cpu", "meta"):
+        return
+    if torch.compiler.is_compiling():
         return
     reason = explanation.reasons["triton"]
     if reason not in _warned:

@@ -1,5 +1,7 @@
 """Attention as a function: check the arguments, choose a backend, call it."""
 
+from typing import Literal, overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,20 @@ from .checks import Window
 from .dispatch import Explanation
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
+    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    query_offset: int | Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
+    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    query_offset: int | Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -134,9 +150,12 @@ def _kernel_rows(x: Tensor) -> Tensor:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
     cast = (
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         else x

@@ -51,8 +51,10 @@ def attention(
         hidden = ~reference.existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
         k = k.masked_fill(hidden[:, None, :, None], 0.0)
         v = v.masked_fill(hidden[:, None, :, None], 0.0)
-    square = T_q == T_k if query_offset is None else _is_zero(query_offset)
-    is_causal = causal and square and window is None and not padded
+    # An `if`, since torch takes no symbolic bool: under torch.compile it becomes a guard.
+    is_causal = False
+    if causal and window is None and not padded and _stands_on_diagonal(query_offset, T_q, T_k):
+        is_causal = True
     # The newest single query sees every key: decoding needs no mask.
     sees_all = causal and T_q == 1 and query_offset is None and window is None
     mask = None
@@ -82,8 +84,11 @@ def attention(
     return o
 
 
-def _is_zero(query_offset: int | Tensor) -> bool:
-    return not isinstance(query_offset, Tensor) and query_offset == 0
+def _stands_on_diagonal(query_offset: int | Tensor | None, T_q: int, T_k: int) -> bool:
+    """Whether query 0 stands at key 0, which is what torch's is_causal means."""
+    if isinstance(query_offset, Tensor):
+        return False
+    return T_q == T_k if query_offset is None else query_offset == 0
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor | tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def block_dim(D: int) -> int:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 products are IEEE unless torch's own matmul may use TF32; others have no choice."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
 

@@ -31,12 +31,12 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> No
     assert x.shape == ref.shape, f"{name} has shape {tuple(x.shape)}, expected {tuple(ref.shape)}"
     if x.numel() == 0:
         return
-    ref = ref.to(x.device)
+    x, ref, naive = x.detach(), ref.detach().to(x.device), naive.detach().to(x.device)
     infinite = ref.isinf()
     assert torch.equal(x.double()[infinite], ref.double()[infinite]), f"{name}: infinities differ"
     assert x[~infinite].isfinite().all(), f"{name} has NaN or inf where the reference is finite"
     if infinite.all():
         return
     error = float((x.double() - ref.double())[~infinite].abs().max())
-    allowed = error_budget(ref, naive.to(x.device), x.dtype)
+    allowed = error_budget(ref, naive, x.dtype)
     assert error <= allowed, f"{name}: error {error:.3e} exceeds the budget {allowed:.3e}"

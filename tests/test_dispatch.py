@@ -1,0 +1,127 @@
+"""Which backend is chosen, what explain() says, and the one warning about slow calls."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import dispatch, ops
+from fastattn.testing import make_qkv
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
+
+
+def test_kernels_serve_when_interpreting() -> None:
+    explanation = fastattn.explain(*make_qkv())
+    assert explanation == fastattn.Explanation("triton", {})
+    assert str(explanation) == "backend: triton"
+
+
+REASONS = [
+    ({"dtype": torch.float64}, "q is float64; kernels exist for float16, bfloat16 and float32"),
+    ({"D": 264}, "head dim 264 is larger than 256"),
+    ({"D": 16, "D_v": 300}, "head dim 300 is larger than 256"),
+    ({"device": "meta"}, "q is on meta; kernels exist for CUDA and ROCm devices"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REASONS)
+def test_reason_for_torch(arguments, reason: str) -> None:
+    q, k, v = make_qkv(**arguments)
+    explanation = fastattn.explain(q, k, v)
+    assert explanation == fastattn.Explanation("torch", {"triton": reason})
+    assert str(explanation) == f"backend: torch\n  not triton: {reason}"
+    with pytest.raises(ValueError, match=f'backend "triton" cannot serve this call: {reason}'):
+        fastattn.attention(q, k, v, backend="triton")
+
+
+def test_reason_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "interpreting", lambda: False)
+    explanation = fastattn.explain(*make_qkv())
+    assert explanation.backend == "torch"
+    assert explanation.reasons["triton"].startswith("q is on the CPU and TRITON_INTERPRET=1")
+
+
+def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "TRITON_INSTALLED", False)
+    assert not ops.interpreting()
+    assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
+
+
+def test_argument_forces_a_backend() -> None:
+    q, k, v = make_qkv()
+    explanation = fastattn.explain(q, k, v, backend="torch")
+    asked = {"triton": 'backend "torch" was asked for'}
+    assert explanation == fastattn.Explanation("torch", asked, forced=True)
+    forced = fastattn.explain(q, k, v, backend="triton")
+    assert forced == fastattn.Explanation("triton", {}, forced=True)
+
+
+def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv()
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    assert fastattn.explain(q, k, v).backend == "torch"
+    assert fastattn.explain(q, k, v, backend="triton").backend == "triton"
+    monkeypatch.setenv("FASTATTN_BACKEND", "auto")
+    assert fastattn.explain(q, k, v).backend == "triton"
+    monkeypatch.setenv("FASTATTN_BACKEND", "")
+    assert fastattn.explain(q, k, v).backend == "triton"
+    monkeypatch.setenv("FASTATTN_BACKEND", "fast")
+    with pytest.raises(ValueError, match="FASTATTN_BACKEND must be one of auto, triton, torch"):
+        fastattn.attention(q, k, v)
+
+
+def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    original = ops.attention_forward
+
+    def counted(*arguments):
+        called.append("triton")
+        return original(*arguments)
+
+    monkeypatch.setattr(ops, "attention_forward", counted)
+    q, k, v = make_qkv(1, 1, 1, 4, D=16)
+    fastattn.attention(q, k, v, backend="torch")
+    assert called == []
+    fastattn.attention(q, k, v, backend="triton")
+    assert called == ["triton"]
+
+
+def test_slow_call_on_a_gpu_warns_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_warned", set())
+    gpu = torch.device("cuda")
+    slow = fastattn.Explanation("torch", {"triton": "head dim 264 is larger than 256"})
+    with pytest.warns(UserWarning, match="falls back to torch: head dim 264"):
+        dispatch.warn_if_slow(slow, gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.warn_if_slow(slow, gpu)
+        dispatch.warn_if_slow(fastattn.Explanation("triton", {}), gpu)
+        asked = fastattn.Explanation("torch", {"triton": "asked for"}, forced=True)
+        dispatch.warn_if_slow(asked, gpu)
+        dispatch.warn_if_slow(fastattn.Explanation("torch", {"triton": "CPU"}), torch.device("cpu"))
+    other = fastattn.Explanation("torch", {"triton": "q is float64"})
+    with pytest.warns(UserWarning, match="q is float64"):
+        dispatch.warn_if_slow(other, gpu)
+
+
+def test_auto_is_torch_in_a_plain_cpu_process() -> None:
+    """What a user without a GPU gets, in a process of its own."""
+    code = (
+        "import torch, fastattn\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "q = torch.randn(1, 2, 4, 16)\n"
+        "assert fastattn.explain(q, q, q).backend == 'torch'\n"
+        "assert fastattn.attention(q, q, q, causal=True).shape == q.shape\n"
+    )
+    environment = {"PATH": "", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

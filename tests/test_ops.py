@@ -1,0 +1,201 @@
+"""The custom ops in torch's machinery: registration, compile, export, autocast, checkpointing."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import ops
+from fastattn.testing import assert_within_budget, make_qkv
+from fastattn.testing.compare import results
+
+SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
+
+
+def causal(q, k, v):
+    return fastattn.attention(q, k, v, causal=True, backend="triton")
+
+
+def output_and_gradients(function, inputs):
+    o = function(*inputs)
+    return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+
+def op_arguments(**options):
+    q, k, v = make_qkv(**SIZES, **options)
+    masks = (torch.ones(2, 20, dtype=torch.bool), torch.tensor([3, 20]), torch.tensor([0, 1]))
+    masks = tuple(x.to(q.device) for x in masks)
+    return [
+        (q, k, v, None, None, None, 0, None, 0, 0.25),
+        (q, k, v, *masks, 0, 4, None, 0.25),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["causal", "masks"])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
+    arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
+    torch.library.opcheck(ops.attention_forward, arguments)
+
+
+def test_backward_op_is_registered_right(device: str) -> None:
+    arguments = [
+        x.detach() if isinstance(x, torch.Tensor) else x
+        for x in op_arguments(device=device, layout="bthd")[1]
+    ]
+    o, lse = ops.attention_forward(*arguments)
+    torch.library.opcheck(
+        ops.attention_backward,
+        (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:]),
+    )
+
+
+# torch's own inductor still imports what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiles_as_one_graph(backend: str, device: str) -> None:
+    def model(q, k, v):
+        return causal(q * 2.0, k, v) * 0.5
+
+    torch._dynamo.reset()
+    inputs = make_qkv(**SIZES, device=device)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for ours, eager in zip(
+        output_and_gradients(compiled, inputs), output_and_gradients(model, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_compiles_for_every_length(device: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(causal, fullgraph=True, backend=counter, dynamic=True)
+    for T in (20, 33, 5):
+        inputs = make_qkv(**{**SIZES, "T_q": T}, device=device)
+        torch.testing.assert_close(compiled(*inputs), causal(*inputs), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_every_mask_compiles(device: str) -> None:
+    def model(q, k, v, mask, lengths, offset):
+        return fastattn.attention(
+            q, k, v, window=(9, 3), key_padding_mask=mask, key_lengths=lengths,
+            query_offset=offset, return_lse=True, backend="triton",
+        )  # fmt: skip
+
+    torch._dynamo.reset()
+    q, k, v, *masks = op_arguments(device=device)[1][:6]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(q, k, v, *masks), model(q, k, v, *masks), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_torch_backend_compiles() -> None:
+    def model(q, k, v):
+        return fastattn.attention(q, k, v, causal=True, window=4, backend="torch")
+
+    torch._dynamo.reset()
+    inputs = make_qkv(**SIZES)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-6, atol=1e-6)
+
+
+def test_exports(device: str) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return causal(q, k, v)
+
+    inputs = tuple(x.detach() for x in make_qkv(**SIZES, device=device))
+    exported = torch.export.export(Model(), inputs)
+    assert torch.equal(exported.module()(*inputs), causal(*inputs))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_autocast_casts_as_torch_does(backend: str, device: str) -> None:
+    inputs = make_qkv(**SIZES, device=device)
+
+    def attend(q, k, v, **arguments):
+        with torch.autocast(device, torch.bfloat16):
+            return fastattn.attention(q, k, v, backend=backend, **arguments)
+
+    o = attend(*inputs)
+    assert o.dtype == torch.bfloat16
+    low = [x.detach().bfloat16() for x in inputs]
+    assert torch.equal(o, fastattn.attention(*low, backend=backend))
+    grads = torch.autograd.grad(o.float().sum(), inputs)
+    assert all(g.dtype == torch.float32 and (g != 0).any() for g in grads)
+    wide = [x.detach().double() for x in inputs]
+    with torch.autocast(device, torch.bfloat16):
+        assert fastattn.attention(*wide).dtype == torch.float64
+
+
+def test_activation_checkpointing(device: str) -> None:
+    inputs = make_qkv(**SIZES, device=device)
+
+    def checkpointed(q, k, v):
+        return checkpoint(causal, q, k, v, use_reentrant=False)
+
+    for ours, plain in zip(
+        output_and_gradients(checkpointed, inputs),
+        output_and_gradients(causal, inputs),
+        strict=True,
+    ):
+        assert torch.equal(ours, plain)
+
+
+def test_vmap(device: str) -> None:
+    inputs = [torch.stack([x.detach(), x.detach() + 1]) for x in make_qkv(**SIZES, device=device)]
+    together = torch.vmap(causal)(*inputs)
+    for i in range(2):
+        assert torch.equal(together[i], causal(*(x[i] for x in inputs)))
+
+
+def test_gradients_against_finite_differences(device: str) -> None:
+    """Central differences of the kernel's own forward, in a random direction of each input."""
+    inputs = make_qkv(1, 2, 1, 12, D=16, device=device)
+    o, lse, *grads = results(
+        lambda q, k, v, **_: fastattn.attention(
+            q, k, v, causal=True, return_lse=True, backend="triton"
+        ),
+        *inputs,
+    )
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (torch.randn(x.shape, generator=generator).bfloat16().to(device) for x in (o, lse))
+
+    def loss(*moved):
+        o, lse = fastattn.attention(*moved, causal=True, return_lse=True, backend="triton")
+        return ((o.double() * do).sum() + (lse.double() * dlse).sum()).item()
+
+    step = 2e-3
+    for i, grad in enumerate(grads):
+        direction = torch.randn(grad.shape, generator=generator).to(device)
+        moved = [[x.detach() + (s * step * direction if j == i else 0) for j, x in
+                  enumerate(inputs)] for s in (1, -1)]  # fmt: skip
+        slope = (loss(*moved[0]) - loss(*moved[1])) / (2 * step)
+        expected = (grad.double() * direction).sum().item()
+        assert slope == pytest.approx(expected, rel=2e-3, abs=2e-3)
+
+
+def test_fp32_products_follow_torchs_tf32_switch() -> None:
+    from fastattn.kernels.arguments import dot_precision
+
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    try:
+        switch.fp32_precision = "ieee"
+        assert dot_precision(torch.float32) == "ieee"
+        switch.fp32_precision = "tf32"
+        assert dot_precision(torch.float32) == "tf32"
+        assert dot_precision(torch.bfloat16) == "ieee"
+    finally:
+        switch.fp32_precision = before
+
+
+def test_budget_is_met_under_compile(device: str) -> None:
+    q, k, v = make_qkv(**SIZES, device=device, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    o = torch.compile(causal, fullgraph=True, backend="aot_eager")(q, k, v)
+    naive = fastattn.reference.attention(q, k, v, causal=True)
+    exact = fastattn.reference.attention(q.double(), k.double(), v.double(), causal=True)
+    assert_within_budget("o", o, exact, naive)

@@ -1,0 +1,82 @@
+"""The oracle, against masks drawn by hand and against sums written out."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.testing import make_qkv
+
+DRAWN = [
+    ({"causal": True}, (3, 3), ["100", "110", "111"]),
+    ({"causal": True}, (2, 4), ["1110", "1111"]),
+    ({"causal": True}, (4, 2), ["00", "00", "10", "11"]),
+    ({"window": 2}, (3, 3), ["100", "110", "011"]),
+    ({"window": 1}, (3, 3), ["100", "010", "001"]),
+    ({"window": (1, 1)}, (4, 4), ["1100", "1110", "0111", "0011"]),
+    ({"window": (0, None)}, (3, 3), ["111", "011", "001"]),
+    ({"window": (None, 0)}, (3, 3), ["100", "110", "111"]),
+    ({"window": (1, 2), "causal": True}, (3, 3), ["100", "110", "011"]),
+    ({"causal": True, "query_offset": 0}, (2, 4), ["1000", "1100"]),
+    ({"causal": True, "query_offset": torch.tensor([2])}, (2, 4), ["1110", "1111"]),
+    ({"key_lengths": torch.tensor([2])}, (2, 4), ["1100", "1100"]),
+    ({"key_padding_mask": torch.tensor([[False, True, True, False]])}, (1, 4), ["0110"]),
+    (
+        {"key_padding_mask": torch.tensor([[False, True, True, True]]), "causal": True},
+        (4, 4),
+        ["0000", "0100", "0110", "0111"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sizes", "rows"), DRAWN)
+def test_drawn_masks(arguments, sizes, rows) -> None:
+    drawn = torch.tensor([[c == "1" for c in row] for row in rows])
+    assert torch.equal(reference.visible_mask(*sizes, **arguments)[0, 0], drawn)
+
+
+def test_offsets_and_lengths_of_each_row_of_the_batch() -> None:
+    keep = reference.visible_mask(
+        1, 3, causal=True, query_offset=torch.tensor([0, 2]), key_lengths=torch.tensor([3, 2])
+    )
+    assert keep[:, 0].tolist() == [[[True, False, False]], [[True, True, False]]]
+
+
+def test_one_row_written_out() -> None:
+    q = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
+    k = torch.tensor([[[[2.0, 5.0], [0.0, 1.0]]]], dtype=torch.float64)
+    v = torch.tensor([[[[1.0], [3.0]]]], dtype=torch.float64)
+    o, lse = reference.attention(q, k, v, scale=0.5, return_lse=True)
+    denominator = math.exp(1.0) + math.exp(0.0)
+    assert o.item() == pytest.approx((math.exp(1.0) + 3.0) / denominator, rel=1e-12)
+    assert lse.item() == pytest.approx(math.log(denominator), rel=1e-12)
+
+
+def test_default_scale() -> None:
+    q, k, v = make_qkv(1, 1, 1, 3, D=16, dtype=torch.float64)
+    assert torch.equal(reference.attention(q, k, v), reference.attention(q, k, v, scale=0.25))
+
+
+def test_query_heads_share_key_heads_in_order() -> None:
+    q, k, v = make_qkv(1, 6, 2, 4, D=8, dtype=torch.float64)
+    o = reference.attention(q, k, v)
+    for h in range(6):
+        shared = slice(h // 3, h // 3 + 1)
+        alone = reference.attention(q[:, h : h + 1], k[:, shared], v[:, shared])
+        torch.testing.assert_close(o[:, h : h + 1], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_blind_rows_and_hidden_nan() -> None:
+    q, k, v = make_qkv(1, 1, 1, 3, 5, 4, dtype=torch.float64)
+    k = k.detach().clone()
+    k[:, :, 3:] = math.nan
+    k.requires_grad_()
+    o, lse = reference.attention(
+        q, k, v, key_lengths=torch.tensor([3]), window=(0, 0), query_offset=2, return_lse=True
+    )
+    assert torch.equal(o[0, 0, 0], v[0, 0, 2])
+    assert (o[0, 0, 1:] == 0).all()
+    assert lse[0, 0, 1:].tolist() == [-math.inf, -math.inf]
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in grads)

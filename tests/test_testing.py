@@ -1,0 +1,118 @@
+"""The error budget itself: right results pass it, and bugs that attention has had do not."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.testing import assert_matches_reference, assert_within_budget, error_budget, make_qkv
+from fastattn.testing.compare import results
+
+T, D, BLOCK = 96, 32, 16
+
+
+def blockwise(
+    q, k, v, *, bug=None, causal=True, return_lse=False, scale=None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention by the online softmax, differentiable, with a bug on request."""
+    G = q.shape[1] // k.shape[1]
+    dtype = q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+    s = (q.to(wide) @ k.to(wide).mT) * D**-0.5 * (1.01 if bug == "scale" else 1.0)
+    diagonal = {"diagonal": 0, "late": 2}.get(bug, 1)
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(diagonal)
+    hidden[0, 0] = False
+    if bug == "dropped-block":
+        hidden[:, 2 * BLOCK : 3 * BLOCK] = True
+    s = s.masked_fill(hidden, -math.inf)
+    m = torch.full(s.shape[:3], -1e30, dtype=wide)
+    l = torch.zeros_like(m)
+    acc = torch.zeros(*s.shape[:3], D, dtype=wide)
+    for n in range(0, T, BLOCK):
+        block = s[..., n : n + BLOCK]
+        m_next = torch.maximum(m, block.amax(-1))
+        p = torch.exp(block - m_next[..., None])
+        rescale = torch.exp(m - m_next)
+        if bug == "coarse-weights":
+            p = p + ((p * 256).round() / 256 - p).detach()
+        l = l * (1.0 if bug == "sum-not-rescaled" else rescale) + p.sum(-1)
+        acc = acc * (1.0 if bug == "output-not-rescaled" else rescale[..., None])
+        acc = acc + p.to(dtype).to(wide) @ v[..., n : n + BLOCK, :].to(wide)
+        m = m_next
+    o = (acc / l[..., None]).to(dtype)
+    lse = (m + l.log()).float()
+    return (o, lse) if return_lse else o
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return make_qkv(1, 4, 2, T, D=D, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_right_results_are_within_the_budget(dtype: torch.dtype) -> None:
+    assert_matches_reference(blockwise, *inputs(dtype), causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "bug",
+    ["scale", "diagonal", "late", "dropped-block", "sum-not-rescaled", "output-not-rescaled"],
+)
+def test_planted_bugs_exceed_the_budget(bug: str, dtype: torch.dtype) -> None:
+    def broken(q, k, v, **arguments):
+        return blockwise(q, k, v, bug=bug, **arguments)
+
+    with pytest.raises(AssertionError, match=r"(exceeds the budget|NaN)"):
+        assert_matches_reference(broken, *inputs(dtype), causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_rounded_to_eight_bits_exceed_the_budget(dtype: torch.dtype) -> None:
+    def broken(q, k, v, **arguments):
+        return blockwise(q, k, v, bug="coarse-weights", **arguments)
+
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_matches_reference(broken, *inputs(dtype), causal=True)
+
+
+@pytest.mark.parametrize("wrong", ["zero", "sign", "transposed-heads"])
+@pytest.mark.parametrize("index", range(5), ids=["o", "lse", "dq", "dk", "dv"])
+def test_each_result_is_held_to_the_budget(index: int, wrong: str) -> None:
+    q, k, v = inputs(torch.float32)
+    ref = results(reference.attention, q.double(), k.double(), v.double(), causal=True)[index]
+    naive = results(reference.attention, q, k, v, causal=True)[index]
+    broken = {"zero": naive * 0, "sign": -naive, "transposed-heads": naive.flip(1)}[wrong]
+    assert_within_budget("x", naive, ref, naive)
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_within_budget("x", broken, ref, naive)
+
+
+def test_nan_and_infinities_are_named() -> None:
+    ref = torch.tensor([1.0, -math.inf], dtype=torch.float64)
+    good = ref.float()
+    assert_within_budget("lse", good, ref, good)
+    with pytest.raises(AssertionError, match="lse has NaN or inf"):
+        assert_within_budget("lse", torch.tensor([math.nan, -math.inf]), ref, good)
+    with pytest.raises(AssertionError, match="lse: infinities differ"):
+        assert_within_budget("lse", torch.tensor([1.0, math.inf]), ref, good)
+    with pytest.raises(AssertionError, match="lse: infinities differ"):
+        assert_within_budget("lse", torch.tensor([1.0, math.nan]), ref, good)
+    with pytest.raises(AssertionError, match="expected"):
+        assert_within_budget("lse", good[:1], ref, good)
+
+
+def test_budget_of_an_exact_formula_is_one_rounding() -> None:
+    ref = torch.tensor([4.0], dtype=torch.float64)
+    budget = error_budget(ref, ref, torch.bfloat16)
+    assert budget == pytest.approx(4 * 2**-7 + 64 * 2**-23)
+
+
+def test_make_qkv() -> None:
+    q, k, v = make_qkv(2, 6, 3, 5, 7, 8, 4, dtype=torch.float16, layout="bthd")
+    assert (q.shape, k.shape, v.shape) == ((2, 6, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4))
+    assert q.transpose(1, 2).is_contiguous()
+    assert all(x.is_leaf and x.requires_grad and x.dtype == torch.float16 for x in (q, k, v))
+    again = make_qkv(2, 6, 3, 5, 7, 8, 4, dtype=torch.float16, layout="bthd")
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))

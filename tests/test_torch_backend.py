@@ -1,0 +1,111 @@
+"""torch's own attention with the semantics of the kernels: the same cases, the same budget."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastattn
+from fastattn.testing import assert_within_budget, make_qkv
+from fastattn.testing.compare import assert_matches_reference, results
+
+B, T_q, T_k = 3, 21, 34
+PADDING = torch.rand(B, T_k, generator=torch.Generator().manual_seed(0)) < 0.5
+PADDING[2] = False
+
+ARGUMENTS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal-top-left": {"causal": True, "query_offset": 0},
+    "causal-per-row": {"causal": True, "query_offset": torch.tensor([0, 13, -40])},
+    "window": {"window": (7, 2)},
+    "window-causal": {"window": 5},
+    "padding": {"key_padding_mask": PADDING},
+    "padding-causal": {"key_padding_mask": PADDING, "causal": True},
+    "lengths": {"key_lengths": torch.tensor([34, 9, 0])},
+    "lengths-causal": {"key_lengths": torch.tensor([50, 9, -1]), "causal": True, "scale": 0.4},
+}
+
+
+def torch_attention(q, k, v, **arguments):
+    return fastattn.attention(q, k, v, backend="torch", **arguments)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_matches_the_oracle(case: str, dtype: torch.dtype) -> None:
+    """Once with lse, which takes the plain formula, and once without, which takes torch's."""
+    q, k, v = make_qkv(B, 4, 2, T_q, T_k, 16, 24, dtype=dtype)
+    assert_matches_reference(torch_attention, q, k, v, **ARGUMENTS[case])
+
+    def without_lse(q, k, v, *, return_lse, **arguments):
+        o = torch_attention(q, k, v, **arguments)
+        return o, torch.zeros(o.shape[:3]).requires_grad_()
+
+    def oracle(q, k, v, *, return_lse, **arguments):
+        return fastattn.reference.attention(q, k, v, **arguments), torch.zeros(1).requires_grad_()
+
+    def run(attention, *inputs):
+        o, _ = attention(*inputs, return_lse=False, **ARGUMENTS[case])
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        return (o.detach(), *torch.autograd.grad(o, inputs, do.to(o.dtype)))
+
+    exact = run(oracle, *(x.detach().double().requires_grad_() for x in (q, k, v)))
+    naive = run(oracle, q, k, v)
+    ours = run(without_lse, q, k, v)
+    for name, *triple in zip(("o", "dq", "dk", "dv"), ours, exact, naive, strict=True):
+        assert_within_budget(name, *triple)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_padded_keys_reach_nothing(return_lse: bool) -> None:
+    q, k, v = make_qkv(B, 4, 2, T_q, T_k, 16)
+    dirty = [x.detach().masked_fill(~PADDING[:, None, :, None], math.nan) for x in (k, v)]
+
+    def run(k, v):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = torch_attention(*inputs, causal=True, key_padding_mask=PADDING, return_lse=return_lse)
+        total = o[0].sum() if return_lse else o.sum()
+        return (total.detach(), *torch.autograd.grad(total, inputs))
+
+    for clean, poisoned in zip(run(k, v), run(*dirty), strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = F.scaled_dot_product_attention
+
+    def recorded(*inputs, **options):
+        seen.append((options["attn_mask"] is None, options["is_causal"], options["enable_gqa"]))
+        return original(*inputs, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    square = make_qkv(1, 4, 2, 6, D=8)
+    torch_attention(*square, causal=True)
+    torch_attention(*square)
+    torch_attention(*make_qkv(1, 2, 2, 1, 6, 8), causal=True)
+    torch_attention(*make_qkv(1, 2, 2, 3, 6, 8), causal=True)
+    assert seen == [
+        (True, True, True),
+        (True, False, True),
+        (True, False, False),
+        (False, False, False),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)], ids=str)
+def test_no_queries_or_no_keys(sizes) -> None:
+    q, k, v = make_qkv(2, 2, 1, *sizes, D=8)
+    o = torch_attention(q, k, v)
+    assert o.shape == (2, 2, sizes[0], 8)
+    assert (o == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+def test_results_helper_returns_five_tensors() -> None:
+    q, k, v = make_qkv(1, 1, 1, 3, D=8)
+    assert len(results(torch_attention, q, k, v)) == 5
