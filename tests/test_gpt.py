@@ -24,6 +24,15 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These models are too small to share, and threads that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def on_torch(monkeypatch):
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")

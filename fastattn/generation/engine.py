@@ -97,7 +97,8 @@ def generate_text(
     Args:
         model: in evaluation mode.
         tokenizer: of the model.
-        prompt: text to continue; an empty one starts as behind a line break.
+        prompt: text to continue; an empty one starts as behind a line break, or behind token 0
+            where the tokenizer knows no line break.
         count: tokens to generate.
         sampling: how to choose; default: from the model's own distribution.
         seed: of the choices; None = torch's own generator.
@@ -108,10 +109,17 @@ def generate_text(
     Raises:
         ValueError: the tokenizer does not know a character of the prompt, or as `generate_tokens`.
     """
-    tokens = tokenizer.encode(prompt or "\n")
+    tokens = tokenizer.encode(prompt) or _line_start(tokenizer)
     decoder = tokenizer.decoder()
     for token in generate_tokens(model, tokens, count, sampling=sampling, seed=seed):
         if piece := decoder.feed(token):
             yield piece
     if rest := decoder.finish():
         yield rest
+
+
+def _line_start(tokenizer: TextCodec) -> list[int]:
+    try:
+        return tokenizer.encode("\n")
+    except ValueError:
+        return [0]

@@ -34,7 +34,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be positive, got {self.temperature}; "
+                f"temperature must be positive and finite, got {self.temperature}; "
                 "for the most likely token every time use greedy"
             )
         if self.top_k is not None and self.top_k < 1:

@@ -69,7 +69,8 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     path = Path(path)
     temporary = path.with_name(f".writing-{path.name}")
     try:

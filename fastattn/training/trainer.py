@@ -50,9 +50,9 @@ class TrainResult:
 class Trainer:
     """Trains a model on a dataset, keeping checkpoints and metrics in a folder.
 
-    With the same seed, versions and machine a run on the CPU is repeated bit for bit, and so is one
-    that is stopped and resumed. Seeds torch's global generator, which dropout draws from; seed
-    before the model is built to repeat its weights too.
+    With the same seed, versions, machine and number of threads a run on the CPU is repeated bit for
+    bit, and so is one that is stopped and resumed. Seeds torch's global generator, which dropout
+    draws from; seed before the model is built to repeat its weights too.
 
     Args:
         model: on the device to train on.

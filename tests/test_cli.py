@@ -1,0 +1,387 @@
+"""The `fastattn` command end to end: train, generate, info, and one line for what goes wrong."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.cli import main
+from fastattn.training.checkpoint import load_checkpoint
+from fastattn.training.metrics import read_metrics
+
+TEXT = "def add(a, b):\n    return a + b\n\n\nclass Café:\n    price = 3\n" * 20
+QUICK = [
+    *("--layers", "1", "--heads", "2", "--embed-dim", "16", "--context", "16", "--batch", "4"),
+    *("--steps", "8", "--log-every", "2", "--eval-every", "4", "--save-every", "3"),
+    *("--device", "cpu"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These models are too small to share, and threads that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def on_torch(monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, one_thread) -> Path:
+    """A run of QUICK; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        arguments = ["train", "--text", str(folder / "text.txt"), "--out", str(folder / "run")]
+        assert main([*arguments, *QUICK]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def error_line(capsys, arguments, code=1) -> str:
+    """Runs a command that must fail, and returns the one line that it may write."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == code
+    written = capsys.readouterr()
+    assert written.out == ""
+    lines = written.err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_train_then_generate(tokenizer, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    arguments = ["train", "--text", text, "--out", str(out), "--tokenizer", tokenizer]
+    assert main([*arguments, "--vocab-size", "280", *QUICK]) == 0
+    written = capsys.readouterr()
+    loss = load_checkpoint(out).state["validation_loss"]
+    assert f"validation loss {loss:.4f} over the whole split\n" in written.out
+    assert "tokens/s while training\n" in written.out
+    assert f"checkpoint {out / 'step-00000008'}\n" in written.out
+    assert f"loss curve {out / 'loss.png'}\n" in written.out
+    assert "step 4/8: validation loss" in written.err
+    assert sorted(path.name for path in out.iterdir()) == [
+        "loss.png",
+        "metrics.jsonl",
+        "step-00000008",
+    ]
+
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--device", "cpu"]
+    assert main([*generate, "--tokens", "30", "--seed", "1"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("def ")
+    assert first.endswith("\n")
+    if tokenizer == "char":
+        assert len(first) == len("def ") + 30 + 1
+    assert main([*generate, "--tokens", "30", "--seed", "1"]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*generate, "--tokens", "5", "--greedy", "--top-k", "3", "--top-p", "0.9"]) == 0
+    assert main(["generate", "--checkpoint", str(out), "--tokens", "0", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n")
+
+
+def test_options_reach_the_run(text, tmp_path):
+    out = tmp_path / "run"
+    options = {
+        "kv-heads": ("model", "num_kv_heads", 1),
+        "positions": ("model", "positions", "rotary"),
+        "window": ("model", "window", 5),
+        "dropout": ("model", "dropout", 0.1),
+        "accumulate": ("training", "accumulation", 2),
+        "lr": ("training", "learning_rate", 0.01),
+        "min-lr": ("training", "min_learning_rate", 0.001),
+        "warmup": ("training", "warmup_steps", 1),
+        "weight-decay": ("training", "weight_decay", 0.2),
+        "grad-clip": ("training", "grad_clip", 0.5),
+        "seed": ("training", "seed", 7),
+        "dtype": ("training", "dtype", "bfloat16"),
+    }
+    arguments = [word for name, (*_, value) in options.items() for word in (f"--{name}", value)]
+    command = ["train", "--text", text, "--out", out, "--bias", *QUICK, "--steps", 2, *arguments]
+    assert main([str(word) for word in command]) == 0
+    config = load_checkpoint(out).config
+    for part, field, value in options.values():
+        assert config[part][field] == value, field
+    assert config["model"]["bias"]
+    assert config["model"]["num_heads"] == 2
+    assert config["training"]["steps"] == 2
+
+
+def test_the_command_streams_and_bears_a_closed_pipe(finished_run):
+    command = Path(sys.executable).with_name("fastattn")
+    generate = f"'{command}' generate --checkpoint '{finished_run}' --device cpu --tokens"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{generate} 100000 | head -c 50"],
+        capture_output=True,
+        timeout=120,
+    )
+    assert len(done.stdout) == 50
+    assert done.stderr == b""
+    assert done.returncode == 1
+
+
+def test_a_finished_run_is_left_as_it_is(run, capsys):
+    before = contents(run)
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    written = capsys.readouterr()
+    assert f"the run in {run} is finished: 8 steps" in written.err
+    assert "validation loss" in written.out
+    assert contents(run) == before
+
+
+def test_ctrl_c_saves_and_resume_continues(text, finished_run, tmp_path, capsys, monkeypatch):
+    from fastattn.training.trainer import Trainer
+
+    step = Trainer._train_step
+
+    def interrupted_step(self):
+        step(self)
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "run"
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", interrupted_step)
+        assert main(["train", "--text", text, "--out", str(out), *QUICK]) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    written = capsys.readouterr().err
+    assert "stopping after this step" in written
+    assert f"stopped at step 5: {out / 'step-00000005'} is kept" in written
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    resumed, whole = load_checkpoint(out), load_checkpoint(finished_run)
+    for part in ("model", "training"):
+        tensors = getattr(resumed, part)
+        assert all(torch.equal(x, getattr(whole, part)[name]) for name, x in tensors.items())
+    losses = [[r.get("loss") for r in read_metrics(path)] for path in (out, finished_run)]
+    assert losses[0] == losses[1]
+
+
+def test_a_second_ctrl_c_stops_at_once(text, tmp_path, capsys, monkeypatch):
+    from fastattn.training.trainer import Trainer
+
+    def interrupted_step(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_train_step", interrupted_step)
+    assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *QUICK]) == 130
+    assert "interrupted; what was saved before is kept" in capsys.readouterr().err
+    assert load_checkpoint(tmp_path / "run").step == 0
+
+
+def test_resume_without_a_run_starts_one(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--text", text, "--out", str(out), "--resume", *QUICK]) == 0
+    assert f"no checkpoint in {out}: starting a new run" in capsys.readouterr().err
+    assert load_checkpoint(out).step == 8
+
+
+def test_info_names_versions_and_reasons(capsys):
+    assert main(["info"]) == 0
+    written = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in written
+    assert "fastattn " in written
+    assert "cpu: 1 threads" in written
+    assert "backend: torch" in written
+    assert 'not triton: backend "torch" was asked for' in written
+
+
+def test_info_survives_a_backend_that_cannot_serve(capsys, monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "none")
+    assert main(["info"]) == 0
+    assert "FASTATTN_BACKEND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read text file {path}: No such file or directory"),
+        (b"", "text file {path} is empty"),
+        (b"abc\xff", "text file {path} is not UTF-8: byte 0xff at offset 3"),
+        (b"ab" * 8, "the text is too short: it has 14 tokens for training and 2 for validation"),
+    ],
+)
+def test_an_unusable_text_is_named(content, message, tmp_path, capsys):
+    path = tmp_path / "bad.txt"
+    if content is not None:
+        path.write_bytes(content)
+    line = error_line(capsys, ["train", "--text", path, "--out", tmp_path / "run", *QUICK])
+    assert line.startswith("fastattn: error: " + message.format(path=path))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--layers 0", "num_layers must be a positive integer, got 0"),
+        ("--heads 3", "embed_dim must be a multiple of num_heads=3, got 16"),
+        ("--steps 0", "steps must be at least 1, got 0"),
+        ("--device tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', got 'tpu'"),
+        ("--dtype float16", "dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'"),
+        ("--tokenizer absent.json", "cannot read tokenizer absent.json: No such file or directory"),
+        ("--tokenizer bpe --vocab-size 9", "vocab_size must be at least 256"),
+    ],
+)
+def test_an_unusable_option_is_named(options, message, text, tmp_path, capsys):
+    command = ["train", "--text", text, "--out", tmp_path / "run", *QUICK, *options.split()]
+    assert message in error_line(capsys, command)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "fly", "train --fast", "train --steps many", "generate", "train --positions none"],
+)
+def test_wrong_usage_is_one_line(arguments, capsys):
+    assert "--help" in error_line(capsys, arguments.split(), code=2)
+
+
+def test_help_is_offered(capsys):
+    for arguments in (["--help"], ["train", "--help"], ["generate", "--help"], ["info", "--help"]):
+        assert main(arguments) == 0
+        assert "usage: fastattn" in capsys.readouterr().out
+
+
+def test_a_folder_with_another_run_is_kept(run, text, tmp_path, capsys):
+    before = contents(run)
+    line = error_line(capsys, ["train", "--text", text, "--out", run, *QUICK])
+    assert f"{run} holds a run already (step-00000008): continue it with --resume" in line
+    assert contents(run) == before
+    shutil.rmtree(run / "step-00000008")
+    line = error_line(capsys, ["train", "--text", text, "--out", run, *QUICK])
+    assert f"{run} holds a run already (metrics.jsonl)" in line
+    line = error_line(capsys, ["train", "--text", text, "--out", text, *QUICK])
+    assert f"the output folder {text} is a file" in line
+    assert Path(text).read_text() == TEXT
+
+
+def interrupted_copy(run: Path, tmp_path: Path, text: str) -> Path:
+    """A run of QUICK that stopped at its start."""
+    out = tmp_path / "stopped"
+    from fastattn.training.run import Options, train
+
+    model = load_checkpoint(run).config["model"]
+    training = load_checkpoint(run).config["training"]
+    model.pop("vocab_size")
+    options = Options(model=model, training=training, data={"text": (text,)})
+    train(options, out, should_stop=lambda: True)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--layers 2", "another configuration: its num_layers is 1, not 2"),
+        ("--steps 9", "another configuration: its steps is 8, not 9"),
+        ("--tokenizer bpe", "another configuration: its tokenizer is 'char', not 'bpe'"),
+        ("--text /etc/passwd", "another configuration: its text is"),
+    ],
+)
+def test_resume_with_another_configuration_is_refused(
+    options, message, run, text, tmp_path, capsys
+):
+    out = interrupted_copy(run, tmp_path, text)
+    before = contents(out)
+    line = error_line(capsys, ["train", "--out", out, "--resume", *options.split()])
+    assert message in line
+    assert contents(out) == before
+
+
+def test_resume_accepts_what_it_was_started_with(run, text, tmp_path):
+    out = interrupted_copy(run, tmp_path, text)
+    command = ["train", "--out", str(out), "--resume", "--text", text, *QUICK, "--save-every", "1"]
+    assert main(command) == 0
+    assert load_checkpoint(out).config["training"]["checkpoint_interval"] == 1
+
+
+def test_resume_with_a_changed_text_is_refused(run, text, tmp_path, capsys):
+    out = interrupted_copy(run, tmp_path, text)
+    before = contents(out)
+    Path(text).write_text(TEXT + "more")
+    line = error_line(capsys, ["train", "--out", out, "--resume"])
+    assert "the checkpoint is of another text" in line
+    assert contents(out) == before
+
+
+def test_a_truncated_checkpoint_is_named(run, capsys):
+    path = run / "step-00000008" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    before = contents(run)
+    for command in (["train", "--out", run, "--resume"], ["generate", "--checkpoint", run]):
+        line = error_line(capsys, command)
+        assert f"{path} is truncated or changed: it has 1000 bytes" in line
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--checkpoint absent", "there is no checkpoint in absent"),
+        ("--prompt ß", "character 'ß' (U+00DF) does not occur in the text"),
+        ("--temperature 0", "temperature must be positive and finite, got 0.0"),
+        ("--top-k 0", "top_k must be at least 1, got 0"),
+        ("--top-p 2", "top_p must be in (0, 1], got 2.0"),
+        ("--tokens -1", "count must be at least 0, got -1"),
+    ],
+)
+def test_an_unusable_request_for_text_is_named(options, message, finished_run, capsys):
+    command = ["generate", "--checkpoint", finished_run, "--device", "cpu", *options.split()]
+    assert message in error_line(capsys, command)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_there(run, text, tmp_path, capsys):
+    """A limit on file sizes stands in for a full disk: the same write call fails."""
+    out = interrupted_copy(run, tmp_path, text)
+    before = contents(out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+        capsys.readouterr()
+        assert main(["train", "--text", text, "--out", str(tmp_path / "new"), *QUICK]) == 1
+        new = capsys.readouterr().err.splitlines()
+        assert main(["train", "--out", str(out), "--resume"]) == 1
+        resumed = capsys.readouterr().err.splitlines()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert new[-1].endswith("step-00000000: File too large; there is no earlier one")
+    assert resumed[-1].endswith(f"File too large; {out / 'step-00000000'} is kept")
+    assert [sum("error" in line for line in lines) for lines in (new, resumed)] == [1, 1]
+    assert list((tmp_path / "new").glob("*step*")) == []
+    kept = {name: content for name, content in contents(out).items() if name in before}
+    kept.pop("metrics.jsonl")
+    assert kept == {name: x for name, x in before.items() if name != "metrics.jsonl"}
+    assert main(["train", "--out", str(out), "--resume"]) == 0

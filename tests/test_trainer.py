@@ -1,0 +1,400 @@
+"""The training loop: schedule, optimizer, evaluation, resume, and a whole small run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.testing import assert_within_budget
+from fastattn.training import trainer as trainer_module
+from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
+from fastattn.training.config import TrainConfig, resolve_device
+from fastattn.training.data import TextDataset, random_batch
+from fastattn.training.metrics import append_metrics, draw_loss_curve, read_metrics
+from fastattn.training.progress import ProgressBar, SilentProgress
+from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
+
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 12
+TINY = {"context_length": 16, "num_layers": 1, "num_heads": 2, "embed_dim": 16}
+QUICK = {"steps": 12, "batch_size": 3, "eval_interval": 5, "eval_batches": 2, "log_interval": 3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These models are too small to share, and threads that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def on_torch(monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+
+
+def make_trainer(out: Path, *, text=TEXT, device="cpu", model=(), resume=False, **changes):
+    """A trainer of a tiny model; `changes` are fields of TrainConfig."""
+    keywords = {}
+    for name in ("progress", "resume_from"):
+        if name in changes:
+            keywords[name] = changes.pop(name)
+    config = TrainConfig(**{**QUICK, **changes})
+    tokenizer = CharacterTokenizer(text)
+    torch.manual_seed(config.seed)
+    gpt = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **{**TINY, **dict(model)})).to(device)
+    dataset = TextDataset.from_text(text, tokenizer, gpt.config.context_length)
+    if resume:
+        keywords["resume_from"] = load_checkpoint(out)
+    return Trainer(gpt, dataset, tokenizer, config, out, **keywords)
+
+
+def without_speed(records):
+    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in records]
+
+
+def assert_same_end(first: Path, second: Path) -> None:
+    """Two runs' folders hold the same checkpoint bit for bit, and the same metrics."""
+    one, other = latest_checkpoint(first), latest_checkpoint(second)
+    assert one is not None
+    assert other is not None
+    assert one.name == other.name
+    for name in ("model.safetensors", "training.safetensors", "checkpoint.json", "tokenizer.json"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert without_speed(read_metrics(first)) == without_speed(read_metrics(second))
+
+
+def test_a_run_learns_a_repetitive_text(tmp_path):
+    trainer = make_trainer(tmp_path, steps=150, eval_interval=50, learning_rate=1e-2)
+    before = trainer.validation_loss()
+    result = trainer.run()
+    assert result.finished
+    assert result.step == 150
+    assert before > 2.5
+    assert result.validation_loss < 0.5
+    assert result.tokens_per_second > 0
+
+
+def test_validation_loss_is_the_mean_over_every_token(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.double()
+    tokens = trainer.dataset.validation.long()
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 16):
+            part = tokens[start : start + 17]
+            logits = trainer.model(part[None, :-1])
+            losses.append(F.cross_entropy(logits[0], part[1:], reduction="none"))
+    expected = torch.cat(losses)
+    assert len(expected) == len(tokens) - 1
+    assert trainer.validation_loss() == pytest.approx(float(expected.mean()), rel=1e-12)
+
+
+def test_estimates_use_the_same_batches_and_leave_training_alone(tmp_path):
+    trainer = make_trainer(tmp_path, model={"dropout": 0.1})
+    state = torch.get_rng_state(), trainer._batches.get_state()
+    assert trainer.estimate_loss() == trainer.estimate_loss()
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert torch.equal(trainer._batches.get_state(), state[1])
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, 8])
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stop_at, tmp_path):
+    options = {"model": {"dropout": 0.2}, "accumulation": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    make_trainer(whole, **options).run()
+    stopped = make_trainer(parts, **options)
+    result = stopped.run(lambda: stopped.step == stop_at)
+    assert (result.step, result.finished, result.validation_loss) == (stop_at, False, None)
+    torch.rand(3)
+    assert make_trainer(parts, resume=True, **options).run().finished
+    assert_same_end(whole, parts)
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+    class Killed(SilentProgress):
+        def advance(self, step, *, loss, tokens_per_second):
+            if step == 9:
+                raise KeyboardInterrupt
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    make_trainer(whole, checkpoint_interval=4).run()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(parts, checkpoint_interval=4, progress=Killed()).run()
+    assert load_checkpoint(parts).step == 8
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    make_trainer(parts, checkpoint_interval=4, resume=True).run()
+    assert_same_end(whole, parts)
+
+
+def test_a_seed_repeats_a_run_and_another_does_not(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_trainer(tmp_path / name, seed=seed, model={"dropout": 0.1}).run()
+    assert_same_end(tmp_path / "a", tmp_path / "b")
+    models = [load_checkpoint(tmp_path / name).model for name in "ac"]
+    assert not torch.equal(*(model["token_embedding.weight"] for model in models))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    make_trainer(tmp_path).run(lambda: True)
+    with pytest.raises(CheckpointError, match="another configuration"):
+        make_trainer(tmp_path, resume=True, model={"embed_dim": 32})
+    saved = load_checkpoint(tmp_path)
+    training = {name: x for name, x in saved.training.items() if name != "random.cpu"}
+    lacking = type(saved)(**{**vars(saved), "training": training})
+    with pytest.raises(CheckpointError, match=r"no entry 'random\.cpu'"):
+        make_trainer(tmp_path, resume_from=lacking)
+
+
+def test_accumulated_gradients_are_those_of_one_large_batch(tmp_path, monkeypatch):
+    tokens = TextDataset.from_text(TEXT, CharacterTokenizer(TEXT), 16).train
+    inputs, targets = random_batch(tokens, 6, 16, torch.Generator().manual_seed(0))
+    parameters = []
+    for accumulation in (1, 3):
+        size = 6 // accumulation
+        batches = iter(zip(inputs.split(size), targets.split(size), strict=True))
+        monkeypatch.setattr(trainer_module, "random_batch", lambda *_, b=batches: next(b))
+        trainer = make_trainer(tmp_path, accumulation=accumulation, batch_size=size)
+        trainer.model.double()
+        trainer._train_step()
+        parameters.append(torch.cat([x.detach().flatten() for x in trainer.model.parameters()]))
+    torch.testing.assert_close(*parameters)
+
+
+def test_clipping_bounds_the_norm_of_all_gradients(tmp_path, monkeypatch):
+    norms = []
+
+    def step(self):
+        gradients = [x.grad.flatten() for group in self.param_groups for x in group["params"]]
+        norms.append(float(torch.cat(gradients).norm()))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    for grad_clip in (0.0, 0.01):
+        make_trainer(tmp_path, grad_clip=grad_clip)._train_step()
+    assert norms[0] > 0.1
+    assert norms[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_matrices_alone_decay():
+    model = GPT(GPTConfig(vocab_size=7, **TINY, bias=True))
+    decayed, others = make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert {x.dim() for x in decayed["params"]} == {2}
+    assert {x.dim() for x in others["params"]} == {1}
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_learning_rate_rises_and_follows_half_a_cosine():
+    config = TrainConfig(steps=110, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.2)
+    rates = [config.learning_rate_at(step) for step in range(111)]
+    assert rates[0] == pytest.approx(1 / 11)
+    assert rates[9] == pytest.approx(10 / 11)
+    assert rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.6)
+    assert rates[110] == pytest.approx(0.2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    default = TrainConfig(steps=200, learning_rate=1.0)
+    assert default.learning_rate_at(9) < default.learning_rate_at(10) == 1.0
+    assert default.learning_rate_at(200) == pytest.approx(0.1)
+    assert TrainConfig(steps=1, warmup_steps=1).learning_rate_at(0) > 0
+
+
+def test_optimizer_gets_the_scheduled_rate(tmp_path):
+    trainer = make_trainer(tmp_path, warmup_steps=4)
+    for step in range(6):
+        trainer._train_step()
+        rate = trainer.config.learning_rate_at(step)
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate, rate]
+
+
+def test_mixed_precision_computes_in_bf16_and_keeps_weights_in_fp32(tmp_path):
+    trainer = make_trainer(tmp_path, dtype="bfloat16")
+    seen = []
+    trainer.model.blocks[0].mlp.up_proj.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    trainer.run()
+    assert set(seen) == {torch.bfloat16}
+    assert {x.dtype for x in trainer.model.parameters()} == {torch.float32}
+    assert math.isfinite(trainer.validation_loss())
+
+
+def test_compile_wraps_the_training_step_alone(tmp_path, monkeypatch):
+    calls = []
+
+    def compile_model(model):
+        return lambda *args: calls.append(1) or model(*args)
+
+    monkeypatch.setattr(torch, "compile", compile_model)
+    make_trainer(tmp_path / "compiled", compile=True).run()
+    make_trainer(tmp_path / "plain").run()
+    assert len(calls) == 12
+    compiled, plain = (load_checkpoint(tmp_path / name).model for name in ("compiled", "plain"))
+    assert compiled.keys() == plain.keys()
+    assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_without_a_checkpoint_of_it(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with torch.no_grad():
+        trainer.model.norm.weight.fill_(math.nan)
+    with pytest.raises(TrainingError, match="training loss is nan at step 3"):
+        trainer.run()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000000"]
+    unlogged = make_trainer(tmp_path / "unlogged", log_interval=100, checkpoint_interval=4)
+    with torch.no_grad():
+        unlogged.model.norm.weight.fill_(math.nan)
+    with pytest.raises(TrainingError, match="training loss is nan at step 4"):
+        unlogged.run()
+
+
+def test_metrics_and_curve_are_left(tmp_path):
+    notes = []
+
+    class Notes(SilentProgress):
+        def note(self, text):
+            notes.append(text)
+
+    make_trainer(tmp_path, progress=Notes()).run()
+    records = read_metrics(tmp_path)
+    assert [r["step"] for r in records if "loss" in r] == [3, 6, 9, 12]
+    assert [r["step"] for r in records if "validation_loss" in r] == [5, 10, 12]
+    assert all(
+        r["tokens_per_second"] > 0 and r["learning_rate"] > 0 for r in records if "loss" in r
+    )
+    assert [text.split(":")[0] for text in notes] == ["step 5/12", "step 10/12", "step 12/12"]
+    assert notes[-1].endswith("(whole split)")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    state = load_checkpoint(tmp_path).state
+    assert state["finished"]
+    assert state["validation_loss"] == records[-1]["validation_loss"]
+
+
+def test_loss_curve_shows_its_records(tmp_path):
+    pictures = []
+    for losses in ((3.0, 2.0), (3.0, 1.0), ()):
+        records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+        records += [{"step": 1, "validation_loss": loss} for loss in losses[:1]]
+        draw_loss_curve(records, tmp_path / "loss.png")
+        pictures.append((tmp_path / "loss.png").read_bytes())
+        assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert len(set(pictures)) == 3
+
+
+def test_a_metrics_line_that_was_cut_short_is_left_out(tmp_path):
+    assert read_metrics(tmp_path) == []
+    append_metrics(tmp_path, {"step": 1, "loss": 2.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2}))
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+class Screen:
+    """A text stream that says whether it is a terminal."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.text, self._terminal, self.encoding = "", terminal, "utf-8"
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_loss_speed_and_time_left(terminal, monkeypatch):
+    monkeypatch.setattr("fastattn.training.progress._LINE_INTERVAL", 0.0)
+    screen = Screen(terminal)
+    progress = ProgressBar(20, 10, stream=screen)
+    for step in (12, 14, 20):
+        progress.advance(step, loss=1.25, tokens_per_second=4321.0)
+    progress.note("a line of its own")
+    progress.close()
+    for expected in ("loss 1.2500", "4,321 tokens/s", "20/20", "a line of its own\n"):
+        assert expected in screen.text
+    assert ("\r" in screen.text) == terminal
+    assert ("left" in screen.text) != terminal
+
+
+def test_a_training_step_on_the_triton_kernels(tmp_path, monkeypatch, device):
+    losses = {}
+    for name, backend, place, dtype in (
+        ("exact", "torch", "cpu", torch.float64),
+        ("naive", "torch", "cpu", torch.float32),
+        ("triton", "triton", device, torch.float32),
+    ):
+        monkeypatch.setenv("FASTATTN_BACKEND", backend)
+        trainer = make_trainer(
+            tmp_path / name,
+            device=place,
+            model={"context_length": 8},
+            steps=2,
+            batch_size=2,
+            log_interval=1,
+            learning_rate=1e-2,
+            warmup_steps=0,
+            dtype="float32",
+        )
+        trainer.model.to(dtype)
+        for _ in range(2):
+            trainer._loss_sum.zero_()
+            trainer._train_step()
+        losses[name] = trainer._loss_sum.clone().to(dtype)
+    assert_within_budget("loss", losses["triton"], losses["exact"], losses["naive"])
+    assert losses["triton"].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch_size": -2}, "batch_size must be at least 1, got -2"),
+        ({"accumulation": 0}, "accumulation must be at least 1, got 0"),
+        ({"eval_interval": 0}, "eval_interval must be at least 1, got 0"),
+        ({"eval_batches": 0}, "eval_batches must be at least 1, got 0"),
+        ({"log_interval": 0}, "log_interval must be at least 1, got 0"),
+        ({"checkpoint_interval": 0}, "checkpoint_interval must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, r"learning_rate must be positive, got 0\.0"),
+        ({"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        ({"min_learning_rate": 1.0}, r"min_learning_rate must be in \[0, learning_rate=0.003\]"),
+        ({"warmup_steps": 3, "steps": 2}, r"warmup_steps must be in \[0, steps=2\], got 3"),
+        ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1\.0"),
+        ({"grad_clip": -1.0}, r"grad_clip must be at least 0, got -1\.0"),
+        ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1\.0"),
+        ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0\.1"),
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
+        ({"dtype": "int8"}, "dtype must be one of auto, float32, .* got 'int8'"),
+    ],
+)
+def test_wrong_config_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**changes)
+
+
+def test_wrong_devices_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in ("tpu", "meta", ""):
+        with pytest.raises(ValueError, match=f"device must be 'auto', .* got '{name}'"):
+            resolve_device(name)
+    with pytest.raises(ValueError, match=r"one that torch sees \(0 GPUs\), got 'cuda'"):
+        resolve_device("cuda")
+    with pytest.raises(ValueError, match="dtype must be 'float32' or 'bfloat16' on the CPU"):
+        TrainConfig(dtype="float16").resolve_dtype(torch.device("cpu"))
+    assert TrainConfig().resolve_dtype(torch.device("cpu")) == torch.float32
+
+
+def test_config_survives_json():
+    config = TrainConfig(steps=3, min_learning_rate=1e-5, dtype="bfloat16")
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match="TrainConfig has no field 'epochs'"):
+        TrainConfig.from_dict({"epochs": 3})
