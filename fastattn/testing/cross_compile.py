@@ -224,4 +224,6 @@ def _matrix_loops(kernel: Any) -> tuple[Loop, ...]:
     cubin = next(path for path in kernel.metadata_group.values() if path.endswith(".cubin"))
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
     sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return tuple(loop for function in read_sass(sass) for loop in matrix_loops(function))
+    functions = read_sass(sass)
+    assert functions, f"no instructions in what {command[0]} printed"
+    return tuple(loop for function in functions for loop in matrix_loops(function))

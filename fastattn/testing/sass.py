@@ -85,9 +85,10 @@ class Instruction:
         return self.target is not None and not self.operands.startswith("0x")
 
 
+# Some versions end the operands with scheduling notes (&wr=0x1 ?trans1) in place of a semicolon.
 _INSTRUCTION = re.compile(
     r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?"
-    r"(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
+    r"(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;&?/]*)"
 )
 
 

@@ -1,0 +1,337 @@
+"""The compile lab: every target compiles, and what it reports is what the compilers said."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.testing.compile_pool import CompilePool, CrossCompileError
+from fastattn.testing.cross_compile import TARGETS, compiling_for, count_compilations
+from fastattn.testing.sass import (
+    matrix_loops,
+    matrix_ops,
+    read_ptxas,
+    read_sass,
+    wgmma_with_register_a,
+)
+
+HERE = str(Path(__file__).resolve())
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, c_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TWICE: tl.constexpr,
+):  # fmt: skip
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_K)
+    acc = tl.zeros([M, N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a = tl.load(a_ptr + m[:, None] * K + (start + k)[None, :])
+        b = tl.load(b_ptr + (start + k)[:, None] * N + n[None, :])
+        if TWICE:
+            ab = tl.dot(a, b).to(a.dtype)
+            acc = tl.dot(ab, b, acc)
+        else:
+            acc = tl.dot(a, b, acc)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], acc)
+
+
+@triton.jit
+def changing_type_kernel(out_ptr, n):
+    x = 0
+    for _ in range(n):
+        x = x + 0.5
+    tl.store(out_ptr, x)
+
+
+@triton.jit
+def bad_assembly_kernel(out_ptr):
+    x = tl.inline_asm_elementwise(
+        "no.such.instruction $0;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
+    )
+    tl.store(out_ptr, x)
+
+
+def launch_matmul(
+    M: int = 64,
+    N: int = 64,
+    K: int = 256,
+    BLOCK_K: int = 64,
+    twice: bool = False,
+    device: str = "meta",
+    **options: int,
+) -> None:
+    a = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+    b = torch.empty(K, N, dtype=torch.bfloat16, device=device)
+    c = torch.empty(M, N, device=device)
+    matmul_kernel[(1,)](a, b, c, K, M, N, BLOCK_K, twice, **options)
+
+
+def launch_matmul_afresh(always_compile: bool) -> None:
+    matmul_kernel.device_caches.clear()
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = always_compile
+        launch_matmul()
+
+
+def launch_three_times() -> None:
+    launch_matmul(N=64)
+    launch_matmul(N=32)
+    launch_matmul(N=64)
+
+
+def run_without_a_gpu() -> tuple[str, bool]:
+    c = torch.zeros(64, 64)
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    matmul_kernel[(1,)](a, a, c, 64, 64, 64, 64, False)
+    return repr(triton.runtime.driver.active.get_current_target()), bool((c == 0).all())
+
+
+def count_for_lengths(*lengths: int) -> list[int]:
+    return [count_compilations(lambda K=K: launch_matmul(N=16, K=K)) for K in lengths]
+
+
+def count_new_lengths() -> list[int]:
+    return count_for_lengths(256, 512, 512, 509)
+
+
+def launch_changing_type() -> None:
+    changing_type_kernel[(1,)](torch.empty(1), 3)
+
+
+def launch_bad_assembly() -> None:
+    bad_assembly_kernel[(1,)](torch.empty(1, dtype=torch.int32))
+
+
+def raise_unpicklable() -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("cannot travel")
+
+
+def die() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("target", "mma"),
+    [
+        ("sm_80", "mma.sync"),
+        ("sm_86", "mma.sync"),
+        ("sm_89", "mma.sync"),
+        ("sm_90", "wgmma"),
+        ("sm_100", "tcgen05"),
+        ("sm_120", "mma.sync"),
+        ("gfx942", "mfma"),
+        ("gfx950", "mfma"),
+    ],
+)
+def test_a_matmul_compiles_for_every_target(
+    compile_pool: CompilePool, target: str, mma: str
+) -> None:
+    (facts,) = compile_pool.facts(f"{HERE}:launch_matmul", target, num_warps=4, num_stages=2)
+    assert (facts.name, facts.target) == ("matmul_kernel", target)
+    assert (facts.num_warps, facts.num_stages) == (4, 2)
+    assert facts.mma == {mma}
+    assert facts.fits_shared_memory and facts.shared_bytes > 0
+    assert 0 < facts.registers <= 255
+    assert not facts.spills and not facts.warnings
+    if target.startswith("sm_"):
+        (loop,) = facts.loops
+        assert loop.count("HMMA", "HGMMA", "UTCHMMA") > 0
+        assert loop.count("HMMA", "HGMMA", "UTCHMMA") < loop.total
+    else:
+        assert facts.loops == ()
+
+
+def test_every_target_is_tested() -> None:
+    (mark,) = test_a_matmul_compiles_for_every_target.pytestmark
+    assert {target for target, _ in mark.args[1]} == set(TARGETS)
+
+
+@pytest.mark.parametrize(("target", "M"), [("sm_90", 128), ("gfx942", 256)])
+def test_spills_are_seen(compile_pool: CompilePool, target: str, M: int) -> None:
+    # Mx128 accumulators fill the registers of one warp, and more is needed beside them.
+    (facts,) = compile_pool.facts(
+        f"{HERE}:launch_matmul", target, M=M, N=128, BLOCK_K=16, num_warps=1
+    )
+    assert facts.spills
+    assert facts.spill_store_bytes > 0 and facts.spill_load_bytes > 0
+
+
+def test_too_much_shared_memory_is_reported(compile_pool: CompilePool) -> None:
+    tile = {"M": 128, "N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+    fits = {}
+    for target in ("sm_80", "sm_86"):
+        (facts,) = compile_pool.facts(f"{HERE}:launch_matmul", target, **tile)
+        assert facts.shared_bytes > TARGETS["sm_86"].shared_bytes
+        fits[target] = facts.fits_shared_memory
+    assert fits == {"sm_80": True, "sm_86": False}
+
+
+def test_a_product_that_feeds_a_product_stays_in_registers(compile_pool: CompilePool) -> None:
+    (once,) = compile_pool.facts(f"{HERE}:launch_matmul", "sm_90")
+    (twice,) = compile_pool.facts(f"{HERE}:launch_matmul", "sm_90", twice=True)
+    assert once.wgmma_register_a == 0
+    assert twice.wgmma_register_a > 0
+
+
+def test_each_kernel_is_reported_once_in_launch_order(compile_pool: CompilePool) -> None:
+    facts = compile_pool.facts(f"{HERE}:launch_three_times", "sm_80")
+    assert len(facts) == 2
+    assert facts[0].shared_bytes > facts[1].shared_bytes
+
+
+def test_a_second_run_of_a_job_reports_the_same(compile_pool: CompilePool) -> None:
+    jobs = [compile_pool.submit(f"{HERE}:launch_matmul", "sm_90") for _ in range(4)]
+    first, *others = [job.result() for job in jobs]
+    assert len(first) == 1
+    assert all(facts == first for facts in others)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_facts_do_not_depend_on_the_disk_cache(compile_pool: CompilePool, target: str) -> None:
+    job = f"{HERE}:launch_matmul_afresh"
+    compiled = compile_pool.facts(job, target, always_compile=True)
+    cached = compile_pool.facts(job, target, always_compile=False)
+    assert compiled == cached
+
+
+def test_launches_run_nothing(compile_pool: CompilePool) -> None:
+    target, untouched = compile_pool.call(f"{HERE}:run_without_a_gpu", "sm_90")
+    assert "cuda" in target and "90" in target
+    assert untouched
+
+
+def test_compilations_are_counted() -> None:
+    # 509 is odd: without do_not_specialize its divisibility compiles the kernel anew.
+    with CompilePool(workers=1) as fresh:
+        assert fresh.call(f"{HERE}:count_new_lengths", "sm_80") == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ("launch_changing_type", r"(?s)launch_changing_type for sm_80: .*loop"),
+        ("launch_bad_assembly", r"(?s)launch_bad_assembly for sm_80: .*no\.such"),
+        ("raise_unpicklable", "raise_unpicklable for sm_80: LocalError: cannot travel"),
+        ("not_there", "has no attribute 'not_there'"),
+    ],
+)
+def test_a_failing_job_says_which_and_why(
+    compile_pool: CompilePool, job: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CrossCompileError, match=reason) as caught:
+        compile_pool.facts(f"{HERE}:{job}", "sm_80")
+    assert len(str(caught.value)) < 5000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_pool_survives_the_death_of_a_worker() -> None:
+    with CompilePool(workers=1) as pool:
+        with pytest.raises(CrossCompileError, match="die for sm_80: the worker process died"):
+            pool.facts(f"{HERE}:die", "sm_80")
+        assert len(pool.facts(f"{HERE}:launch_matmul", "sm_80")) == 1
+
+
+def test_a_job_needs_a_module_and_a_function(compile_pool: CompilePool) -> None:
+    with pytest.raises(CrossCompileError, match='job must be "module:function"'):
+        compile_pool.facts("launch_matmul", "sm_80")
+
+
+def test_an_unknown_target_is_named(compile_pool: CompilePool) -> None:
+    with pytest.raises(CrossCompileError, match=r"one of sm_80, .*gfx950, got 'sm_1'"):
+        compile_pool.facts(f"{HERE}:launch_matmul", "sm_1")
+
+
+def test_interpreted_kernels_are_refused() -> None:
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        with (
+            pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 binds kernels"),
+            compiling_for("sm_80"),
+        ):
+            pytest.fail("compiling in a process that interprets")
+
+
+def test_the_environment_of_this_process_is_left_alone(compile_pool: CompilePool) -> None:
+    before = dict(os.environ)
+    compile_pool.facts(f"{HERE}:launch_matmul", "sm_80")
+    assert dict(os.environ) == before
+
+
+def test_ptxas_log_is_read() -> None:
+    report = read_ptxas(
+        "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources in function 'f'\n"
+        "ptxas info    : (C7999) something else\n"
+        "ptxas info    : Compiling entry function 'f' for 'sm_90a'\n"
+        "    24 bytes stack frame, 20 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size\n"
+        "    0 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 40 registers\n"
+    )
+    assert (report.registers, report.spill_store_bytes, report.spill_load_bytes) == (168, 24, 8)
+    assert [warning[:7] for warning in report.warnings] == ["(C7511)"]
+
+
+def test_matrix_ops_and_register_operands_are_found_in_ptx() -> None:
+    shape = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+    ptx = (
+        f"{shape} {{%f1,%f2,%f3,%f4}}, %rd1, %rd2, 1, 1, 1, 0, 0;\n"
+        f"{shape} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2,%r3,%r4}}, %rd2, 1, 1, 1, 0;\n"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1,%f2}, {%r1}, {%r2}, {%f1,%f2};\n"
+    )
+    assert matrix_ops(ptx) == {"wgmma", "mma.sync"}
+    assert wgmma_with_register_a(ptx) == 1
+    assert matrix_ops("ret;") == frozenset()
+
+
+# An outer loop over two inner ones, as ptxas lays them out: the body of the second (0x0090) stands
+# behind the exit, control codes end some lines, and the padding jumps to itself.
+SASS = """
+        Function : helper
+        /*0000*/                   RET.REL.NODEC R20 0x0 ;            /* 0x0000000014007950 */
+        Function : kernel
+        /*0000*/                   MOV R1, c[0x0][0x28] ;             /* 0x00000a0000017a02 */
+                                                                      /* 0x000fc40000000f00 */
+        /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;    /* outer */
+        /*0020*/                   FFMA.FTZ R5, R5, R6, R7 ;
+        /*0030*/                   MUFU.EX2 R5, R5             &wr=0x1 ?trans1;  /* 0x00 */
+        /*0040*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
+        /*0050*/              @!P0 BRA 0x20               &req={1} ?trans5;      /* 0x00 */
+        /*0060*/                   BRA 0x90 ;
+        /*0070*/               @P2 BRA 0x10 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*00a0*/                   FFMA R5, R5, R6, R7 ;
+        /*00b0*/                   FFMA2 R5, R5, R6, R7 ;
+        /*00c0*/                   BRA P1, 0x90 ;
+        /*00d0*/                   BRA 0x70 ;
+        /*00e0*/                   FADD R1, R1, R1 ;
+        /*00f0*/                   BRA 0xf0;
+"""
+
+
+def test_innermost_matrix_loops_are_found_and_counted() -> None:
+    helper, kernel = read_sass(SASS)
+    assert matrix_loops(helper) == ()
+    first, second = matrix_loops(kernel)
+    assert first.address == 0x20
+    assert first.opcodes == {"FFMA.FTZ": 1, "MUFU.EX2": 1, "HMMA.16816.F32": 1, "BRA": 1}
+    assert (first.total, first.count("FFMA"), first.count("MUFU.EX2", "BRA")) == (4, 1, 2)
+    assert second.address == 0x90
+    assert second.opcodes == {"HGMMA.64x64x16.F32.BF16": 1, "FFMA": 1, "FFMA2": 1, "BRA": 1}
+    assert second.count("FFMA") == 1
+
+
+def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
+    _, kernel = read_sass(SASS.replace("@!P0 BRA 0x20", "NOP").replace("BRA P1, 0x90", "NOP"))
+    (outer,) = matrix_loops(kernel)
+    assert outer.address == 0x10
+    assert outer.count("HMMA") == 2 and outer.count("HGMMA") == 1
+    assert outer.count("EXIT", "MOV", "FADD") == 0
