@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BACKENDS = ("auto", "triton", "torch")
 
 Window = int | tuple[int | None, int | None] | None
@@ -38,22 +38,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {tuple(x.shape)}")
-        if x.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q ({q.device}), got {x.device}")
+    dtype, device = q.dtype, q.device
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of q ({dtype}), got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on the device of q ({device}), got {x.device}")
     B, H_q, _, D = q.shape
-    if k.shape[0] != B or k.shape[3] != D:
+    B_k, H_k, T_k, D_k = k.shape
+    if B_k != B or D_k != D:
         raise ValueError(f"k must have shape [{B}, H_k, T_k, {D}] to match q, got {tuple(k.shape)}")
-    H_k, T_k = k.shape[1:3]
-    if v.shape[:3] != k.shape[:3]:
+    B_v, H_v, T_v, D_v = v.shape
+    if B_v != B or H_v != H_k or T_v != T_k:
         raise ValueError(
             f"v must have shape [{B}, {H_k}, {T_k}, D_v] to match k, got {tuple(v.shape)}"
         )
-    if D == 0 or v.shape[3] == 0:
-        raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {v.shape[3]}")
+    if D == 0 or D_v == 0:
+        raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {D_v}")
     if H_k == 0 or H_q % H_k:
         raise ValueError(f"k must have a number of heads that divides q's {H_q}, got {H_k}")
 

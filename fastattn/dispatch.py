@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from . import checks, ops
 ENVIRONMENT = "FASTATTN_BACKEND"
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """The backend that serves a call, and the reason why each faster one was passed over.
 
     forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.

@@ -81,6 +81,8 @@ def attention(
     left, right, scale = checks.check_call(
         q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale
     )
+    if query_offset is None:
+        query_offset = k.shape[2] - q.shape[2]
     choice = dispatch.choose(q, k, v, backend)
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
@@ -88,23 +90,21 @@ def attention(
             q,
             k,
             v,
-            causal=causal,
-            window=window,
+            left=left,
+            right=right,
             key_padding_mask=key_padding_mask,
             key_lengths=key_lengths,
             query_offset=query_offset,
             scale=scale,
             return_lse=return_lse,
         )
-    if query_offset is None:
-        query_offset = k.shape[2] - q.shape[2]
-    per_row = isinstance(query_offset, Tensor)
+    per_row = query_offset if isinstance(query_offset, Tensor) else None
     o, lse = ops.attention_forward(
         *(_kernel_rows(x) for x in (q, k, v)),
         None if key_padding_mask is None else key_padding_mask.contiguous(),
         None if key_lengths is None else key_lengths.contiguous(),
-        query_offset.contiguous() if isinstance(query_offset, Tensor) else None,
-        0 if per_row else query_offset,
+        None if per_row is None else per_row.contiguous(),
+        query_offset if per_row is None else 0,
         left,
         right,
         scale,

@@ -4,6 +4,7 @@ This is the only file of the package that knows the kernels. They are imported o
 `import fastattn` works where triton does not exist.
 """
 
+import os
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,16 +17,13 @@ MAX_HEAD_DIM = 256
 
 
 TRITON_INSTALLED = find_spec("triton") is not None
+# Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-@torch.compiler.assume_constant_result
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter (TRITON_INTERPRET=1)."""
-    if not TRITON_INSTALLED:
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1 at import."""
+    return TRITON_INSTALLED and _INTERPRETING
 
 
 @cache

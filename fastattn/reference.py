@@ -4,12 +4,28 @@ It states the mask in its own words and shares nothing with the kernels, so that
 either side shows.
 """
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from .checks import Window
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
+    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    query_offset: int | Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
+    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    query_offset: int | Tensor | None = ..., scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .checks import Window
 
 
 def attention(
@@ -18,57 +17,49 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    window: Window,
+    left: int | None,
+    right: int | None,
     key_padding_mask: Tensor | None,
     key_lengths: Tensor | None,
-    query_offset: int | Tensor | None,
+    query_offset: int | Tensor,
     scale: float,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `fastattn.attention`, with every argument already checked.
+    """As `fastattn.attention`, with every argument checked and the band given by its sides.
 
     lse is not among torch's outputs: with return_lse the plain formula runs, in fp32 or wider, and
     holds all scores in memory.
     """
-    B, _, T_q, _ = q.shape
-    T_k = k.shape[2]
-    if return_lse or T_q == 0 or T_k == 0 or B == 0:
-        return _plain(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
+    if return_lse or q.numel() == 0 or k.numel() == 0:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        o, lse = reference.attention(
+            *(x.to(wide) for x in (q, k, v)),
+            window=(left, right),
             key_padding_mask=key_padding_mask,
             key_lengths=key_lengths,
             query_offset=query_offset,
             scale=scale,
-            return_lse=return_lse,
+            return_lse=True,
         )
-    padded = key_padding_mask is not None or key_lengths is not None
-    if padded:
-        hidden = ~reference.existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
-        k = k.masked_fill(hidden[:, None, :, None], 0.0)
-        v = v.masked_fill(hidden[:, None, :, None], 0.0)
-    # An `if`, since torch takes no symbolic bool: under torch.compile it becomes a guard.
-    is_causal = False
-    if causal and window is None and not padded and _stands_on_diagonal(query_offset, T_q, T_k):
-        is_causal = True
-    # The newest single query sees every key: decoding needs no mask.
-    sees_all = causal and T_q == 1 and query_offset is None and window is None
+        o = o.to(q.dtype)
+        return (o, lse.float()) if return_lse else o
+
+    B, _, T_q, _ = q.shape
+    T_k = k.shape[2]
     mask = None
-    if padded or window is not None or (causal and not is_causal and not sees_all):
-        mask = reference.visible_mask(
-            T_q,
-            T_k,
-            causal=causal,
-            window=window,
-            key_padding_mask=key_padding_mask,
-            key_lengths=key_lengths,
-            query_offset=query_offset,
-            device=q.device,
-        )
+    is_causal = False
+    # An `if`, since torch takes no symbolic bool: under torch.compile it becomes a guard.
+    if right == 0 and left is None and _equals(query_offset, 0):
+        is_causal = True
+    elif not _sees_all(T_q, T_k, left, right, query_offset):
+        mask = _band_mask(T_q, T_k, left, right, query_offset, q.device)
+    if key_padding_mask is not None or key_lengths is not None:
+        exists = reference.existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
+        k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
+        if is_causal:
+            mask, is_causal = _band_mask(T_q, T_k, left, right, query_offset, q.device), False
+        exists = exists[:, None, None, :]
+        mask = exists.expand(B, 1, T_q, T_k) if mask is None else mask & exists
     o = F.scaled_dot_product_attention(
         q,
         k,
@@ -79,21 +70,43 @@ def attention(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     if mask is not None and q.device.type != "cpu":
-        # On a CPU torch gives such rows 0 by itself; its CUDA kernels do not all agree.
+        # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
 
 
-def _stands_on_diagonal(query_offset: int | Tensor | None, T_q: int, T_k: int) -> bool:
-    """Whether query 0 stands at key 0, which is what torch's is_causal means."""
+def _equals(query_offset: int | Tensor, number: int) -> bool:
+    return not isinstance(query_offset, Tensor) and query_offset == number
+
+
+def _sees_all(
+    T_q: int, T_k: int, left: int | None, right: int | None, query_offset: int | Tensor
+) -> bool:
+    """Whether the band hides nothing, as for the one query of a decoding step."""
+    if left is None and right is None:
+        return True
     if isinstance(query_offset, Tensor):
         return False
-    return T_q == T_k if query_offset is None else query_offset == 0
+    reaches_last = right is None or query_offset + right >= T_k - 1
+    return reaches_last and (left is None or T_q - 1 + query_offset - left <= 0)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor | tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    result = reference.attention(q.to(wide), k.to(wide), v.to(wide), **arguments)  # type: ignore[arg-type]
-    if isinstance(result, tuple):
-        return result[0].to(q.dtype), result[1].float()
-    return result.to(q.dtype)
+def _band_mask(
+    T_q: int,
+    T_k: int,
+    left: int | None,
+    right: int | None,
+    query_offset: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """bool [1 or B, 1, T_q, T_k], True where the band lets the query see the key."""
+    if isinstance(query_offset, Tensor):
+        return reference.visible_mask(
+            T_q, T_k, window=(left, right), query_offset=query_offset, device=device
+        )
+    mask = torch.ones(1, 1, T_q, T_k, dtype=torch.bool, device=device)
+    if right is not None:
+        mask = mask.tril(query_offset + right)
+    if left is not None:
+        mask = mask.triu(query_offset - left)
+    return mask
