@@ -203,8 +203,16 @@ def test_tied_head_has_no_parameters_of_its_own():
     assert tied.num_parameters() == 11 * C + 12 * C + L * per_layer + C
 
 
-def test_dropout_acts_in_training_alone():
+@pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
+def test_dropout_acts_in_training_alone(place):
     model = make_model(dropout=0.5)
+    if place != "embedding":
+        model.dropout.p = 0.0
+    for block in model.blocks:
+        if place != "attention":
+            block.attention.dropout = 0.0
+        if place != "mlp":
+            block.mlp.dropout.p = 0.0
     tokens = torch.randint(11, (1, 12))
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
