@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"fastattn: error: {' '.join(str(error).split())}")
         return 1
     except KeyboardInterrupt:
-        _say("fastattn: interrupted; what was saved before is kept")
+        _say("fastattn: interrupted")
         return _INTERRUPTED
 
 
@@ -147,6 +147,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from .training.checkpoint import latest_checkpoint
     from .training.run import Options, train
 
     parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}}
@@ -154,10 +155,14 @@ def _train(arguments: argparse.Namespace) -> int:
         part, _, field = name.partition(".")
         if field:
             parts[part][field] = tuple(value) if isinstance(value, list) else value
-    with _stop_signals() as stop:
-        result = train(
-            Options(**parts), arguments.out, resume=arguments.resume, should_stop=stop, say=_say
-        )
+    try:
+        with _stop_signals() as stop:
+            result = train(
+                Options(**parts), arguments.out, resume=arguments.resume, should_stop=stop, say=_say
+            )
+    except KeyboardInterrupt:
+        _say(f"interrupted: {latest_checkpoint(arguments.out) or 'nothing'} is kept")
+        return _INTERRUPTED
     if not result.finished:
         _say(
             f"stopped at step {result.step}: {result.checkpoint} is kept; "
@@ -264,7 +269,9 @@ class _Stop:
         if self._asked or not self._heard:
             raise KeyboardInterrupt
         self._asked = True
-        _say("stopping after this step (once more to stop at once)")
+        # On a terminal the cursor stands behind the progress bar.
+        start = "\n" if sys.stderr.isatty() else ""
+        _say(f"{start}stopping after this step (once more to stop at once)")
 
 
 @contextmanager

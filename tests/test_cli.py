@@ -199,8 +199,27 @@ def test_a_second_ctrl_c_stops_at_once(text, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Trainer, "_train_step", interrupted_step)
     assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *QUICK]) == 130
-    assert "interrupted; what was saved before is kept" in capsys.readouterr().err
-    assert load_checkpoint(tmp_path / "run").step == 0
+    kept = tmp_path / "run" / "step-00000000"
+    assert capsys.readouterr().err.endswith(f"interrupted: {kept} is kept\n")
+    assert load_checkpoint(kept).step == 0
+
+
+def test_ctrl_c_before_the_first_step_keeps_nothing(text, tmp_path, capsys, monkeypatch):
+    def read(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("fastattn.training.run.DataConfig.read", read)
+    assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *QUICK]) == 130
+    assert capsys.readouterr().err == "interrupted: nothing is kept\n"
+
+
+def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
+    def filter_scores(self, logits):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastattn.generation.sampling.Sampling.filter", filter_scores)
+    assert main(["generate", "--checkpoint", str(finished_run), "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "fastattn: interrupted\n"
 
 
 def test_resume_without_a_run_starts_one(text, tmp_path, capsys):
@@ -380,8 +399,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_there(run, text, tmp_path, c
     assert new[-1].endswith("step-00000000: File too large; there is no earlier one")
     assert resumed[-1].endswith(f"File too large; {out / 'step-00000000'} is kept")
     assert [sum("error" in line for line in lines) for lines in (new, resumed)] == [1, 1]
-    assert list((tmp_path / "new").glob("*step*")) == []
-    kept = {name: content for name, content in contents(out).items() if name in before}
-    kept.pop("metrics.jsonl")
-    assert kept == {name: x for name, x in before.items() if name != "metrics.jsonl"}
+    assert contents(tmp_path / "new") == {}
+    after = contents(out)
+    assert [name for name in before if after[name] != before[name]] == ["metrics.jsonl"]
     assert main(["train", "--out", str(out), "--resume"]) == 0

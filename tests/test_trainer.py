@@ -287,6 +287,18 @@ def test_loss_curve_shows_its_records(tmp_path):
     assert len(set(pictures)) == 3
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png"])
+def test_a_run_s_file_that_cannot_be_written_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "full").touch()
+    with pytest.raises(OSError, match=f"cannot write .*{name}: .*; the run's checkpoints are kept"):
+        draw_loss_curve([], tmp_path / name)
+    if name == "metrics.jsonl":
+        with pytest.raises(OSError, match=f"cannot write .*{name}: Is a directory; the run's"):
+            append_metrics(tmp_path, {"step": 1})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_a_metrics_line_that_was_cut_short_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == []
     append_metrics(tmp_path, {"step": 1, "loss": 2.0})

@@ -98,26 +98,33 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
     return final
 
 
-def load_checkpoint(path: str | Path, *, device: torch.device | str = "cpu") -> Checkpoint:
+def load_checkpoint(
+    path: str | Path, *, device: torch.device | str = "cpu", training: bool = True
+) -> Checkpoint:
     """Reads a checkpoint whole and checks it against its own sizes and digests.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
         device: where the model's tensors go; the others stay on the CPU.
+        training: read what only training needs as well, not the model and tokenizer alone.
 
     Raises:
         CheckpointError: there is none, or it is truncated, changed, or of another format.
     """
     folder = find_checkpoint(path)
     index = _read_index(folder)
-    contents = {name: _read_checked(folder, name, entry) for name, entry in index["files"].items()}
+    contents = {
+        name: _read_checked(folder, name, entry)
+        for name, entry in index["files"].items()
+        if training or name != _TRAINING
+    }
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     try:
         model = torch_format.load(contents[_MODEL])
         return Checkpoint(
             step=int(index["step"]),
             model={name: tensor.to(device) for name, tensor in model.items()},
-            training=torch_format.load(contents[_TRAINING]),
+            training=torch_format.load(contents[_TRAINING]) if training else {},
             tokenizer=from_json(contents[_TOKENIZER].decode("utf-8")),
             config=index["config"],
             state=index["state"],
@@ -134,7 +141,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
     Raises:
         CheckpointError: as `load_checkpoint`, or the parameters do not fit the configuration.
     """
-    checkpoint = load_checkpoint(path, device=device)
+    checkpoint = load_checkpoint(path, device=device, training=False)
     try:
         model = GPT(GPTConfig.from_dict(checkpoint.config["model"])).to(device)
     except (KeyError, TypeError, ValueError) as error:

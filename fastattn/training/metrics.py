@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
 
 
 def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Adds one record, which has a "step", to a run's metrics.jsonl."""
-    with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
+    """Adds one record, which has a "step", to a run's metrics.jsonl.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = run_dir / METRICS_FILE
+    with _told(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
@@ -33,16 +39,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
-    """Drops the records after a step, and starts the file if there is none."""
+    """Drops the records after a step, and starts the file if there is none.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
     text = "".join(json.dumps(record) + "\n" for record in records)
-    path = run_dir / METRICS_FILE
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
+    with _replacing(run_dir / METRICS_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> None:
@@ -71,10 +76,27 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    path = Path(path)
+    with _replacing(Path(path)) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary file to write, which takes the other's place if all goes well."""
     temporary = path.with_name(f".writing-{path.name}")
     try:
-        figure.savefig(temporary, format="png", dpi=120)
-        os.replace(temporary, path)
+        with _told(path):
+            yield temporary
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into one that says what it means for the run."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or error
+        raise OSError(f"cannot write {path}: {cause}; the run's checkpoints are kept") from None

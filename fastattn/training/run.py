@@ -125,12 +125,12 @@ def _build(
     options: Options, out_dir: Path, checkpoint: Checkpoint | None, say: Callable[[str], None]
 ) -> Trainer:
     """Everything a run needs, checked as far as possible before anything is written."""
-    config = TrainConfig(**options.training)
+    config = TrainConfig.from_dict(options.training)
     data_config = DataConfig(**options.data)
     device = resolve_device(config.device)
     config.resolve_dtype(device)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
-    GPTConfig(vocab_size=1, **options.model)
+    GPTConfig.from_dict({"vocab_size": 1, **options.model})
     text = data_config.read()
     if checkpoint is None:
         tokenizer = data_config.make_tokenizer(text)

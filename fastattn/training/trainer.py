@@ -110,9 +110,8 @@ class Trainer:
             CheckpointError, OSError: out_dir cannot be written, such as on a full disk.
         """
         config, first = self.config, self.step
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        truncate_metrics(self.out_dir, first)
         self._save()
+        truncate_metrics(self.out_dir, first)
         self.model.train()
         self._speed.start()
         while self.step < config.steps and not should_stop():
