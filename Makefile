@@ -36,9 +36,10 @@ demo: $(VENV)/.installed-gpt
 test: $(VENV)/.installed-test
 	$(bin)/pytest $(PYTEST_ARGS)
 
-lint: typecheck
+lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
+	@$(MAKE) --no-print-directory typecheck
 
 format: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .
