@@ -276,6 +276,20 @@ def test_metrics_and_curve_are_left(tmp_path):
     assert state["validation_loss"] == records[-1]["validation_loss"]
 
 
+def test_a_logged_loss_is_the_mean_since_the_last(tmp_path):
+    trainer = make_trainer(tmp_path, accumulation=2)
+    losses = []
+
+    def keep(model, inputs, outputs):
+        if model.training:
+            losses.append(outputs[1].detach())
+
+    trainer.model.register_forward_hook(keep)
+    trainer.run()
+    logged = torch.tensor([r["loss"] for r in read_metrics(tmp_path) if "loss" in r])
+    torch.testing.assert_close(logged, torch.stack(losses).view(4, 6).mean(dim=1))
+
+
 def test_loss_curve_shows_its_records(tmp_path):
     pictures = []
     for losses in ((3.0, 2.0), (3.0, 1.0), ()):
