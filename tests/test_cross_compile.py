@@ -90,11 +90,22 @@ def run_without_a_gpu() -> tuple[str, bool]:
     return repr(triton.runtime.driver.active.get_current_target()), bool((c == 0).all())
 
 
+def nested_targets() -> list[str]:
+    def name() -> str:
+        return str(triton.runtime.driver.active.get_current_target().arch)
+
+    outside = name()
+    with compiling_for("gfx942"):
+        inside = name()
+    return [outside, inside, name()]
+
+
 def count_for_lengths(*lengths: int) -> list[int]:
     return [count_compilations(lambda K=K: launch_matmul(N=16, K=K)) for K in lengths]
 
 
 def count_new_lengths() -> list[int]:
+    matmul_kernel.device_caches.clear()
     return count_for_lengths(256, 512, 512, 509)
 
 
@@ -110,6 +121,8 @@ def raise_unpicklable() -> None:
     class LocalError(Exception):
         pass
 
+    os.write(2, b"as LLVM prints")
+    os.write(1, b"." * 10_000)
     raise LocalError("cannot travel")
 
 
@@ -207,10 +220,13 @@ def test_launches_run_nothing(compile_pool: CompilePool) -> None:
     assert untouched
 
 
-def test_compilations_are_counted() -> None:
+def test_the_driver_of_before_comes_back(compile_pool: CompilePool) -> None:
+    assert compile_pool.call(f"{HERE}:nested_targets", "sm_90") == ["90", "gfx942", "90"]
+
+
+def test_compilations_are_counted(compile_pool: CompilePool) -> None:
     # 509 is odd: without do_not_specialize its divisibility compiles the kernel anew.
-    with CompilePool(workers=1) as fresh:
-        assert fresh.call(f"{HERE}:count_new_lengths", "sm_80") == [1, 0, 0, 1]
+    assert compile_pool.call(f"{HERE}:count_new_lengths", "sm_80") == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +234,10 @@ def test_compilations_are_counted() -> None:
     [
         ("launch_changing_type", r"(?s)launch_changing_type for sm_80: .*loop"),
         ("launch_bad_assembly", r"(?s)launch_bad_assembly for sm_80: .*no\.such"),
-        ("raise_unpicklable", "raise_unpicklable for sm_80: LocalError: cannot travel"),
+        (
+            "raise_unpicklable",
+            r"raise_unpicklable for sm_80: LocalError: cannot travel\nas LLVM prints\.",
+        ),
         ("not_there", "has no attribute 'not_there'"),
     ],
 )
@@ -301,6 +320,7 @@ SASS = """
                                                                       /* 0x000fc40000000f00 */
         /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;    /* outer */
         /*0020*/                   FFMA.FTZ R5, R5, R6, R7 ;
+        /*0028*/               @P3 EXIT ;
         /*0030*/                   MUFU.EX2 R5, R5             &wr=0x1 ?trans1;  /* 0x00 */
         /*0040*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
         /*0050*/              @!P0 BRA 0x20               &req={1} ?trans5;      /* 0x00 */
@@ -322,8 +342,8 @@ def test_innermost_matrix_loops_are_found_and_counted() -> None:
     assert matrix_loops(helper) == ()
     first, second = matrix_loops(kernel)
     assert first.address == 0x20
-    assert first.opcodes == {"FFMA.FTZ": 1, "MUFU.EX2": 1, "HMMA.16816.F32": 1, "BRA": 1}
-    assert (first.total, first.count("FFMA"), first.count("MUFU.EX2", "BRA")) == (4, 1, 2)
+    assert first.opcodes == {"FFMA.FTZ": 1, "MUFU.EX2": 1, "HMMA.16816.F32": 1, "BRA": 1, "EXIT": 1}
+    assert (first.total, first.count("FFMA"), first.count("MUFU.EX2", "BRA")) == (5, 1, 2)
     assert second.address == 0x90
     assert second.opcodes == {"HGMMA.64x64x16.F32.BF16": 1, "FFMA": 1, "FFMA2": 1, "BRA": 1}
     assert second.count("FFMA") == 1
@@ -334,4 +354,15 @@ def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
     (outer,) = matrix_loops(kernel)
     assert outer.address == 0x10
     assert outer.count("HMMA") == 2 and outer.count("HGMMA") == 1
-    assert outer.count("EXIT", "MOV", "FADD") == 0
+    assert outer.count("MOV", "FADD") == 0 and outer.count("EXIT") == 1
+
+
+def test_a_jump_back_is_no_loop_by_itself() -> None:
+    (function,) = read_sass("""
+        /*0000*/               @P0 BRA 0x30 ;
+        /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
+        /*0020*/                   EXIT ;
+        /*0030*/                   HMMA.16816.F32 R0, R6, R8, R0 ;
+        /*0040*/                   BRA 0x10 ;
+    """)
+    assert matrix_loops(function) == ()

@@ -140,7 +140,7 @@ def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
     index = {instruction.address: i for i, instruction in enumerate(function)}
     for last, instruction in enumerate(function):
         first = index.get(-1 if instruction.target is None else instruction.target, last + 1)
-        if first <= last:
+        if first < last:
             bodies.setdefault(first, {first}).update(_reaching(last, first, predecessors))
     # Nothing but its first instruction leads into a loop, so it holds the entry only as that.
     matrix = {
@@ -170,11 +170,9 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
     """What can reach `last` without passing `first`; both included."""
     found, pending = {first, last}, [last]
     while pending:
-        here = pending.pop()
-        if here != first:
-            new = set(predecessors[here]) - found
-            found |= new
-            pending += new
+        new = set(predecessors[pending.pop()]) - found
+        found |= new
+        pending += new
     return found
 
 
