@@ -22,7 +22,7 @@ def check_call(
     query_offset: int | Tensor | None,
     scale: float | None,
 ) -> tuple[int | None, int | None, float]:
-    """Check every argument of one attention call; return its band (left, right) and its scale."""
+    """Check one attention call, after `check_tensors`; return its band (left, right) and scale."""
     check_qkv(q, k, v)
     left, right = check_band(causal, window)
     check_key_padding_mask(key_padding_mask, k)
@@ -31,13 +31,17 @@ def check_call(
     return left, right, check_scale(scale, q.shape[3])
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
+def check_tensors(q: object, k: object, v: object) -> None:
+    """Tensors of four dimensions: what has to hold before anything else can be asked of them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {tuple(x.shape)}")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
     dtype, device = q.dtype, q.device
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")

@@ -77,6 +77,7 @@ def attention(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
             backend that cannot serve the call; the message names it.
     """
+    checks.check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     left, right, scale = checks.check_call(
         q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale
@@ -135,6 +136,7 @@ def explain(
         An `Explanation`: `.backend`, and `.reasons` from backend name to reason; `str()` of it is
         meant for people.
     """
+    checks.check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     checks.check_call(q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale)
     return dispatch.choose(q, k, v, backend)
@@ -150,15 +152,10 @@ def _kernel_rows(x: Tensor) -> Tensor:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has."""
-    if not isinstance(q, Tensor):
-        return q, k, v
     device = q.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
-    cast = (
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        else x
-        for x in (q, k, v)
-    )  # fmt: skip
-    return tuple(cast)  # type: ignore[return-value]
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
+    return q, k, v

@@ -37,6 +37,7 @@ from .mask import (
     worth_loading,
 )
 from .padding import launch_padding_extents
+from .product import add_weighted_rows, rows_by_rows
 from .softmax import LOG2E, weights
 from .tile import head, key_program, load_tile, load_vector, query_program, store_tile
 
@@ -50,13 +51,13 @@ def _grow_dq(
     """dq += ds k for one key block; valid = keep = None for a full block."""
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
     v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     p = weights(s, lse[:, None], scale_log2)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    dp = rows_by_rows(do, v, PRECISION)
     ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return add_weighted_rows(dq, ds, k, PRECISION)
 
 
 @triton.jit(do_not_specialize=[
@@ -137,14 +138,14 @@ def _grow_dkv(
     # A row past the last has lse = inf, so its weights are 0 and need no mask.
     lse = load_vector(lse_ptr + rows, in_rows, float("inf"))
     delta = load_vector(delta_ptr + rows, in_rows, 0.0)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+    s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
     p = weights(s, lse[None, :], scale_log2)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    dv = add_weighted_rows(dv, p, do, PRECISION)
+    dp = rows_by_rows(v, do, PRECISION)
     ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = add_weighted_rows(dk, ds, q, PRECISION)
     return dk, dv
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import triton
 
@@ -81,7 +82,7 @@ def table_for(arch: str) -> str:
 
 
 @cache
-def table(name: str) -> tuple[dict[str, object], ...]:
+def table(name: str) -> tuple[dict[str, Any], ...]:
     """Rows of tuning/<name>.json."""
     text = resources.files(__package__).joinpath("tuning", f"{name}.json").read_text("utf-8")
     return tuple(json.loads(text)["rows"])

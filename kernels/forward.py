@@ -26,6 +26,7 @@ from .mask import (
     worth_loading,
 )
 from .padding import launch_padding_extents
+from .product import add_weighted_rows, rows_by_rows
 from .softmax import LOG2E, finish, online_step
 from .tile import head, load_tile, query_program, store_tile
 
@@ -38,13 +39,12 @@ def _attend(
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block."""
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     p, rescale, m, l = online_step(s, m, l, scale_log2, keep is not None)
     v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    acc = acc * rescale[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from fastattn.kernels.interpreter import OutOfBoundsError, mend
 
 pytestmark = pytest.mark.skipif(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from fastattn.kernels.mask import (
     boundary_block,
     key_blocks,

@@ -1,0 +1,126 @@
+"""Every shipped kernel compiles for every GPU: no spills, fits shared memory, on matrix units.
+
+Nothing here runs on a GPU: the launchers themselves compile in worker processes.
+"""
+
+import itertools
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from fastattn.kernels import config
+from fastattn.kernels.arguments import MaskArguments
+from fastattn.kernels.backward import launch_backward
+from fastattn.kernels.forward import launch_forward
+from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.cross_compile import TARGETS, CompiledFacts, count_compilations
+
+SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
+MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def launch(
+    kernel: str,
+    D: int,
+    dtype: str = "bf16",
+    masks: str = "all",
+    T: int = 1000,
+    B: int = 2,
+    H_k: int = 2,
+) -> None:
+    """Launch one kernel on meta tensors, with every mask there is or with the causal one alone."""
+
+    def meta(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    mask = MaskArguments(None, 0, 0, None, None, None)
+    if masks == "all":
+        per_row = meta(B, dtype=torch.int32)
+        mask = MaskArguments(9, 9, 0, per_row, meta(B, T, dtype=torch.bool), per_row)
+    q, k, v = meta(B, 4, T, D), meta(B, H_k, T, D), meta(B, H_k, T, D)
+    if kernel == "forward":
+        launch_forward(q, k, v, mask, 0.1)
+    else:
+        lse = meta(B, 4, T, dtype=torch.float32)
+        launch_backward(q, lse if masks == "all" else None, q, k, v, q, lse, mask, 0.1)
+
+
+def compilations_for_new_shapes() -> list[int]:
+    """How many kernels each launch compiled: a first one, then other lengths, batches and heads."""
+
+    def both(**sizes: int) -> None:
+        launch("forward", 64, masks="causal", **sizes)
+        launch("backward", 64, masks="causal", **sizes)
+
+    shapes = [{}, {"T": 1}, {"T": 4095}, {"T": 16}, {"B": 1}, {"B": 33}, {"H_k": 4}, {"H_k": 1}]
+    return [count_compilations(lambda sizes=sizes: both(**sizes)) for sizes in shapes]
+
+
+KERNELS = ("forward", "backward")
+# target, kernel, head dim, dtype, masks
+KERNELS = ("forward", "backward")
+# target, kernel, head dim, dtype, masks
+CASES = [
+    *itertools.product(SHIPPED, KERNELS, (64, 128, 256), ("bf16",), ("all",)),
+    *itertools.product(SHIPPED, KERNELS, (128,), ("bf16",), ("causal",)),
+    *itertools.product(("sm_90",), KERNELS, (16, 40, 80, 160), ("bf16",), ("all",)),
+    *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
+    *itertools.product(("sm_80", "sm_90", "gfx942"), KERNELS, (64, 128), ("fp32",), ("all",)),
+    *itertools.product(("sm_86", "sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
+    """All cases, submitted at once so that every worker has something to do."""
+    return {
+        case: compile_pool.submit(
+            f"{__file__}:launch", case[0], kernel=case[1], D=case[2], dtype=case[3], masks=case[4]
+        )
+        for case in CASES
+    }
+
+
+def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
+    return [f for f in facts if f.name.startswith("attention_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
+    target, kernel, _, dtype, _ = case
+    facts = attention_kernels(compiled[case].result())
+    assert len(facts) == {"forward": 1, "backward": 2}[kernel]
+    for fact in facts:
+        assert not fact.spills, f"{fact.name}: {fact.spill_store_bytes} bytes spilled"
+        assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
+        assert fact.warnings == ()
+        if dtype != "fp32":
+            assert MATRIX_OP.get(target, "mma.sync") in fact.mma
+
+
+def test_weights_stay_in_registers_on_hopper(compiled: dict[tuple, Future]) -> None:
+    """P is the register operand of P V: it makes no way through shared memory."""
+    (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
+    assert fact.wgmma_register_a > 0
+
+
+def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
+    """One loop runs over full blocks, without compares; the other masks the boundary blocks."""
+    (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
+    full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+    tile = config._lookup("sm_90", "forward", 2, 128)
+    scores = tile.BLOCK_M * tile.BLOCK_N // (32 * tile.num_warps)  # a thread
+    assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
+    assert full.count("FSEL") == 0
+    assert boundary.count("FSEL") >= scores
+
+
+def test_shipped_targets_are_known_to_the_lab() -> None:
+    assert set(SHIPPED) <= set(TARGETS)
+
+
+def test_a_new_length_batch_or_head_count_compiles_nothing(compile_pool: CompilePool) -> None:
+    counts = compile_pool.call(f"{__file__}:compilations_for_new_shapes", "sm_90")
+    assert counts == [3, 0, 0, 0, 0, 0, 0, 0]

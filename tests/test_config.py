@@ -1,0 +1,79 @@
+"""The tile tables: every kernel has a tile for every size, and lookups find it."""
+
+import pytest
+
+from fastattn.kernels import config
+from fastattn.kernels.config import TileConfig
+
+NUMBERS = {"element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
+
+
+@pytest.mark.parametrize("name", config.TABLES)
+def test_rows_are_well_formed(name: str) -> None:
+    rows = config.table(name)
+    keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
+    assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
+    for row in rows:
+        assert row["kernel"] in config.KERNELS
+        assert set(row) - {"kernel", "source"} == NUMBERS
+        assert all(isinstance(row[n], int) for n in NUMBERS)
+        for field in ("BLOCK_D", "BLOCK_M", "BLOCK_N"):
+            assert row[field] >= 16
+            assert row[field].bit_count() == 1, f"{field} must be a power of two"
+        assert name == "interpreter" or row["source"] in ("modelled", "measured")
+
+
+@pytest.mark.parametrize("name", config.TABLES)
+@pytest.mark.parametrize("kernel", config.KERNELS)
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
+def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
+    tile = config._lookup(name, kernel, element_size, BLOCK_D)
+    assert isinstance(tile, TileConfig)
+
+
+def test_lookup_takes_the_next_wider_row() -> None:
+    rows = {
+        r["BLOCK_D"]: r
+        for r in config.table("sm_90")
+        if r["kernel"] == "forward" and r["element_size"] == 2
+    }
+    for BLOCK_D, served_by in ((16, 64), (64, 64), (128, 128), (256, 256)):
+        tile = config._lookup("sm_90", "forward", 2, BLOCK_D)
+        assert tuple(rows[served_by][field] for field in ("BLOCK_M", "BLOCK_N")) == (
+            tile.BLOCK_M,
+            tile.BLOCK_N,
+        )
+
+
+@pytest.mark.parametrize(
+    ("arch", "table"),
+    [
+        ("interpreter", "interpreter"),
+        ("sm_75", "sm_80"),
+        ("sm_80", "sm_80"),
+        ("sm_86", "sm_86"),
+        ("sm_87", "sm_86"),
+        ("sm_89", "sm_86"),
+        ("sm_90", "sm_90"),
+        ("sm_100", "sm_100"),
+        ("sm_103", "sm_100"),
+        ("sm_120", "sm_86"),
+        ("gfx942", "gfx942"),
+        ("gfx90a", "gfx942"),
+    ],
+)
+def test_architectures_without_a_table_borrow_one(arch: str, table: str) -> None:
+    assert config.table_for(arch) == table
+
+
+def test_forced_tiles_end_with_their_block() -> None:
+    usual = config.lookup("forward", 2, 64)
+    forced = TileConfig(16, 16)
+    with config.forced(forward=forced):
+        assert config.lookup("forward", 2, 64) == forced
+        assert config.lookup("backward_dq", 2, 64) != forced or usual == forced
+        with config.forced(forward=TileConfig(32, 16)):
+            assert config.lookup("forward", 2, 64) == TileConfig(32, 16)
+        assert config.lookup("forward", 2, 64) == forced
+    assert config.lookup("forward", 2, 64) == usual
