@@ -17,8 +17,9 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # From the top floor to the bottom. A module belongs to the longest name that it starts with, may
 # import from its own floor and from those below, and every module must have a floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("fastattn.testing",),
+    ("fastattn.testing", "fastattn.bench"),
     ("fastattn.cli",),
+    ("fastattn.bench.training_step", "fastattn.bench.facts"),
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),
     ("fastattn",),
@@ -57,7 +58,7 @@ APART = {
     ("fastattn.reference", "fastattn.dispatch"),
     ("fastattn.ops", "fastattn.reference"),
 }
-KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing")
+KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing", "fastattn.bench")
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 # What a plain install has; everything else is imported inside the function that needs it.
 REQUIRED = {"torch", "triton", "einops"}

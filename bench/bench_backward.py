@@ -1,0 +1,7 @@
+"""Backward passes, alone and together with their forward."""
+
+FAMILY = "backward"
+
+
+def test_backward(run_attention, case, implementation):
+    run_attention(case, implementation)

@@ -1,0 +1,7 @@
+"""Every mask that there is, at the same sizes."""
+
+FAMILY = "masks"
+
+
+def test_masks(run_attention, case, implementation):
+    run_attention(case, implementation)

@@ -1,0 +1,66 @@
+"""What the host pays: a call up to its launch, the choice of a backend, imports, the first call.
+
+Without a GPU the launches go to a stand-in for Triton's driver; everything before it is real.
+"""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastattn import attention
+from fastattn.bench import overhead
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CALLS = ("bare launch", "fastattn", "fastattn with grad")
+
+
+@pytest.fixture(scope="module")
+def device():
+    """Where launches are swallowed, unless there is a GPU for them."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not launched")
+    stand_in = contextlib.nullcontext() if DEVICE == "cuda" else overhead.stand_in_gpu()
+    with stand_in:
+        yield DEVICE
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_host_cost_of_a_call(benchmark, device, call):
+    calls = overhead.calls(device)
+    calls[call]()
+    over = overhead.host_cost(calls[call]) - overhead.host_cost(calls["bare launch"])
+    benchmark.extra_info["us_over_bare_launch"] = round(over, 2)
+    benchmark.pedantic(calls[call], rounds=50, iterations=10, warmup_rounds=2)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+SMALL = {
+    "fastattn-torch": partial(attention, causal=True, backend="torch"),
+    "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("implementation", SMALL)
+def test_dispatch_on_the_cpu(benchmark, implementation):
+    q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
+    call = SMALL[implementation]
+    benchmark.pedantic(lambda: call(q, k, v), rounds=50, iterations=20, warmup_rounds=2)
+
+
+def test_import_over_torch_and_triton(benchmark):
+    times = []
+    benchmark.pedantic(lambda: times.append(overhead.import_ms(repeats=1)), rounds=2)
+    benchmark.extra_info["import_ms"] = round(min(times), 1)
+
+
+def test_first_call(benchmark):
+    """Compiles in a fresh process with an empty Triton cache, then loads in another."""
+    found = {}
+    benchmark.pedantic(lambda: found.update(overhead.first_call_ms(DEVICE)), rounds=1)
+    benchmark.extra_info.update({name: round(ms, 1) for name, ms in found.items()})

@@ -1,0 +1,179 @@
+"""Which benchmarks there are on this machine, and how one is run.
+
+A file of this folder names a family of cases; each of its tests is one implementation on one case.
+The kernels run as they do for users: compiled on a GPU, not at all without one.
+"""
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# With the checkout on sys.path our kernel folder could be imported as a top-level package
+# `kernels`, which is the name of somebody else's distribution.
+_CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--case-set", choices=("quick", "full"), default="quick", help="on a GPU")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of (case, implementation) runs for every pair of its module's FAMILY."""
+    if not {"case", "implementation"} <= set(metafunc.fixturenames):
+        return
+    from fastattn.bench.cases import cpu_cases, gpu_cases
+    from fastattn.bench.implementations import side_by_side
+
+    cases = [*gpu_cases(metafunc.config.getoption("--case-set")), *cpu_cases()]
+    pairs = [
+        pytest.param(
+            case,
+            implementation,
+            id=f"{case.name}-{implementation.name}",
+            marks=pytest.mark.gpu if case.device == "cuda" else (),
+        )
+        for case in cases
+        if case.family == metafunc.module.FAMILY
+        for implementation in side_by_side(case.device)
+    ]
+    metafunc.parametrize(("case", "implementation"), pairs)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a GPU: torch sees no CUDA device")
+
+
+class _Workbench:
+    """What the tests of a run share: timers, and the inputs of the case that is being measured."""
+
+    def __init__(self) -> None:
+        self._case: Any = None
+        self._prepared: Any = None
+        self._benches: dict[str, Any] = {}
+
+    def bench(self, device: str) -> Any:
+        from fastattn.bench.attention import Bench
+        from fastattn.bench.measure import Effort, HostTimer
+        from fastattn.bench.suite import gpu_bench
+
+        if device not in self._benches:
+            effort = Effort(target_ms=40, least=3, most=20, pause=0)
+            host = Bench(HostTimer(), effort)
+            self._benches[device] = gpu_bench("quick") if device == "cuda" else host
+        return self._benches[device]
+
+    def prepared(self, case: Any) -> Any:
+        """Inputs and expected results; those of the last case are dropped."""
+        from fastattn.bench.attention import release
+        from fastattn.bench.correctness import expect
+        from fastattn.bench.inputs import make_inputs
+
+        if case != self._case:
+            self._case = self._prepared = None
+            release(case.device)
+            inputs = make_inputs(case)
+            self._case, self._prepared = case, (inputs, expect(case, inputs))
+        return self._prepared
+
+
+@pytest.fixture(scope="session")
+def workbench() -> _Workbench:
+    return _Workbench()
+
+
+@pytest.fixture
+def quiet_peers() -> Iterator[None]:
+    """Warnings are errors in this suite, but not those of other people's code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def run(benchmark: Any, workbench: _Workbench, quiet_peers: None) -> Callable[[Any, str], None]:
+    """Benchmarks a function on "cuda" or "cpu"; device times go into extra_info."""
+
+    def measure(function: Callable[[], object], device: str) -> None:
+        bench = workbench.bench(device)
+        if device != "cuda":
+            benchmark.pedantic(function, rounds=_rounds(function), warmup_rounds=1)
+            return
+        from fastattn.bench.measure import compare
+
+        timing = compare({"it": function}, bench.timer, bench.effort)["it"]
+        if isinstance(timing, Exception):
+            raise timing
+        benchmark.extra_info["device_ms"] = timing.to_dict()
+
+        def call() -> None:
+            function()
+            torch.cuda.synchronize()
+
+        benchmark.pedantic(call, setup=bench.timer.flush, rounds=timing.samples)
+
+    return measure
+
+
+@pytest.fixture
+def run_attention(
+    benchmark: Any, run: Callable[[Any, str], None], workbench: _Workbench
+) -> Callable[[Any, Any], None]:
+    """Checks one implementation on one case, benchmarks it, and notes its figures.
+
+    Skips, with the reason, what cannot serve the case; a peer that computes something else or fails
+    is skipped too, as its times would mean nothing.
+    """
+    from fastattn.bench import attention, figures
+
+    def measure(case: Any, implementation: Any) -> None:
+        why_not = implementation.why_not(case)
+        if why_not is not None:
+            pytest.skip(f"{implementation.name} cannot serve this case: {why_not}")
+        try:
+            inputs, expected = workbench.prepared(case)
+            work, memory = attention.prepare(implementation, case, inputs, expected)
+        except Exception as error:
+            if implementation.name.startswith("fastattn") and not _is_memory(error):
+                raise
+            pytest.skip(f"{implementation.name}: {type(error).__name__}: {error}")
+        run(work, case.device)
+        info = benchmark.extra_info
+        info.update(memory)
+        if "device_ms" in info:
+            info.update(figures.figures(case, info["device_ms"]["median"]))
+            info.update(workbench.bench(case.device).readings())
+        elif implementation.name == "fastattn-torch":
+            info["time_over_sdpa"] = _time_over_sdpa(case, work, workbench)
+
+    return measure
+
+
+def _time_over_sdpa(case: Any, work: Callable[[], object], workbench: _Workbench) -> float:
+    """How many times longer than torch's own function, called directly, in alternation."""
+    from fastattn.bench import attention, implementations
+    from fastattn.bench.measure import compare
+
+    sdpa = next(i for i in implementations.IMPLEMENTATIONS if i.name == "sdpa")
+    theirs, _ = attention.prepare(sdpa, case, *workbench.prepared(case))
+    bench = workbench.bench("cpu")
+    found = compare({"ours": work, "theirs": theirs}, bench.timer, bench.effort)
+    return round(found["ours"].median / found["theirs"].median, 3)
+
+
+def _rounds(function: Callable[[], object]) -> int:
+    begin = time.perf_counter()
+    function()
+    return max(3, min(20, math.ceil(0.1 / (time.perf_counter() - begin))))
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError)

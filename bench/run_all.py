@@ -1,0 +1,56 @@
+"""Everything that is to be measured on a machine with a GPU, in one command.
+
+    python bench/run_all.py --out DIR --quick --budget-minutes 9
+
+Leaves results.json, results.md, PNG plots, log.txt and a tuning table in DIR; the JSON file is
+whole after every case, so an end in the middle loses nothing. The same command goes on from there.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from fastattn.bench.facts import command_line
+from fastattn.bench.full_run import run_all, summary
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for results")
+    parser.add_argument("--quick", action="store_true", help="the small set of cases")
+    parser.add_argument(
+        "--budget-minutes", type=float, help="for everything (9 with --quick, else 60)"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", default=[], choices=("tests", "suite", "tuning"), help="leave out"
+    )
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to measure here\n")
+        return 2
+    minutes = arguments.budget_minutes or (9 if arguments.quick else 60)
+    report = run_all(
+        arguments.out,
+        CHECKOUT,
+        "quick" if arguments.quick else "full",
+        60 * minutes,
+        command_line(),
+        skip=arguments.skip,
+        say=say,
+    )
+    sys.stdout.write((arguments.out / "results.md").read_text(encoding="utf-8")[-6000:])
+    sys.stdout.write(summary(report.data) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

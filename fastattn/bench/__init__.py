@@ -1,0 +1,1 @@
+"""What the benchmarks share: shapes, implementations, timing, figures and reports."""

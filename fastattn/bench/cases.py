@@ -1,0 +1,219 @@
+"""The shapes that are measured, as data, the most telling first.
+
+Sources: the sweep at 16384 tokens and hidden size 2048 is that of FlashAttention-3 (Shah et al.
+2024, section 4.1); 64 query heads on 8 key/value heads of width 128 are Llama 3 70B's, 32 on 8 are
+Llama 3 8B's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Direction = Literal["forward", "backward", "forward_backward"]
+
+_BOTH: tuple[Direction, ...] = ("forward", "backward")
+
+SETS = ("quick", "full")
+FAMILIES = ("forward", "backward", "padded", "masks", "decode")
+
+# Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the sizes of the modules of
+# CPython 3.11's standard library, in tokens of four bytes.
+DOCUMENT_LENGTHS = (
+    21, 64, 142, 220, 256, 278, 334, 443, 557, 654, 782, 886, 1044, 1268, 1399, 1579, 1841, 2105,
+    2414, 2849, 3063, 3278, 3379, 3718, 4249, 5175, 5881, 7303, 8528, 10271, 15092, 25526,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention to measure.
+
+    Args:
+        family: what it belongs to, one of FAMILIES.
+        direction: what runs inside the timer.
+        B, H_q, H_k, T_q, T_k, D: sizes; D is the head dim of q, k and v.
+        causal, window: as in `fastattn.attention`, the window as a pair.
+        lengths: real keys of each batch row, the others being padding.
+        padding_side: "right" states the padding as key_lengths, "left" as key_padding_mask.
+        dtype: name of a torch dtype.
+        layout: memory order of q, k, v and the output's gradient. "bthd" is what projections
+            leave: transposed views of [B, T, H, D].
+        device: "cuda" or "cpu".
+        label: tells cases of equal sizes apart.
+        slow_peers: also measure the peers that compile for a long time before their first call.
+    """
+
+    family: str
+    direction: Direction
+    B: int
+    H_q: int
+    H_k: int
+    T_q: int
+    T_k: int
+    D: int
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    lengths: tuple[int, ...] | None = None
+    padding_side: Literal["right", "left"] = "right"
+    dtype: str = "bfloat16"
+    layout: Literal["bthd", "bhtd"] = "bthd"
+    device: str = "cuda"
+    label: str = ""
+    slow_peers: bool = True
+
+    @property
+    def name(self) -> str:
+        """A name for people and for test ids, unique within a set."""
+        heads = f"H{self.H_q}" if self.H_q == self.H_k else f"H{self.H_q}:{self.H_k}"
+        length = f"T{self.T_q}" if self.T_q == self.T_k else f"T{self.T_q}:{self.T_k}"
+        parts = [self.family]
+        if self.direction != self.family:
+            parts.append({"forward": "fwd", "backward": "bwd"}.get(self.direction, "fwdbwd"))
+        parts += [f"B{self.B}", heads, length, f"D{self.D}", "causal" if self.causal else "full"]
+        if self.window is not None:
+            left, right = ("inf" if side is None else side for side in self.window)
+            parts.append(f"window{left}:{right}")
+        parts += [self.label] if self.label else []
+        parts += [self.dtype] if self.dtype != "bfloat16" else []
+        parts += [self.layout] if self.layout != "bthd" else []
+        parts += [self.device] if self.device != "cuda" else []
+        return "-".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values, and the name."""
+        return {"name": self.name, **asdict(self)}
+
+
+def sweep(direction: Direction, D: int, T: int, causal: bool) -> Case:
+    """A point of FlashAttention-3's sweep: 16384 tokens, hidden size 2048."""
+    H = 2048 // D
+    family = "forward" if direction == "forward" else "backward"
+    return Case(family, direction, 16384 // T, H, H, T, T, D, causal=causal)
+
+
+def grouped(direction: Direction, T: int, causal: bool) -> Case:
+    """64 query heads on 8 key/value heads, one sequence."""
+    family = "forward" if direction == "forward" else "backward"
+    return Case(family, direction, 1, 64, 8, T, T, 128, causal=causal)
+
+
+def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
+    """A padded batch of 16 rows: kind "dense" (no mask), "half" (half full), "documents"."""
+    lengths = {
+        "dense": None,
+        "half": (T // 2,) * 16,
+        "documents": tuple(min(n, T) for n in DOCUMENT_LENGTHS[::2]),
+    }[kind]
+    return Case("padded", direction, 16, 32, 8, T, T, 128, causal, lengths=lengths, label=kind)
+
+
+def decode(B: int, T_k: int) -> Case:
+    """One token for each of B sequences, against a full cache of T_k keys."""
+    return Case("decode", "forward", B, 32, 8, 1, T_k, 128, causal=True)
+
+
+def masks(direction: Direction, T: int) -> Iterator[Case]:
+    """Every mask there is, at the same sizes."""
+    plain = Case("masks", direction, 2, 16, 16, T, T, 128)
+    yield replace(plain, causal=True)
+    yield replace(plain, causal=True, window=(1023, 0))
+    yield replace(plain, window=(512, 512))
+    half = (T, T // 2)
+    yield replace(plain, causal=True, lengths=half, label="lengths")
+    yield replace(plain, causal=True, lengths=half, padding_side="left", label="left-padded")
+
+
+def _important() -> Iterator[Case]:
+    """What the project's aims are about, in the order of their weight."""
+    for T in (4096, 16384):
+        for direction in _BOTH:
+            yield sweep(direction, 128, T, causal=True)
+    for T in (4096, 16384):
+        yield sweep("forward", 64, T, causal=True)
+    yield sweep("backward", 64, 4096, causal=True)
+    for direction in _BOTH:
+        yield sweep(direction, 128, 4096, causal=False)
+    for kind in ("dense", "half", "documents"):
+        yield padded("forward", kind, 4096, causal=False)
+    yield decode(32, 4096)
+    yield decode(1, 4096)
+    for direction in _BOTH:
+        yield grouped(direction, 8192, causal=True)
+    yield from masks("forward", 8192)
+    for direction in _BOTH:
+        yield sweep(direction, 256, 4096, causal=True)
+        yield sweep(direction, 128, 8192, causal=True)
+    for T in (512, 1024, 2048):
+        for direction in _BOTH:
+            yield sweep(direction, 128, T, causal=True)
+    yield sweep("forward_backward", 128, 4096, causal=True)
+    yield padded("forward_backward", "documents", 4096, causal=True)
+
+
+def _remaining() -> Iterator[Case]:
+    for causal in (True, False):
+        for D in (128, 64, 256):
+            for T in (512, 1024, 2048, 4096, 8192, 16384):
+                for direction in _BOTH:
+                    yield sweep(direction, D, T, causal)
+    for causal in (True, False):
+        for T in (2048, 4096, 8192, 16384, 32768):
+            for direction in _BOTH:
+                yield grouped(direction, T, causal)
+    for B, T_k in ((1, 1024), (8, 8192), (64, 8192), (1, 32768), (8, 32768)):
+        yield decode(B, T_k)
+    yield from masks("backward", 8192)
+    for T in (2048, 8192):
+        for causal in (True, False):
+            for kind in ("dense", "half", "documents"):
+                yield padded("forward", kind, T, causal)
+                yield padded("forward_backward", kind, T, causal)
+    for direction in _BOTH:
+        base = sweep(direction, 128, 4096, causal=True)
+        yield replace(base, layout="bhtd")
+        yield replace(base, dtype="float16")
+        yield replace(base, dtype="float32")
+
+
+def gpu_cases(which: str = "quick") -> list[Case]:
+    """The cases of a set, the most important first, each once.
+
+    Args:
+        which: "quick", a few minutes, in which peers that compile for long are measured at a few
+            lengths only; or "full".
+
+    Raises:
+        ValueError: there is no such set.
+    """
+    if which not in SETS:
+        raise ValueError(f"case set must be one of {', '.join(SETS)}, got {which!r}")
+    if which == "full":
+        return _each_once([*_important(), *_remaining()])
+    return [replace(case, slow_peers=_compares_all(case)) for case in _each_once(_important())]
+
+
+def cpu_cases() -> list[Case]:
+    """Small shapes for the path that serves a machine without a GPU."""
+    base = Case("forward", "forward", 2, 4, 4, 256, 256, 64, dtype="float32", device="cpu")
+    backward = replace(base, family="backward", direction="backward")
+    return [
+        base,
+        replace(base, causal=True),
+        replace(base, causal=True, H_k=2),
+        replace(backward, causal=True),
+        replace(backward, direction="forward_backward", causal=True),
+        replace(base, family="padded", lengths=(256, 128), label="half"),
+        replace(base, family="masks", causal=True, window=(63, 0)),
+        replace(base, family="decode", T_q=1, H_k=2, causal=True),
+    ]
+
+
+def _compares_all(case: Case) -> bool:
+    """Whether the quick set spends a long compilation on this case's peers."""
+    return case.D in (64, 128) and max(case.T_q, case.T_k) in (4096, 8192)
+
+
+def _each_once(cases: Iterable[Case]) -> list[Case]:
+    return list({case.name: case for case in cases}.values())

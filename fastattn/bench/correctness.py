@@ -1,0 +1,110 @@
+"""One check of every implementation against the error budget, before it is timed.
+
+The oracle in float64 does not fit the memory for whole cases, so a sample of heads is compared: the
+first key/value head of the first batch row and the last of the last, each with all of its query
+heads. Of those, every output element and, where the case has a backward, every element of dq, dk
+and dv is held to the budget. Elsewhere the results have to be finite. Query rows go to the oracle
+in chunks; the gradients of keys and values are summed over the chunks in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..testing import assert_within_budget
+from .cases import Case
+from .inputs import Inputs
+
+# Bytes of one matrix of scores that the oracle may hold; it holds about ten at a time.
+_CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Results of the oracle for some heads: in float64 (exact) and in the case's dtype (naive).
+
+    Both map (batch row, key/value head) to o, or o, dq, dk, dv, with batch and head dims of the
+    sample alone: [1, G, T_q, D] and [1, 1, T_k, D].
+    """
+
+    exact: dict[tuple[int, int], tuple[Tensor, ...]]
+    naive: dict[tuple[int, int], tuple[Tensor, ...]]
+
+
+def expect(case: Case, inputs: Inputs) -> Expected:
+    """What a case's implementations have to compute, for the sampled heads."""
+    heads = sorted({(0, 0), (case.B - 1, case.H_k - 1)})
+    dtype = getattr(torch, case.dtype)
+    return Expected(
+        {head: _oracle(case, inputs, *head, torch.float64) for head in heads},
+        {head: _oracle(case, inputs, *head, dtype) for head in heads},
+    )
+
+
+def check(
+    case: Case, o: Tensor, gradients: tuple[Tensor, Tensor, Tensor] | None, expected: Expected
+) -> None:
+    """Hold results to the error budget.
+
+    Args:
+        o: [B, H_q, T_q, D].
+        gradients: dq, dk, dv in the shapes of q, k, v; None for a forward case.
+        expected: from `expect`, for the same inputs.
+
+    Raises:
+        AssertionError: naming the result and how far off it is.
+    """
+    names = ("o", "dq", "dk", "dv")
+    results = (o, *(gradients or ()))
+    G = case.H_q // case.H_k
+    for name, x in zip(names, results, strict=False):
+        assert x.isfinite().all(), f"{name} has NaN or inf"
+        for (b, h), exact in expected.exact.items():
+            first = h * G if name in ("o", "dq") else h
+            count = G if name in ("o", "dq") else 1
+            part = x[b : b + 1, first : first + count]
+            i = names.index(name)
+            assert_within_budget(name, part, exact[i], expected.naive[b, h][i])
+
+
+def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """o, or o, dq, dk, dv, of one key/value head and its query heads, in chunks of query rows."""
+    G = case.H_q // case.H_k
+    row, queries = slice(b, b + 1), slice(h * G, (h + 1) * G)
+    q, do = (x[row, queries].detach().to(dtype) for x in (inputs.q, inputs.do))
+    k, v = (x[row, h : h + 1].detach().to(dtype) for x in (inputs.k, inputs.v))
+    padding: dict[str, Any] = {
+        name: None if x is None else x[row] for name, x in inputs.padding().items()
+    }
+    needs_grad = case.direction != "forward"
+    wide = torch.promote_types(dtype, torch.float32)
+    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    outputs, dqs = [], []
+    rows = max(1, _CHUNK_BYTES[case.device] // (G * case.T_k * dtype.itemsize))
+    for first in range(0, case.T_q, rows):
+        leaves = [
+            x.detach().requires_grad_(needs_grad) for x in (q[:, :, first:][:, :, :rows], k, v)
+        ]
+        o = reference.attention(
+            *leaves,
+            causal=case.causal,
+            window=case.window,
+            query_offset=case.T_k - case.T_q + first,
+            **padding,
+        )
+        assert isinstance(o, Tensor)
+        outputs.append(o.detach())
+        if needs_grad:
+            dq_part, dk_part, dv_part = torch.autograd.grad(
+                o, leaves, do[:, :, first : first + rows]
+            )
+            dqs.append(dq_part)
+            dk += dk_part
+            dv += dv_part
+    o = torch.cat(outputs, 2)
+    return (o, torch.cat(dqs, 2), dk.to(dtype), dv.to(dtype)) if needs_grad else (o,)

@@ -1,0 +1,179 @@
+"""What is measured side by side: fastattn by backend, torch by backend, and the formula itself.
+
+An implementation says of a case why it cannot serve it, or prepares a function from q, k, v to o.
+Preparation is outside the timer: masks, packing and first compilations belong there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import reference
+from ..functional import attention
+from .cases import Case
+from .inputs import Inputs, visible_mask
+from .peers import PEERS
+from .serving import Attention, Implementation, Unserved
+
+OURS = "fastattn-triton"
+# What a speed is compared with: the fused kernels that a user of torch has without installing any.
+TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
+# An implementation that holds all scores is left out where these are more.
+_MOST_SCORES = 2**30
+
+
+def _holds_all_scores(case: Case) -> str | None:
+    scores = case.B * case.H_q * case.T_q * case.T_k
+    if scores > _MOST_SCORES:
+        return f"holds {scores} scores in memory; measured up to {_MOST_SCORES}"
+    return None
+
+
+def _fastattn(backend: str) -> Implementation:
+    def serves(case: Case) -> str | None:
+        if backend == "triton" and case.device != "cuda":
+            return "its kernels need a GPU"
+        return None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(
+                q,
+                k,
+                v,
+                causal=case.causal,
+                window=case.window,
+                backend=backend,
+                **inputs.padding(),
+            )
+
+        return call
+
+    return Implementation(f"fastattn-{backend}", serves, prepare)
+
+
+def _naive() -> Implementation:
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = reference.attention(
+                q, k, v, causal=case.causal, window=case.window, **inputs.padding()
+            )
+            assert isinstance(o, Tensor)
+            return o
+
+        return call
+
+    return Implementation("naive", _holds_all_scores, prepare)
+
+
+_CanUse = Callable[..., bool]
+_SDPA: dict[str, tuple[SDPBackend, _CanUse | None]] = {
+    "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
+    "math": (SDPBackend.MATH, None),
+}
+
+
+def _sdpa_call(case: Case, inputs: Inputs) -> tuple[Attention, Tensor | None, bool]:
+    """scaled_dot_product_attention for a case, with the mask and the flag that it is given."""
+    square = case.causal and case.window is None and case.lengths is None
+    is_causal = square and case.T_q == case.T_k
+    mask = None if is_causal else visible_mask(case, inputs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=case.H_q != case.H_k
+        )
+
+    return call, mask, is_causal
+
+
+def _pinned_sdpa(name: str) -> Implementation:
+    backend, can_use = _SDPA[name]
+
+    def serves(case: Case) -> str | None:
+        if case.device != "cuda":
+            return "torch's backends can be pinned on a GPU only"
+        return _holds_all_scores(case) if name == "math" else None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        call, mask, is_causal = _sdpa_call(case, inputs)
+        if can_use is not None:
+            why_not = _why_refused(can_use, case, inputs, mask, is_causal)
+            if why_not is not None:
+                raise Unserved(why_not)
+
+        def pinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return call(q, k, v)
+
+        return pinned
+
+    def pin() -> contextlib.AbstractContextManager[object]:
+        return sdpa_kernel(backend)
+
+    return Implementation(f"sdpa-{name}", serves, prepare, pin)
+
+
+def _why_refused(
+    can_use: _CanUse, case: Case, inputs: Inputs, mask: Tensor | None, is_causal: bool
+) -> str | None:
+    """Torch's own words for why a backend cannot take a call."""
+    params = torch.backends.cuda.SDPAParams(
+        inputs.q, inputs.k, inputs.v, mask, 0.0, is_causal, case.H_q != case.H_k
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if can_use(params, True):
+            return None
+    words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
+    return " ".join(" ".join(words).split())[:300] or "torch says no, without a reason"
+
+
+def _default_sdpa() -> Implementation:
+    def serves(case: Case) -> str | None:
+        return "on a GPU its backends are measured one by one" if case.device == "cuda" else None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        return _sdpa_call(case, inputs)[0]
+
+    return Implementation("sdpa", serves, prepare)
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _fastattn("triton"),
+    *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
+    *PEERS,
+    _pinned_sdpa("efficient"),
+    _fastattn("torch"),
+    _default_sdpa(),
+    _pinned_sdpa("math"),
+    _naive(),
+)
+
+
+@dataclass(frozen=True)
+class _ByDevice:
+    gpu: tuple[str, ...]
+    cpu: tuple[str, ...]
+
+
+_NAMES = _ByDevice(
+    gpu=tuple(i.name for i in IMPLEMENTATIONS if i.name != "sdpa"),
+    cpu=("fastattn-torch", "sdpa", "naive"),
+)
+
+
+def side_by_side(device: str) -> list[Implementation]:
+    """The implementations that are compared on a kind of device, "cuda" or "cpu"."""
+    names = _NAMES.gpu if device == "cuda" else _NAMES.cpu
+    return [i for i in IMPLEMENTATIONS if i.name in names]

@@ -1,0 +1,78 @@
+"""The tensors of a case, drawn on the device where they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .cases import Case
+
+
+@dataclass
+class Inputs:
+    """What implementations are given.
+
+    q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
+    grad if the case needs gradients. key_lengths int32 [B] or key_padding_mask bool [B, T_k]
+    states the padding, if there is any.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    key_lengths: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+
+    def padding(self) -> dict[str, Any]:
+        """The padding as arguments of `fastattn.attention`."""
+        return {"key_lengths": self.key_lengths, "key_padding_mask": self.key_padding_mask}
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Draw the tensors of a case; equal seeds give equal numbers on equal devices.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit the device.
+    """
+    device = torch.device(case.device)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def draw(H: int, T: int) -> Tensor:
+        shape = (case.B, T, H, case.D) if case.layout == "bthd" else (case.B, H, T, case.D)
+        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return x.transpose(1, 2) if case.layout == "bthd" else x
+
+    needs_grad = case.direction != "forward"
+    q, do = draw(case.H_q, case.T_q), draw(case.H_q, case.T_q)
+    k, v = draw(case.H_k, case.T_k), draw(case.H_k, case.T_k)
+    q, k, v = (x.detach().requires_grad_(needs_grad) for x in (q, k, v))
+    inputs = Inputs(q, k, v, do)
+    if case.lengths is not None:
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        if case.padding_side == "right":
+            inputs.key_lengths = lengths
+        else:
+            keys = torch.arange(case.T_k, device=device)
+            inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
+    return inputs
+
+
+def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
+    """bool [B or 1, 1, T_q, T_k] for implementations that take nothing else; None = all visible."""
+    sees_all = case.window is None and (not case.causal or case.T_q == 1)
+    if sees_all and case.lengths is None:
+        return None
+    return reference.visible_mask(
+        case.T_q,
+        case.T_k,
+        causal=case.causal,
+        window=case.window,
+        device=inputs.q.device,
+        **inputs.padding(),
+    )

@@ -1,0 +1,245 @@
+"""Times of functions that are compared with each other, in one process and in alternation.
+
+On a GPU a sample is the time between two events around the call. Before the first of them the
+second-level cache is overwritten, so that every call finds it cold; the writes also keep the GPU
+busy for longer than the host takes to issue the call, so that waiting for the host is not measured.
+Samples of the functions take turns, forwards and backwards, so that a clock that drifts and a
+neighbour's heat fall on all of them. Clocks and power limits are read, never set.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+Function = Callable[[], object]
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 20th and 80th percentile, least, and how many samples."""
+
+    median: float
+    p20: float
+    p80: float
+    least: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Summary of samples in milliseconds, at least one."""
+        ordered = sorted(samples)
+        return cls(
+            statistics.median(ordered),
+            _percentile(ordered, 0.2),
+            _percentile(ordered, 0.8),
+            ordered[0],
+            len(ordered),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields as JSON values, rounded to a tenth of a microsecond."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """By linear interpolation between the two nearest samples."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+# Issues one call; what it returns gives the call's milliseconds once the timer has synchronized.
+Start = Callable[[], Callable[[], float]]
+
+
+class Timer(Protocol):
+    """How single calls are timed."""
+
+    def prepare(self, function: Function) -> Start:
+        """Learn what there is to learn of a function that has been warmed up."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until every issued call has ended."""
+        ...
+
+
+class HostTimer:
+    """Wall time of a call that ends when it returns, for the CPU."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def prepare(self, function: Function) -> Start:
+        def start() -> Callable[[], float]:
+            begin = self._clock()
+            function()
+            elapsed = 1e3 * (self._clock() - begin)
+            return lambda: elapsed
+
+        return start
+
+    def synchronize(self) -> None:
+        return
+
+
+_timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+
+
+class DeviceTimer:
+    """Time on a CUDA device between events around a call, with the second-level cache cold.
+
+    Args:
+        flush: overwrites the cache, asynchronously.
+        event: makes an event with record(), and elapsed_time(end) in milliseconds.
+        synchronize: waits for the device.
+        clock: the host's, in seconds.
+    """
+
+    def __init__(
+        self,
+        flush: Function,
+        event: Callable[[], Any] = _timing_event,
+        synchronize: Callable[[], None] = torch.cuda.synchronize,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flush, self._event, self._clock = flush, event, clock
+        self.synchronize = synchronize
+        self._flush_ms: float | None = None
+
+    def prepare(self, function: Function) -> Start:
+        flushes = self._flushes_to_hide(function)
+
+        def start() -> Callable[[], float]:
+            for _ in range(flushes):
+                self._flush()
+            begin, end = self._event(), self._event()
+            begin.record()
+            function()
+            end.record()
+            return lambda: float(begin.elapsed_time(end))
+
+        return start
+
+    def flush(self) -> None:
+        """Overwrite the cache and wait for that."""
+        self._flush()
+        self.synchronize()
+
+    def _flushes_to_hide(self, function: Function) -> int:
+        """How many flushes outlast the host's work for one call, twice over."""
+        self.synchronize()
+        begin = self._clock()
+        function()
+        host_ms = 1e3 * (self._clock() - begin)
+        self.synchronize()
+        return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._time_of_flush())))
+
+    def _time_of_flush(self) -> float:
+        if self._flush_ms is None:
+            self._flush()
+            begin, end = self._event(), self._event()
+            begin.record()
+            for _ in range(4):
+                self._flush()
+            end.record()
+            self.synchronize()
+            self._flush_ms = max(1e-3, float(begin.elapsed_time(end)) / 4)
+        return self._flush_ms
+
+
+_MOST_FLUSHES = 50
+
+
+def device_timer() -> DeviceTimer:
+    """A timer for the current CUDA device, which keeps a buffer of four times its cache."""
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    buffer = torch.empty(max(256 * _MIB, 4 * cache_bytes), dtype=torch.int8, device="cuda")
+    return DeviceTimer(flush=buffer.zero_)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        warm_up: calls before the first sample.
+        target_ms: time that the samples of one function should fill together.
+        least, most: samples of a function at least and at most.
+        pause: seconds of rest before a comparison, in which the device cools down.
+    """
+
+    warm_up: int = 3
+    target_ms: float = 60.0
+    least: int = 5
+    most: int = 40
+    pause: float = 0.2
+
+    def samples(self, ms: float) -> int:
+        """How many samples to take of a call that takes `ms` milliseconds."""
+        return max(self.least, min(self.most, math.ceil(self.target_ms / max(ms, 1e-6))))
+
+
+def compare(
+    functions: Mapping[str, Function],
+    timer: Timer,
+    effort: Effort | None = None,
+    *,
+    while_busy: Callable[[], None] = lambda: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Timing | Exception]:
+    """Time functions in alternation.
+
+    Args:
+        functions: by name; they are called many times.
+        timer: times a single call.
+        effort: how long to measure.
+        while_busy: called while issued work is still running, to read the clock.
+        sleep: waits that many seconds.
+
+    Returns:
+        A timing for each name, or what the function raised, which does not keep the others from
+        being timed.
+    """
+    effort = effort or Effort()
+    found: dict[str, Timing | Exception] = {}
+    starts: dict[str, Start] = {}
+    wanted: dict[str, int] = {}
+    for name, function in functions.items():
+        try:
+            for _ in range(effort.warm_up):
+                function()
+            timer.synchronize()
+            starts[name] = timer.prepare(function)
+            first = starts[name]()
+            timer.synchronize()
+            wanted[name] = effort.samples(first())
+        except Exception as error:
+            found[name] = error
+    sleep(effort.pause)
+    samples: dict[str, list[float]] = {name: [] for name in wanted}
+    for turn in range(max(wanted.values(), default=0)):
+        names = [n for n in wanted if turn < wanted[n] and n not in found]
+        pending: list[tuple[str, Callable[[], float]]] = []
+        for name in names if turn % 2 == 0 else reversed(names):
+            try:
+                pending.append((name, starts[name]()))
+            except Exception as error:
+                found[name] = error
+        if turn % 4 == 3:
+            while_busy()
+        timer.synchronize()
+        for name, read in pending:
+            samples[name].append(read())
+    found.update((n, Timing.of(times)) for n, times in samples.items() if n not in found)
+    return {name: found[name] for name in functions}

@@ -1,0 +1,193 @@
+"""What a call costs before the GPU starts: checks, dispatch, launch; compilation; import.
+
+The host's cost is measured on a GPU where there is one. Elsewhere a stand-in for Triton's driver
+takes the launches: kernels are compiled for its target, and everything up to the driver is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import dispatch, functional
+from ..kernels import config, forward
+from ..testing.cross_compile import compiling_for
+from .measure import Function
+
+# Small enough that the GPU keeps up with the host, so that no launch waits for a free place.
+_SHAPE = (1, 2, 64, 64)
+_STAND_IN_TILE = config.TileConfig(64, 64, num_warps=4, num_stages=2)
+
+
+def host_cost(
+    function: Function,
+    *,
+    synchronize: Callable[[], object] = lambda: None,
+    calls: int = 100,
+    repeats: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Microseconds for which a call occupies the host: the median of several runs' means."""
+    for _ in range(10):
+        function()
+    means = []
+    for _ in range(repeats):
+        synchronize()
+        begin = clock()
+        for _ in range(calls):
+            function()
+        means.append(1e6 * (clock() - begin) / calls)
+    synchronize()
+    return statistics.median(means)
+
+
+def calls(device: str) -> dict[str, Function]:
+    """Attention calls on small tensors, whose cost is the host's, side by side.
+
+    Args:
+        device: "cuda", or "cpu" inside `stand_in_gpu`.
+
+    Returns:
+        "bare launch": Triton's launch of the forward kernel with prepared arguments. "fastattn":
+        `attention` without gradients. "fastattn with grad": with a graph recorded. On a GPU also
+        "sdpa" and "sdpa with grad", torch's own function, to be called with flash pinned.
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (torch.randn(_SHAPE, device=device, dtype=dtype) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    ours = partial(functional.attention, causal=True, backend="triton")
+    found: dict[str, Function] = {
+        "bare launch": bare_launch(lambda: ours(q, k, v)),
+        "fastattn": lambda: ours(q, k, v),
+        "fastattn with grad": lambda: ours(*leaves),
+    }
+    if device == "cuda":
+        sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
+        found["sdpa"] = lambda: sdpa(q, k, v)
+        found["sdpa with grad"] = lambda: sdpa(*leaves)
+    return found
+
+
+def call_costs(device: str, **options: Any) -> dict[str, float]:
+    """Host microseconds of each of `calls`; options are those of `host_cost`."""
+    pin: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if device == "cuda":
+        options.setdefault("synchronize", torch.cuda.synchronize)
+        pin = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with pin:
+        return {name: host_cost(call, **options) for name, call in calls(device).items()}
+
+
+def bare_launch(call: Function) -> Function:
+    """The kernel launch that `call` makes last, alone: the same kernel with the same arguments."""
+    kernel = forward.attention_forward_kernel
+    launched: list[Function] = []
+    run = kernel.run
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        launched.append(partial(run, *args, **kwargs))
+        return run(*args, **kwargs)
+
+    with mock.patch.object(kernel, "run", remember):
+        call()
+    return launched[-1]
+
+
+@contextmanager
+def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
+    """CPU tensors are launched for a GPU that is not there; nothing is computed.
+
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process.
+    """
+    tiles = dict.fromkeys(config.KERNELS, _STAND_IN_TILE)
+    with (
+        compiling_for(target),
+        config.forced(**tiles),
+        mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
+    ):
+        yield
+
+
+_IMPORT = """
+import json, sys, time
+import torch
+try:
+    import triton
+except ImportError:
+    pass
+begin = time.perf_counter()
+import fastattn
+json.dump(1e3 * (time.perf_counter() - begin), sys.stdout)
+"""
+
+_FIRST_CALL = """
+import json, sys
+from fastattn.bench.overhead import first_call
+json.dump(first_call(sys.argv[1]), sys.stdout)
+"""
+
+
+def import_ms(repeats: int = 3) -> float:
+    """Milliseconds that `import fastattn` adds to importing torch and triton: the median."""
+    return statistics.median(float(_python(_IMPORT)) for _ in range(repeats))
+
+
+def first_call(device: str) -> float:
+    """Milliseconds of this process's first attention call, kernels being compiled or loaded."""
+    q = torch.randn(_SHAPE, device=device)
+    with torch.no_grad():
+        if device == "cuda":
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            functional.attention(q, q, q, causal=True, backend="triton")
+            torch.cuda.synchronize()
+        else:
+            with stand_in_gpu():
+                begin = time.perf_counter()
+                functional.attention(q, q, q, causal=True, backend="triton")
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def first_call_ms(device: str) -> dict[str, float]:
+    """Milliseconds of the first call: with an empty Triton cache, and with the one it left."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"TRITON_CACHE_DIR": folder}
+        return {
+            name: float(_python(_FIRST_CALL, device, environment=environment))
+            for name in ("empty cache", "warm cache")
+        }
+
+
+def _python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
+    """What a fresh interpreter prints as JSON; it does not interpret kernels."""
+    variables = {**os.environ, **(environment or {})}
+    variables.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=variables,
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a measuring process failed: {done.stderr.strip()[-400:]}")
+    return json.loads(done.stdout)

@@ -1,0 +1,207 @@
+"""A run's results in one JSON file, which is whole at every moment, and as a Markdown table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .attention import TIMED
+from .figures import ratio
+from .implementations import OURS, TORCH_PEERS
+
+FORMAT = 1
+DONE, RUNNING, BROKEN, LEFT = "done", "running", "broken off", "not reached"
+
+
+class Report:
+    """Results as they come, on disk after every change.
+
+    `data` holds format, command, started, environment (see `facts.environment`), ceilings, tests,
+    jobs (name to status and seconds), results (records of what was measured), broken (job to
+    implementation to how it ended the process) and tuning.
+    """
+
+    def __init__(self, path: Path, data: dict[str, Any]) -> None:
+        self.path, self.data = path, data
+
+    @classmethod
+    def create(cls, path: Path, command: str) -> Report:
+        """An empty report, written at once."""
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        empty: dict[str, Any] = {
+            "format": FORMAT,
+            "command": command,
+            "started": started,
+            "environment": {},
+            "ceilings": {},
+            "tests": {},
+            "jobs": {},
+            "results": [],
+            "broken": {},
+            "tuning": {},
+        }
+        report = cls(path, empty)
+        report.save()
+        return report
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """A report that was saved before.
+
+        Raises:
+            ValueError: the file is not a report of this format.
+        """
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"{path.name} is not a benchmark report of format {FORMAT}")
+        return cls(path, data)
+
+    def save(self) -> None:
+        """Replace the file in one step: a reader, or a kill, finds it old or new."""
+        write_whole(self.path, json.dumps(self.data, indent=1, allow_nan=False) + "\n")
+
+    def running(self) -> tuple[str, str] | None:
+        """The job and the implementation that were at work when the report was saved."""
+        for name, job in self.data["jobs"].items():
+            if job["status"] == RUNNING:
+                return name, job.get("at", "")
+        return None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is never seen in part."""
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """A report as Markdown: what it ran on, a table a family, ratios, what was not measured."""
+    blocks = [_heading(data), *_attention_tables(data["results"]), _ratios(data["results"])]
+    blocks += [_others(data["results"]), _tuning(data), _unmeasured(data)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _heading(data: Mapping[str, Any]) -> str:
+    environment = data["environment"]
+    gpu = environment.get("gpu") or {}
+    versions = environment.get("versions", {})
+    lines = [f"### {gpu.get('name', 'no GPU')}, {data['started'][:10]}", ""]
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines.append(f"{software}; cuDNN {environment.get('cudnn')}, driver {gpu.get('driver')}.")
+    lines.append(f"Command: `{data['command']}`.")
+    ceilings = data["ceilings"]
+    if ceilings:
+        matmul, copy = ceilings["matmul_tflops"], ceilings["copy_gbps"]
+        lines.append(
+            f"In the same run a bf16 matrix product of size 8192 reached {matmul} TFLOP/s and a "
+            f"copy {copy} GB/s, bytes read and written."
+        )
+    tests = data["tests"]
+    if tests:
+        outcome = f"{tests.get('passed', 0)} passed, {tests.get('failed', 0)} failed"
+        lines.append(f"Numeric tests on this GPU: {outcome} ({tests['status']}).")
+    return "\n".join(lines)
+
+
+def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The records that have a time."""
+    return (record for record in results if record["status"] == TIMED)
+
+
+def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
+    """TFLOP/s by convention (GB/s of keys and values for decoding): a row a case."""
+    by_family: dict[str, dict[str, dict[str, str]]] = {}
+    for record in timed(results):
+        if "tflops" not in record:
+            continue
+        family, name = record["case"]["family"], record["case"]["name"]
+        figure = record.get("kv_gbps", record["tflops"])
+        row = by_family.setdefault(family, {}).setdefault(name, {})
+        row[record["implementation"]] = f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
+    for family, rows in by_family.items():
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
+        lines = [f"{family}, {unit}:", "", *_table(["case", *names])]
+        lines += [
+            _row([case, *(row.get(name, "") for name in names)]) for case, row in rows.items()
+        ]
+        yield "\n".join(lines)
+
+
+def _ratios(results: list[dict[str, Any]]) -> str:
+    """How many times faster the Triton kernels are than torch's fused kernels."""
+    cases = dict.fromkeys(
+        r["case"]["name"] for r in timed(results) if r["implementation"] == OURS and "tflops" in r
+    )
+    rows = []
+    for case in cases:
+        found = [ratio(results, case, OURS, peer) for peer in TORCH_PEERS]
+        if any(found):
+            rows.append(_row([case, *("" if x is None else f"{x:.2f}" for x in found)]))
+    if not rows:
+        return ""
+    head = _table(["case", *TORCH_PEERS])
+    return "\n".join([f"Speed of {OURS} as a multiple of a peer's, same run:", "", *head, *rows])
+
+
+def _others(results: list[dict[str, Any]]) -> str:
+    """Measurements that are not of one attention call, as they were recorded."""
+    rows = []
+    for record in timed(results):
+        if "tflops" in record:
+            continue
+        skipped = ("case", "implementation", "status", "ms")
+        figures = [f"{key} {value}" for key, value in record.items() if key not in skipped]
+        if "ms" in record:
+            figures.insert(0, f"{record['ms']['median']} ms")
+        rows.append(_row([record["case"]["name"], record["implementation"], ", ".join(figures)]))
+    return "\n".join([*_table(["measurement", "of", "figures"]), *rows]) if rows else ""
+
+
+def _tuning(data: Mapping[str, Any]) -> str:
+    rows = data["tuning"].get("rows", [])
+    if not rows:
+        return ""
+    keys = ("kernel", "element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    lines = ["Fastest tiles found:", "", *_table([*keys, "ms"])]
+    return "\n".join(lines + [_row([str(row[key]) for key in (*keys, "ms")]) for row in rows])
+
+
+def _unmeasured(data: Mapping[str, Any]) -> str:
+    """Everything that has no figure, with its reason; equal reasons in one line."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for record in data["results"]:
+        if record["status"] != TIMED:
+            key = (record["implementation"], record["status"], record["reason"])
+            reasons.setdefault(key, []).append(record["case"]["name"])
+    lines = [
+        f"- {name}, {status} ({_some(cases)}): {reason}"
+        for (name, status, reason), cases in reasons.items()
+    ]
+    for name, job in data["jobs"].items():
+        if job["status"] not in (DONE,):
+            lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
+    return "\n".join(["Not measured:", "", *lines]) if lines else ""
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _table(columns: list[str]) -> list[str]:
+    return [_row(columns), _row(["---"] * len(columns))]
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -1,0 +1,97 @@
+"""The page of results, which holds what the JSON files beside it say and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from ..kernels import config
+from .attention import TIMED
+from .report import Report, markdown, write_whole
+
+_INTRODUCTION = """# Results
+
+This page is drawn from the JSON files of this folder by `bench/results_table.py`, and the test
+suite fails where the two differ. Every performance figure of the project is in such a file, one for
+each GPU and date, as `bench/run_all.py` wrote it.
+
+How the figures are made: times are medians between CUDA events with the second-level cache cold,
+the implementations taking turns in one process. TFLOP/s count 4 * D operations for a pair of query
+and key, half of the pairs under a causal mask, and 2.5 forward passes for a backward; the files
+also have them over the pairs that the mask lets through, with 20th and 80th percentiles, clocks and
+power. Before it is timed, every implementation is held to the error budget on a sample of heads.
+"""
+
+_NOTHING = """## Not measured yet
+
+There is no such file yet: nothing has been measured on a GPU, and the kernels have run on none. Do
+not expect a particular speed."""
+
+
+def page(folder: Path) -> str:
+    """The text of README.md for the JSON files of a folder.
+
+    Raises:
+        ValueError: a file is not a report.
+    """
+    reports = [Report.load(path).data for path in sorted(folder.glob("*.json"))]
+    parts = [_INTRODUCTION.strip()]
+    parts.append("## Measured" if reports else _NOTHING)
+    parts += [markdown(data).strip() for data in reports]
+    parts.append(_verified(reports))
+    return "\n\n".join(parts) + "\n"
+
+
+def _verified(reports: list[dict[str, Any]]) -> str:
+    """What ran where, for every architecture that the kernels have tiles for."""
+    lines = [
+        "## What has run where",
+        "",
+        "| tiles for | numeric tests | kernels timed |",
+        "| --- | --- | --- |",
+    ]
+    for arch in config.TABLES:
+        if arch == "interpreter":
+            continue
+        ran = [data for data in reports if _arch(data) == arch]
+        tested = [_tests(data) for data in ran if data["tests"]]
+        timed = [
+            f"{data['environment']['gpu']['name']}, {data['started'][:10]}"
+            for data in ran
+            if any(
+                r["status"] == TIMED and r["implementation"] == "fastattn-triton"
+                for r in data["results"]
+            )
+        ]
+        cells = [arch, "; ".join(tested) or "not run", "; ".join(timed) or "not run"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _arch(data: dict[str, Any]) -> str | None:
+    gpu = data["environment"].get("gpu")
+    if not gpu:
+        return None
+    return config.table_for("sm_" + gpu["capability"].replace(".", ""))
+
+
+def _tests(data: dict[str, Any]) -> str:
+    tests = data["tests"]
+    name = data["environment"]["gpu"]["name"]
+    return f"{name}: {tests['passed']} passed, {tests['failed']} failed ({tests['status']})"
+
+
+def draw(folder: Path) -> None:
+    """Write README.md."""
+    write_whole(folder / "README.md", page(folder))
+
+
+def check(folder: Path) -> str:
+    """The difference between README.md and what the files say, "" if there is none."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = difflib.unified_diff(
+        text.splitlines(), page(folder).splitlines(), "README.md", "the JSON files", lineterm=""
+    )
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""What an implementation of attention is to the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .cases import Case
+from .inputs import Inputs
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unserved(Exception):
+    """Raised while preparing: the implementation cannot serve the case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of attention.
+
+    Args:
+        name: unique, for tables.
+        serves: why it cannot serve a case, from its sizes alone, or None.
+        prepare: a function from q, k, v to o, differentiable if the case needs gradients; raises
+            `Unserved` for reasons that only the tensors show.
+        pin: context that selects it for bare calls to torch, where the cost of a call is measured.
+        slow_to_prepare: compiles for seconds for every new shape.
+    """
+
+    name: str
+    serves: Callable[[Case], str | None]
+    prepare: Callable[[Case, Inputs], Attention]
+    pin: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    slow_to_prepare: bool = False
+
+    def why_not(self, case: Case) -> str | None:
+        """`serves`, and whether the case leaves slow preparations out."""
+        if self.slow_to_prepare and not case.slow_peers:
+            return "compiles for long: measured at some of the sizes of this set only"
+        return self.serves(case)

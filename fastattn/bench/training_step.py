@@ -1,0 +1,176 @@
+"""Training steps of the reference GPT, with each attention backend."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..dispatch import ENVIRONMENT, choose
+from ..models.gpt import GPT, GPTConfig
+from ..training.config import TrainConfig
+from ..training.trainer import make_optimizer
+from .facts import dense_bf16_tflops
+
+BACKENDS = ("triton", "torch")
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """What training with one backend took.
+
+    Args:
+        backend: the backend of every attention call.
+        step_ms: median milliseconds of an optimizer step, forward and backward included.
+        tokens_per_second: at that pace.
+        model_tflops: 1e12 operations a second, by `flops_per_token`.
+        mfu: share of the data sheet's dense bf16 rate; None on devices whose rate is not known
+            here, and in other dtypes.
+        peak_mib: most memory that torch held at once; None on a CPU.
+    """
+
+    backend: str
+    step_ms: float
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    peak_mib: float | None
+
+
+def flops_per_token(config: GPTConfig, parameters: int) -> float:
+    """Operations that training needs for one token, nothing being computed twice.
+
+    Six for every weight of a matrix product (Kaplan et al. 2020, section 2.1), the tied embedding
+    counting once, as the output layer; and for attention three times the 4 * C * T of a forward
+    pass in each layer, halved because the mask is causal.
+    """
+    C, T = config.embed_dim, config.context_length
+    if config.positions == "learned":
+        parameters -= T * C
+    if not config.tie_weights:
+        parameters -= config.vocab_size * C
+    keys = min(T, config.window or T)
+    pairs = keys - keys * (keys - 1) / (2 * T) if config.window else T / 2
+    return 6.0 * parameters + 12.0 * config.num_layers * C * pairs
+
+
+def time_training_steps(
+    config: GPTConfig,
+    *,
+    batch_size: int,
+    backend: str,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    steps: int = 10,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepTiming:
+    """Train a new model on random tokens for some steps.
+
+    Args:
+        config: of the model; sequences have its context_length.
+        batch_size: sequences a step.
+        backend: "triton" or "torch".
+        device, dtype: where to run, and what autocast computes in; weights are float32.
+        steps: timed steps, at least 1.
+        warm_up: steps before them.
+        clock: seconds.
+
+    Raises:
+        ValueError: steps or batch_size is not positive, or the backend cannot serve there; the
+            message says why.
+        torch.OutOfMemoryError: the step does not fit the device.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    with _backend(backend):
+        _check_backend(config, backend, device, dtype)
+        step, parameters = _make_step(config, batch_size, device, dtype)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = []
+        for i in range(warm_up + steps):
+            begin = clock()
+            step()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            if i >= warm_up:
+                seconds.append(clock() - begin)
+    median = statistics.median(seconds)
+    tokens = batch_size * config.context_length
+    tflops = flops_per_token(config, parameters) * tokens / median / 1e12
+    rate = None
+    if on_gpu and dtype != torch.float32:
+        rate = dense_bf16_tflops(torch.cuda.get_device_name(device))
+    return StepTiming(
+        backend=backend,
+        step_ms=1e3 * median,
+        tokens_per_second=tokens / median,
+        model_tflops=tflops,
+        mfu=None if rate is None else tflops / rate,
+        peak_mib=torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None,
+    )
+
+
+def _make_step(
+    config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], None], int]:
+    """A function that trains for one step, and the model's number of parameters."""
+    torch.manual_seed(0)
+    model = GPT(config).to(device).train()
+    optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-4))
+    shape = (batch_size, config.context_length + 1)
+    tokens = torch.randint(config.vocab_size, shape, device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            _, loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step, model.num_parameters()
+
+
+def _check_backend(
+    config: GPTConfig, backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    q = torch.zeros(1, 1, 1, config.head_dim, device=device, dtype=dtype)
+    choose(q, q, q, backend)
+
+
+@contextmanager
+def _backend(name: str) -> Iterator[None]:
+    """Every attention call in the block uses this backend."""
+    before = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ENVIRONMENT]
+        else:
+            os.environ[ENVIRONMENT] = before
+
+
+def as_dict(timing: StepTiming) -> dict[str, Any]:
+    """The figures as JSON values, without the backend."""
+    found = {
+        "step_ms": round(timing.step_ms, 3),
+        "tokens_per_second": round(timing.tokens_per_second),
+        "model_tflops": float(f"{timing.model_tflops:.4g}"),
+    }
+    if timing.mfu is not None:
+        found["mfu"] = round(timing.mfu, 4)
+    if timing.peak_mib is not None:
+        found["peak_mib"] = round(timing.peak_mib)
+    return found
