@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, generate, info. Each is a thin call into the packages.
+"""The `fastattn` command: train, generate, info, bench. Each is a thin call into the packages.
 
 Torch and what needs it are imported by the command that uses them, so that wrong options are
 answered at once.
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
+
+from .cli_bench import add_bench
 
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
 
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     info = commands.add_parser("info", help="show devices, backends and versions")
     info.set_defaults(command=_info)
+    add_bench(commands)
     return parser
 
 

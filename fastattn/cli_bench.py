@@ -1,0 +1,83 @@
+"""`fastattn bench`: training steps of the reference GPT, with each attention backend."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="time training steps of a GPT with each attention backend",
+        description="Time training steps of a GPT on random tokens with each attention backend. "
+        "The default is GPT-2 small's shape on a GPU and a small one on a CPU.",
+    )
+    parser.set_defaults(command=_bench)
+    add = parser.add_argument
+    add("--layers", type=int, help="(12; 2 on a CPU)")
+    add("--heads", type=int, help="query heads (12; 4 on a CPU)")
+    add("--kv-heads", type=int, help="key/value heads (as many as query heads)")
+    add("--embed-dim", type=int, help="width (768; 128 on a CPU)")
+    add("--context", type=int, help="tokens of a sequence (1024; 128 on a CPU)")
+    add("--batch", type=int, help="sequences a step (16; 4 on a CPU)")
+    add("--vocab-size", type=int, help="(50304; 256 on a CPU)")
+    add("--steps", type=int, default=10, help="timed steps (10)")
+    add("--backends", nargs="+", choices=("triton", "torch"), help="(all)")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", default="auto", choices=dtypes, help="of activations (auto)")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    """0 if any backend was timed; 1 if none could be."""
+    import torch
+
+    from .bench.training_step import BACKENDS, time_training_steps
+    from .models.gpt import GPTConfig
+    from .training.config import TrainConfig, resolve_device
+
+    device = resolve_device(arguments.device)
+    small = device.type == "cpu"
+
+    def given(value: int | None, on_gpu: int, on_cpu: int) -> int:
+        return value if value is not None else on_cpu if small else on_gpu
+
+    config = GPTConfig(
+        vocab_size=given(arguments.vocab_size, 50304, 256),
+        context_length=given(arguments.context, 1024, 128),
+        num_layers=given(arguments.layers, 12, 2),
+        num_heads=given(arguments.heads, 12, 4),
+        num_kv_heads=arguments.kv_heads,
+        embed_dim=given(arguments.embed_dim, 768, 128),
+    )
+    dtype = TrainConfig(dtype=arguments.dtype).resolve_dtype(device)
+    batch = given(arguments.batch, 16, 4)
+    lines = [f"{'backend':8}{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'MiB':>10}"]
+    timed = 0
+    for backend in arguments.backends or BACKENDS:
+        try:
+            timing = time_training_steps(
+                config,
+                batch_size=batch,
+                backend=backend,
+                device=device,
+                dtype=dtype,
+                steps=arguments.steps,
+            )
+        except torch.OutOfMemoryError:
+            lines.append(f"{backend:8} out of memory")
+        except ValueError as error:
+            if backend not in str(error):
+                raise
+            lines.append(f"{backend:8} {error}")
+        else:
+            timed += 1
+            mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
+            peak = "" if timing.peak_mib is None else f"{timing.peak_mib:,.0f}"
+            figures = f"{timing.step_ms:10.2f}{timing.tokens_per_second:12,.0f}"
+            lines.append(f"{backend:8}{figures}{timing.model_tflops:10.3g}{mfu:>8}{peak:>10}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if timed else 1
