@@ -1,0 +1,227 @@
+"""A case through implementations that serve, refuse, fail, run out of memory or are wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.bench import attention, correctness
+from fastattn.bench.attention import Bench, DeviceLost, prepare, run_case
+from fastattn.bench.cases import Case, gpu_cases
+from fastattn.bench.implementations import IMPLEMENTATIONS, OURS, TORCH_PEERS, side_by_side
+from fastattn.bench.inputs import make_inputs
+from fastattn.bench.measure import Effort, HostTimer
+from fastattn.bench.serving import Implementation, Unserved
+
+CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
+BACKWARD = replace(CASE, family="backward", direction="forward_backward")
+BENCH = Bench(HostTimer(), Effort(warm_up=1, target_ms=0, least=2, most=2, pause=0))
+
+
+def right(case, inputs):
+    return lambda q, k, v: reference.attention(
+        q, k, v, causal=case.causal, window=case.window, **inputs.padding()
+    )
+
+
+def wrong(case, inputs):
+    good = right(case, inputs)
+    return lambda q, k, v: 1.01 * good(q, k, v)
+
+
+def raising(error):
+    def prepare(case, inputs):
+        def call(q, k, v):
+            raise error
+
+        return call
+
+    return prepare
+
+
+def implementation(name, prepare, serves=lambda case: None, **options):
+    return Implementation(name, serves, prepare, **options)
+
+
+def outcomes(records):
+    return {record["implementation"]: record["status"] for record in records}
+
+
+@pytest.mark.parametrize("case", [CASE, BACKWARD], ids=["forward", "backward"])
+def test_every_outcome_is_a_record_and_the_rest_goes_on(case):
+    records = run_case(
+        case,
+        [
+            implementation("raises", raising(RuntimeError("illegal instruction"))),
+            implementation("memory", raising(torch.OutOfMemoryError("out of memory"))),
+            implementation("wrong", wrong),
+            implementation("refuses", raising(Unserved("only even lengths"))),
+            implementation("absent", right, lambda case: "it is not installed"),
+            implementation("torch refuses", raising(RuntimeError("No available kernel. Abort"))),
+            implementation("right", right),
+        ],
+        BENCH,
+    )
+    assert outcomes(records) == {
+        "raises": "failed",
+        "memory": "out of memory",
+        "wrong": "wrong",
+        "refuses": "cannot serve",
+        "absent": "cannot serve",
+        "torch refuses": "cannot serve",
+        "right": "timed",
+    }
+    by_name = {record["implementation"]: record for record in records}
+    assert by_name["raises"]["reason"] == "RuntimeError: illegal instruction"
+    assert "exceeds the budget" in by_name["wrong"]["reason"]
+    assert by_name["absent"]["reason"] == "it is not installed"
+    assert by_name["right"]["ms"]["samples"] == 2
+    assert by_name["right"]["tflops"] > 0
+    assert all(record["case"]["name"] == case.name for record in records)
+
+
+def test_what_fails_while_it_is_timed_is_recorded():
+    calls = []
+
+    def prepare(case, inputs):
+        good = right(case, inputs)
+
+        def call(q, k, v):
+            calls.append(1)
+            if len(calls) > 3:
+                raise RuntimeError("tired")
+            return good(q, k, v)
+
+        return call
+
+    records = run_case(
+        CASE, [implementation("tires", prepare), implementation("right", right)], BENCH
+    )
+    assert outcomes(records) == {"tires": "failed", "right": "timed"}
+
+
+def test_inputs_that_do_not_fit_are_recorded_for_all():
+    def expected(case, inputs):
+        raise torch.OutOfMemoryError("too large")
+
+    bench = replace(BENCH, expected=expected)
+    found = run_case(CASE, [implementation("a", right), implementation("b", right)], bench)
+    assert outcomes(found) == {"a": "out of memory", "b": "out of memory"}
+
+
+def test_what_ended_a_process_before_is_not_tried_again():
+    def prepare(case, inputs):
+        raise AssertionError("must not run")
+
+    found = run_case(CASE, [implementation("a", prepare)], BENCH, broken={"a": "ended the process"})
+    assert found[0]["status"] == "failed"
+    assert found[0]["reason"] == "ended the process"
+
+
+def test_implementations_are_announced_before_they_run():
+    announced = []
+
+    def prepare(case, inputs):
+        assert announced[-1] == "a"
+        return right(case, inputs)
+
+    run_case(CASE, [implementation("a", prepare)], BENCH, announce=announced.append)
+    assert announced == ["the reference", "a", "the timing"]
+
+
+def test_a_lost_device_ends_the_case(monkeypatch):
+    def broken():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(DeviceLost, match="flash: RuntimeError: boom") as lost:
+        attention._failure(RuntimeError("boom"), replace(CASE, device="cuda"), "flash")
+    assert lost.value.implementation == "flash"
+
+
+def test_slow_preparation_is_left_out_with_a_reason():
+    slow = implementation("slow", right, slow_to_prepare=True)
+    assert slow.why_not(CASE) is None
+    assert "compiles for long" in slow.why_not(replace(CASE, slow_peers=False))
+
+
+def test_backward_runs_its_forward_before():
+    case = replace(BACKWARD, direction="backward")
+    calls = []
+
+    def prepare_counting(case, inputs):
+        good = right(case, inputs)
+
+        def call(q, k, v):
+            calls.append(1)
+            return good(q, k, v)
+
+        return call
+
+    inputs = make_inputs(case)
+    expected = correctness.expect(case, inputs)
+    work, _ = prepare(implementation("a", prepare_counting), case, inputs, expected)
+    before = len(calls)
+    dq, dk, dv = work()
+    assert len(calls) == before
+    assert (dq.shape, dk.shape, dv.shape) == (inputs.q.shape, inputs.k.shape, inputs.v.shape)
+
+
+@pytest.mark.parametrize("name", ["fastattn-torch", "sdpa", "naive"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        BACKWARD,
+        replace(BACKWARD, direction="backward"),
+        replace(CASE, lengths=(16, 5)),
+        replace(CASE, lengths=(16, 5), padding_side="left", causal=False),
+        replace(CASE, window=(3, 2), causal=False),
+        replace(CASE, T_q=1),
+        replace(CASE, layout="bhtd"),
+    ],
+    ids=lambda case: f"{case.name}-{case.padding_side}",
+)
+def test_implementations_of_the_cpu_pass_the_check(name, case):
+    found = next(i for i in side_by_side("cpu") if i.name == name)
+    inputs = make_inputs(case)
+    prepare(found, case, inputs, correctness.expect(case, inputs))
+
+
+def test_triton_passes_the_check(device):
+    """In the interpreter where there is no GPU: what the benchmarks call is what they time."""
+    ours = next(i for i in IMPLEMENTATIONS if i.name == OURS)
+    case = replace(BACKWARD, lengths=(16, 5), device=device)
+    inputs = make_inputs(case)
+    prepare(ours, case, inputs, correctness.expect(case, inputs))
+
+
+def test_every_implementation_answers_for_every_case():
+    names = [i.name for i in side_by_side("cuda")]
+    assert {OURS, *TORCH_PEERS, "sdpa-efficient", "sdpa-math", "naive"} <= set(names)
+    for case in gpu_cases("full"):
+        for found in side_by_side("cuda"):
+            reason = found.why_not(case)
+            assert reason is None or reason
+
+
+def test_scores_that_fill_the_memory_are_left_out():
+    naive = next(i for i in IMPLEMENTATIONS if i.name == "naive")
+    large = replace(CASE, T_q=2**15, T_k=2**15, B=1, H_q=8)
+    assert "scores in memory" in naive.serves(large)
+
+
+@pytest.mark.gpu
+def test_pinned_backends_say_why_they_refuse():
+    flash = next(i for i in IMPLEMENTATIONS if i.name == "sdpa-flash")
+    case = replace(CASE, lengths=(16, 5), device="cuda", dtype="bfloat16")
+    with pytest.raises(Unserved, match="mask"):
+        flash.prepare(case, make_inputs(case))
+
+
+@pytest.mark.gpu
+def test_flex_passes_the_check_or_says_why():
+    case = replace(BACKWARD, T_q=256, T_k=256, D=64, device="cuda", dtype="bfloat16")
+    found = run_case(case, [i for i in side_by_side("cuda") if i.name == "flex"], BENCH)
+    assert found[0]["status"] == "timed", found

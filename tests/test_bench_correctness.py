@@ -1,0 +1,85 @@
+"""The check before the timer: what it samples, and that it sees what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.bench import correctness
+from fastattn.bench.cases import Case
+from fastattn.bench.inputs import make_inputs
+
+CASE = Case("backward", "backward", 3, 4, 2, 24, 24, 8, True, dtype="float32", device="cpu")
+
+
+def results(case, inputs):
+    o = reference.attention(
+        inputs.q, inputs.k, inputs.v, causal=case.causal, window=case.window, **inputs.padding()
+    )
+    if case.direction == "forward":
+        return o.detach(), None
+    grads = torch.autograd.grad(o, (inputs.q, inputs.k, inputs.v), inputs.do)
+    return o.detach(), grads
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch):
+    inputs = make_inputs(replace(CASE, lengths=(24, 7, 12)))
+    case = replace(CASE, lengths=(24, 7, 12))
+    whole = correctness.expect(case, inputs)
+    monkeypatch.setitem(correctness._CHUNK_BYTES, "cpu", 8 * 2 * 24 * 5)
+    parts = correctness.expect(case, inputs)
+    assert set(whole.exact) == {(0, 0), (2, 1)}
+    for head, tensors in whole.exact.items():
+        for a, b in zip(tensors, parts.exact[head], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_sampled_heads_are_those_of_the_whole():
+    inputs = make_inputs(CASE)
+    o, grads = results(CASE, inputs)
+    exact = correctness.expect(CASE, inputs).exact[2, 1]
+    torch.testing.assert_close(o[2:, 2:].double(), exact[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[1][2:, 1:].double(), exact[2], rtol=1e-4, atol=1e-5)
+
+
+def test_right_results_pass():
+    inputs = make_inputs(CASE)
+    correctness.check(CASE, *results(CASE, inputs), correctness.expect(CASE, inputs))
+    forward = replace(CASE, direction="forward", window=(4, 0))
+    inputs = make_inputs(forward)
+    correctness.check(forward, *results(forward, inputs), correctness.expect(forward, inputs))
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("head", [0, -1])
+def test_an_error_in_a_sampled_head_is_found(index, head):
+    inputs = make_inputs(CASE)
+    o, grads = results(CASE, inputs)
+    tensors = [o, *grads]
+    tensors[index][head, head, 3] += 0.01
+    name = ("o", "dq", "dk", "dv")[index]
+    with pytest.raises(AssertionError, match=f"{name}: error .* exceeds the budget"):
+        correctness.check(CASE, tensors[0], tuple(tensors[1:]), correctness.expect(CASE, inputs))
+
+
+def test_a_nan_anywhere_is_found():
+    inputs = make_inputs(CASE)
+    o, grads = results(CASE, inputs)
+    grads[2][1, 0, 5, 5] = float("nan")  # a row that is not sampled
+    with pytest.raises(AssertionError, match="dv has NaN or inf"):
+        correctness.check(CASE, o, grads, correctness.expect(CASE, inputs))
+
+
+def test_inputs_repeat_and_lie_as_the_case_says():
+    first, second = make_inputs(CASE), make_inputs(CASE)
+    assert torch.equal(first.q, second.q)
+    assert first.q.shape == (3, 4, 24, 8)
+    assert first.q.stride(1) < first.q.stride(2)
+    assert first.q.requires_grad
+    plain = make_inputs(replace(CASE, layout="bhtd", direction="forward"))
+    assert plain.k.is_contiguous() and not plain.k.requires_grad
+    left = make_inputs(replace(CASE, lengths=(24, 7, 12), padding_side="left"))
+    assert left.key_lengths is None
+    assert left.key_padding_mask.sum(1).tolist() == [24, 7, 12]
+    assert not left.key_padding_mask[1, 0] and left.key_padding_mask[1, -1]
