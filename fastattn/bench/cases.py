@@ -211,8 +211,13 @@ def cpu_cases() -> list[Case]:
 
 
 def _compares_all(case: Case) -> bool:
-    """Whether the quick set spends a long compilation on this case's peers."""
-    return case.D in (64, 128) and max(case.T_q, case.T_k) in (4096, 8192)
+    """Whether the quick set spends a long compilation on this case's peers: one of each kind."""
+    if case.family in ("forward", "backward"):
+        plain = case.H_q == case.H_k and case.direction == case.family
+        return plain and case.causal and case.D in (64, 128) and case.T_q == 4096
+    if case.family == "padded":
+        return case.label == "documents" and case.direction == "forward"
+    return case.family == "masks" and case.causal and case.window is not None
 
 
 def _each_once(cases: Iterable[Case]) -> list[Case]:

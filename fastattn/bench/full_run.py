@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def run_all(
     report = Report.load(path) if path.exists() else Report.create(path, command)
     if "tests" not in skip and not report.data["tests"]:
         say(f"numeric tests, at most {share['tests']:.0f} s")
-        found = run_tests(test_command(checkout), log, min(share["tests"], budget.left()))
+        limit = min(share["tests"], budget.left())
+        start = partial(ProcessGroup, environment=_variables())
+        found = run_tests(test_command(checkout), log, limit, start=start)
         report.data["tests"] = found
         report.save()
     if "suite" not in skip:
@@ -118,11 +121,12 @@ def _suite_command(path: Path, which: str, seconds: float) -> list[str]:
 def _variables() -> dict[str, str]:
     """This process's environment, without what would keep kernels from being compiled or chosen.
 
-    Nor may the checkout itself be on the path of imports: see the note in tests/conftest.py.
+    Nor may the checkout itself be on the path of imports: see the note in tests/conftest.py. One
+    kernel at a time needs none of the many compiling processes that torch.compile would start.
     """
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PYTHONSAFEPATH": "1"}
+    return kept | {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def summary(data: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ class Report:
 
     def save(self) -> None:
         """Replace the file in one step: a reader, or a kill, finds it old or new."""
-        write_whole(self.path, json.dumps(self.data, indent=1, allow_nan=False) + "\n")
+        write_whole(self.path, _as_text(self.data))
 
     def running(self) -> tuple[str, str] | None:
         """The job and the implementation that were at work when the report was saved."""
@@ -71,6 +71,22 @@ class Report:
             if job["status"] == RUNNING:
                 return name, job.get("at", "")
         return None
+
+
+def _as_text(data: Mapping[str, Any]) -> str:
+    """JSON with a line for each record, so that files of many records stay small and readable."""
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, allow_nan=False)
+
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f" {dump(row)}" for row in value)
+            parts.append(f"{dump(key)}: [\n{rows}\n]")
+        else:
+            parts.append(f"{dump(key)}: {dump(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -103,8 +103,9 @@ def time_training_steps(
             step()
             if on_gpu:
                 torch.cuda.synchronize(device)
+            elapsed = clock() - begin
             if i >= warm_up:
-                seconds.append(clock() - begin)
+                seconds.append(elapsed)
     median = statistics.median(seconds)
     tokens = batch_size * config.context_length
     tflops = flops_per_token(config, parameters) * tokens / median / 1e12

@@ -1,0 +1,62 @@
+"""The benchmark files as pytest runs them on a machine without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+def run_bench(*arguments):
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=BENCH.parent,
+        env=variables | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these take minutes")
+def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tmp_path):
+    out = tmp_path / "out.json"
+    done = run_bench(
+        str(BENCH / "bench_decode.py"),
+        str(BENCH / "bench_overhead.py"),
+        *("--benchmark-only", f"--benchmark-json={out}", "-rs"),
+        *("-k", "decode or host_cost or dispatch"),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "needs a GPU: torch sees no CUDA device" in done.stdout
+    found = {b["name"]: b for b in json.loads(out.read_text())["benchmarks"]}
+    ours = next(b for name, b in found.items() if "cpu-fastattn-torch" in name)
+    assert ours["extra_info"]["time_over_sdpa"] > 0
+    costs = [name for name in found if name.startswith("test_host_cost_of_a_call")]
+    assert len(costs) == 3
+    over = found["test_host_cost_of_a_call[fastattn]"]["extra_info"]["us_over_bare_launch"]
+    assert over > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU nothing is compiled for it")
+def test_interpreting_processes_do_not_measure_launches():
+    name = str(BENCH / "bench_overhead.py")
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", "bare", name]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert "TRITON_INTERPRET=1: kernels are interpreted" in done.stdout
+
+
+def test_every_family_has_a_file():
+    from fastattn.bench.cases import FAMILIES
+
+    for family in FAMILIES:
+        text = (BENCH / f"bench_{family}.py").read_text(encoding="utf-8")
+        assert f'FAMILY = "{family}"' in text
+        assert f"def test_{family}(" in text

@@ -1,0 +1,219 @@
+"""Reports, tables, the page of results, plots and facts; all results here are made up."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattn.bench import cases, facts, plots, results_page
+from fastattn.bench.figures import figures
+from fastattn.bench.report import Report, markdown
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SCRIPT = CHECKOUT / "bench" / "results_table.py"
+
+
+def timed(case, implementation, ms):
+    summary = {"median": ms, "p20": ms, "p80": ms, "least": ms, "samples": 5}
+    record = {"case": case.to_dict(), "implementation": implementation, "status": "timed"}
+    return {**record, "ms": summary, **figures(case, ms)}
+
+
+@pytest.fixture
+def report(tmp_path):
+    """A report of a machine that does not exist, with round numbers."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    report = Report.create(folder / "fake-2000-01-01.json", "python run_all.py --out x")
+    report.data["started"] = "2000-01-01T00:00:00+00:00"
+    report.data["environment"] = {
+        "gpu": {
+            "name": "Imaginary GPU", "capability": "9.0", "driver": 1.0, "sm_count": 100,
+            "max_sm_clock_mhz": 1000.0,
+        },
+        "versions": {"torch": "0"},
+        "cudnn": 1,
+    }  # fmt: skip
+    report.data["ceilings"] = {"matmul_tflops": 500.0, "copy_gbps": 2000.0, "empty_ms": 0.001}
+    report.data["tests"] = {"status": "finished", "passed": 10, "failed": 0, "failures": []}
+    results = report.data["results"]
+    for T in (4096, 16384):
+        for direction in ("forward", "backward"):
+            case = cases.sweep(direction, 128, T, causal=True)
+            results.append(timed(case, "fastattn-triton", 2.0))
+            results.append(timed(case, "sdpa-flash", 3.0))
+    results.append(timed(cases.decode(32, 4096), "fastattn-triton", 0.5))
+    results.append(
+        {
+            "case": cases.decode(32, 4096).to_dict(),
+            "implementation": "flash-attn-3",
+            "status": "cannot serve",
+            "reason": "flash_attn_interface is not installed",
+        }
+    )
+    report.data["jobs"] = {"late": {"status": "not reached", "reason": "the time was up"}}
+    report.save()
+    return report
+
+
+def test_reports_are_read_back(report):
+    assert Report.load(report.path).data == report.data
+
+
+@pytest.mark.parametrize("text", ["[]", '{"format": 99}'])
+def test_other_files_are_no_reports(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other.json is not a benchmark report of format 1"):
+        Report.load(path)
+
+
+def test_table_has_every_figure_and_every_gap(report):
+    text = markdown(report.data)
+    case = cases.sweep("forward", 128, 4096, causal=True)
+    tflops = figures(case, 2.0)["tflops"]
+    assert f"| {case.name} | {tflops:.3g} |" in text
+    assert f"| {case.name} | 1.50 |  |  |" in text  # 3 ms against 2 ms, no cuDNN, no flex
+    assert "decode, GB/s of keys and values:" in text
+    assert "flash-attn-3, cannot serve" in text
+    assert "- late: not reached. the time was up" in text
+    assert "10 passed, 0 failed" in text
+
+
+def test_page_without_files_says_that_nothing_was_measured(tmp_path):
+    text = results_page.page(tmp_path)
+    assert "nothing has been measured on a GPU" in text
+    assert text.count("| not run | not run |") == 5
+
+
+def test_page_names_what_ran_where(report):
+    text = results_page.page(report.path.parent)
+    assert "nothing has been measured" not in text
+    ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
+    assert f"| sm_90 | {ran} |" in text
+    assert "| sm_80 | not run | not run |" in text
+
+
+def test_the_page_in_the_repository_agrees_with_its_files():
+    assert results_page.check(CHECKOUT / "bench" / "results") == ""
+
+
+def run_script(*arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_check_fails_on_a_figure_that_was_changed(report):
+    folder = report.path.parent
+    assert run_script("--results", str(folder)).returncode == 0
+    assert results_page.check(folder) == ""
+    page = folder / "README.md"
+    text = page.read_text()
+    assert "| 1.50 |" in text
+    page.write_text(text.replace("| 1.50 |", "| 1.60 |", 1))
+    done = run_script("--results", str(folder), "--check")
+    assert done.returncode == 1
+    assert "+" in done.stderr and "1.50" in done.stderr
+
+
+def test_check_fails_on_results_that_were_changed(report):
+    folder = report.path.parent
+    results_page.draw(folder)
+    data = json.loads(report.path.read_text())
+    data["results"][0]["tflops"] *= 2
+    report.path.write_text(json.dumps(data))
+    assert results_page.check(folder) != ""
+
+
+def test_plots_are_drawn_from_what_there_is(report, tmp_path):
+    written = plots.draw_all(report.data, tmp_path)
+    assert {p.name for p in written} == {"forward.png", "backward.png", "decode.png", "ratios.png"}
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
+    report.data["results"] = report.data["results"][:1]
+    assert [p.name for p in plots.draw_all(report.data, tmp_path)] == ["forward.png"]
+
+
+def test_series_of_the_sweep(report):
+    panels = plots.sweep_series(report.data, "forward")
+    assert list(panels) == [(128, True)]
+    assert [x for x, _ in panels[128, True]["sdpa-flash"]] == [4096, 16384]
+
+
+def test_limits(report):
+    # 100 multiprocessors at 1 GHz: 1.6e12 exponentials a second, 512 operations each.
+    found = plots.limits(report.data, 128, "forward")
+    assert found == {"matrix product": 500.0, "exponentials": pytest.approx(819.2)}
+    assert plots.limits(report.data, 128, "backward") == {"matrix product": 500.0}
+
+
+def test_nvidia_smi_is_read_field_by_field_where_a_driver_lacks_one():
+    def run(command):
+        field = command[-1].removeprefix("--query-gpu=")
+        if "," in field or field == "clocks_event_reasons.active":
+            raise subprocess.CalledProcessError(2, command)
+        return {"driver_version": "580.1.2", "power.limit": "[N/A]"}.get(field, "1980")
+
+    found = facts.smi(run)
+    assert found["driver"] == "580.1.2"
+    assert found["max_sm_clock_mhz"] == 1980
+    assert found["power_limit_w"] is None
+    assert "clock_limits" not in found
+
+
+def test_nvidia_smi_at_once():
+    def run(command):
+        assert not any(word.startswith(("-pm", "-lgc", "-pl", "-ac", "-r")) for word in command)
+        return ", ".join(["580.1", "1980", "3201", "700.00", "0x0", "40", "Enabled"])
+
+    assert facts.smi(run) == {
+        "driver": 580.1, "max_sm_clock_mhz": 1980.0, "max_memory_clock_mhz": 3201.0,
+        "power_limit_w": 700.0, "clock_limits": "0x0", "temperature_c": 40.0,
+        "persistence_mode": "Enabled",
+    }  # fmt: skip
+
+
+def test_clocks_are_read_once_by_nvidia_smi_and_summed_up():
+    calls = []
+
+    def run(command):
+        calls.append(command)
+        return "1500, 600.5"
+
+    reader = facts.ClockReader(run)
+    reader._nvml = None
+    assert reader.take() == {}
+    reader()
+    reader()
+    assert len(calls) == 1
+    found = reader.take()
+    assert found == {"sm_clock_mhz": 1500.0, "least_sm_clock_mhz": 1500.0, "power_w": 600.5}
+
+
+def test_a_clock_that_cannot_be_read_is_left_out():
+    def run(command):
+        raise OSError("no such program")
+
+    reader = facts.ClockReader(run)
+    reader._nvml = None
+    reader()
+    assert reader.take() == {}
+
+
+def test_environment_of_this_machine():
+    def run(command):
+        raise OSError("no such program")
+
+    found = facts.environment(run)
+    assert found["versions"]["torch"] and found["versions"]["fastattn"]
+    assert found["commit"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-80GB", 312.0)],
+)
+def test_dense_rate_of_the_data_sheet(name, rate):
+    assert facts.dense_bf16_tflops(name) == rate
+    assert facts.dense_bf16_tflops("Imaginary GPU") is None

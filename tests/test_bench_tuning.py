@@ -1,0 +1,212 @@
+"""The sweep over tiles: candidates, checks, what is written; kernels run in the interpreter."""
+
+import json
+import math
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+
+from fastattn.bench import tuning
+from fastattn.bench.attention import Bench
+from fastattn.bench.cases import Case
+from fastattn.bench.measure import Effort, HostTimer
+from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
+from fastattn.kernels import config
+from fastattn.kernels.config import TileConfig
+
+H200_SHARED = 227 * 1024
+QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_place_has_candidates_that_fit(place):
+    found = candidates(place, H200_SHARED)
+    assert len(found) == len(set(found)) >= 4
+    for tile in found:
+        held, streamed = tile.BLOCK_M, tile.BLOCK_N
+        if place.kernel == "backward_dkv":
+            held, streamed = streamed, held
+        copies = 1 if place.kernel == "forward" else 2
+        elements = copies * held * place.BLOCK_D + 2 * tile.num_stages * streamed * place.BLOCK_D
+        assert elements * place.element_size <= H200_SHARED
+
+
+def test_places_cover_the_table_and_begin_with_what_matters():
+    assert {p.kernel for p in PLACES} == set(config.KERNELS)
+    assert {(p.element_size, p.BLOCK_D) for p in PLACES} == {
+        (size, D) for size in (2, 4) for D in (64, 128, 256)
+    }
+    assert PLACES[0] == Place("forward", 2, 128)
+    case = Place("backward_dq", 2, 64).case(causal=True)
+    assert (case.B * case.T_q, case.H_q * case.D, case.direction) == (16384, 2048, "backward")
+
+
+TABLE = {
+    "device": "Imaginary GPU",
+    "rows": [
+        {"kernel": "forward", "element_size": 2, "BLOCK_D": 64, "BLOCK_M": 16},
+        {"kernel": "forward", "element_size": 2, "BLOCK_D": 128, "BLOCK_M": 16},
+    ],
+}
+
+
+def test_rows_are_put_in_place():
+    measured = {"kernel": "forward", "element_size": 2, "BLOCK_D": 128, "BLOCK_M": 64, "ms": 1.0}
+    new = {"kernel": "forward", "element_size": 4, "BLOCK_D": 64, "BLOCK_M": 32}
+    found = tuning.merge(TABLE, [measured, new])
+    assert found["rows"] == [TABLE["rows"][0], measured, new]
+    assert found["device"] == "Imaginary GPU"
+
+
+def test_tables_are_written_as_they_are_kept():
+    assert json.loads(tuning.table_text(TABLE)) == TABLE
+    text = resources.files("fastattn.kernels").joinpath("tuning/sm_90.json").read_text("utf-8")
+    assert tuning.table_text(json.loads(text)) == text
+
+
+class NoCompilation(Compilation):
+    """Nothing is compiled ahead; some tiles are known not to be worth a launch."""
+
+    def __init__(self, refused=()):
+        super().__init__("an unknown architecture", 1)
+        self.refused = refused
+
+    def why_not(self, place, tile, seconds):
+        return "spills 8 bytes a thread" if tile in self.refused else None
+
+
+A, B, C = (TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16))
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Places are timed on a small case that the interpreter can run, among three tiles."""
+
+    def small(place, causal):
+        direction = "forward" if place.kernel == "forward" else "backward"
+        return Case(
+            direction, direction, 1, 1, 1, 40, 40, 16, causal, dtype="float32", device="cpu"
+        )
+
+    monkeypatch.setattr(Place, "case", small)
+    monkeypatch.setattr(tuning, "candidates", lambda place, shared: [A, B, C])
+
+
+def tuner(times, left=lambda: 1.0, refused=()):
+    """A sweep in which tiles take the given milliseconds."""
+    bench = Bench(FakeTimer(times), QUICK, sleep=lambda seconds: None)
+    return Tuner(bench, left, NoCompilation(refused), H200_SHARED, usual=lambda place: A)
+
+
+class FakeTimer(HostTimer):
+    """A call takes the time of the tile that is in force while it runs."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def prepare(self, function):
+        tiles = []
+        lookup = config.lookup
+
+        def remember(kernel, *sizes):
+            tiles.append((kernel, lookup(kernel, *sizes)))
+            return tiles[-1][1]
+
+        def start():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(config, "lookup", remember)
+                function()
+            ms = sum(self.times.get(tile, 0.0) for tile in tiles)
+            del tiles[:]
+            return lambda: ms
+
+        return start
+
+
+@pytest.mark.parametrize("kernel", config.KERNELS)
+def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(on_the_cpu, kernel):
+    sweep = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
+    row = next(sweep.sweep((Place(kernel, 4, 16),)))
+    assert (row["BLOCK_M"], row["BLOCK_N"]) == (B.BLOCK_M, B.BLOCK_N)
+    assert (row["kernel"], row["source"], row["ms"], row["ms_full"]) == (kernel, "measured", 1, 1)
+    assert [entry["ms"] for entry in sweep.tried] == [3.0, 1.0, 2.0]
+
+
+def test_tiles_that_spill_are_not_tried(on_the_cpu):
+    sweep = tuner({("forward", A): 3.0, ("forward", C): 2.0}, refused=(B,))
+    row = next(sweep.sweep((Place("forward", 4, 16),)))
+    assert row["BLOCK_M"] == C.BLOCK_M
+    assert sweep.tried[1]["reason"] == "spills 8 bytes a thread"
+
+
+def test_tiles_that_compute_something_else_are_not_timed(on_the_cpu, monkeypatch):
+    check = tuning.prepare
+
+    def prepare(*arguments):
+        if config.lookup("forward", 4, 16) == B:
+            raise AssertionError("o: error 1 exceeds the budget 0")
+        return check(*arguments)
+
+    monkeypatch.setattr(tuning, "prepare", prepare)
+    sweep = tuner({("forward", A): 3.0, ("forward", B): 1.0, ("forward", C): 2.0})
+    row = next(sweep.sweep((Place("forward", 4, 16),)))
+    assert row["BLOCK_M"] == C.BLOCK_M
+    assert "exceeds the budget" in sweep.tried[1]["reason"]
+
+
+def test_a_sweep_ends_in_time(on_the_cpu):
+    left = iter([1.0, 1.0, *[-1.0] * 100])
+    sweep = tuner({}, left=lambda: next(left))
+    rows = list(sweep.sweep((Place("forward", 4, 16), Place("forward", 2, 16))))
+    assert [row["element_size"] for row in rows] == [4]
+    assert len(sweep.tried) == 1
+
+
+def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
+    rows = [
+        {"kernel": "forward", "element_size": 2, "BLOCK_D": 256, "BLOCK_M": 64, "ms": 1.0},
+        {"kernel": "forward", "element_size": 4, "BLOCK_D": 256, "BLOCK_M": 32, "ms": 2.0},
+    ]
+    monkeypatch.setattr(Tuner, "sweep", lambda self: iter(rows))
+    properties = type("Properties", (), {"name": "Imaginary GPU"})
+    monkeypatch.setattr(tuning.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuning.torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(config, "current_arch", lambda: "sm_90")
+    bench = Bench(HostTimer(), QUICK)
+    environment = {"gpu": {"name": "Imaginary GPU"}, "versions": {"torch": "0", "triton": "1"}}
+    steps = tuning.tune(tmp_path, bench, lambda: 1.0, environment, "python tune.py")
+    path, _, _ = next(steps)
+    assert path == tmp_path / "sm_90.json"
+    first = json.loads(path.read_text())["rows"]
+    assert len(first) == len(config.table("sm_90"))
+    found = next(r for r in first if (r["element_size"], r["BLOCK_D"]) == (2, 256) and "ms" in r)
+    assert (found["gpu"], found["triton"], found["BLOCK_M"]) == ("Imaginary GPU", "1", 64)
+    assert next(steps)[1][1]["command"] == "python tune.py"
+
+
+def test_candidates_are_compiled_ahead():
+    """For a GPU that is not there; the tiles' registers and shared memory come back."""
+    compilation = Compilation("sm_90", 1)
+    place = Place("forward", 2, 64)
+    fits, too_large = TileConfig(64, 32, 4, 1), TileConfig(128, 128, 8, 8)
+    try:
+        for tile in (fits, too_large):
+            compilation.submit(place, tile)
+        assert compilation.why_not(place, fits, 120) is None
+        assert "shared memory" in compilation.why_not(place, too_large, 120)
+    finally:
+        compilation.close()
+
+
+def test_an_unknown_architecture_is_compiled_at_the_launch():
+    compilation = Compilation("sm_999", 1)
+    compilation.submit(PLACES[0], A)
+    assert compilation.why_not(PLACES[0], A, 0) is None
+    compilation.close()
+
+
+def test_effort_grows_with_the_time():
+    assert tuning.effort_for(60).target_ms < tuning.effort_for(3600).target_ms
+    assert math.isclose(replace(tuning.effort_for(60)).pause, 0.1)
