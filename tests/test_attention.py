@@ -46,6 +46,9 @@ MASKS: dict[str, Any] = {
     "lengths": lambda B, T_k, device: {
         "key_lengths": torch.tensor([T_k - 11, 0, 1][:B], device=device)
     },
+    "lengths-out-of-range": lambda B, T_k, device: {
+        "key_lengths": torch.tensor([T_k + 9, T_k, -4][:B], device=device)
+    },
     "lengths-causal-window": lambda B, T_k, device: {
         "key_lengths": torch.tensor([T_k - 30, T_k + 9, -4][:B], device=device, dtype=torch.int32),
         "window": 33,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastattn
 from fastattn.testing import assert_within_budget, make_qkv
-from fastattn.testing.compare import assert_matches_reference, results
+from fastattn.testing.compare import assert_matches_reference
 
 B, T_q, T_k = 3, 21, 34
 PADDING = torch.rand(B, T_k, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -106,6 +106,19 @@ def test_no_queries_or_no_keys(sizes) -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
-def test_results_helper_returns_five_tensors() -> None:
-    q, k, v = make_qkv(1, 1, 1, 3, D=8)
-    assert len(results(torch_attention, q, k, v)) == 5
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_asking_for_lse_changes_no_output(case: str) -> None:
+    """The path with lse shares its formula with the oracle: torch's own attention judges it."""
+    q, k, v = make_qkv(B, 4, 2, T_q, T_k, 16, dtype=torch.float64)
+    o, lse = torch_attention(q, k, v, return_lse=True, **ARGUMENTS[case])
+    fused = torch_attention(q, k, v, **ARGUMENTS[case])
+    torch.testing.assert_close(o, fused, rtol=1e-12, atol=1e-12)
+    # Values of 1 at one key and 0 elsewhere read a weight: exp(score - lse).
+    picked = torch.zeros_like(v)
+    picked[:, :, 13] = 1
+    weight = torch_attention(q, k, picked, **ARGUMENTS[case])[..., 0]
+    scale = ARGUMENTS[case].get("scale", 0.25)
+    score = (q.unflatten(1, (2, 2)) @ k[:, :, None, 13, :, None]).flatten(1, 2)[..., 0] * scale
+    seen = weight > 0
+    torch.testing.assert_close((score - lse)[seen].exp(), weight[seen], rtol=1e-6, atol=0)
+    assert seen.any()
