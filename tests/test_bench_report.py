@@ -1,8 +1,10 @@
 """Reports, tables, the page of results, plots and facts; all results here are made up."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,20 @@ def report(tmp_path):
 
 def test_reports_are_read_back(report):
     assert Report.load(report.path).data == report.data
+
+
+def test_a_write_that_fails_leaves_the_old_file(report, monkeypatch):
+    before = report.path.read_text()
+
+    def full(source, target):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    report.data["results"] = []
+    with pytest.raises(OSError, match="no space left"):
+        report.save()
+    assert report.path.read_text() == before
+    assert [p.name for p in report.path.parent.iterdir()] == [report.path.name]
 
 
 @pytest.mark.parametrize("text", ["[]", '{"format": 99}'])
@@ -136,6 +152,9 @@ def test_plots_are_drawn_from_what_there_is(report, tmp_path):
 
 
 def test_series_of_the_sweep(report):
+    one = cases.sweep("forward", 128, 16384, causal=True)
+    for other in (replace(one, T_q=4096, T_k=4096), replace(one, H_k=1), replace(one, D=64, B=2)):
+        report.data["results"].append(timed(other, "sdpa-flash", 3.0))
     panels = plots.sweep_series(report.data, "forward")
     assert list(panels) == [(128, True)]
     assert [x for x, _ in panels[128, True]["sdpa-flash"]] == [4096, 16384]

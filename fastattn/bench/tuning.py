@@ -37,6 +37,7 @@ from .measure import Effort, Function, Timing, compare
 from .report import write_whole
 
 _FINALISTS = 4
+_MOST = 24  # candidates of a row
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
 _FAMILIES = {
     "forward": ("attention_forward_kernel",),
@@ -75,10 +76,11 @@ def candidates(place: Place, shared_bytes: int) -> list[TileConfig]:
     those whose operands cannot fit `shared_bytes`.
     """
     rows = (64, 128) if place.kernel == "forward" else (32, 64, 128)
-    grid = itertools.product(rows, (32, 64, 128), (4, 8), (1, 2, 3, 4))
+    grid = itertools.product(rows, (32, 64, 128), (4, 8), (1, 2, 3))
     tiles = [TileConfig(*numbers) for numbers in grid]
     fitting = [t for t in tiles if _plausible(place, t, shared_bytes)]
-    return sorted(fitting, key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
+    fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
+    return fitting[:_MOST]
 
 
 def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
