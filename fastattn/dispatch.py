@@ -34,8 +34,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
     """
     forced = checks.check_backend(backend)
-    if forced == "auto":
-        forced = checks.check_backend(os.environ.get(ENVIRONMENT) or None, ENVIRONMENT)
+    if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
+        forced = checks.check_backend(named, ENVIRONMENT)
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v)
@@ -48,11 +48,11 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Triton kernels cannot take these tensors, or None if they can."""
-    device = q.device.type
     if not ops.TRITON_INSTALLED:
         return "triton is not installed"
-    if device == "cpu" and not ops.interpreting():
+    if q.is_cpu and not ops.interpreting():
         return "q is on the CPU and TRITON_INTERPRET=1 is not set"
+    device = q.device.type
     if device not in ("cpu", "cuda"):
         return f"q is on {device}; kernels exist for CUDA and ROCm devices"
     if q.dtype == torch.float64:

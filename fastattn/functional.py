@@ -86,7 +86,8 @@ def attention(
         query_offset = k.shape[2] - q.shape[2]
     choice = dispatch.choose(q, k, v, backend)
     if choice.backend == "torch":
-        dispatch.warn_if_slow(choice, q.device)
+        if not q.is_cpu:
+            dispatch.warn_if_slow(choice, q.device)
         return torch_backend.attention(
             q,
             k,
@@ -153,7 +154,9 @@ def _kernel_rows(x: Tensor) -> Tensor:
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has."""
     device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch raises when asked about a device that has no autocast, such as meta.
+    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    if not known or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16, torch.float32)

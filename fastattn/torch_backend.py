@@ -55,7 +55,7 @@ def attention(
         mask = _band_mask(T_q, T_k, left, right, query_offset, q.device)
     if key_padding_mask is not None or key_lengths is not None:
         exists = reference.existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
-        k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
+        k, v = _harmless(k, exists), _harmless(v, exists)
         if is_causal:
             mask, is_causal = _band_mask(T_q, T_k, left, right, query_offset, q.device), False
         exists = exists[:, None, None, :]
@@ -73,6 +73,23 @@ def attention(
         # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
+
+
+# Far above any norm of activations, and far below what could overflow in a product of two.
+_LARGE = 1e9
+
+
+def _harmless(x: Tensor, exists: Tensor) -> Tensor:
+    """x [B, H, T_k, D] whose hidden rows cannot reach a sum that they are given weight 0 in.
+
+    Zeroing them costs a copy. Eagerly on a CPU it is cheaper to look first whether anything in x is
+    NaN, infinite or so large that a product with it might be.
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        norm = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float))
+        if norm < _LARGE:
+            return x
+    return torch.where(exists[:, None, :, None], x, 0.0)
 
 
 def _equals(query_offset: int | Tensor, number: int) -> bool:

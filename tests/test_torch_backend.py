@@ -60,10 +60,11 @@ def test_matches_the_oracle(case: str, dtype: torch.dtype) -> None:
         assert_within_budget(name, *triple)
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -3e38], ids=["nan", "inf", "huge"])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_padded_keys_reach_nothing(return_lse: bool) -> None:
+def test_padded_keys_reach_nothing(return_lse: bool, poison: float) -> None:
     q, k, v = make_qkv(B, 4, 2, T_q, T_k, 16)
-    dirty = [x.detach().masked_fill(~PADDING[:, None, :, None], math.nan) for x in (k, v)]
+    dirty = [x.detach().masked_fill(~PADDING[:, None, :, None], poison) for x in (k, v)]
 
     def run(k, v):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
