@@ -6,10 +6,8 @@ Preparation is outside the timer: masks, packing and first compilations belong t
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -118,10 +116,7 @@ def _pinned_sdpa(name: str) -> Implementation:
 
         return pinned
 
-    def pin() -> contextlib.AbstractContextManager[object]:
-        return sdpa_kernel(backend)
-
-    return Implementation(f"sdpa-{name}", serves, prepare, pin)
+    return Implementation(f"sdpa-{name}", serves, prepare)
 
 
 def _why_refused(
@@ -161,19 +156,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class _ByDevice:
-    gpu: tuple[str, ...]
-    cpu: tuple[str, ...]
-
-
-_NAMES = _ByDevice(
-    gpu=tuple(i.name for i in IMPLEMENTATIONS if i.name != "sdpa"),
-    cpu=("fastattn-torch", "sdpa", "naive"),
-)
+_ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
 
 
 def side_by_side(device: str) -> list[Implementation]:
     """The implementations that are compared on a kind of device, "cuda" or "cpu"."""
-    names = _NAMES.gpu if device == "cuda" else _NAMES.cpu
-    return [i for i in IMPLEMENTATIONS if i.name in names]
+    if device == "cuda":
+        return [i for i in IMPLEMENTATIONS if i.name != "sdpa"]
+    return [i for i in IMPLEMENTATIONS if i.name in _ON_A_CPU]

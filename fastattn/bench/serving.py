@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,14 +26,12 @@ class Implementation:
         serves: why it cannot serve a case, from its sizes alone, or None.
         prepare: a function from q, k, v to o, differentiable if the case needs gradients; raises
             `Unserved` for reasons that only the tensors show.
-        pin: context that selects it for bare calls to torch, where the cost of a call is measured.
         slow_to_prepare: compiles for seconds for every new shape.
     """
 
     name: str
     serves: Callable[[Case], str | None]
     prepare: Callable[[Case, Inputs], Attention]
-    pin: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     slow_to_prepare: bool = False
 
     def why_not(self, case: Case) -> str | None:

@@ -2,8 +2,9 @@
 
     python -m fastattn.bench.suite --report results.json --set quick --seconds 300
 
-It goes on where the report ends. What ends this process without warning is found out by the one
-that supervises it (see `supervise`), from what the report says was running.
+It goes on where the report ends, so a run can be spread over several calls. What ends this process
+without warning is found out by the one that supervises it (see `supervise`), from what the report
+says was running.
 """
 
 from __future__ import annotations
