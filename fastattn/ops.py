@@ -59,7 +59,9 @@ def attention_forward(
     mask = kernels.arguments.MaskArguments(
         left, right, query_offset, query_offsets, key_padding_mask, key_lengths
     )
-    return kernels.forward.launch_forward(q, k, v, mask, scale)
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        return kernels.forward.launch_forward(q, k, v, mask, scale)
 
 
 @attention_forward.register_fake
@@ -91,7 +93,8 @@ def attention_backward(
     mask = kernels.arguments.MaskArguments(
         left, right, query_offset, query_offsets, key_padding_mask, key_lengths
     )
-    return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
+    with torch.cuda.device_of(q):
+        return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
 
 
 @attention_backward.register_fake

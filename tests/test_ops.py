@@ -1,5 +1,7 @@
 """The custom ops in torch's machinery: registration, compile, export, autocast, checkpointing."""
 
+import shutil
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -55,6 +57,9 @@ def test_backward_op_is_registered_right(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiles_as_one_graph(backend: str, device: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor compiles with a C++ compiler, and none is installed")
+
     def model(q, k, v):
         return causal(q * 2.0, k, v) * 0.5
 
@@ -190,6 +195,34 @@ def test_fp32_products_follow_torchs_tf32_switch() -> None:
         assert dot_precision(torch.bfloat16) == "ieee"
     finally:
         switch.fp32_precision = before
+
+
+def test_kernels_run_on_the_device_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    entered = []
+    original = torch.cuda.device_of
+
+    def recorded(x):
+        entered.append(x.shape)
+        return original(x)
+
+    monkeypatch.setattr(torch.cuda, "device_of", recorded)
+    inputs = make_qkv(**SIZES, device=device)
+    causal(*inputs).sum().backward()
+    assert entered == [inputs[0].shape] * 2
+
+
+@pytest.mark.gpu
+def test_second_gpu(device: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        inputs = make_qkv(**SIZES, device="cuda:1")
+        o = causal(*inputs)
+    expected = fastattn.reference.attention(*inputs, causal=True)
+    assert o.device == torch.device("cuda:1")
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_budget_is_met_under_compile(device: str) -> None:
