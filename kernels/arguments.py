@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -31,7 +30,8 @@ class MaskArguments(NamedTuple):
 
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Batch, head and row stride of [B, H, T, D]."""
-    return x.stride(0), x.stride(1), x.stride(2)
+    stride_b, stride_h, stride_t, _ = x.stride()
+    return stride_b, stride_h, stride_t
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -42,22 +42,32 @@ def aligned(x: Tensor) -> Tensor:
     """
     elements = 16 // x.element_size()
     assert x.shape[3] % elements == 0, "the caller pads the head dim"
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if size > 1 and stride % elements:
-            return x.clone(memory_format=torch.contiguous_format)
-    if x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    if x.data_ptr() % 16 == 0:
+        stride_b, stride_h, stride_t, _ = x.stride()
+        if (stride_b | stride_h | stride_t) % elements == 0:
+            return x
+        steps = zip(x.shape[:3], x.stride()[:3], strict=True)
+        if all(size <= 1 or stride % elements == 0 for size, stride in steps):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def index_type(*tensors: Tensor) -> tl.dtype:
     """int32 where no tile spans 2^31 elements, else int64, for offsets inside a tile."""
-    return tl.int32 if all(abs(x.stride(2)) < 2**31 // _MAX_ROWS for x in tensors) else tl.int64
+    for x in tensors:
+        if abs(x.stride(2)) >= 2**31 // _MAX_ROWS:
+            return tl.int64
+    return tl.int32
 
 
 def block_dim(D: int) -> int:
     """Columns of a tile for head dim D: a power of two, at least the 16 that tl.dot needs."""
-    return max(16, triton.next_power_of_2(D))
+    return max(16, 1 << (D - 1).bit_length())
+
+
+def blocks(length: int, BLOCK: int) -> int:
+    """How many blocks cover a length. `triton.cdiv` is for kernels and slow on the host."""
+    return -(-length // BLOCK)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from .arguments import (
     MaskArguments,
     aligned,
     block_dim,
+    blocks,
     dot_precision,
     empty_in_layout,
     index_type,
@@ -251,7 +252,7 @@ def launch_backward(
     )
 
     tile = config.lookup("backward_dq", q.element_size(), max(dims))
-    programs = triton.cdiv(T_q, tile.BLOCK_M) * B * H_q
+    programs = blocks(T_q, tile.BLOCK_M) * B * H_q
     if programs:
         attention_backward_dq_kernel[(programs,)](
             q, k, v, o, do, lse, dlse, dq, delta, *mask_pointers,
@@ -260,7 +261,7 @@ def launch_backward(
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     tile = config.lookup("backward_dkv", q.element_size(), max(dims))
-    programs = triton.cdiv(T_k, tile.BLOCK_N) * B * H_k
+    programs = blocks(T_k, tile.BLOCK_N) * B * H_k
     if programs:
         attention_backward_dkv_kernel[(programs,)](
             q, k, v, do, lse, delta, dk, dv, *mask_pointers,

@@ -28,6 +28,8 @@ class TileConfig:
     num_stages: int = 1
 
 
+# Fixed for the process once triton is imported; the knob reads the environment at every look.
+_INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, TileConfig] = {}
 
 
@@ -59,9 +61,15 @@ def forced(**configs: TileConfig) -> Iterator[None]:
 
 def current_arch() -> str:
     """Name of the device's architecture: "sm_90", "gfx942", or "interpreter"."""
-    if triton.knobs.runtime.interpret:
+    if _INTERPRETING:
         return "interpreter"
-    target = triton.runtime.driver.active.get_current_target()
+    driver = triton.runtime.driver.active
+    return _arch(driver, driver.get_current_device())
+
+
+@cache
+def _arch(driver: Any, device: int) -> str:
+    target = driver.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]
 
 

@@ -10,6 +10,7 @@ from .arguments import (
     MaskArguments,
     aligned,
     block_dim,
+    blocks,
     dot_precision,
     empty_in_layout,
     index_type,
@@ -122,7 +123,7 @@ def launch_forward(
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     tile = config.lookup("forward", q.element_size(), max(BLOCK_D, BLOCK_DV))
-    programs = triton.cdiv(T_q, tile.BLOCK_M) * B * H_q
+    programs = blocks(T_q, tile.BLOCK_M) * B * H_q
     if programs == 0:
         return o, lse
     padding = mask.key_padding_mask
