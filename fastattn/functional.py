@@ -101,8 +101,10 @@ def attention(
             return_lse=return_lse,
         )
     per_row = query_offset if isinstance(query_offset, Tensor) else None
-    o, lse = ops.attention_forward(
-        *(_kernel_rows(x) for x in (q, k, v)),
+    o, lse = ops.attend(
+        _kernel_rows(q),
+        _kernel_rows(k),
+        _kernel_rows(v),
         None if key_padding_mask is None else key_padding_mask.contiguous(),
         None if key_lengths is None else key_lengths.contiguous(),
         None if per_row is None else per_row.contiguous(),
@@ -111,7 +113,8 @@ def attention(
         right,
         scale,
     )
-    o = o[..., : v.shape[3]]
+    if o.shape[3] != v.shape[3]:
+        o = o[..., : v.shape[3]]
     return (o, lse) if return_lse else o
 
 

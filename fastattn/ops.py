@@ -1,17 +1,24 @@
-"""The kernels as torch operators: custom ops with fakes and autograd.
+"""The kernels as torch operators, and the short way to them.
+
+`attention_forward` and `attention_backward` are custom ops with fakes and autograd, which is what
+torch.compile, export, vmap and other tracers need. A custom op costs the host several times what
+the launch does, so `attend` goes around it where nothing traces.
 
 This is the only file of the package that knows the kernels. They are imported on first use, so that
 `import fastattn` works where triton does not exist.
 """
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 MAX_HEAD_DIM = 256
 
@@ -36,8 +43,7 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-@torch.library.custom_op("fastattn::attention_forward", mutates_args=())
-def attention_forward(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -64,6 +70,11 @@ def attention_forward(
         return kernels.forward.launch_forward(q, k, v, mask, scale)
 
 
+attention_forward = torch.library.custom_op(
+    "fastattn::attention_forward", _forward, mutates_args=()
+)
+
+
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H_q, T_q, _D = q.shape
@@ -71,8 +82,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_in_layout(q, H_q, T_q, v.shape[3]), lse
 
 
-@torch.library.custom_op("fastattn::attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -88,13 +98,18 @@ def attention_backward(
     right: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `attention_forward`; do has a contiguous last dim, dlse is contiguous."""
+    """dq, dk, dv of `_forward`; do has a contiguous last dim, dlse is contiguous."""
     kernels = _kernels()
     mask = kernels.arguments.MaskArguments(
         left, right, query_offset, query_offsets, key_padding_mask, key_lengths
     )
     with torch.cuda.device_of(q):
         return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
+
+
+attention_backward = torch.library.custom_op(
+    "fastattn::attention_backward", _backward, mutates_args=()
+)
 
 
 @attention_backward.register_fake
@@ -119,7 +134,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     q, k, v, o, lse, *mask_tensors = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
@@ -127,8 +144,47 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    grads = attention_backward(do, dlse, q, k, v, o, lse, *mask_tensors, *ctx.numbers)
+    grads = backward(do, dlse, q, k, v, o, lse, *mask_tensors, *ctx.numbers)
     return (*grads, *[None] * (len(mask_tensors) + len(ctx.numbers)))
 
 
-attention_forward.register_autograd(_backward, setup_context=_setup_context)
+attention_forward.register_autograd(
+    partial(_gradients, attention_backward), setup_context=_setup_context
+)
+
+
+class _Attention(torch.autograd.Function):
+    """`attention_forward` without the op; nothing may trace it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(_backward, ctx, do, dlse)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """o and lse, by the op where something traces or transforms, else by the kernels themselves.
+
+    The arguments are those of the op `attention_forward`; both ways give the same bits and the same
+    gradients, once differentiable.
+    """
+    if _may_be_traced(q):
+        return attention_forward(q, k, v, *arguments)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, *arguments)
+    return _forward(q, k, v, *arguments)
+
+
+def _may_be_traced(q: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+    )

@@ -79,13 +79,13 @@ def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    original = ops.attention_forward
+    original = ops.attend
 
     def counted(*arguments):
         called.append("triton")
         return original(*arguments)
 
-    monkeypatch.setattr(ops, "attention_forward", counted)
+    monkeypatch.setattr(ops, "attend", counted)
     q, k, v = make_qkv(1, 1, 1, 4, D=16)
     fastattn.attention(q, k, v, backend="torch")
     assert called == []

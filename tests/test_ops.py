@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -211,6 +213,51 @@ def test_kernels_run_on_the_device_of_their_tensors(
     inputs = make_qkv(**SIZES, device=device)
     causal(*inputs).sum().backward()
     assert entered == [inputs[0].shape] * 2
+
+
+def test_both_ways_to_the_kernels_give_the_same_bits(device: str) -> None:
+    inputs = make_qkv(**SIZES, device=device, dtype=torch.bfloat16)
+    arguments = (None, None, None, 0, 4, 2, 0.3)
+
+    def run(function):
+        o, lse = function(*inputs, *arguments)
+        loss = o.float().sin().sum() + lse.cos().sum()
+        return (o, lse, *torch.autograd.grad(loss, inputs))
+
+    for short, op in zip(run(ops.attend), run(ops.attention_forward), strict=True):
+        assert torch.equal(short, op)
+
+
+@pytest.mark.parametrize("function", [ops.attend, ops.attention_forward], ids=["short", "op"])
+def test_a_second_derivative_is_an_error_not_a_wrong_number(function, device: str) -> None:
+    inputs = make_qkv(**SIZES, device=device)
+    o, _ = function(*inputs, None, None, None, 0, None, 0, 0.25)
+    with pytest.raises(RuntimeError):
+        (dq,) = torch.autograd.grad(o.sum(), inputs[0], create_graph=True)
+        torch.autograd.grad(dq.sum(), inputs[0])
+
+
+def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The kernels themselves would be invisible to these, or fail in them."""
+    seen = []
+    op = ops.attention_forward
+
+    def counted(*arguments):
+        seen.append("op")
+        return op(*arguments)
+
+    monkeypatch.setattr(ops, "attention_forward", counted)
+    inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
+    causal(*inputs)
+    assert seen == []
+    with FakeTensorMode():
+        causal(*(torch.empty(2, 4, 20, 16, device=device) for _ in range(3)))
+    assert seen == ["op"]
+    torch.vmap(causal)(*(x[None] for x in inputs))
+    assert seen == ["op"] * 2
+    graph = make_fx(causal)(*inputs)
+    assert seen == ["op"] * 3
+    assert any("attention_forward" in str(node.target) for node in graph.graph.nodes)
 
 
 @pytest.mark.gpu
