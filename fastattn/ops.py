@@ -10,6 +10,7 @@ This is the only file of the package that knows the kernels. They are imported o
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -43,6 +44,12 @@ def _kernels() -> ModuleType:
     return kernels
 
 
+def _device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Makes the device of x current: Triton launches there, whatever device the tensors are on."""
+    guard: AbstractContextManager[None] = torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
+    return guard
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -65,8 +72,7 @@ def _forward(
     mask = kernels.arguments.MaskArguments(
         left, right, query_offset, query_offsets, key_padding_mask, key_lengths
     )
-    # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device_of(q):
+    with _device_of(q):
         return kernels.forward.launch_forward(q, k, v, mask, scale)
 
 
@@ -103,7 +109,7 @@ def _backward(
     mask = kernels.arguments.MaskArguments(
         left, right, query_offset, query_offsets, key_padding_mask, key_lengths
     )
-    with torch.cuda.device_of(q):
+    with _device_of(q):
         return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
 
 
@@ -177,7 +183,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
     if _may_be_traced(q):
         return attention_forward(q, k, v, *arguments)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *arguments)
+        output: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *arguments)  # type: ignore[no-untyped-call]
+        return output
     return _forward(q, k, v, *arguments)
 
 

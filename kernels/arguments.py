@@ -85,5 +85,18 @@ def empty_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
     return like.new_empty(B, heads, rows, cols)
 
 
-def window_side(side: int | None) -> int | None:
-    return None if side is None else min(side, UNBOUNDED)
+def mask_numbers(mask: MaskArguments, q: Tensor, k: Tensor) -> tuple[int | None, ...]:
+    """padding_stride, H_q, G, T_q, T_k, query_offset, left and right, in the kernels' order."""
+    padding = mask.key_padding_mask
+    _, H_q, T_q, _ = q.shape
+    _, H_k, T_k, _ = k.shape
+    return (
+        0 if padding is None else padding.stride(0),
+        H_q,
+        H_q // H_k,
+        T_q,
+        T_k,
+        mask.query_offset,
+        None if mask.left is None else min(mask.left, UNBOUNDED),
+        None if mask.right is None else min(mask.right, UNBOUNDED),
+    )

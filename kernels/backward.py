@@ -23,24 +23,23 @@ from .arguments import (
     dot_precision,
     empty_in_layout,
     index_type,
+    mask_numbers,
     strides,
-    window_side,
 )
 from .mask import (
     any_key,
+    batch_row,
     boundary_block,
     key_blocks,
     query_blocks,
-    row_keys,
-    row_offset,
     valid_keys,
     visible,
     worth_loading,
 )
-from .padding import launch_padding_extents
+from .padding import mask_pointers
 from .product import add_weighted_rows, rows_by_rows
 from .softmax import LOG2E, weights
-from .tile import head, key_program, load_tile, load_vector, query_program, store_tile
+from .tile import head, key_program, load_tile, load_vector, query_program, query_rows, store_tile
 
 
 @triton.jit
@@ -76,15 +75,10 @@ def attention_backward_dq_kernel(
 ):  # fmt: skip
     """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward."""
     tile, b, h_q, h_k = query_program(T_q, H_q, G, BLOCK_M)
-    m_first = tile * BLOCK_M
-    offset = row_offset(b, query_offset, offsets_ptr)
-    start, end, solid = row_keys(b, T_k, lengths_ptr, extents_ptr)
-    if padding_ptr is not None:
-        padding_ptr += b.to(tl.int64) * padding_stride
-
-    rows = m_first + tl.arange(0, BLOCK_M)
-    in_rows = rows < T_q
-    q_pos = rows + offset
+    m_first, m_last, rows, in_rows = query_rows(tile, T_q, BLOCK_M)
+    offset, start, end, solid = batch_row(
+        b, T_k, query_offset, offsets_ptr, lengths_ptr, extents_ptr
+    )
     q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, INDEX)
     k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
     v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
@@ -104,9 +98,8 @@ def attention_backward_dq_kernel(
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     lo, full_lo, full_hi, hi = key_blocks(
-        m_first + offset, tl.minimum(m_first + BLOCK_M, T_q) - 1 + offset,
-        start, end, solid, left, right, BLOCK_N,
-    )  # fmt: skip
+        m_first + offset, m_last + offset, start, end, solid, left, right, BLOCK_N
+    )
     for block in range(full_lo, full_hi):
         dq = _grow_dq(
             dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, block * BLOCK_N, None, None,
@@ -115,9 +108,9 @@ def attention_backward_dq_kernel(
     for i in range(0, (full_lo - lo) + (hi - full_hi)):
         n_first = boundary_block(i, lo, full_lo, full_hi) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, start, end, padding_ptr)
+        valid = valid_keys(k_pos, b, start, end, padding_ptr, padding_stride)
         if worth_loading(valid, padding_ptr):
-            keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
+            keep = valid[None, :] & visible((rows + offset)[:, None], k_pos[None, :], left, right)
             dq = _grow_dq(
                 dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep,
                 scale_log2, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
@@ -166,14 +159,10 @@ def attention_backward_dkv_kernel(
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`."""
     tile, b, h_k = key_program(T_k, H_q // G, BLOCK_N)
     n_first = tile * BLOCK_N
-    offset = row_offset(b, query_offset, offsets_ptr)
-    start, end, _ = row_keys(b, T_k, lengths_ptr, extents_ptr)
-    if padding_ptr is not None:
-        padding_ptr += b.to(tl.int64) * padding_stride
-
+    offset, start, end, _ = batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, extents_ptr)
     k_pos = n_first + tl.arange(0, BLOCK_N)
     in_keys = k_pos < T_k
-    valid = valid_keys(k_pos, start, end, padding_ptr)
+    valid = valid_keys(k_pos, b, start, end, padding_ptr, padding_stride)
     k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
     v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
@@ -233,18 +222,8 @@ def launch_backward(
     dv = empty_in_layout(v, H_k, T_k, D_v)
     delta = torch.empty_like(lse)
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
-    padding = mask.key_padding_mask
-    mask_pointers = (
-        padding,
-        None if padding is None else launch_padding_extents(padding),
-        mask.key_lengths,
-        mask.query_offsets,
-    )
-    numbers = (
-        0 if padding is None else padding.stride(0),
-        H_q, H_q // H_k, T_q, T_k, mask.query_offset,
-        window_side(mask.left), window_side(mask.right), scale, scale * LOG2E.value,
-    )  # fmt: skip
+    pointers = mask_pointers(mask)
+    numbers = (*mask_numbers(mask, q, k), scale, scale * LOG2E.value)
     dims = (BLOCK_D, BLOCK_DV)
     promises = (
         index_type(q, k, v, o, do, dq, dk, dv),
@@ -255,7 +234,7 @@ def launch_backward(
     programs = blocks(T_q, tile.BLOCK_M) * B * H_q
     if programs:
         attention_backward_dq_kernel[(programs,)](
-            q, k, v, o, do, lse, dlse, dq, delta, *mask_pointers,
+            q, k, v, o, do, lse, dlse, dq, delta, *pointers,
             *map(strides, (q, k, v, o, do, dq)), *numbers,
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -264,7 +243,7 @@ def launch_backward(
     programs = blocks(T_k, tile.BLOCK_N) * B * H_k
     if programs:
         attention_backward_dkv_kernel[(programs,)](
-            q, k, v, do, lse, delta, dk, dv, *mask_pointers,
+            q, k, v, do, lse, delta, dk, dv, *pointers,
             *map(strides, (q, k, v, do, dk, dv)), *numbers,
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -14,22 +14,21 @@ from .arguments import (
     dot_precision,
     empty_in_layout,
     index_type,
+    mask_numbers,
     strides,
-    window_side,
 )
 from .mask import (
+    batch_row,
     boundary_block,
     key_blocks,
-    row_keys,
-    row_offset,
     valid_keys,
     visible,
     worth_loading,
 )
-from .padding import launch_padding_extents
+from .padding import mask_pointers
 from .product import add_weighted_rows, rows_by_rows
 from .softmax import LOG2E, finish, online_step
-from .tile import head, load_tile, query_program, store_tile
+from .tile import head, load_tile, query_program, query_rows, store_tile
 
 
 @triton.jit
@@ -64,15 +63,10 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """Full key blocks first, unmasked; then the boundary blocks. 1-D grid: see `query_program`."""
     tile, b, h_q, h_k = query_program(T_q, H_q, G, BLOCK_M)
-    m_first = tile * BLOCK_M
-    offset = row_offset(b, query_offset, offsets_ptr)
-    start, end, solid = row_keys(b, T_k, lengths_ptr, extents_ptr)
-    if padding_ptr is not None:
-        padding_ptr += b.to(tl.int64) * padding_stride
-
-    rows = m_first + tl.arange(0, BLOCK_M)
-    in_rows = rows < T_q
-    q_pos = rows + offset
+    m_first, m_last, rows, in_rows = query_rows(tile, T_q, BLOCK_M)
+    offset, start, end, solid = batch_row(
+        b, T_k, query_offset, offsets_ptr, lengths_ptr, extents_ptr
+    )
     q_ptr, q_stride = head(q_ptr, b, h_q, q_strides, INDEX)
     k_ptr, k_stride = head(k_ptr, b, h_k, k_strides, INDEX)
     v_ptr, v_stride = head(v_ptr, b, h_k, v_strides, INDEX)
@@ -83,9 +77,8 @@ def attention_forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     lo, full_lo, full_hi, hi = key_blocks(
-        m_first + offset, tl.minimum(m_first + BLOCK_M, T_q) - 1 + offset,
-        start, end, solid, left, right, BLOCK_N,
-    )  # fmt: skip
+        m_first + offset, m_last + offset, start, end, solid, left, right, BLOCK_N
+    )
     for block in range(full_lo, full_hi):
         acc, m, l = _attend(
             acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, block * BLOCK_N, None, None, scale_log2,
@@ -94,9 +87,9 @@ def attention_forward_kernel(
     for i in range(0, (full_lo - lo) + (hi - full_hi)):
         n_first = boundary_block(i, lo, full_lo, full_hi) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, start, end, padding_ptr)
+        valid = valid_keys(k_pos, b, start, end, padding_ptr, padding_stride)
         if worth_loading(valid, padding_ptr):
-            keep = valid[None, :] & visible(q_pos[:, None], k_pos[None, :], left, right)
+            keep = valid[None, :] & visible((rows + offset)[:, None], k_pos[None, :], left, right)
             acc, m, l = _attend(
                 acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, n_first, valid, keep, scale_log2,
                 D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
@@ -118,7 +111,7 @@ def launch_forward(
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, D = q.shape
-    H_k, T_k, D_v = v.shape[1:]
+    D_v = v.shape[3]
     o = empty_in_layout(q, H_q, T_q, D_v)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
@@ -126,14 +119,10 @@ def launch_forward(
     programs = blocks(T_q, tile.BLOCK_M) * B * H_q
     if programs == 0:
         return o, lse
-    padding = mask.key_padding_mask
     attention_forward_kernel[(programs,)](
-        q, k, v, o, lse,
-        padding, None if padding is None else launch_padding_extents(padding),
-        mask.key_lengths, mask.query_offsets,
-        strides(q), strides(k), strides(v), strides(o), 0 if padding is None else padding.stride(0),
-        H_q, H_q // H_k, T_q, T_k, mask.query_offset,
-        window_side(mask.left), window_side(mask.right), scale * LOG2E.value,
+        q, k, v, o, lse, *mask_pointers(mask),
+        strides(q), strides(k), strides(v), strides(o), *mask_numbers(mask, q, k),
+        scale * LOG2E.value,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
         index_type(q, k, v, o), dot_precision(q.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,

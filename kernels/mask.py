@@ -16,20 +16,14 @@ import triton.language as tl
 
 
 @triton.jit
-def row_offset(b, query_offset, offsets_ptr):
-    """Position of query 0 among the keys of batch row b."""
+def batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, extents_ptr):
+    """Batch row b: the position of query 0, the keys [start, end), and if those have no holes."""
     offset = query_offset
-    if offsets_ptr is not None:
-        offset = tl.load(offsets_ptr + b).to(tl.int32)
-    return offset
-
-
-@triton.jit
-def row_keys(b, T_k, lengths_ptr, extents_ptr):
-    """Keys [start, end) of batch row b, and whether every key in between is visible (no holes)."""
     start = 0
     end = T_k
     solid = True
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + b).to(tl.int32)
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + b)
         end = tl.minimum(tl.maximum(length, 0), T_k).to(tl.int32)
@@ -37,15 +31,16 @@ def row_keys(b, T_k, lengths_ptr, extents_ptr):
         start = tl.load(extents_ptr + 3 * b)
         end = tl.minimum(end, tl.load(extents_ptr + 3 * b + 1))
         solid = tl.load(extents_ptr + 3 * b + 2) == 0
-    return start, end, solid
+    return offset, start, end, solid
 
 
 @triton.jit
-def valid_keys(k_pos, start, end, padding_ptr):
+def valid_keys(k_pos, b, start, end, padding_ptr, padding_stride):
     """True where a key of the row exists: some query may see it. Others are never loaded."""
     valid = (k_pos >= start) & (k_pos < end)
     if padding_ptr is not None:
-        valid = valid & (tl.load(padding_ptr + k_pos, mask=valid, other=0) != 0)
+        row_ptr = padding_ptr + tl.cast(b, tl.int64) * padding_stride
+        valid = valid & (tl.load(row_ptr + k_pos, mask=valid, other=0) != 0)
     return valid
 
 

@@ -87,6 +87,14 @@ def query_program(T_q, H_q, G, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def query_rows(tile, T_q, BLOCK_M: tl.constexpr):
+    """First and last existing row of a query tile, its rows [BLOCK_M], and which of them exist."""
+    first = tile * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    return first, tl.minimum(first + BLOCK_M, T_q) - 1, rows, rows < T_q
+
+
+@triton.jit
 def key_program(T_k, H_k, BLOCK_N: tl.constexpr):
     """(key tile, b, h_k) of this program; the first keys, which most queries see, come first."""
     pid = tl.program_id(0)

@@ -79,3 +79,18 @@ def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, _with_nan_contents(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models too small to share: threads that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whole models: where kernels are interpreted, "auto" would interpret them all."""
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")

@@ -23,21 +23,9 @@ from fastattn.training.checkpoint import (
 )
 from fastattn.training.tokenizer import CharacterTokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
 CONFIG = GPTConfig(vocab_size=3, context_length=4, num_layers=1, num_heads=1, embed_dim=8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small to share, and threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def on_torch(monkeypatch):
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
 
 
 def make_checkpoint(step: int) -> Checkpoint:

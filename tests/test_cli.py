@@ -15,6 +15,8 @@ from fastattn.cli import main
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
 TEXT = "def add(a, b):\n    return a + b\n\n\nclass Café:\n    price = 3\n" * 20
 QUICK = [
     *("--layers", "1", "--heads", "2", "--embed-dim", "16", "--context", "16", "--batch", "4"),
@@ -23,18 +25,8 @@ QUICK = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small to share, and threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
-def on_torch(monkeypatch):
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+def one_thread_in_subprocesses(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

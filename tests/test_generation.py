@@ -11,19 +11,11 @@ from fastattn.generation.sampling import Sampling
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small to share, and threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 
 @pytest.fixture(autouse=True)
-def on_torch(monkeypatch):
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+def seeded():
     torch.manual_seed(0)
 
 

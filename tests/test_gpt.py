@@ -13,6 +13,8 @@ from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget
 
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
 SMALL = {"vocab_size": 11, "context_length": 12, "num_layers": 2, "num_heads": 4, "embed_dim": 32}
 VARIANTS = {
     "learned": {},
@@ -24,18 +26,8 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small to share, and threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
-def on_torch(monkeypatch):
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+def seeded():
     torch.manual_seed(0)
 
 

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels.mask import (
+    batch_row,
     boundary_block,
     key_blocks,
     query_blocks,
-    row_keys,
     valid_keys,
     visible,
 )
@@ -28,7 +28,7 @@ def key_blocks_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    start, end, solid = row_keys(0, T_k, lengths_ptr, extents_ptr)
+    _, start, end, solid = batch_row(0, T_k, 0, None, lengths_ptr, extents_ptr)
     q_first = tile * BLOCK_M + offset
     q_last = tl.minimum((tile + 1) * BLOCK_M, T_q) - 1 + offset
     lo, full_lo, full_hi, hi = key_blocks(q_first, q_last, start, end, solid, left, right, BLOCK_N)
@@ -58,10 +58,10 @@ def visible_kernel(
     out_ptr, T_k, offset, left, right, lengths_ptr, padding_ptr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    start, end, _ = row_keys(0, T_k, lengths_ptr, None)
+    _, start, end, _ = batch_row(0, T_k, 0, None, lengths_ptr, None)
     rows = tl.arange(0, ROWS)
     k_pos = tl.arange(0, COLS)
-    valid = valid_keys(k_pos, start, end, padding_ptr)
+    valid = valid_keys(k_pos, 0, start, end, padding_ptr, 0)
     keep = valid[None, :] & visible((rows + offset)[:, None], k_pos[None, :], left, right)
     tl.store(out_ptr + rows[:, None] * COLS + k_pos[None, :], keep.to(tl.int32))
 

@@ -19,23 +19,11 @@ from fastattn.training.progress import ProgressBar, SilentProgress
 from fastattn.training.tokenizer import CharacterTokenizer
 from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 12
 TINY = {"context_length": 16, "num_layers": 1, "num_heads": 2, "embed_dim": 16}
 QUICK = {"steps": 12, "batch_size": 3, "eval_interval": 5, "eval_batches": 2, "log_interval": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These models are too small to share, and threads that wait for each other are slow."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def on_torch(monkeypatch):
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
 
 
 def make_trainer(out: Path, *, text=TEXT, device="cpu", model=(), resume=False, **changes):
