@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn import reference
+from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -204,16 +205,20 @@ def test_gradient_of_one_input_alone(only: int, device: str) -> None:
 
 
 def test_gradient_of_lse_alone(device: str) -> None:
-    q, k, v = make_qkv(1, 2, 1, 20, D=16, device=device)
-    _, lse = triton_attention(q, k, v, causal=True, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    inputs = make_qkv(1, 2, 1, 20, D=16, device=device)
+
+    def gradients(attention, *inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        _, lse = attention(*inputs, causal=True, return_lse=True)
+        return torch.autograd.grad(lse.sum(), inputs, allow_unused=True)
+
+    dq, dk, dv = gradients(triton_attention, *inputs)
+    exact = gradients(reference.attention, *(x.double() for x in inputs))
+    naive = gradients(reference.attention, *inputs)
     assert (dv == 0).all()
-    grouped = (q.double() @ k.double().mT) * 16**-0.5
-    hidden = torch.ones(20, 20, dtype=torch.bool, device=device).triu(1)
-    weights = grouped.masked_fill(hidden, -math.inf).softmax(-1)
-    torch.testing.assert_close(dq.double(), weights @ k.double() * 16**-0.5, rtol=1e-5, atol=1e-6)
-    exact_dk = (weights.mT @ q.double()).sum(1, keepdim=True) * 16**-0.5
-    torch.testing.assert_close(dk.double(), exact_dk, rtol=1e-5, atol=1e-6)
+    assert_within_budget("dq", dq, exact[0], naive[0])
+    assert_within_budget("dk", dk, exact[1], naive[1])
+    assert (dq != 0).any()
 
 
 def test_bitwise_repeatable(device: str) -> None:
