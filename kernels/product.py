@@ -10,11 +10,6 @@ import triton.language as tl
 
 
 @triton.jit
-def _in_parts(x, PRECISION: tl.constexpr):
-    return x.dtype == tl.float32 and PRECISION == "ieee" and x.shape[1] > 64
-
-
-@triton.jit
 def _halves(x):
     """The even and the odd columns of x [ROWS, COLS]."""
     return x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
@@ -28,7 +23,8 @@ def _interleave(even, odd):
 
 @triton.jit
 def _rows_by_rows(a, b, PRECISION: tl.constexpr):
-    if _in_parts(a, PRECISION):
+    IN_PARTS: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and a.shape[1] > 64
+    if IN_PARTS:
         a_even, a_odd = _halves(a)
         b_even, b_odd = _halves(b)
         out = tl.dot(a_even, tl.trans(b_even), input_precision=PRECISION)
@@ -41,7 +37,8 @@ def _rows_by_rows(a, b, PRECISION: tl.constexpr):
 @triton.jit
 def rows_by_rows(a, b, PRECISION: tl.constexpr):
     """a b^T, fp32 [M, N]: every row of a [M, COLS] with every row of b [N, COLS]."""
-    if _in_parts(a, PRECISION) and a.shape[1] > 128:
+    IN_PARTS: tl.constexpr = a.dtype == tl.float32 and PRECISION == "ieee" and a.shape[1] > 128
+    if IN_PARTS:
         a_even, a_odd = _halves(a)
         b_even, b_odd = _halves(b)
         out = _rows_by_rows(a_even, b_even, PRECISION) + _rows_by_rows(a_odd, b_odd, PRECISION)
@@ -52,7 +49,8 @@ def rows_by_rows(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
-    if _in_parts(rows, PRECISION):
+    IN_PARTS: tl.constexpr = rows.dtype == tl.float32 and PRECISION == "ieee" and rows.shape[1] > 64
+    if IN_PARTS:
         acc_even, acc_odd = _halves(acc)
         even, odd = _halves(rows)
         acc_even = tl.dot(weights, even, acc_even, input_precision=PRECISION)
@@ -67,7 +65,10 @@ def _add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
 def add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
     """acc + weights rows, fp32 [M, COLS], for weights [M, N] rounded to the dtype of rows."""
     weights = weights.to(rows.dtype)
-    if _in_parts(rows, PRECISION) and rows.shape[1] > 128:
+    IN_PARTS: tl.constexpr = (
+        rows.dtype == tl.float32 and PRECISION == "ieee" and rows.shape[1] > 128
+    )
+    if IN_PARTS:
         acc_even, acc_odd = _halves(acc)
         even, odd = _halves(rows)
         acc_even = _add_weighted_rows(acc_even, weights, even, PRECISION)
