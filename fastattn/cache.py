@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
-from . import checks
+from . import cache_ops, checks
+from .cache_checks import Rotary, check_rotary, check_sizes, check_tokens
+from .cache_view import CacheView, allocate_rows, as_bytes
+from .quantization import Quantize, check_quantize, storage_dtype
+from .rotary import RotaryStyle
 
 
 class KVCache:
@@ -17,6 +21,15 @@ class KVCache:
         x x x x . .
         x x x . . .
 
+    With `window`, a row is a ring: it keeps the tokens that a sliding window of that many keys can
+    see, and the first `keep_first` ones, while `lengths` counts every token there was. Row 0 of
+    KVCache(..., max_length=6, window=3, keep_first=1) after 9 tokens, by position:
+
+        0 6 7 8 4 5
+
+    max_length - keep_first - window slots more than the window needs are room for steps: up to
+    `max_step` tokens may be appended before the queries of the first of them attend.
+
     No method waits for the device, except as `append` says when the room runs short. The cache
     stands outside autograd: see `append`.
 
@@ -26,19 +39,27 @@ class KVCache:
         max_length: slots a row.
         head_dim: D of the keys.
         value_dim: D_v of the values, default D.
-        device, dtype: of the buffers; torch's defaults unless given.
+        window: keys that a query may see, its own included; None: all, and no ring.
+        keep_first: of a ring, the first positions that every query sees besides (attention sinks).
+        quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a row of D numbers; the
+            error bounds are in `fastattn.quantization`. None: store `dtype` itself.
+        device, dtype: of the tokens; torch's defaults unless given.
 
     Attributes:
         k: [B, H_k, max_length, D].
         v: [B, H_k, max_length, D_v].
+        k_scale, v_scale: fp32 [B, H_k, max_length] beside codes, else None.
         lengths: int32 [B] on the device, changed in place: clone it to keep a value.
+        starts: int32 [B] where rows are padded on the left (see `set_starts`), else None.
         length_bound: a number on the host that no row's length exceeds. Slots from there on hold
             no token in any row.
         uniform_length: the length of every row where the host knows it to be one number, else None.
-            Then `k[:, :, :uniform_length]` holds tokens only and needs no mask.
+            Then `k[:, :, :uniform_length]` holds tokens only and needs no mask (unless the cache
+            is a ring or has `starts`).
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is not positive, `quantize` is unknown, or a ring has fewer slots than
+            its window and its first positions take.
 
     Example:
         >>> cache = KVCache(batch_size=2, num_kv_heads=1, max_length=8, head_dim=4)
@@ -57,29 +78,43 @@ class KVCache:
         head_dim: int,
         *,
         value_dim: int | None = None,
+        window: int | None = None,
+        keep_first: int = 0,
+        quantize: Quantize | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {
-            "batch_size": batch_size,
-            "num_kv_heads": num_kv_heads,
-            "max_length": max_length,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be >= 1, got {size}")
+        check_sizes(
+            batch_size=batch_size,
+            num_kv_heads=num_kv_heads,
+            max_length=max_length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+        )
+        check_quantize(quantize)
+        _check_window(window, keep_first, max_length)
         self.max_length = max_length
+        self.window = window
+        self.keep_first = keep_first
+        self.quantize = quantize
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
         # An inference tensor could not be written once inference mode is left.
         with torch.inference_mode(False):
+            stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (batch_size, num_kv_heads, max_length)
-            self.k = torch.empty(*shape, head_dim, device=device, dtype=dtype)
-            self.v = torch.empty(*shape, value_dim, device=device, dtype=dtype)
+            self.k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
+            self.v = allocate_rows(*shape, width=value_dim, dtype=stored, device=device)
+            self.k_scale: Tensor | None = None
+            self.v_scale: Tensor | None = None
+            if quantize is not None:
+                self.k_scale = torch.empty(*shape, device=self.k.device, dtype=torch.float32)
+                self.v_scale = torch.empty_like(self.k_scale)
             self.lengths = torch.zeros(batch_size, device=self.k.device, dtype=torch.int32)
+        self.starts: Tensor | None = None
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
+        self._longest_ever = 0  # since the last reset: what a ring has overwritten follows from it
 
     @property
     def uniform_length(self) -> int | None:
@@ -87,20 +122,68 @@ class KVCache:
         return self.length_bound if self._uniform else None
 
     @property
+    def max_step(self) -> int:
+        """Tokens that one append may hold if all their queries are to find their keys here.
+
+        A ring also takes longer ones and keeps what later tokens can see; the queries among them
+        that are too early have to attend to the new keys directly.
+        """
+        if self.window is None:
+            return self.max_length
+        return self.max_length - self.keep_first - self.window + 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers, full or not."""
-        return self.k.nbytes + self.v.nbytes + self.lengths.nbytes
+        scales = (x.nbytes for x in (self.k_scale, self.v_scale, self.starts) if x is not None)
+        return self.k.nbytes + self.v.nbytes + self.lengths.nbytes + sum(scales)
 
     def __repr__(self) -> str:
         B, H_k, _, D = self.k.shape
+        options = ""
+        if self.window is not None:
+            options += f"window={self.window}, keep_first={self.keep_first}, "
+        if self.quantize is not None:
+            options += f"quantize={self.quantize!r}, "
         return (
-            f"KVCache(batch_size={B}, num_kv_heads={H_k}, max_length={self.max_length}, "
-            f"head_dim={D}, value_dim={self.v.shape[-1]}, device={self.k.device}, "
-            f"dtype={self.k.dtype}, uniform_length={self.uniform_length}, "
+            f"{type(self).__name__}(batch_size={B}, num_kv_heads={H_k}, "
+            f"max_length={self.max_length}, head_dim={D}, value_dim={self.v.shape[-1]}, {options}"
+            f"device={self.k.device}, dtype={self.dtype}, uniform_length={self.uniform_length}, "
             f"length_bound={self.length_bound})"
         )
 
-    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> None:
+    def view(self, batch_index: Tensor | None = None) -> CacheView:
+        """The tensors that a kernel reads; of some rows alone, with an int32 or int64 [B] index."""
+        if batch_index is not None:
+            self._check_batch_index(batch_index)
+        return CacheView(
+            self.k,
+            self.v,
+            self.k_scale,
+            self.v_scale,
+            None,
+            self.max_length,
+            self.lengths,
+            self.starts,
+            batch_index,
+            self.length_bound,
+            None if self.window is None else self.keep_first,
+            self.window,
+            self.dtype,
+        )
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        new_lengths: Tensor | None = None,
+        *,
+        batch_index: Tensor | None = None,
+        q: Tensor | None = None,
+        rotary: Rotary | None = None,
+        rotary_style: RotaryStyle = "half",
+        backend: str | None = None,
+    ) -> Tensor | None:
         """Write T new tokens after every row's last one, in place.
 
         Args:
@@ -109,44 +192,96 @@ class KVCache:
             new_lengths: int32 or int64 [B] on the cache's device, clamped to [0, T]: only the first
                 new_lengths[b] tokens of row b count, the others are padding and the next append
                 writes over them. None: all T count.
+            batch_index: int32 or int64 [B] on the cache's device: the tokens' rows, no two alike,
+                B being the number of them. None: row b is row b.
+            q: [B, H_q, T, D] to rotate together with k; needs `rotary`.
+            rotary: (cos, sin) of `rotary_tables(N, R)`, by position: k is rotated to its position
+                as it is written, lengths[b] + i for token i. None: k is written as it is.
+            rotary_style: see `fastattn.rotary.apply_rotary`.
+            backend: "triton", "torch" or "auto"; auto takes the kernel for tensors on a GPU.
+        Returns:
+            q, rotated, in a new tensor; None without q. Its rows at padding are unspecified.
 
         Keys and values are stored without their graph: gradients do not flow through a cache, so
         call this under `torch.no_grad()` or `torch.inference_mode()`, or detach k and v.
 
-        While length_bound + T <= max_length the device is not waited for. Past that the lengths
-        are read back once, because the bound counts padding that rows may not hold.
+        While length_bound + T <= max_length the device is not waited for, nor ever in a ring. Past
+        that the lengths are read back once, because the bound counts padding that rows may not
+        hold.
 
         Raises:
-            TypeError: `new_lengths` is not int32 or int64.
-            ValueError: a shape, dtype or device disagrees with the cache, or the tokens do not fit.
+            TypeError: `new_lengths` or `batch_index` is not int32 or int64.
+            ValueError: a shape, dtype or device disagrees with the cache, the tables do not reach,
+                or the tokens do not fit.
             RuntimeError: k or v requires grad while grad mode is on.
             In every case the cache is left as it was.
         """
-        self._check_tokens(k, v)
+        if batch_index is not None:
+            self._check_batch_index(batch_index)
+        B = (self.lengths if batch_index is None else batch_index).shape[0]
+        check_tokens(k, v, self.k, self.v, B, self.dtype)
         T = k.shape[2]
+        first_slot = self._common_slot(new_lengths, batch_index)
         if new_lengths is not None:
-            self._check_row_integers("new_lengths", new_lengths)
-            new_lengths = new_lengths.clamp(0, T)
-        bound, pads_fit = self._bound_after(T, new_lengths)
+            checks.check_integers("new_lengths", new_lengths)
+            checks.check_placement("new_lengths", new_lengths, (B,), self.lengths)
+        bound, pads_fit = self._bound_after(T, new_lengths, batch_index)
+        check_rotary(rotary, q, k, bound)
         with torch.no_grad():
-            self._write(k, v, None if pads_fit else new_lengths)
-            self.lengths += T if new_lengths is None else new_lengths
+            turned = cache_ops.append(
+                self.view(batch_index),
+                k,
+                v,
+                new_lengths,
+                q=q,
+                rotary=rotary,
+                rotary_style=rotary_style,
+                first_slot=first_slot,
+                room_for_padding=pads_fit,
+                backend=backend,
+            )
         self.length_bound = bound
-        self._uniform = self._uniform and new_lengths is None
+        self._longest_ever = max(self._longest_ever, bound)
+        self._uniform = self._uniform and new_lengths is None and batch_index is None
+        return turned
+
+    def set_starts(self, starts: Tensor | None) -> None:
+        """Say that the first starts[b] positions of row b are padding, which nobody sees.
+
+        Args:
+            starts: int32 or int64 [B] on the cache's device, copied; None: no padding. A later
+                `reset` forgets them, `reorder` moves them with the rows.
+        Raises:
+            TypeError: `starts` is not int32 or int64.
+            ValueError: its shape or device disagrees, or the cache is a ring.
+        """
+        if starts is None:
+            self.starts = None
+            return
+        if self.window is not None:
+            raise ValueError("starts: a cache with a window takes no padding on the left")
+        self._check_row_integers("starts", starts)
+        with torch.inference_mode(False):
+            self.starts = starts.to(torch.int32, copy=True)
 
     def reset(self) -> None:
         """Forget every token; the buffers stay."""
         self.truncate(0)
+        self.starts = None
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Keep at most the first `lengths` tokens of each row; a shorter row stays as it is.
+
+        A ring has overwritten old tokens: of the most that it ever held, at most max_step - 1 can
+        be taken away, or all. A tensor's values cannot be checked for that.
 
         Args:
             lengths: one number >= 0 for all rows, or int32 or int64 [B] on the cache's device
                 (negative entries count as 0).
         Raises:
             TypeError: the tensor is not int32 or int64.
-            ValueError: the number is negative, or the tensor's shape or device disagrees.
+            ValueError: the number is negative, a ring may have lost what would be kept, or the
+                tensor's shape or device disagrees.
         """
         if isinstance(lengths, Tensor):
             self._check_row_integers("lengths", lengths)
@@ -155,8 +290,15 @@ class KVCache:
             return
         if lengths < 0:
             raise ValueError(f"lengths must be >= 0, got {lengths}")
+        oldest = self._longest_ever - self.max_step + 1
+        if self.window is not None and 0 < lengths < min(oldest, self.length_bound):
+            raise ValueError(
+                f"lengths must be 0 or at least {oldest}: the ring held {self._longest_ever} "
+                f"tokens and max_step = {self.max_step}, got {lengths}"
+            )
         self.lengths.clamp_(max=lengths)
         self.length_bound = min(self.length_bound, lengths)
+        self._longest_ever = self._longest_ever if lengths else 0
         self._uniform = self._uniform or lengths == 0
 
     def reorder(self, index: Tensor) -> None:
@@ -169,76 +311,94 @@ class KVCache:
             ValueError: the shape or device of `index` disagrees with the cache.
         """
         self._check_row_integers("index", index)
-        n = self.length_bound
-        k, v = self.k[:, :, :n].index_select(0, index), self.v[:, :, :n].index_select(0, index)
-        lengths = self.lengths.index_select(0, index)
-        self.k[:, :, :n].copy_(k)
-        self.v[:, :, :n].copy_(v)
-        self.lengths.copy_(lengths)
+        n = min(self.length_bound, self.max_length)
+        of_slots = [self.k, self.v, self.k_scale, self.v_scale]
+        held = [as_bytes(x)[:, :, :n] for x in of_slots if x is not None]
+        held += [x for x in (self.lengths, self.starts) if x is not None]
+        for x in held:
+            x.copy_(x.index_select(0, index))
 
     def _check_row_integers(self, name: str, x: Tensor) -> None:
         """One int32 or int64 a row, on the cache's device."""
         checks.check_integers(name, x)
         checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
 
-    def _check_tokens(self, k: Tensor, v: Tensor) -> None:
-        B, H_k, _, D = self.k.shape
-        for name, x, width in (("k", k, D), ("v", v, self.v.shape[-1])):
-            if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (B, H_k, width):
-                raise ValueError(
-                    f"{name} must have shape [{B}, {H_k}, T, {width}] to match the cache, "
-                    f"got {tuple(x.shape)}"
-                )
-            if x.dtype != self.k.dtype:
-                raise ValueError(
-                    f"{name} must have the cache's dtype {self.k.dtype}, got {x.dtype}; "
-                    "build the cache with the dtype that attention runs in"
-                )
-            if x.device != self.k.device:
-                raise ValueError(
-                    f"{name} must be on the cache's device {self.k.device}, got {x.device}"
-                )
-        if k.shape[2] != v.shape[2]:
-            raise ValueError(
-                f"k and v must hold the same number of tokens, got {k.shape[2]} and {v.shape[2]}"
-            )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise RuntimeError(
-                "KVCache stores no graph, but k or v requires grad: append under torch.no_grad() "
-                "or torch.inference_mode(), or detach them"
-            )
+    def _check_batch_index(self, batch_index: Tensor) -> None:
+        checks.check_integers("batch_index", batch_index)
+        rows = min(batch_index.numel(), self.lengths.shape[0])
+        checks.check_placement("batch_index", batch_index, (rows,), self.lengths)
 
-    def _bound_after(self, T: int, new_lengths: Tensor | None) -> tuple[int, bool]:
+    def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:
+        """The slot that the first new token of every row goes to, where the host knows it."""
+        whole = new_lengths is None and batch_index is None and self.window is None
+        return self.uniform_length if whole else None
+
+    def _bound_after(
+        self, T: int, new_lengths: Tensor | None, batch_index: Tensor | None
+    ) -> tuple[int, bool]:
         """The length bound after an append, and whether T slots a row, pads included, exist."""
+        if self.window is not None:
+            return self.length_bound + T, False
         if self.length_bound + T > self.max_length and not self._uniform:
             self.length_bound = int(self.lengths.max())
         needed = self.length_bound + T
         if needed <= self.max_length:
             return needed, True
-        if new_lengths is not None:
-            needed = int((self.lengths + new_lengths).max())
+        if new_lengths is not None or batch_index is not None:
+            needed = self._longest_after(T, new_lengths, batch_index)
             if needed <= self.max_length:
-                return needed, False
+                return max(needed, self.length_bound), False
         raise ValueError(
             f"appending {T} tokens a row needs {needed} slots, but max_length is "
             f"{self.max_length} and the longest row holds {self.length_bound}: there is room for "
             f"{self.max_length - self.length_bound}"
         )
 
-    def _write(self, k: Tensor, v: Tensor, real_lengths: Tensor | None) -> None:
-        """Store all T tokens of each row, or its first real_lengths[b] alone."""
-        T = k.shape[2]
-        if self._uniform and real_lengths is None:
-            end = self.length_bound + T
-            self.k[:, :, self.length_bound : end].copy_(k)
-            self.v[:, :, self.length_bound : end].copy_(v)
-            return
-        step = torch.arange(T, device=k.device)
-        row = torch.arange(k.shape[0], device=k.device).unsqueeze(1).expand(-1, T)  # [B, T]
-        slot = self.lengths.unsqueeze(1) + step  # [B, T]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if real_lengths is not None:
-            real = step < real_lengths.unsqueeze(1)
-            row, slot, k, v = row[real], slot[real], k[real], v[real]
-        self.k.transpose(1, 2)[row, slot] = k
-        self.v.transpose(1, 2)[row, slot] = v
+    def _longest_after(self, T: int, new_lengths: Tensor | None, batch_index: Tensor | None) -> int:
+        lengths = self.lengths if batch_index is None else self.lengths[batch_index]
+        return int((lengths + (T if new_lengths is None else new_lengths.clamp(0, T))).max())
+
+
+class QuantizedKVCache(KVCache):
+    """A `KVCache` whose keys and values are stored in 8 bits; `quantize` defaults to "int8"."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        window: int | None = None,
+        keep_first: int = 0,
+        quantize: Quantize = "int8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            num_kv_heads,
+            max_length,
+            head_dim,
+            value_dim=value_dim,
+            window=window,
+            keep_first=keep_first,
+            quantize=quantize,
+            device=device,
+            dtype=dtype,
+        )
+
+
+def _check_window(window: int | None, keep_first: int, max_length: int) -> None:
+    if keep_first < 0 or (keep_first and window is None):
+        raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
+    if window is None:
+        return
+    if window < 1:
+        raise ValueError(f"window must be >= 1, got {window}")
+    if keep_first + window > max_length:
+        raise ValueError(
+            f"max_length must be at least keep_first + window = {keep_first + window}, "
+            f"got {max_length}"
+        )

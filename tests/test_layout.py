@@ -23,14 +23,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),
     ("fastattn",),
-    ("fastattn.modules", "fastattn.cache"),
+    ("fastattn.modules", "fastattn.cache", "fastattn.paged_cache"),
     ("fastattn.functional",),
+    ("fastattn.cache_checks", "fastattn.cache_ops", "fastattn.page_table"),
     (
         "fastattn.dispatch",
         "fastattn.ops",
         "fastattn.torch_backend",
         "fastattn.reference",
         "fastattn.checks",
+        "fastattn.torch_append",
+        "fastattn.cache_view",
+        "fastattn.quantization",
         "fastattn.rotary",
     ),
     (
@@ -58,7 +62,7 @@ APART = {
     ("fastattn.reference", "fastattn.dispatch"),
     ("fastattn.ops", "fastattn.reference"),
 }
-KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing", "fastattn.bench")
+KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.cache_ops", "fastattn.testing", "fastattn.bench")
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 # What a plain install has; everything else is imported inside the function that needs it.
 REQUIRED = {"torch", "triton", "einops"}

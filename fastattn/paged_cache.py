@@ -1,0 +1,353 @@
+"""Key/value cache in pages of a common pool: rows of any length, shared prefixes, cheap forks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import cache_ops
+from .cache_checks import Rotary, check_rotary, check_sizes, check_tokens
+from .cache_view import CacheView, allocate_rows, as_bytes
+from .page_table import Changes, OutOfPages, OutOfRows, PageTable
+from .quantization import Quantize, check_quantize, storage_dtype
+from .rotary import RotaryStyle
+
+__all__ = ["OutOfPages", "OutOfRows", "PagedKVCache"]
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages of `page_size` tokens, taken from one pool.
+
+    A row is a sequence: `allocate` gives its number, `free` takes it back. Position t of row r is
+    slot t % page_size of page block_table[r, t // page_size]. With page_size = 2, after row 0 of 3
+    tokens was forked as row 1 and a token was appended to row 1 (pages hold positions, x = page
+    unused):
+
+        pool          0 1   2 .   2 3   x
+        block table   row 0: pages 0 1      row 1: pages 0 2
+
+    Pages are shared by `fork` and `reorder` and copied when a row writes into one that others hold.
+    Which page is whose is known on the host, in plain numbers, so no method waits for the device;
+    the tensors follow by copies that are queued like kernels.
+
+    All layers of a model share the books: give `num_layers`, and append layer by layer.
+
+    Args:
+        num_pages: pages of the pool.
+        page_size: tokens a page holds, 1 to 256.
+        num_kv_heads: H_k.
+        head_dim: D of the keys.
+        value_dim: D_v of the values, default D.
+        num_layers: pools with one and the same table.
+        max_rows: sequences at a time.
+        max_pages_per_row: columns of the block table; default num_pages.
+        quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a row of D numbers; the
+            error bounds are in `fastattn.quantization`. None: store `dtype` itself.
+        device, dtype: of the tokens; torch's defaults unless given.
+
+    Attributes:
+        k: [num_layers, num_pages, H_k, page_size, D].
+        v: [num_layers, num_pages, H_k, page_size, D_v].
+        k_scale, v_scale: fp32 [num_layers, num_pages, H_k, page_size] beside codes, else None.
+        block_table: int32 [max_rows, max_pages_per_row] on the device, changed in place. Entries
+            past a row's pages are old ones, or 0.
+        lengths: int32 [max_rows] on the device, changed in place; 0 for a row not in use.
+
+    Raises:
+        ValueError: a size is not positive, page_size exceeds 256, or `quantize` is unknown.
+
+    Example:
+        >>> cache = PagedKVCache(num_pages=8, page_size=4, num_kv_heads=1, head_dim=4)
+        >>> row = cache.allocate()
+        >>> prompt = torch.randn(1, 1, 6, 4)
+        >>> cache.append([row], prompt, prompt)
+        >>> twin = cache.fork(row)
+        >>> cache.free_pages, cache.length(twin)
+        (6, 6)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        num_layers: int = 1,
+        max_rows: int = 64,
+        max_pages_per_row: int | None = None,
+        quantize: Quantize | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        max_pages = num_pages if max_pages_per_row is None else max_pages_per_row
+        check_sizes(
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            num_layers=num_layers,
+            max_rows=max_rows,
+            max_pages_per_row=max_pages,
+        )
+        if page_size > 256:
+            raise ValueError(f"page_size must be at most 256, got {page_size}")
+        check_quantize(quantize)
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.quantize = quantize
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._table = PageTable(num_pages, page_size, max_rows, max_pages)
+        self._index_of: tuple[tuple[int, ...], Tensor] | None = None
+        # An inference tensor could not be written once inference mode is left.
+        with torch.inference_mode(False):
+            stored = self.dtype if quantize is None else storage_dtype(quantize)
+            shape = (num_layers, num_pages, num_kv_heads, page_size)
+            self.k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
+            self.v = allocate_rows(*shape, width=value_dim, dtype=stored, device=device)
+            device = self.k.device
+            self.k_scale: Tensor | None = None
+            self.v_scale: Tensor | None = None
+            if quantize is not None:
+                self.k_scale = torch.empty(*shape, device=device, dtype=torch.float32)
+                self.v_scale = torch.empty_like(self.k_scale)
+            self.block_table = torch.zeros(max_rows, max_pages, device=device, dtype=torch.int32)
+            self.lengths = torch.zeros(max_rows, device=device, dtype=torch.int32)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no row holds."""
+        return self._table.free_pages
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows in use, oldest first."""
+        return self._table.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, full or not."""
+        scales = (x.nbytes for x in (self.k_scale, self.v_scale) if x is not None)
+        tables = self.block_table.nbytes + self.lengths.nbytes
+        return self.k.nbytes + self.v.nbytes + tables + sum(scales)
+
+    def length(self, row: int) -> int:
+        """Tokens of a row, as the host knows them."""
+        return self._table.length(row)
+
+    def pages(self, row: int) -> list[int]:
+        """The pages of a row, in order."""
+        return self._table.pages(row)
+
+    def view(self, rows: Sequence[int], layer: int = 0) -> CacheView:
+        """The tensors that a kernel reads, for these rows in this order.
+
+        The view's batch index is kept for the next call with the same rows.
+
+        Raises:
+            ValueError: a row is not in use, or there is no such layer.
+        """
+        self._check_layer(layer)
+        return CacheView(
+            self.k[layer],
+            self.v[layer],
+            None if self.k_scale is None else self.k_scale[layer],
+            None if self.v_scale is None else self.v_scale[layer],
+            self.block_table,
+            self.page_size,
+            self.lengths,
+            None,
+            self._batch_index(rows),
+            max(map(self._table.length, rows), default=0),
+            None,
+            None,
+            self.dtype,
+        )
+
+    def allocate(self) -> int:
+        """Take a row into use, empty, and return its number.
+
+        Raises:
+            OutOfRows: all max_rows are in use.
+        """
+        return self._table.allocate()
+
+    def free(self, row: int) -> None:
+        """Give a row back, and with it the pages that no other row holds."""
+        self._table.free(row)
+        self._follow(Changes(lengths={row: 0}))
+
+    def fork(self, row: int) -> int:
+        """A new row that holds what `row` holds, sharing its pages: for beams, or a common prompt.
+
+        Raises:
+            OutOfRows: all max_rows are in use.
+            ValueError: `row` is not in use.
+        """
+        twin, changes = self._table.fork(row)
+        self._follow(changes)
+        return twin
+
+    def truncate(self, row: int, length: int) -> None:
+        """Keep at most the first `length` tokens of a row.
+
+        Raises:
+            ValueError: `row` is not in use, or `length` is negative.
+        """
+        self._follow(self._table.truncate(row, length))
+
+    def reorder(self, rows: Sequence[int], index: Sequence[int]) -> None:
+        """Make row rows[i] hold what rows[index[i]] held, as beam search does between steps.
+
+        Pages are shared, not copied: this takes none from the pool.
+
+        Raises:
+            ValueError: a row is not in use or given twice, or `index` is not len(rows) numbers
+                below len(rows).
+        """
+        self._follow(self._table.reorder(rows, index))
+
+    def reserve(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
+        """Make room for the next tokens of some rows: pages of their own, copies of shared ones.
+
+        `append` does this itself. A caller that replays a captured append calls it before, outside
+        the graph, and `advance` after; between the two, the rows must not be forked or reordered.
+
+        Args:
+            counts: tokens a row gets, one number for all or one each.
+        Raises:
+            OutOfPages: the pool has fewer free pages than that takes; nothing was changed.
+            ValueError: a row is not in use, given twice or too long for the table, or a count is
+                negative.
+        """
+        self._follow(self._table.reserve(rows, _per_row(rows, counts)))
+
+    def advance(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
+        """Count tokens in the books alone: those that a replayed append has written and counted."""
+        self._table.advance(rows, _per_row(rows, counts))
+
+    def append(
+        self,
+        rows: Sequence[int],
+        k: Tensor,
+        v: Tensor,
+        new_lengths: Sequence[int] | None = None,
+        *,
+        layer: int = 0,
+        q: Tensor | None = None,
+        rotary: Rotary | None = None,
+        rotary_style: RotaryStyle = "half",
+        backend: str | None = None,
+    ) -> Tensor | None:
+        """Write T new tokens after the last one of each of these rows.
+
+        With several layers, layer 0 comes first: it makes room and counts the tokens. The others
+        then write theirs beside them, so the same rows and new_lengths have to be given, and
+        nothing else may happen to the rows in between.
+
+        Args:
+            rows: B rows in use, no two alike.
+            k: [B, H_k, T, D], dtype and device of the cache, any strides.
+            v: [B, H_k, T, D_v], likewise.
+            new_lengths: B numbers on the host, clamped to [0, T]: only the first new_lengths[b]
+                tokens of row rows[b] count, the others are padding. None: all T count.
+            layer, q, rotary, rotary_style, backend: the layer to write to, and as in
+                `KVCache.append`.
+        Returns:
+            q, rotated, in a new tensor; None without q.
+        Raises:
+            OutOfPages: the pool has fewer free pages than the tokens take.
+            ValueError: a row is not in use, given twice or too long for the table; a shape, dtype
+                or device disagrees with the cache; the tables do not reach.
+            RuntimeError: k or v requires grad while grad mode is on.
+            In every case the cache is left as it was.
+        """
+        self._check_layer(layer)
+        check_tokens(k, v, self.k, self.v, len(rows), self.dtype)
+        T = k.shape[2]
+        counts = [T] * len(rows) if new_lengths is None else _clamped(rows, new_lengths, T)
+        first = layer == 0
+        ahead = counts if first else [0] * len(rows)
+        ends = [self._table.length(row) + n for row, n in zip(rows, ahead, strict=True)]
+        check_rotary(rotary, q, k, max(ends, default=0))
+        if first:
+            self.reserve(rows, counts)
+        with torch.no_grad():
+            turned = cache_ops.append(
+                self.view(rows, layer),
+                k,
+                v,
+                None if new_lengths is None else _on_device(counts, torch.int32, self.k.device),
+                q=q,
+                rotary=rotary,
+                rotary_style=rotary_style,
+                advance=first,
+                backend=backend,
+            )
+        if first:
+            self._table.advance(rows, counts)
+        return turned
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer must be from 0 to {self.num_layers - 1}, got {layer}")
+
+    def _batch_index(self, rows: Sequence[int]) -> Tensor:
+        key = tuple(rows)
+        for row in key:
+            self._table.length(row)
+        if self._index_of is None or self._index_of[0] != key:
+            with torch.inference_mode(False):
+                self._index_of = key, _on_device(key, torch.int32, self.k.device)
+        return self._index_of[1]
+
+    @torch.no_grad()
+    def _follow(self, changes: Changes) -> None:
+        """Bring the tensors up to the books."""
+        if changes.copies:
+            old, new = zip(*changes.copies, strict=True)
+            device = self.k.device
+            old_index = _on_device(old, torch.int64, device)
+            new_index = _on_device(new, torch.int64, device)
+            for x in (self.k, self.v, self.k_scale, self.v_scale):
+                if x is not None:
+                    pages = as_bytes(x)
+                    pages.index_copy_(1, new_index, pages.index_select(1, old_index))
+        columns = self.block_table.shape[1]
+        flat = {row * columns + column: page for (row, column), page in changes.entries.items()}
+        _put(self.block_table.view(-1), flat)
+        _put(self.lengths, changes.lengths)
+
+
+def _per_row(rows: Sequence[int], counts: int | Sequence[int]) -> list[int]:
+    counts = [counts] * len(rows) if isinstance(counts, int) else list(counts)
+    if len(counts) != len(rows):
+        raise ValueError(f"counts must be one number or {len(rows)}, got {len(counts)}")
+    return counts
+
+
+def _clamped(rows: Sequence[int], new_lengths: Sequence[int], T: int) -> list[int]:
+    if isinstance(new_lengths, Tensor):
+        raise TypeError("new_lengths must be numbers on the host, got a tensor: use .tolist()")
+    if len(new_lengths) != len(rows):
+        raise ValueError(f"new_lengths must hold {len(rows)} numbers, got {len(new_lengths)}")
+    return [min(max(n, 0), T) for n in new_lengths]
+
+
+def _on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers from the host, without a wait for the device."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    # torch keeps pinned memory from being used again before the copy has been made.
+    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
+
+
+def _put(flat: Tensor, numbers: dict[int, int]) -> None:
+    """flat[i] = n for every i: n, in place."""
+    if numbers:
+        index = _on_device(list(numbers), torch.int64, flat.device)
+        flat.index_copy_(0, index, _on_device(list(numbers.values()), flat.dtype, flat.device))

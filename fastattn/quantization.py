@@ -1,0 +1,56 @@
+"""Keys and values in 8 bits: one fp32 scale a row, so that every token's error is its own.
+
+A row x of D numbers is stored as codes c with x ~ scale * c, where scale is the row's largest
+magnitude over the largest code. With deq the stored number:
+
+    int8   |x - deq| <= scale / 2                            codes -127..127, scale = absmax / 127
+    fp8    |x - deq| <= max(|x| / 16, scale / 1024)          e4m3 codes, scale = absmax / 448
+
+fp8's first term is the rounding of 3 mantissa bits, the second that of its subnormal numbers. Both
+are exceeded by fp32 rounding alone, a relative 2**-16.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Quantize = Literal["int8", "fp8"]
+
+_STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
+# Keeps the division by the scale clear of subnormal numbers, which GPUs may flush to 0.
+_SMALLEST_SCALE = 2.0**-100
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raise ValueError unless `quantize` is None or names a storage format."""
+    if quantize is not None and quantize not in _STORAGE:
+        raise ValueError(f"quantize must be None, 'int8' or 'fp8', got {quantize!r}")
+
+
+def storage_dtype(quantize: Quantize) -> torch.dtype:
+    """The dtype that codes are stored in."""
+    return _STORAGE[quantize]
+
+
+def quantize_rows(x: Tensor, quantize: Quantize) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows x [..., D], rounded to the nearest code, ties to even.
+
+    Returns:
+        codes [..., D], int8 or float8_e4m3fn; scale fp32 [...]. A row that holds inf or NaN gets
+        the scale NaN: it reads back as NaN throughout.
+    """
+    x = x.to(torch.float32)
+    # Times zero, what is not finite is NaN, and everything else adds nothing.
+    absmax = x.abs().amax(-1) + (x * 0).sum(-1)
+    scale = torch.clamp(absmax / _LARGEST_CODE[quantize], min=_SMALLEST_SCALE)
+    ratio = x / scale.unsqueeze(-1)
+    if quantize == "int8":
+        return ratio.nan_to_num().round().to(torch.int8), scale
+    return ratio.to(torch.float8_e4m3fn), scale
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale * codes, computed in fp32 and rounded once to `dtype`: [..., D] from scale [...]."""
+    return (codes.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)

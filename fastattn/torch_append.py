@@ -1,0 +1,91 @@
+"""Append to a cache in plain torch: what the kernel of `kernels.append` does, in its order."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache_view import CacheView, as_bytes
+from .quantization import quantize_rows
+from .rotary import RotaryStyle, apply_rotary
+
+# Index of pages and slots in [P, S, H_k, width].
+_Place = tuple[Any, Any]
+
+
+def append_rows(
+    view: CacheView,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    new_lengths: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    style: RotaryStyle,
+    *,
+    advance: bool,
+    first_slot: int | None,
+    room_for_padding: bool,
+) -> Tensor | None:
+    """Write T tokens a row in place; see `cache_ops.append`.
+
+    room_for_padding: padding may be written too, because every row has free slots for T tokens.
+    """
+    T = k.shape[2]
+    lengths = view.of_batch(view.lengths)
+    count = torch.full_like(lengths, T) if new_lengths is None else new_lengths.clamp(0, T)
+    first = lengths if advance else lengths - count
+    positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
+    if rotary is not None:
+        # Padding may stand past the end of the tables.
+        row = positions.clamp(0, rotary[0].shape[0] - 1).long()
+        cos, sin = rotary[0][row], rotary[1][row]
+        k = apply_rotary(k, cos, sin, style=style)
+        q = None if q is None else apply_rotary(q, cos, sin, style=style)
+    if first_slot is not None:
+        place: _Place = (slice(None), slice(first_slot, first_slot + T))
+        real = None
+    else:
+        real = _real_tokens(view, positions, first, count, new_lengths, room_for_padding)
+        place = view.locate(positions)
+    _store(view.k, view.k_scale, k, place, real)
+    _store(view.v, view.v_scale, v, place, real)
+    if advance:
+        if view.batch_index is None:
+            view.lengths.add_(count)
+        else:
+            view.lengths.index_add_(0, view.batch_index, count.to(view.lengths.dtype))
+    return q
+
+
+def _real_tokens(
+    view: CacheView,
+    positions: Tensor,
+    first: Tensor,
+    count: Tensor,
+    new_lengths: Tensor | None,
+    room_for_padding: bool,
+) -> Tensor | None:
+    """bool [B, T]: the tokens to be written; None: all."""
+    end = (first + count).unsqueeze(1)
+    real = None
+    if new_lengths is not None and not room_for_padding:
+        real = positions < end
+    if view.keep_first is not None:
+        # Of a long append only the tokens that no later one overwrites.
+        lasting = positions >= end - (view.page_size - view.keep_first)
+        lasting = lasting | (positions < view.keep_first)
+        real = lasting if real is None else real & lasting
+    return real
+
+
+def _store(
+    stored: Tensor, stored_scale: Tensor | None, x: Tensor, place: _Place, real: Tensor | None
+) -> None:
+    """Put x [B, H_k, T, width] into the slots, as codes where there are scales."""
+    x = x.transpose(1, 2)
+    if real is not None:
+        x, place = x[real], (place[0][real], place[1][real])
+    if stored_scale is not None:
+        x, scale = quantize_rows(x, "int8" if stored.dtype == torch.int8 else "fp8")
+        stored_scale.transpose(1, 2)[place] = scale
+    as_bytes(stored).transpose(1, 2)[place] = as_bytes(x)
