@@ -1,0 +1,145 @@
+"""TMA: tiles between global and shared memory, done beside the partitions.
+
+A load lands at a moment that the machine picks after it was issued; a store reads shared memory at
+the last legal moment, which is the wait for it.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor as TorchTensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .barriers import Barrier, BarrierView
+from .errors import IllegalError
+from .machine import Machine, current
+from .memory import Access, SharedView
+from .values import from_torch, unwrap
+
+
+class Descriptor:
+    """A host TensorDescriptor as a kernel sees it."""
+
+    def __init__(self, host: TensorDescriptor) -> None:
+        self.layout = host.layout
+        self.block_shape = list(host.block_shape)
+        self.shape = list(host.shape)
+        base: TorchTensor = host.base
+        self._global = base.as_strided(host.shape, host.strides)
+
+    @property
+    def dtype(self) -> Any:
+        return from_torch(self._global.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.block_shape) * self._global.element_size()
+
+    @property
+    def block_type(self) -> Any:
+        return SimpleNamespace(
+            nbytes=self.nbytes, shape=self.block_shape, element_ty=self.dtype, scalar=self.dtype
+        )
+
+    def read(self, first: list[int]) -> TorchTensor:
+        """The block at these coordinates, 0 where it lies outside of the tensor."""
+        block = torch.zeros(self.block_shape, dtype=self._global.dtype)
+        inside, within = self._intersection(first)
+        block[within] = self._global[inside]
+        return block
+
+    def write(self, first: list[int], block: TorchTensor) -> None:
+        """Write what of the block lies inside of the tensor."""
+        inside, within = self._intersection(first)
+        self._global[inside] = block[within]
+
+    def _intersection(self, first: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        inside, within = [], []
+        for start, size, extent in zip(first, self.block_shape, self.shape, strict=True):
+            low = min(max(start, 0), extent)
+            high = max(min(start + size, extent), low)
+            inside.append(slice(low, high))
+            within.append(slice(low - start, high - start) if high > low else slice(0, 0))
+        return tuple(inside), tuple(within)
+
+
+class Load:
+    """A tile on its way into shared memory."""
+
+    def __init__(
+        self, descriptor: Descriptor, first: list[int], barrier: Barrier, target: SharedView,
+        access: Access, machine: Machine,
+    ) -> None:  # fmt: skip
+        self.descriptor = descriptor
+        self.first = first
+        self.barrier = barrier
+        self.target = target
+        self.access = access
+        self.machine = machine
+
+    def land(self) -> None:
+        self.target.data.copy_(self.descriptor.read(self.first))
+        self.machine.loads.remove(self)
+        self.barrier.land(self.access, self.descriptor.nbytes)
+
+
+class Store:
+    """A tile on its way out of shared memory."""
+
+    def __init__(
+        self, descriptor: Descriptor, first: list[int], source: SharedView, access: Access
+    ) -> None:
+        self.descriptor = descriptor
+        self.first = first
+        self.source = source
+        self.access = access
+
+    def complete(self) -> None:
+        self.descriptor.write(self.first, self.source.data)
+        current().known.add(self.access)
+
+
+def _coordinates(coord: Any, descriptor: Descriptor, view: SharedView) -> list[int]:
+    if len(coord) != len(descriptor.shape):
+        raise IllegalError(f"{len(coord)} coordinates for a tensor of {len(descriptor.shape)}")
+    if view.shape != descriptor.block_shape:
+        raise IllegalError(f"TMA block {descriptor.block_shape}, shared memory {view.shape}")
+    if view.dtype != descriptor.dtype:
+        raise IllegalError(f"TMA of {descriptor.dtype}, shared memory holds {view.dtype}")
+    return [int(unwrap(c)) for c in coord]
+
+
+class tma:
+    """Stands in for gluon.language.nvidia.hopper.tma."""
+
+    @staticmethod
+    def async_copy_global_to_shared(
+        tensor_desc: Descriptor, coord: Any, barrier: BarrierView, result: SharedView,
+        pred: Any = True, multicast: bool = False,
+    ) -> None:  # fmt: skip
+        if not unwrap(pred):
+            return
+        first = _coordinates(coord, tensor_desc, result)
+        partition = current()
+        barrier.only.require_initialized()
+        access = Access("a TMA load", result.span, writes=True, generic=False)
+        result.allocation.access(access, partition)
+        load = Load(tensor_desc, first, barrier.only, result, access, partition.machine)
+        partition.machine.loads.append(load)
+        partition.pause()
+
+    @staticmethod
+    def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
+        first = _coordinates(coord, tensor_desc, src)
+        partition = current()
+        access = Access("a TMA store", src.span, writes=False, generic=False)
+        src.allocation.access(access, partition)
+        partition.stores.append(Store(tensor_desc, first, src, access))
+
+    @staticmethod
+    def store_wait(pendings: int, read_only: bool = True) -> None:
+        stores = current().stores
+        while len(stores) > pendings:
+            stores.popleft().complete()

@@ -1,0 +1,313 @@
+"""The Gluon emulator: right numbers from a right kernel, and each planted fault under its name."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fastattn.testing import gluon_emulator
+from fastattn.testing.gluon_emulator import EmulationError, launch
+
+ROWS, KEYS, WIDTH, STAGES = 64, 32, 64, 2
+
+
+@gluon.jit
+def load_keys(k_desc, v_desc, q_desc, q, k, v, q_full, full, empty, blocks, STAGES: gl.constexpr):
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [0, 0], q_full, q.index(0))
+    tma.async_copy_global_to_shared(q_desc, [64, 0], q_full, q.index(1))
+    for n in range(blocks):
+        stage = n % STAGES
+        free_parity = (n // STAGES + 1) % 2
+        mbarrier.wait(empty.index(stage), free_parity)
+        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [n * 32, 0], full.index(stage), k.index(stage))
+        tma.async_copy_global_to_shared(v_desc, [n * 32, 0], full.index(stage), v.index(stage))
+
+
+@gluon.jit
+def multiply(
+    o_desc, sums_ptr, q, k, v, q_full, full, empty, blocks,
+    NUMBER: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    acc = gl.zeros([64, 64], gl.float32, O)
+    zero = gl.zeros([64, 32], gl.float32, S)
+    mbarrier.wait(q_full, 0)
+    for n in range(blocks):
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), (n // STAGES) % 2)
+        keys = k.index(stage).permute((1, 0))
+        s = warpgroup_mma(q.index(NUMBER), keys, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        p = gl.convert_layout(s.to(gl.bfloat16), gl.DotOperandLayout(0, O, 2))
+        acc = warpgroup_mma(p, v.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage), count=1)
+    rows = NUMBER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    gl.store(sums_ptr + rows, gl.sum(acc, 1))
+    q.index(NUMBER).store(acc.to(gl.bfloat16))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_desc, [NUMBER * 64, 0], q.index(NUMBER))
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def chain_kernel(q_desc, k_desc, v_desc, o_desc, sums_ptr, blocks, STAGES: gl.constexpr):
+    """o = bf16(q k^T) v and its row sums: a producer of K and V, two partitions of 64 rows."""
+    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], q_desc.layout)
+    k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 32, 64], k_desc.layout)
+    v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 32, 64], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (multiply, (o_desc, sums_ptr, q, k, v, q_full, full, empty, blocks, 0, STAGES)),
+            (multiply, (o_desc, sums_ptr, q, k, v, q_full, full, empty, blocks, 1, STAGES)),
+            (load_keys, (k_desc, v_desc, q_desc, q, k, v, q_full, full, empty, blocks, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    block = [rows, x.shape[1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def run_chain(kernel: Any = chain_kernel, rows: int = 128, keys: int = 160, **options: int) -> Any:
+    """(o, its exact counterpart, row sums) of the kernel for random inputs."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, WIDTH, generator=generator).bfloat16() for n in (rows, keys, keys))
+    o, sums = torch.empty_like(q), torch.empty(128)
+    launch(
+        kernel, (1,), descriptor(q, ROWS), descriptor(k, KEYS), descriptor(v, KEYS),
+        descriptor(o, ROWS), sums, -(-keys // KEYS), STAGES=STAGES, **options,
+    )  # fmt: skip
+    exact = (q.float() @ k.float().T).bfloat16().float() @ v.float()
+    return o, exact, sums
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_right_kernel_gives_right_numbers(seed):
+    o, exact, sums = run_chain(seed=seed)
+    # The sums of bf16 products are taken in another order, in fp32, and rounded once.
+    torch.testing.assert_close(o.float(), exact, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(sums, exact.sum(1), rtol=1e-4, atol=1e-2)
+
+
+def test_tiles_over_the_edge_are_zero_filled_and_clipped():
+    o, exact, _ = run_chain(rows=100, keys=150)
+    assert o.shape == (100, WIDTH)
+    torch.testing.assert_close(o.float(), exact, rtol=2**-8, atol=1e-3)
+
+
+# What to change in the kernels above, and the error that has to come of it, or one of several
+# where it depends on the order in which things happen.
+PLANTED = {
+    "producer waits for the wrong phase": (
+        "free_parity = (n // STAGES + 1) % 2", "free_parity = (n // STAGES) % 2", "DeadlockError",
+    ),
+    "stage overwritten without waiting": (
+        "mbarrier.wait(empty.index(stage), free_parity)", "pass", "RaceError",
+    ),
+    "tile read without waiting": (
+        "mbarrier.wait(full.index(stage), (n // STAGES) % 2)", "pass", "RaceError",
+    ),
+    "queries read without waiting": ("    mbarrier.wait(q_full, 0)\n", "", "RaceError"),
+    "stage released before its last product": (
+        "acc = warpgroup_mma(p, v.index(stage), acc, is_async=True)\n",
+        "acc = warpgroup_mma(p, v.index(stage), acc, is_async=True)\n"
+        "        mbarrier.arrive(empty.index(stage), count=1)\n"
+        "        mbarrier.wait(empty.index(stage), (n // STAGES) % 2)\n",
+        "RaceError",
+    ),
+    "stage never released": (
+        "        mbarrier.arrive(empty.index(stage), count=1)\n", "", "DeadlockError",
+    ),
+    "registers written, stored without a fence": (
+        "    fence_async_shared()\n", "", "MissingFenceError",
+    ),
+    "half of the bytes announced": (
+        "mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)",
+        "mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)",
+        "RaceError|DeadlockError",
+    ),
+    "one arrival counted, two come": (
+        "mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=1)",
+        "RaceError|BarrierError|DeadlockError",
+    ),
+    "arrivals beyond the count": (
+        "mbarrier.arrive(empty.index(stage), count=1)",
+        "mbarrier.arrive(empty.index(stage), count=3)",
+        "BarrierError",
+    ),
+    "barrier not initialised": (
+        "        mbarrier.init(full.index(i), count=1)\n", "", "BarrierError",
+    ),
+    "scores used before their wait": (
+        "        s = warpgroup_mma_wait(0, deps=[s])\n", "", "InFlightError",
+    ),
+    "wait that leaves the product in flight": (
+        "s = warpgroup_mma_wait(0, deps=[s])", "s = warpgroup_mma_wait(1, deps=[s])",
+        "InFlightError",
+    ),
+    "program ends before its store": (
+        "    tma.store_wait(pendings=0)\n", "", "UnfinishedError",
+    ),
+    "shared memory rewritten under a store": (
+        "    tma.store_wait(pendings=0)\n",
+        "    q.index(NUMBER).store(acc.to(gl.bfloat16))\n    tma.store_wait(pendings=0)\n",
+        "RaceError",
+    ),
+    "two loads into one stage": (
+        "full.index(stage), v.index(stage))", "full.index(stage), k.index(stage))", "RaceError",
+    ),
+    "stage that nothing writes": ("q.index(1))", "q.index(0))", "RaceError|UninitializedError"),
+    "register operand in the layout of an accumulator": (
+        "gl.convert_layout(s.to(gl.bfloat16), gl.DotOperandLayout(0, O, 2))", "s.to(gl.bfloat16)",
+        "IllegalError",
+    ),
+    "more shared memory than there is": (
+        "gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], q_desc.layout)",
+        "gl.allocate_shared_memory(gl.bfloat16, [32, 64, 64], q_desc.layout)",
+        "ResourceError",
+    ),
+    "more registers than there are": ("        [240, 24],", "        [256, 256],", "ResourceError"),
+    "rows past the end of a tensor": (
+        "rows = NUMBER * 64 + gl.arange", "rows = 64 + NUMBER * 64 + gl.arange", "OutOfBoundsError",
+    ),
+    "operands of different rank": (
+        "gl.store(sums_ptr + rows, gl.sum(acc, 1))",
+        "gl.store(sums_ptr + rows, gl.sum(acc + gl.sum(acc, 1), 1))",
+        "IllegalError",
+    ),
+}  # fmt: skip
+
+
+def planted(path: Path, old: str, new: str) -> ModuleType:
+    """This file with one text replaced, as a module of its own."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    end = text.index("def descriptor(")
+    assert old in text[:end], old
+    path.write_text(text[:end].replace(old, new, 1), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("planted_kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_planted_fault_is_named(fault, seed, tmp_path):
+    old, new, error = PLANTED[fault]
+    module = planted(tmp_path / "kernels.py", old, new)
+    with pytest.raises(EmulationError) as caught:
+        run_chain(module.chain_kernel, seed=seed)
+    assert type(caught.value).__name__ in error.split("|"), caught.value
+
+
+def test_a_deadlock_says_who_waits_for_what(tmp_path):
+    old, new, _ = PLANTED["stage never released"]
+    with pytest.raises(EmulationError, match=r"partition 2 waits for parity 0 of barrier 0 of 2"):
+        run_chain(planted(tmp_path / "kernels.py", old, new).chain_kernel)
+
+
+@gluon.jit
+def scalars_kernel(out_ptr, minus_seven, half, REST: gl.constexpr):
+    gl.store(out_ptr, minus_seven // 2)
+    gl.store(out_ptr + 1, minus_seven % 2)
+    gl.store(out_ptr + 2, (minus_seven * half).to(gl.int32))
+    gl.store(out_ptr + 3, shared_helper(minus_seven, REST))
+    for i in range(gl.program_id(0), 2):
+        gl.atomic_add(out_ptr + 4, i)
+
+
+@triton.jit
+def shared_helper(x, REST: tl.constexpr):
+    """A plain Triton function, as kernels/ shares them."""
+    return tl.maximum(x, -5) + REST
+
+
+def test_scalars_follow_the_gpu():
+    """Integers divide toward zero, and plain Triton helpers can be called."""
+    out = torch.zeros(5, dtype=torch.int32)
+    launch(scalars_kernel, (2,), out, -7, 0.5, REST=3)
+    assert out.tolist() == [-3, -1, -3, -2, 2]
+
+
+@gluon.jit
+def rounding_kernel(x_ptr, y_ptr, n):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, 256, layout=LAYOUT)
+    x = gl.load(x_ptr + i, mask=i < n, other=0.0)
+    gl.store(y_ptr + i, (x.to(gl.bfloat16) * x.to(gl.bfloat16)), mask=i < n)
+
+
+def test_bfloat16_rounds_to_nearest():
+    x = torch.randn(200, generator=torch.Generator().manual_seed(1))
+    y = torch.zeros(200, dtype=torch.bfloat16)
+    launch(rounding_kernel, (1,), x, y, 200)
+    assert torch.equal(y, x.bfloat16() * x.bfloat16())
+
+
+@gluon.jit
+def assembly_kernel(x_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 32))
+    y = gl.inline_asm_elementwise(
+        "add.f32 $0, $1, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+    gl.store(x_ptr + gl.arange(0, 32), y)
+
+
+def test_inline_assembly_needs_a_meaning(monkeypatch):
+    x = torch.ones(32)
+    with pytest.raises(gluon_emulator.IllegalError, match="no meaning is registered"):
+        launch(assembly_kernel, (1,), x)
+    monkeypatch.setitem(gluon_emulator.assembly, "add.f32 $0, $1, $1;", lambda x: x + x)
+    launch(assembly_kernel, (1,), x)
+    assert torch.equal(x, torch.full((32,), 2.0))
+
+
+def test_a_run_repeats_from_its_seed():
+    first, again = run_chain(seed=7)[0], run_chain(seed=7)[0]
+    assert torch.equal(first, again)
+
+
+@gluon.jit
+def unknown_kernel():
+    gl.histogram(gl.arange(0, 32), 4)
+
+
+def test_a_function_that_is_not_emulated_says_so():
+    with pytest.raises(gluon_emulator.IllegalError, match=r"does not know gl\.histogram"):
+        launch(unknown_kernel, (1,))
+
+
+def test_gluon_functions_need_a_launch():
+    with pytest.raises(EmulationError, match=r"inside gluon_emulator\.launch"):
+        gluon_emulator.language.program_id(0)
