@@ -181,7 +181,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from .generation.engine import generate_text
+    from .generation.generate import generate_text
     from .generation.sampling import Sampling
     from .training.checkpoint import load_model
     from .training.config import resolve_device

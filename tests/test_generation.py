@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fastattn.generation.engine import generate_text, generate_tokens
+from fastattn.generation.generate import generate_text, generate_tokens
 from fastattn.generation.sampling import Sampling
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer

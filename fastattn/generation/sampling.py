@@ -1,8 +1,9 @@
-"""From scores of the next token to a token: greedy, temperature, top-k, top-p."""
+"""From scores of the next token to a token: settings, filters and draws."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,22 @@ from torch import Tensor
 class Sampling:
     """How to choose the next token.
 
-    The filters apply in the order temperature, top-k, top-p; the highest score always stays.
+    The settings apply in the order repetition penalty, temperature, top-k, top-p, min-p, each to
+    what those before it have left; the highest score always stays.
 
     Args:
         temperature: divides the scores; below 1 prefers likely tokens, above 1 evens them out.
         top_k: keep the k highest scores, and those equal to the k-th; None = all.
         top_p: keep the fewest highest scores whose probabilities add up to at least top_p (nucleus
             sampling, Holtzman et al. 2020, arXiv 1904.09751); None = all.
-        greedy: take the highest score, the first of equals; the other settings do not matter then.
+        min_p: keep the tokens that are at least min_p times as likely as the likeliest (Nguyen et
+            al. 2024, arXiv 2407.01082); None = all.
+        repetition_penalty: the scores of tokens that the text holds already are divided by it where
+            they are positive and multiplied by it where they are negative, so that above 1 they
+            fall whatever their sign. Keskar et al. 2019, arXiv 1909.05858, section 4.1, divide;
+            that alone would raise a negative score.
+        greedy: take the highest score, the first of equals; of the other settings only
+            repetition_penalty matters then.
 
     Raises:
         ValueError: a setting is out of range.
@@ -30,6 +39,8 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     greedy: bool = False
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -39,27 +50,31 @@ class Sampling:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {share}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty must be positive and finite, got {self.repetition_penalty}"
+            )
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draws a token a row.
+    @property
+    def needs_seen(self) -> bool:
+        """Whether the choice depends on which tokens the text holds already."""
+        return self.repetition_penalty != 1
+
+    def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Scores after every setting but `greedy`.
 
         Args:
             logits: [B, V], any floating dtype.
-            generator: on logits' device; None = torch's own.
+            seen: bool [B, V], True = the row's text holds this token; None = no text.
 
         Returns:
-            int64 [B].
+            fp32 [B, V] (fp64 for fp64 logits), -inf where a token is ruled out.
         """
-        if self.greedy:
-            return logits.argmax(dim=-1)
-        probabilities = self.filter(logits).softmax(dim=-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-
-    def filter(self, logits: Tensor) -> Tensor:
-        """Scores [B, V] in fp32, divided by the temperature, -inf where a token is ruled out."""
-        scores = logits.float() / self.temperature
+        scores = self._penalised(logits, seen) / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             lowest = scores.topk(self.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < lowest, -math.inf)
@@ -70,4 +85,109 @@ class Sampling:
             before = probabilities.cumsum(dim=-1) - probabilities
             ranked = ranked.masked_fill(before >= self.top_p, -math.inf)
             scores = torch.empty_like(scores).scatter_(-1, index, ranked)
+        if self.min_p is not None:
+            lowest = scores.amax(dim=-1, keepdim=True) + math.log(self.min_p)
+            scores = scores.masked_fill(scores < lowest, -math.inf)
         return scores
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """The distribution that tokens are drawn from; greedy puts everything on one token.
+
+        Args, and the result's shape and dtype: as `filter`.
+        """
+        if not self.greedy:
+            return self.filter(logits, seen).softmax(dim=-1)
+        scores = self._penalised(logits, seen)
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
+
+    def choose(
+        self,
+        logits: Tensor,
+        generator: torch.Generator | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Draws a token a row.
+
+        Args:
+            logits, seen: as `filter`.
+            generator: on any device; None = torch's own of the CPU.
+
+        Returns:
+            int64 [B].
+        """
+        if self.greedy:
+            return self._penalised(logits, seen).argmax(dim=-1)
+        numbers = uniform(logits.shape[0], generator)
+        return draw(self.probabilities(logits, seen), numbers.to(logits.device))
+
+    def _penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if seen is None or not self.needs_seen:
+            return scores
+        factor = self.repetition_penalty
+        return torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
+
+
+def uniform(count: int, generator: torch.Generator | None = None) -> Tensor:
+    """fp64 [count] in [0, 1), on the generator's device, or the CPU if it is None."""
+    device = "cpu" if generator is None else generator.device
+    return torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """The token of each row that a number in [0, 1) stands for: the distribution's inverse.
+
+    So a row's token depends on its own number alone, whatever batch it is in.
+
+    Args:
+        probabilities: [B, V], not negative, with a positive sum, which need not be 1.
+        numbers: fp64 [B], same device.
+
+    Returns:
+        int64 [B]; never a token of probability 0.
+    """
+    cumulative = probabilities.double().cumsum(dim=-1)
+    total = cumulative[:, -1]
+    # A number so close to 1 that the product rounds to the total would point behind the last token.
+    target = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def choose_rows(
+    logits: Tensor,
+    settings: Sequence[Sampling],
+    generators: Sequence[torch.Generator | None],
+    seen: Sequence[Tensor | None] = (),
+) -> list[int]:
+    """Draws a token a row, each row by its own settings and generator.
+
+    Args:
+        logits: [B, V], any floating dtype.
+        settings: B of them; rows that share one are filtered together.
+        generators: B of them, as for `Sampling.choose`.
+        seen: B of them, bool [V] for rows whose setting `needs_seen`; or none at all.
+
+    Returns:
+        B tokens. A row's token is the one that `Sampling.choose` draws for it alone.
+    """
+    groups: dict[Sampling, list[int]] = {}
+    for row, setting in enumerate(settings):
+        groups.setdefault(setting, []).append(row)
+    tokens = [0] * len(settings)
+    for setting, rows in groups.items():
+        part = logits if len(groups) == 1 else logits[rows]
+        held = [seen[row] for row in rows] if setting.needs_seen and seen else []
+        part_seen = torch.stack([mask for mask in held if mask is not None]) if held else None
+        if setting.greedy:
+            chosen = setting.choose(part, seen=part_seen)
+        else:
+            numbers = torch.cat([uniform(1, generators[row]).cpu() for row in rows])
+            chosen = draw(setting.probabilities(part, part_seen), numbers.to(logits.device))
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def make_generator(seed: int | None) -> torch.Generator | None:
+    """A generator on the CPU, so that a seed means the same on every device; None without one."""
+    return None if seed is None else torch.Generator().manual_seed(seed)

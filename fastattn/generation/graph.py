@@ -1,0 +1,123 @@
+"""Steps of one token a row, recorded once and replayed as a CUDA graph.
+
+A small model's step takes the host longer to launch than the GPU to compute. A graph launches all
+of it at once. It can be recorded because nothing in such a step depends on the host: the lengths of
+the rows live on the device, and attention is told the cache's whole room as their bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.gpt import GPT
+from .window import Window
+
+# Runs a function's work again, on the same tensors.
+Replay = Callable[[], object]
+
+
+class GraphWindow(Window):
+    """A `Window` that replays its steps of one token a row.
+
+    Prompts, and steps in which a row starts a new window, run as they do without a graph.
+
+    Args:
+        model: on a CUDA device, in evaluation mode; its parameters keep their memory.
+        batch_size: rows B.
+        max_tokens: the most tokens that any row's text will have, if known.
+        record: makes a replay of a function that reads and writes fixed tensors.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        batch_size: int,
+        max_tokens: int | None = None,
+        *,
+        record: Callable[[Replay], Replay] | None = None,
+    ) -> None:
+        super().__init__(model, batch_size, max_tokens)
+        self._record = record_cuda_graph if record is None else record
+        self._tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
+        self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=self._device)
+        self._logits: Tensor | None = None
+        self._replay: Replay | None = None
+
+    def _forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
+        # A recorded step writes a slot in every row, also in one that stays as it is. `held` counts
+        # the tokens of this step already.
+        slots = self.caches[0].max_length
+        rows = zip(self.held, lengths, strict=True)
+        if tokens.shape[1] != 1 or any(not length and held == slots for held, length in rows):
+            return super()._forward(tokens, lengths, last_only)
+        self._tokens.copy_(tokens)
+        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        for cache in self.caches:
+            if cache.uniform_length is not None:
+                # Leaves the lengths to the device, and a bound to the host.
+                cache.truncate(cache.lengths)
+        if self._replay is None:
+            self._replay = self._recorded()
+        self._replay()
+        for cache in self.caches:
+            # A replay changes nothing on the host.
+            cache.length_bound = max(self.held)
+        assert self._logits is not None
+        return self._logits
+
+    def _recorded(self) -> Replay:
+        before = self.caches[0].lengths.clone()
+
+        def step() -> None:
+            for cache in self.caches:
+                cache.length_bound = cache.max_length - 1
+            logits = self.model(
+                self._tokens, cache=self.caches, key_lengths=self._lengths, last_only=True
+            )
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            self._logits.copy_(logits)
+
+        def undo() -> None:
+            for cache in self.caches:
+                cache.lengths.copy_(before)
+
+        # The first run compiles kernels and allocates what stays; recording must find both done.
+        step()
+        undo()
+        replay = self._record(step)
+        undo()
+        return replay
+
+
+def record_cuda_graph(step: Replay) -> Replay:
+    """Records a function on the current CUDA device, without running it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Some libraries set themselves up at their first call on a stream.
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def make_window(
+    model: GPT, batch_size: int, max_tokens: int | None, cuda_graph: bool = False
+) -> Window:
+    """A window, with a CUDA graph if asked for.
+
+    Raises:
+        ValueError: cuda_graph is asked for, and the model is on no CUDA device.
+    """
+    if not cuda_graph:
+        return Window(model, batch_size, max_tokens)
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise ValueError(f"cuda_graph needs a model on a CUDA device, got one on {device}")
+    return GraphWindow(model, batch_size, max_tokens)

@@ -1,0 +1,123 @@
+"""One prompt, how it is to be continued, and what has been added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..models.gpt import GPT
+from .sampling import Sampling, choose_rows, make_generator
+
+
+@dataclass(eq=False)
+class Request:
+    """A continuation that is under way; see `make_request`.
+
+    Attributes:
+        prompt: token ids, at least one.
+        count: the most tokens to add.
+        sampling: how to choose them.
+        generator: of the choices; None = torch's own.
+        end_token: ends the continuation and is not part of it.
+        tokens: what has been added.
+        done: whether nothing more will be.
+        seen: bool [V], which tokens the text holds, where the choice depends on it.
+    """
+
+    prompt: list[int]
+    count: int
+    sampling: Sampling
+    generator: torch.Generator | None
+    end_token: int | None
+    seen: Tensor | None
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+
+    def add(self, token: int) -> bool:
+        """Adds a token, unless it is the end token; returns whether it was added."""
+        if token == self.end_token:
+            self.done = True
+            return False
+        self.tokens.append(token)
+        if self.seen is not None:
+            self.seen[token] = True
+        self.done = len(self.tokens) == self.count
+        return True
+
+
+@dataclass(eq=False)
+class Tally:
+    """What a generation has done so far.
+
+    Attributes:
+        tokens: chosen, those of all rows together.
+        drafted: proposed by a draft model.
+        accepted: of these, taken by the model.
+    """
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted; nan without any."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+
+def make_request(
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    end_token: int | None = None,
+) -> Request:
+    """Checks a prompt and the wishes for its continuation.
+
+    Args:
+        model: what continues it.
+        prompt: token ids, at least one.
+        count: tokens to generate.
+        sampling: how to choose; default: from the model's own distribution.
+        seed: of the choices; None = torch's own generator.
+        end_token: ends the continuation early and is not part of it.
+
+    Raises:
+        ValueError: the prompt is empty, a token is not in the model's vocabulary, or count is
+            negative.
+    """
+    vocab_size = model.config.vocab_size
+    if not prompt:
+        raise ValueError("prompt must hold at least one token, got none")
+    if count < 0:
+        raise ValueError(f"count must be at least 0, got {count}")
+    ends = [] if end_token is None else [end_token]
+    for name, tokens in (("prompt", prompt), ("end_token", ends)):
+        wrong = [token for token in tokens if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(f"{name} must hold tokens in 0..{vocab_size - 1}, got {wrong[0]}")
+    sampling = Sampling() if sampling is None else sampling
+    seen = None
+    if sampling.needs_seen:
+        device = next(model.parameters()).device
+        seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        seen[list(prompt)] = True
+    generator = make_generator(seed)
+    request = Request(list(prompt), count, sampling, generator, end_token, seen)
+    request.done = count == 0
+    return request
+
+
+def choose_next(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+    """The next token of each request, from its row of logits [B, V]; none is added."""
+    return choose_rows(
+        logits,
+        [request.sampling for request in requests],
+        [request.generator for request in requests],
+        [request.seen for request in requests],
+    )
