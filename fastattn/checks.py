@@ -1,34 +1,15 @@
 """Every argument check and its message: one function a rule, called before anything is computed."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .options import Window
+
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BACKENDS = ("auto", "triton", "torch")
-
-Window = int | tuple[int | None, int | None] | None
-
-
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: Window,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_offset: int | Tensor | None,
-    scale: float | None,
-) -> tuple[int | None, int | None, float]:
-    """Check one attention call, after `check_tensors`; return its band (left, right) and scale."""
-    check_qkv(q, k, v)
-    left, right = check_band(causal, window)
-    check_key_padding_mask(key_padding_mask, k)
-    check_key_lengths(key_lengths, k)
-    check_query_offset(query_offset, q)
-    return left, right, check_scale(scale, q.shape[3])
 
 
 def check_tensors(q: object, k: object, v: object) -> None:
@@ -42,14 +23,7 @@ def check_tensors(q: object, k: object, v: object) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
-    dtype, device = q.dtype, q.device
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
-            raise TypeError(f"{name} must have the dtype of q ({dtype}), got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} must be on the device of q ({device}), got {x.device}")
+    _check_dtypes_and_devices(q, k, v)
     B, H_q, _, D = q.shape
     B_k, H_k, T_k, D_k = k.shape
     if B_k != B or D_k != D:
@@ -59,6 +33,35 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"v must have shape [{B}, {H_k}, {T_k}, D_v] to match k, got {tuple(v.shape)}"
         )
+    _check_heads(H_q, H_k, D, D_v)
+
+
+def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v] of one dtype and device."""
+    _check_dtypes_and_devices(q, k, v)
+    _, H_q, D = q.shape
+    total_k, H_k, D_k = k.shape
+    if D_k != D:
+        raise ValueError(f"k must have shape [total_k, H_k, {D}] to match q, got {tuple(k.shape)}")
+    if tuple(v.shape[:2]) != (total_k, H_k):
+        raise ValueError(
+            f"v must have shape [{total_k}, {H_k}, D_v] to match k, got {tuple(v.shape)}"
+        )
+    _check_heads(H_q, H_k, D, v.shape[2])
+
+
+def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    dtype, device = q.dtype, q.device
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of q ({dtype}), got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on the device of q ({device}), got {x.device}")
+
+
+def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
     if D == 0 or D_v == 0:
         raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {D_v}")
     if H_k == 0 or H_q % H_k:
@@ -66,13 +69,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_band(causal: bool, window: Window) -> tuple[int | None, int | None]:
-    """Sides (left, right) of the band around a query's own position; None = unbounded."""
+    """The window's sides (left, right) around a query's own position; None = unbounded."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    left, right = _window_sides(window)
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
+    return _window_sides(window)
 
 
 def _window_sides(window: Window) -> tuple[int | None, int | None]:
@@ -96,41 +96,152 @@ def _window_sides(window: Window) -> tuple[int | None, int | None]:
     return window
 
 
-def check_key_padding_mask(mask: Tensor | None, k: Tensor) -> None:
+def check_key_padding_mask(mask: Tensor, k: Tensor) -> None:
     """bool [B, T_k] on k's device, True = attend."""
-    if mask is None:
-        return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"key_padding_mask must be a bool tensor (True = attend), got {got}")
+        raise TypeError(f"key_padding_mask must be a bool tensor (True = attend), got {kind(mask)}")
     check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
 
 
-def check_key_lengths(lengths: Tensor | None, k: Tensor) -> None:
-    """int32 or int64 [B] on k's device."""
-    if lengths is None:
-        return
+def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> None:
+    """int32 or int64 [B] on q's device."""
     check_integers("key_lengths", lengths)
-    check_placement("key_lengths", lengths, (k.shape[0],), k)
+    check_placement("key_lengths", lengths, (B,), q)
 
 
-def check_query_offset(offset: int | Tensor | None, q: Tensor) -> None:
+def check_query_offset(offset: int | Tensor, q: Tensor) -> None:
     """An int, or int32 or int64 [B] on q's device."""
-    if offset is None or isinstance(offset, (int, torch.SymInt)):
+    if isinstance(offset, (int, torch.SymInt)):
         return
     check_integers("query_offset", offset)
     check_placement("query_offset", offset, (q.shape[0],), q)
 
 
+def check_prefix_lengths(prefix: int | Tensor, B: int, causal: bool, q: Tensor) -> Tensor:
+    """An int of at least 0, or int32 or int64 [B] on q's device; returned as a tensor."""
+    if not causal:
+        raise ValueError(
+            "prefix_lengths makes keys visible that causal hides: it needs causal=True"
+        )
+    if isinstance(prefix, int) and not isinstance(prefix, bool):
+        if prefix < 0:
+            raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
+        return torch.full((B,), prefix, dtype=torch.int32, device=q.device)
+    check_integers("prefix_lengths", prefix)
+    check_placement("prefix_lengths", prefix, (B,), q)
+    return prefix
+
+
+def check_keep_first(keep_first: int, windowed: bool) -> None:
+    """An int of at least 0, beside something that hides the first keys."""
+    check_count("keep_first", keep_first, 0)
+    if keep_first and not windowed:
+        raise ValueError(
+            f"keep_first={keep_first} keeps keys that a window or stride hides; neither is given"
+        )
+
+
+def check_count(name: str, x: object, least: int) -> None:
+    """An int of at least `least`."""
+    if not isinstance(x, int) or isinstance(x, bool):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+
+
+def check_documents(
+    documents: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """int32 or int64 ids [B, T], or a pair of them for queries [B, T_q] and keys [B, T_k]."""
+    B, T_q, T_k = q.shape[0], q.shape[2], k.shape[2]
+    if isinstance(documents, tuple):
+        if len(documents) != 2:
+            raise TypeError(f"documents must be ids or a pair of them, got {len(documents)}")
+        names, (q_ids, k_ids) = ("documents[0]", "documents[1]"), documents
+    elif T_q != T_k:
+        raise ValueError(
+            f"documents must be a pair (q_ids [B, T_q], k_ids [B, T_k]) where T_q and T_k differ, "
+            f"got one tensor for {T_q} queries and {T_k} keys"
+        )
+    else:
+        names, q_ids, k_ids = ("documents", "documents"), documents, documents
+    for name, ids, T in zip(names, (q_ids, k_ids), (T_q, T_k), strict=True):
+        check_integers(name, ids)
+        check_placement(name, ids, (B, T), q)
+    return q_ids, k_ids
+
+
+def check_per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A tensor of 2 to 4 dims that broadcasts to every score; returned with 4, not expanded."""
+    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = tuple(x.shape)
+    if not 2 <= x.dim() <= 4:
+        raise ValueError(f"{name} must have 2 to 4 dimensions, got {list(shape)}")
+    sizes = zip(shape, whole[4 - x.dim() :], strict=True)
+    if any(size not in (1, full) for size, full in sizes):
+        raise ValueError(
+            f"{name} must broadcast to [B, H_q, T_q, T_k] = {list(whole)}, got {list(shape)}"
+        )
+    check_device(name, x, q)
+    return x[(None,) * (4 - x.dim())]
+
+
+def check_attn_mask(
+    mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """bool (True = attend), or float and then a bias; returns mask and bias."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(
+            f"attn_mask must be a bool (True = attend) or float tensor, got {kind(mask)}"
+        )
+    if mask.dtype == torch.bool:
+        return check_per_score("attn_mask", mask, q, k), bias
+    if bias is not None:
+        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
+    return None, check_per_score("attn_mask", mask, q, k)
+
+
+def check_packed(q: object, k: object, v: object) -> None:
+    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]: tensors of 3 dimensions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions [total, H, D], got {tuple(x.shape)}")
+
+
+def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
+    """int32 or int64 [N + 1] on q's device, from 0 to `total`; values are read on a CPU only."""
+    check_integers(name, offsets)
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [N + 1], got {list(offsets.shape)}")
+    check_device(name, offsets, q)
+    if offsets.is_cpu and not torch.compiler.is_compiling():
+        check_offset_values(name, offsets, total)
+
+
+def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
+    """Offsets that start at 0, never fall and end at `total`. Waits for the device."""
+    values = offsets.tolist()
+    if values[0] != 0 or values[-1] != total:
+        raise ValueError(f"{name} must run from 0 to {total}, got {values[0]} to {values[-1]}")
+    for n, (start, end) in enumerate(pairwise(values)):
+        if end < start:
+            raise ValueError(f"{name} must not fall, got {start} then {end} at sequence {n}")
+
+
 def check_scale(scale: float | None, D: int) -> float:
     """The factor on q.k: positive and finite, D ** -0.5 unless given."""
-    if scale is None:
-        return D**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return float(scale)
+    return D**-0.5 if scale is None else check_positive("scale", scale)
+
+
+def check_positive(name: str, x: float) -> float:
+    """A positive, finite number."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(x).__name__}")
+    if not (x > 0 and math.isfinite(x)):
+        raise ValueError(f"{name} must be positive and finite, got {x}")
+    return float(x)
 
 
 def check_backend(backend: str | None, source: str = "backend") -> str:
@@ -142,16 +253,31 @@ def check_backend(backend: str | None, source: str = "backend") -> str:
     return backend
 
 
+def kind(x: object) -> object:
+    """What an error message calls x: a tensor's dtype, or a type's name."""
+    return x.dtype if isinstance(x, Tensor) else type(x).__name__
+
+
 def check_integers(name: str, x: object) -> None:
     """An int32 or int64 tensor."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind(x)}")
+
+
+def check_floats(name: str, x: object) -> None:
+    """A tensor of float16, bfloat16, float32 or float64."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be a float tensor, got {kind(x)}")
+
+
+def check_device(name: str, x: Tensor, beside: Tensor) -> None:
+    """x lies on the device of `beside`."""
+    if x.device != beside.device:
+        raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
 
 
 def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
     """x has `shape` and lies on the device of `beside`."""
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    if x.device != beside.device:
-        raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
+    check_device(name, x, beside)

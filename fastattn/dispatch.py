@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, ops
+from .options import Options
 
 ENVIRONMENT = "FASTATTN_BACKEND"
 
@@ -27,7 +28,9 @@ class Explanation(NamedTuple):
         return "\n".join([f"backend: {self.backend}", *passed_over])
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Explanation:
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str | None = None
+) -> Explanation:
     """The first backend of triton, torch that serves the call, or the forced one.
 
     Raises:
@@ -38,7 +41,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
         forced = checks.check_backend(named, ENVIRONMENT)
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
-    reason = why_not_triton(q, k, v)
+    reason = why_not_triton(q, k, v, options)
     if reason is None:
         return Explanation("triton", {}, forced=forced == "triton")
     if forced == "triton":
@@ -46,8 +49,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Expla
     return Explanation("torch", {"triton": reason})
 
 
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Triton kernels cannot take these tensors, or None if they can."""
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why the Triton kernels cannot serve this call, or None if they can."""
     if not ops.TRITON_INSTALLED:
         return "triton is not installed"
     if q.is_cpu and not ops.interpreting():
@@ -57,12 +60,12 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"q is on {device}; kernels exist for CUDA and ROCm devices"
     if q.dtype == torch.float64:
         return "q is float64; kernels exist for float16, bfloat16 and float32"
-    widest = max(q.shape[3], v.shape[3])
+    widest = max(q.shape[-1], v.shape[-1])
     if widest > ops.MAX_HEAD_DIM:
         return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM}"
     if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
-    return None
+    return ops.why_not(options)
 
 
 def _has_bf16(device: torch.device) -> bool:

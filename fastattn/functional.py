@@ -1,29 +1,30 @@
 """Attention as a function: check the arguments, choose a backend, call it."""
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks, dispatch, ops, torch_backend
-from .checks import Window
+from . import arguments, checks, dispatch, dropout, ops, torch_backend
 from .dispatch import Explanation
+from .options import Options, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import AttentionArguments, ScoreArguments
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
-    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    query_offset: int | Tensor | None = ..., scale: float | None = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ...,
+    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
-    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    query_offset: int | Tensor | None = ..., scale: float | None = ...,
-    return_lse: Literal[True], backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
+    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -32,10 +33,28 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    prefix_lengths: int | Tensor | None = None,
+    keep_first: int = 0,
+    stride: int | None = None,
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    documents: Tensor | tuple[Tensor, Tensor] | None = None,
+    attn_mask: Tensor | None = None,
+    mask_mod: Any = None,
     query_offset: int | Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_keys: Tensor | None = None,
+    relative_query: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_grad: Any = None,
+    mod_tensors: tuple[Tensor, ...] = (),
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -48,6 +67,24 @@ def attention(
         1 1 1 0       0 1 1 0       0 0 1 1          1 1 1 0            1 0 0 0
         1 1 1 1       0 0 1 1       0 0 0 1          1 1 1 0            1 1 0 0
 
+    With T_q = T_k = 5:
+
+        causal,             causal, window=2,   causal,             causal, window=2,   documents=
+        prefix_lengths=3    keep_first=1        stride=2            stride=3            [0 0 0 1 1]
+        1 1 1 0 0           1 0 0 0 0           1 0 0 0 0           1 0 0 0 0           1 1 1 0 0
+        1 1 1 0 0           1 1 0 0 0           0 1 0 0 0           1 1 0 0 0           1 1 1 0 0
+        1 1 1 0 0           1 1 1 0 0           1 0 1 0 0           0 1 1 0 0           1 1 1 0 0
+        1 1 1 1 0           1 0 1 1 0           0 1 0 1 0           1 0 1 1 0           0 0 0 1 1
+        1 1 1 1 1           1 0 0 1 1           1 0 1 0 1           0 1 0 1 1           0 0 0 1 1
+
+    The score of a key that is seen, at distance p - j, is computed in this order:
+
+        x = scale * (q.k + relative_query . relative_keys[h, p - j])
+        x = softcap * tanh(x / softcap)
+        x = x - alibi_slopes[h] * |p - j| + relative_bias[h, p - j] + attn_bias[b, h, i, j]
+        x = score_mod(x, b, h, p, j, *mod_tensors)
+        weight = exp(x) / (sum over seen keys of exp(x), + exp(sinks[h]))
+
     Args:
         q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. Copied once for the kernels if
             the last dim is not contiguous or rows are not a whole number of 16 bytes.
@@ -57,65 +94,160 @@ def attention(
         causal: p sees keys j <= p.
         window: (left, right) sees p - left <= j <= p + right, None = unbounded on that side; an int
             W is the last W keys, the query's own counted: (W - 1, 0).
+        prefix_lengths: with causal, keys j < prefix_lengths[b] are seen from before them too
+            (prefix LM). An int, or int32 or int64 [B].
+        keep_first: keys j < keep_first stay visible outside the window and stride (StreamingLLM).
+        stride: keys at distances p - j that are multiples of it are visible; with a window, those
+            of the window too.
         key_padding_mask: bool [B, T_k], True = attend.
         key_lengths: int32 or int64 [B]; row b has keys 0..key_lengths[b] - 1. Values are clamped to
             [0, T_k].
+        documents: int32 or int64 ids [B, T], or a pair (q_ids [B, T_q], k_ids [B, T_k]): a query
+            sees the keys of its own id. Keys of negative id are padding. `document_ids` makes ids
+            from offsets.
+        attn_mask: bool (True = attend) with 2 to 4 dims that broadcast to [B, H_q, T_q, T_k]; not
+            expanded in memory. A float tensor is taken as attn_bias.
+        mask_mod: @triton.jit function mask_mod(b, h, q_pos, k_pos, *mod_tensors) -> bool, True =
+            attend, with q_pos = p and k_pos = j; or a `BlockMask` of one.
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
             query stands at the last key (bottom-right).
         scale: factor on q.k, > 0; default D ** -0.5.
+        softcap: bound of the scores, > 0.
+        alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the
+            paper's.
+        relative_bias: float [H_q, 2 R + 1], differentiable. Entry R + p - j is added, distances
+            beyond R taken as R. `t5_relative_bias` makes it from T5's table of buckets.
+        relative_keys: [H, 2 R + 1, D] in q's dtype, H one of H_q, H_k and 1, differentiable: a
+            vector for each distance (Shaw et al., Transformer-XL), beyond R as in relative_bias.
+        relative_query: as q, differentiable: what relative_keys are multiplied by. Default q.
+        attn_bias: float, broadcasting as attn_mask does, differentiable.
+        score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
+        score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
+            -> gradient of the x that score_mod took, given that of what it returned.
+        mod_tensors: contiguous tensors that mask_mod, score_mod and score_mod_grad get as pointers
+            to read with tl.load. They have no gradient.
+        sinks: float [H_q], differentiable: the score of one more key for every query of a head,
+            whose value is 0.
+        dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
+            Applied whenever it is above 0: pass 0 for evaluation.
+        dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device,
+            so torch.manual_seed repeats it. `dropout_keep_mask` shows what a seed drops.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; the environment variable FASTATTN_BACKEND
             replaces it). `fastattn.explain` takes the same arguments and tells which one serves.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
-        log. Both are differentiable. A query that sees no key has o = 0, lse = -inf and gradients
-        0. A NaN in keys or values that are padded out reaches no output and no gradient. In
-        autocast regions q, k and v are cast as torch's own attention casts them.
+        log, the sink counted. Both are differentiable. A query that sees no key has o = 0,
+        lse = -inf (with sinks, lse = sinks[h]) and gradients 0 in q, k and v. A NaN in keys or
+        values that are padded out (key_padding_mask, key_lengths, negative document ids) reaches
+        no output and no gradient. In autocast regions q, k, v, relative_keys and relative_query
+        are cast as torch's own attention casts its inputs.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
-            backend that cannot serve the call; the message names it.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, arguments that
+            contradict each other, a score_mod without score_mod_grad where gradients are wanted, or
+            a forced backend that cannot serve the call; the message names it.
     """
     checks.check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    left, right, scale = checks.check_call(
-        q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale
+    q, k, v, relative_keys, relative_query = _autocast(q, k, v, relative_keys, relative_query)
+    options = arguments.dense_options(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        prefix_lengths=prefix_lengths,
+        keep_first=keep_first,
+        stride=stride,
+        key_padding_mask=key_padding_mask,
+        key_lengths=key_lengths,
+        documents=documents,
+        attn_mask=attn_mask,
+        mask_mod=mask_mod,
+        query_offset=query_offset,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
+        relative_keys=relative_keys,
+        relative_query=relative_query,
+        attn_bias=attn_bias,
+        score_mod=score_mod,
+        score_mod_grad=score_mod_grad,
+        mod_tensors=mod_tensors,
+        sinks=sinks,
+        dropout=dropout,
+        dropout_seed=dropout_seed,
     )
-    if query_offset is None:
-        query_offset = k.shape[2] - q.shape[2]
-    choice = dispatch.choose(q, k, v, backend)
-    if choice.backend == "torch":
-        if not q.is_cpu:
-            dispatch.warn_if_slow(choice, q.device)
-        return torch_backend.attention(
-            q,
-            k,
-            v,
-            left=left,
-            right=right,
-            key_padding_mask=key_padding_mask,
-            key_lengths=key_lengths,
-            query_offset=query_offset,
-            scale=scale,
-            return_lse=return_lse,
-        )
-    per_row = query_offset if isinstance(query_offset, Tensor) else None
-    o, lse = ops.attend(
-        _kernel_rows(q),
-        _kernel_rows(k),
-        _kernel_rows(v),
-        None if key_padding_mask is None else key_padding_mask.contiguous(),
-        None if key_lengths is None else key_lengths.contiguous(),
-        None if per_row is None else per_row.contiguous(),
-        query_offset if per_row is None else 0,
-        left,
-        right,
-        scale,
+    return _compute(q, k, v, options, return_lse, backend)
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+    **options: "Unpack[ScoreArguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[True], backend: str | None = ...,
+    **options: "Unpack[ScoreArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` within each of N sequences that lie behind one another, without padding.
+
+    Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise. Either
+    may be none. Positions count from the start of each sequence's keys, and its last query stands
+    at its last key. What `attention` calls a batch row b is the sequence here: in key_lengths [N],
+    prefix_lengths [N], alibi_slopes [N, H_q], and for mask_mod, score_mod and dropout.
+
+    Args:
+        q: [total_q, H_q, D].
+        k: [total_k, H_k, D].
+        v: [total_k, H_k, D_v].
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
+        cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
+        return_lse, backend: as for `attention`.
+        options: those of `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
+            query_offset. relative_query has q's shape.
+
+    Returns:
+        o [total_q, H_q, D_v]; with return_lse also lse, fp32 [H_q, total_q].
+
+    Raises:
+        TypeError, ValueError: as `attention`. The values of the offsets are checked where they lie
+            on the CPU.
+    """
+    checks.check_packed(q, k, v)
+    keys, query = options.get("relative_keys"), options.get("relative_query")
+    if keys is not None or query is not None:
+        q, k, v, keys, query = _autocast(q, k, v, keys, query)
+        options = {**options, "relative_keys": keys, "relative_query": query}
+    else:
+        q, k, v, _, _ = _autocast(q, k, v, None, None)
+    refused = options.keys() - arguments.SHARED
+    checked = arguments.packed_options(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        {name: options.pop(name) for name in sorted(refused)},
+        **options,
     )
-    if o.shape[3] != v.shape[3]:
-        o = o[..., : v.shape[3]]
-    return (o, lse) if return_lse else o
+    return _compute(q, k, v, checked, return_lse, backend)
 
 
 def explain(
@@ -123,14 +255,9 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: Window = None,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
-    scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **options: "Unpack[AttentionArguments]",
 ) -> Explanation:
     """Which backend `attention` would use for these arguments, and why not a faster one.
 
@@ -141,9 +268,33 @@ def explain(
         meant for people.
     """
     checks.check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    checks.check_call(q, k, v, causal, window, key_padding_mask, key_lengths, query_offset, scale)
-    return dispatch.choose(q, k, v, backend)
+    keys, query = options.get("relative_keys"), options.get("relative_query")
+    q, k, v, options["relative_keys"], options["relative_query"] = _autocast(q, k, v, keys, query)
+    return dispatch.choose(q, k, v, arguments.dense_options(q, k, v, **options), backend)
+
+
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o, or (o, lse), from the backend that serves the checked call."""
+    if options.dropout and options.dropout_seed is None:
+        options = options._replace(dropout_seed=dropout.draw_seed(q.device))
+    choice = dispatch.choose(q, k, v, options, backend)
+    if choice.backend == "torch":
+        if not q.is_cpu:
+            dispatch.warn_if_slow(choice, q.device)
+        return torch_backend.attention(q, k, v, options, return_lse)
+    if options.relative_keys is not None:
+        options = options._replace(
+            relative_keys=_kernel_rows(options.relative_keys),
+            relative_query=None
+            if options.relative_query is None
+            else _kernel_rows(options.relative_query),
+        )
+    o, lse = ops.attend(_kernel_rows(q), _kernel_rows(k), _kernel_rows(v), options)
+    if o.shape[-1] != v.shape[-1]:
+        o = o[..., : v.shape[-1]]
+    return (o, lse) if return_lse else o
 
 
 def _kernel_rows(x: Tensor) -> Tensor:
@@ -154,14 +305,22 @@ def _kernel_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has."""
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, query: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
+
+    keys and query are relative_keys and relative_query, unchecked.
+    """
     device = q.device.type
     # torch raises when asked about a device that has no autocast, such as meta.
     known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
     if not known or not torch.is_autocast_enabled(device):
-        return q, k, v
+        return q, k, v, keys, query
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
     q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
-    return q, k, v
+    keys, query = (
+        x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in (keys, query)
+    )
+    return q, k, v, keys, query

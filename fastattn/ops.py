@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-MAX_HEAD_DIM = 256
+from .options import Options
 
+MAX_HEAD_DIM = 256
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
@@ -174,18 +175,49 @@ class _Attention(torch.autograd.Function):
         return _gradients(_backward, ctx, do, dlse)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse, by the op where something traces or transforms, else by the kernels themselves.
 
-    The arguments are those of the op `attention_forward`; both ways give the same bits and the same
-    gradients, once differentiable.
+    Both ways give the same bits and the same gradients, once differentiable.
+
+    Raises:
+        NotImplementedError: for options that `why_not` names.
     """
+    if (reason := why_not(options)) is not None:
+        raise NotImplementedError(reason)
+    band = options.band
+    assert band is not None and options.query_offset is not None, "why_not lets only bands through"
+    arguments = (
+        None if options.key_padding_mask is None else options.key_padding_mask.contiguous(),
+        None if options.key_lengths is None else options.key_lengths.contiguous(),
+        None if options.query_offsets is None else options.query_offsets.contiguous(),
+        options.query_offset,
+        *band,
+        options.scale,
+    )
     if _may_be_traced(q):
         return attention_forward(q, k, v, *arguments)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *arguments)  # type: ignore[no-untyped-call]
         return output
     return _forward(q, k, v, *arguments)
+
+
+def why_not(options: Options) -> str | None:
+    """Which option the kernels do not compute, as a reason to pass them over, or None."""
+    if options.band is None:
+        return "there is no kernel for prefix_lengths, keep_first or stride"
+    if options.cu_seqlens_q is not None:
+        return "there is no kernel for packed sequences"
+    served = {"key_padding_mask", "key_lengths", "query_offsets", "query_offset"}
+    served |= {"left", "right", "causal", "scale"}
+    for name, default in Options._field_defaults.items():
+        value = getattr(options, name)
+        if name in served:
+            continue
+        if isinstance(value, Tensor) or value != default:
+            return f"there is no kernel for {name}"
+    return None
 
 
 def _may_be_traced(q: Tensor) -> bool:

@@ -9,70 +9,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference
+from . import formula
+from .options import Options
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    left: int | None,
-    right: int | None,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_offset: int | Tensor,
-    scale: float,
-    return_lse: bool,
+    options: Options,
+    return_lse: bool = False,
+    first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `fastattn.attention`, with every argument checked and the band given by its sides.
+    """As `fastattn.attention` or, packed, `attention_varlen`, with every argument checked.
 
-    lse is not among torch's outputs: with return_lse the plain formula runs, in fp32 or wider, and
-    holds all scores in memory.
+    lse is not among torch's outputs, nor has it an argument for what changes scores other than a
+    bias: these take the formula, in fp32 or wider, which holds all scores in memory.
+    first_row: b of the first batch row; not 0 for a part of a batch.
     """
-    if return_lse or q.numel() == 0 or k.numel() == 0:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        o, lse = reference.attention(
-            *(x.to(wide) for x in (q, k, v)),
-            window=(left, right),
-            key_padding_mask=key_padding_mask,
-            key_lengths=key_lengths,
-            query_offset=query_offset,
-            scale=scale,
-            return_lse=True,
-        )
-        o = o.to(q.dtype)
-        return (o, lse.float()) if return_lse else o
+    if options.cu_seqlens_q is not None:
+        return formula.each_sequence(attention, q, k, v, options, return_lse)
+    if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
+        found = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
+        return (found[0], found[1].float()) if isinstance(found, tuple) else found
 
-    B, _, T_q, _ = q.shape
+    B, H_q, T_q, _ = q.shape
     T_k = k.shape[2]
+    is_causal = _is_causal(options)
     mask = None
-    is_causal = False
-    # An `if`, since torch takes no symbolic bool: under torch.compile it becomes a guard.
-    if right == 0 and left is None and _equals(query_offset, 0):
-        is_causal = True
-    elif not _sees_all(T_q, T_k, left, right, query_offset):
-        mask = _band_mask(T_q, T_k, left, right, query_offset, q.device)
-    if key_padding_mask is not None or key_lengths is not None:
-        exists = reference.existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
+    if not is_causal:
+        mask = formula.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    exists = formula.existing_keys(options, T_k, q.device)
+    if exists is not None:
         k, v = _harmless(k, exists), _harmless(v, exists)
-        if is_causal:
-            mask, is_causal = _band_mask(T_q, T_k, left, right, query_offset, q.device), False
-        exists = exists[:, None, None, :]
-        mask = exists.expand(B, 1, T_q, T_k) if mask is None else mask & exists
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], T_q, T_k)
+    bias = options.attn_bias
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:2], T_q, T_k)
+        bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
     o = F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=mask,
+        attn_mask=mask if bias is None else bias,
         is_causal=is_causal,
-        scale=scale,
+        scale=options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     if mask is not None and q.device.type != "cpu":
         # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
+
+
+def _needs_formula(q: Tensor, options: Options) -> bool:
+    """Whether something but masks and a bias in q's dtype changes the scores or weights."""
+    return (
+        options.softcap is not None
+        or options.alibi_slopes is not None
+        or options.relative_bias is not None
+        or options.relative_keys is not None
+        or options.score_mod is not None
+        or options.sinks is not None
+        or options.dropout > 0
+        or (options.attn_bias is not None and options.attn_bias.dtype != q.dtype)
+    )
+
+
+def _is_causal(options: Options) -> bool:
+    """Whether the mask is the one that torch has a flag for."""
+    # Compared in this order so that a symbolic offset is looked at, and guarded, last.
+    return (
+        options.band == (None, 0)
+        and options.query_offsets is None
+        and options.key_padding_mask is None
+        and options.key_lengths is None
+        and options.q_documents is None
+        and options.attn_mask is None
+        and options.attn_bias is None
+        and options.mask_mod is None
+        and options.query_offset == 0
+    )
 
 
 # Far above any norm of activations, and far below what could overflow in a product of two.
@@ -90,40 +108,3 @@ def _harmless(x: Tensor, exists: Tensor) -> Tensor:
         if norm < _LARGE:
             return x
     return torch.where(exists[:, None, :, None], x, 0.0)
-
-
-def _equals(query_offset: int | Tensor, number: int) -> bool:
-    return not isinstance(query_offset, Tensor) and query_offset == number
-
-
-def _sees_all(
-    T_q: int, T_k: int, left: int | None, right: int | None, query_offset: int | Tensor
-) -> bool:
-    """Whether the band hides nothing, as for the one query of a decoding step."""
-    if left is None and right is None:
-        return True
-    if isinstance(query_offset, Tensor):
-        return False
-    reaches_last = right is None or query_offset + right >= T_k - 1
-    return reaches_last and (left is None or T_q - 1 + query_offset - left <= 0)
-
-
-def _band_mask(
-    T_q: int,
-    T_k: int,
-    left: int | None,
-    right: int | None,
-    query_offset: int | Tensor,
-    device: torch.device,
-) -> Tensor:
-    """bool [1 or B, 1, T_q, T_k], True where the band lets the query see the key."""
-    if isinstance(query_offset, Tensor):
-        return reference.visible_mask(
-            T_q, T_k, window=(left, right), query_offset=query_offset, device=device
-        )
-    mask = torch.ones(1, 1, T_q, T_k, dtype=torch.bool, device=device)
-    if right is not None:
-        mask = mask.tril(query_offset + right)
-    if left is not None:
-        mask = mask.triu(query_offset - left)
-    return mask

@@ -8,6 +8,7 @@ import torch
 
 import fastattn
 from fastattn import checks
+from fastattn.options import Options
 from fastattn.testing import make_qkv
 
 B, H_q, H_k, T_q, T_k, D = 2, 4, 2, 3, 5, 8
@@ -148,4 +149,5 @@ def test_good_arguments_pass() -> None:
     ],
 )
 def test_band(causal, window, sides) -> None:
-    assert checks.check_band(causal, window) == sides
+    left, right = checks.check_band(causal, window)
+    assert Options(causal=causal, left=left, right=right).band == sides

@@ -31,7 +31,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.ops",
         "fastattn.torch_backend",
         "fastattn.reference",
+        "fastattn.formula",
+        "fastattn.torch_language",
+        "fastattn.dropout",
+        "fastattn.positions",
+        "fastattn.arguments",
+        "fastattn.score_checks",
         "fastattn.checks",
+        "fastattn.options",
         "fastattn.torch_append",
         "fastattn.cache_view",
         "fastattn.quantization",
@@ -41,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels",
         "fastattn.kernels.forward",
         "fastattn.kernels.backward",
+        "fastattn.kernels.append",
         "fastattn.kernels.padding",
         "fastattn.kernels.arguments",
         "fastattn.kernels.config",
@@ -49,6 +57,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "fastattn.kernels.mask",
+        "fastattn.kernels.number",
+        "fastattn.kernels.pages",
+        "fastattn.kernels.quantize",
         "fastattn.kernels.product",
         "fastattn.kernels.softmax",
         "fastattn.kernels.tile",
@@ -58,6 +69,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 EXACT = ("fastattn", "fastattn.kernels")
 # The oracle and what it judges share no code and never stand in for each other.
 APART = {
+    ("fastattn.reference", "fastattn.formula"),
+    ("fastattn.formula", "fastattn.reference"),
     ("fastattn.reference", "fastattn.ops"),
     ("fastattn.reference", "fastattn.dispatch"),
     ("fastattn.ops", "fastattn.reference"),

@@ -1,0 +1,196 @@
+"""From the keyword arguments of a call to its `Options`, every one of them checked."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from . import checks, score_checks
+from .options import Options, ScoreArguments, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Names of the arguments that dense and packed calls share.
+SHARED = ScoreArguments.__annotations__.keys()
+
+
+def dense_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    documents: Tensor | tuple[Tensor, Tensor] | None = None,
+    **shared: "Unpack[ScoreArguments]",
+) -> Options:
+    """The options of one call of `attention`, after `checks.check_tensors`."""
+    checks.check_qkv(q, k, v)
+    B, _, T_q, _ = q.shape
+    T_k = k.shape[2]
+    if query_offset is None:
+        query_offset = T_k - T_q
+    else:
+        checks.check_query_offset(query_offset, q)
+    if key_padding_mask is not None:
+        checks.check_key_padding_mask(key_padding_mask, k)
+    if attn_mask is not None:
+        attn_mask, attn_bias = checks.check_attn_mask(attn_mask, attn_bias, q, k)
+    if attn_bias is not None:
+        checks.check_floats("attn_bias", attn_bias)
+        attn_bias = checks.check_per_score("attn_bias", attn_bias, q, k)
+    q_documents = k_documents = None
+    if documents is not None:
+        q_documents, k_documents = checks.check_documents(documents, q, k)
+    per_row = isinstance(query_offset, Tensor)
+    return _options(
+        q,
+        k,
+        v,
+        B,
+        attn_bias,
+        {
+            "key_padding_mask": key_padding_mask,
+            "query_offset": 0 if per_row else query_offset,
+            "query_offsets": query_offset if per_row else None,
+            "attn_mask": attn_mask,
+            "q_documents": q_documents,
+            "k_documents": k_documents,
+        },
+        **shared,
+    )
+
+
+# What a packed call cannot have, and what takes its place.
+_NOT_PACKED = {
+    "key_padding_mask": "key_lengths [N] says how many keys of each sequence exist",
+    "documents": "cu_seqlens separates the sequences",
+    "attn_mask": "mask_mod computes a mask inside the kernels",
+    "attn_bias": "relative_bias and score_mod compute a bias inside the kernels",
+    "query_offset": "the last query of each sequence stands at its last key",
+}
+
+
+def packed_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    refused: dict[str, Any],
+    **shared: "Unpack[ScoreArguments]",
+) -> Options:
+    """The options of one call of `attention_varlen`, after `checks.check_packed`.
+
+    refused: keyword arguments that it does not take.
+    """
+    for name in refused:
+        reason = _NOT_PACKED.get(name, "there is no such argument")
+        raise TypeError(f"attention_varlen takes no {name}: {reason}")
+    checks.check_packed_qkv(q, k, v)
+    checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
+    if cu_seqlens_k is None:
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"cu_seqlens_k must be given where k and q differ in length, got {k.shape[0]} keys "
+                f"and {q.shape[0]} queries"
+            )
+        cu_seqlens_k = cu_seqlens_q
+    else:
+        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
+        checks.check_placement("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q)
+    given = {"query_offset": None, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _options(q, k, v, cu_seqlens_q.shape[0] - 1, None, given, **shared)
+
+
+def _options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    B: int,
+    attn_bias: Tensor | None,
+    given: dict[str, Any],
+    *,
+    causal: bool = False,
+    window: Window = None,
+    prefix_lengths: int | Tensor | None = None,
+    keep_first: int = 0,
+    stride: int | None = None,
+    mask_mod: Any = None,
+    mod_tensors: tuple[Tensor, ...] = (),
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_keys: Tensor | None = None,
+    relative_query: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_grad: Any = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: Tensor | None = None,
+) -> Options:
+    """The options that dense and packed calls share; `given` holds the others, checked."""
+    H_q, H_k = q.shape[1], k.shape[1]
+    left, right = checks.check_band(causal, window)
+    if key_lengths is not None:
+        checks.check_key_lengths(key_lengths, B, q)
+    if prefix_lengths is not None:
+        prefix_lengths = checks.check_prefix_lengths(prefix_lengths, B, causal, q)
+    if stride is not None:
+        checks.check_count("stride", stride, 1)
+    if keep_first != 0:
+        windowed = left is not None or right is not None or stride is not None
+        checks.check_keep_first(keep_first, windowed)
+    if softcap is not None:
+        softcap = checks.check_positive("softcap", softcap)
+    if alibi_slopes is not None:
+        score_checks.check_alibi_slopes(alibi_slopes, B, H_q, q)
+    if relative_bias is not None:
+        score_checks.check_relative_bias(relative_bias, H_q, q)
+    if relative_keys is not None:
+        score_checks.check_relative_keys(relative_keys, H_k, q)
+    if relative_query is not None:
+        score_checks.check_relative_query(relative_query, relative_keys, q)
+    if sinks is not None:
+        score_checks.check_sinks(sinks, H_q, q)
+    if not isinstance(mod_tensors, tuple) or mod_tensors:
+        used = mask_mod is not None or score_mod is not None
+        score_checks.check_mod_tensors(mod_tensors, q, used)
+    if mask_mod is not None:
+        score_checks.check_mask_mod(mask_mod, len(mod_tensors))
+    if score_mod is not None or score_mod_grad is not None:
+        score_checks.check_score_mods(score_mod, score_mod_grad, len(mod_tensors))
+        inputs = (q, k, v, attn_bias, relative_bias, relative_keys, relative_query, sinks)
+        score_checks.check_score_mod_gradient(score_mod_grad, inputs)
+    if dropout != 0:
+        dropout = score_checks.check_dropout(dropout)
+    if dropout_seed is not None:
+        score_checks.check_dropout_seed(dropout_seed, q)
+    return Options(
+        key_lengths=key_lengths,
+        prefix_lengths=prefix_lengths,
+        alibi_slopes=alibi_slopes,
+        dropout_seed=dropout_seed if dropout else None,
+        attn_bias=attn_bias,
+        relative_bias=relative_bias,
+        relative_keys=relative_keys,
+        relative_query=relative_query,
+        sinks=sinks,
+        mod_tensors=mod_tensors,
+        left=left,
+        right=right,
+        causal=causal,
+        keep_first=keep_first,
+        stride=stride,
+        scale=checks.check_scale(scale, q.shape[-1]),
+        softcap=softcap,
+        dropout=dropout,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        score_mod_grad=score_mod_grad,
+        **given,
+    )

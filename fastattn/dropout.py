@@ -1,0 +1,66 @@
+"""Which weights dropout drops: the same bits that the kernels draw, in plain torch.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
+which turns a key and a counter into four random words. The key is the seed, and the counter the
+place of a weight, so that forward and backward draw the same bits in any order.
+"""
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """int64 [2] from torch's generator of `device`: what torch.manual_seed sets."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def keep_mask(
+    seed: Tensor, dropout: float, B: int, H_q: int, T_q: int, T_k: int, *, first_row: int = 0
+) -> Tensor:
+    """Which weights `attention` keeps: bool [B, H_q, T_q, T_k], on the seed's device.
+
+    For query i, key j, head h and batch row b, the Philox key is seed[0], low word first, and the
+    counter is (j // 4, i, b * H_q + h, seed[1]), each in 32 bits. Key j takes word j % 4 of the
+    four, and is kept where that is at least floor(dropout * 2^32).
+
+    Args:
+        seed: int64 [2], the dropout_seed of the call.
+        dropout: probability in [0, 1) to drop a weight.
+        first_row: b of the first batch row; not 0 for a part of a batch.
+    """
+    device = seed.device
+
+    def count(n: int, dims: int) -> Tensor:
+        return torch.arange(n, device=device).reshape(-1, *[1] * dims)
+
+    head = count(B * H_q, 2) + first_row * H_q
+    counter = (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1])
+    words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), counter)
+    drawn = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)[..., :T_k]
+    return (drawn >= int(dropout * 2**32)).reshape(B, H_q, T_q, T_k)
+
+
+def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...]) -> Words:
+    """Four words of 32 bits, in int64, for a key of two and a counter of four; all broadcast."""
+    c0, c1, c2, c3 = (word & _WORD for word in counter)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low word of x * factor; by halves of x, since the whole overflows int64."""
+    low = (x & 0xFFFF) * factor
+    high = (x >> 16) * factor + (low >> 16)
+    return high >> 16, (high << 16 | low & 0xFFFF) & _WORD

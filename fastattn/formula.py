@@ -1,0 +1,281 @@
+"""Attention as a formula over checked `Options`: every option, any number of derivatives.
+
+It holds all scores in memory. It serves what torch's own attention has no argument for, and second
+derivatives, of the kernels too. The oracle that judges it and them is `reference`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import checks, dropout, torch_language
+from .options import Options
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    return_lse: bool = False,
+    first_row: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+
+    Args:
+        q, k, v: as `fastattn.attention`'s, or packed as `attention_varlen`'s.
+        options: those of the call.
+        return_lse: whether to return (o, lse).
+        first_row: b of the first batch row; not 0 for a part of a batch.
+    """
+    if options.cu_seqlens_q is not None:
+        return each_sequence(attention, q, k, v, options, return_lse)
+    B, H_q, T_q, D = q.shape
+    _, H_k, T_k, D_v = v.shape
+    G = H_q // H_k
+    dtype = q.dtype
+    exists = existing_keys(options, T_k, q.device)
+    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    if exists is not None:
+        k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
+
+    products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, G, T_q, D), k)
+    keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    x = _scores(products.reshape(B, H_q, T_q, T_k), q, H_k, keep, options, first_row)
+    if keep is not None:
+        x = torch.where(keep, x, float("-inf"))
+    weights, lse = _normalised(x, options.sinks)
+    if options.dropout:
+        assert options.dropout_seed is not None, "drawn before"
+        seed, p = options.dropout_seed, options.dropout
+        kept = dropout.keep_mask(seed, p, B, H_q, T_q, T_k, first_row=first_row)
+        weights = torch.where(kept, weights, 0.0) / (1 - p)
+    o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, G, T_q, T_k), v)
+    o = o.reshape(B, H_q, T_q, D_v).to(dtype)
+    return (o, lse) if return_lse else o
+
+
+def _scores(
+    products: Tensor, q: Tensor, H_k: int, keep: Tensor | None, options: Options, first_row: int
+) -> Tensor:
+    """From q.k [B, H_q, T_q, T_k] to the scores of keys that are seen."""
+    B, H_q, T_q, T_k = products.shape
+    x = products
+    if options.relative_keys is not None:
+        query = q if options.relative_query is None else options.relative_query.to(q.dtype)
+        x = x + _relative_products(query, options.relative_keys.to(q.dtype), T_k, H_k, options)
+    x = x * options.scale
+    if options.softcap is not None:
+        x = options.softcap * torch.tanh(x / options.softcap)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(x.dtype)
+        x = x - slopes[..., None, None] * distances(options, T_q, T_k, q.device).abs()
+    if options.relative_bias is not None:
+        bias = options.relative_bias.to(x.dtype)
+        index = _table_index(options, T_q, T_k, bias.shape[1], q.device)[:, 0]
+        x = x + bias[:, index].transpose(0, 1)
+    if options.attn_bias is not None:
+        x = x + options.attn_bias.to(x.dtype)
+    if options.score_mod is not None:
+        if keep is not None:
+            # What it does with keys that are not seen, such as the log of 0, must not reach back.
+            x = torch.where(keep, x, 0.0)
+        places = _places(options, B, H_q, T_q, T_k, q.device, first_row)
+        x = torch_language.score_mod(options.score_mod, x, places, options.mod_tensors)
+    return x
+
+
+def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options: Options) -> Tensor:
+    """[B, H_q, T_q, T_k]: the query with the vector of its distance to each key."""
+    B, H_q, T_q, _ = query.shape
+    if keys.shape[0] == H_k:
+        keys = keys.repeat_interleave(H_q // H_k, dim=0)
+    every = query @ keys.mT  # [B, H_q, T_q, 2 R + 1]
+    index = _table_index(options, T_q, T_k, keys.shape[1], query.device)
+    return every.gather(-1, index.expand(B, H_q, T_q, T_k))
+
+
+def _normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax of scores (-inf: not seen) and the log of its denominators; sinks take their share.
+
+    A row of nothing but -inf has weights of 0 and lse of -inf, with gradients of 0.
+    """
+    T_k = x.shape[-1]
+    if sinks is not None:
+        column = sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
+        x = torch.cat((x, column), dim=-1)
+    blind = (x == float("-inf")).all(-1, keepdim=True)
+    x = torch.where(blind, 0.0, x)
+    weights = torch.where(blind, 0.0, x.softmax(-1))[..., :T_k]
+    lse = x.logsumexp(-1) if x.shape[-1] else x.sum(-1)
+    return weights, torch.where(blind[..., 0], float("-inf"), lse)
+
+
+def visible(
+    options: Options,
+    B: int,
+    H_q: int,
+    T_q: int,
+    T_k: int,
+    device: torch.device,
+    *,
+    first_row: int = 0,
+) -> Tensor | None:
+    """bool, broadcasting to [B, H_q, T_q, T_k] and no larger than need be; None = all are seen."""
+    exists = existing_keys(options, T_k, device)
+    parts = [_near(options, T_q, T_k, device), options.attn_mask]
+    parts.append(None if exists is None else exists[:, None, None, :])
+    if options.q_documents is not None and options.k_documents is not None:
+        same = options.q_documents[:, :, None] == options.k_documents[:, None, :]
+        parts.append(same[:, None])
+    if options.mask_mod is not None:
+        places = _places(options, B, H_q, T_q, T_k, device, first_row)
+        parts.append(torch_language.mask_mod(options.mask_mod, places, options.mod_tensors))
+    keep = None
+    for part in parts:
+        if part is not None:
+            keep = part if keep is None else keep & part
+    return keep
+
+
+def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor | None:
+    """What position alone decides: bool [B or 1, 1, T_q, T_k], or None if that is nothing."""
+    if options.band is None:
+        return _pattern(options, T_q, T_k, device)
+    (left, right), offset = options.band, options.query_offset
+    if left is None and right is None:
+        return None
+    if options.query_offsets is not None or offset is None:
+        return _window(distances(options, T_q, T_k, device), left, right)
+    # One query of a decoding step sees all keys: no mask is needed.
+    reaches_last = right is None or offset + right >= T_k - 1
+    if reaches_last and (left is None or T_q - 1 + offset - left <= 0):
+        return None
+    near = torch.ones(1, 1, T_q, T_k, dtype=torch.bool, device=device)
+    if right is not None:
+        near = near.tril(offset + right)
+    return near if left is None else near.triu(offset - left)
+
+
+def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:
+    near = torch.ones_like(distance, dtype=torch.bool)
+    if right is not None:
+        near = near & (distance >= -right)
+    return near if left is None else near & (distance <= left)
+
+
+def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
+    """What is no band: strides, first keys that stay, prefixes that are seen from before."""
+    distance = distances(options, T_q, T_k, device)
+    key = torch.arange(T_k, device=device)
+    near = _window(distance, options.left, options.right)
+    if options.stride is not None:
+        if options.left is None and options.right is None:
+            near = torch.zeros_like(near)
+        near = near | (distance % options.stride == 0)
+    if options.keep_first:
+        near = near | (key < options.keep_first)
+    if options.causal:
+        past = distance >= 0
+        if options.prefix_lengths is not None:
+            past = past | (key < options.prefix_lengths[:, None, None, None])
+        near = near & past
+    return near
+
+
+def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | None:
+    """bool [B, T_k]: keys that are not padding; None = all exist."""
+    exists = options.key_padding_mask
+    if options.key_lengths is not None:
+        inside = torch.arange(T_k, device=device) < options.key_lengths[:, None]
+        exists = inside if exists is None else exists & inside
+    if options.k_documents is not None:
+        real = options.k_documents >= 0
+        exists = real if exists is None else exists & real
+    return exists
+
+
+def distances(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
+    """p - j, int64 [B or 1, 1, T_q, T_k]."""
+    return _query_positions(options, T_q, device) - torch.arange(T_k, device=device)
+
+
+def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor:
+    """Position of each query among the keys, int64 [B or 1, 1, T_q, 1]."""
+    rows = torch.arange(T_q, device=device)[None, None, :, None]
+    if options.query_offsets is not None:
+        return rows + options.query_offsets[:, None, None, None]
+    assert options.query_offset is not None, "packed calls are taken apart before"
+    return rows + options.query_offset
+
+
+def _table_index(
+    options: Options, T_q: int, T_k: int, entries: int, device: torch.device
+) -> Tensor:
+    """Where a table of 2 R + 1 distances holds each p - j: int64 [B or 1, 1, T_q, T_k]."""
+    R = entries // 2
+    return distances(options, T_q, T_k, device).clamp(-R, R) + R
+
+
+def _places(
+    options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
+) -> torch_language.Places:
+    """b, h, q_pos and k_pos as the user's functions get them: int32, each with dims of its own."""
+    b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
+    h = torch.arange(H_q, dtype=torch.int32, device=device)
+    k_pos = torch.arange(T_k, dtype=torch.int32, device=device)
+    q_pos = _query_positions(options, T_q, device).to(torch.int32)
+    return b[:, None, None, None], h[:, None, None], q_pos, k_pos[None, None, None, :]
+
+
+Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+
+def each_sequence(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A packed call as one call of `attend` a sequence, each a batch of one row.
+
+    Reads the offsets on the host.
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to the total.
+    """
+    assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
+    checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, q.shape[0])
+    checks.check_offset_values("cu_seqlens_k", options.cu_seqlens_k, k.shape[0])
+    q_starts, k_starts = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
+    outputs = [q.new_empty(0, q.shape[1], v.shape[2])]
+    lses = [q.new_empty(q.shape[1], 0, dtype=torch.float32)]
+    for n in range(len(q_starts) - 1):
+        rows = slice(q_starts[n], q_starts[n + 1])
+        keys = slice(k_starts[n], k_starts[n + 1])
+        one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        found = attend(
+            *one, _of_sequence(options, n, rows, keys), return_lse=return_lse, first_row=n
+        )
+        if isinstance(found, tuple):
+            lses.append(found[1][0])
+        outputs.append((found[0] if isinstance(found, tuple) else found)[0].transpose(0, 1))
+    o = torch.cat(outputs)
+    return (o, torch.cat(lses, dim=1)) if return_lse else o
+
+
+def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
+    """What a packed call's options are for its sequence n alone."""
+    slopes, query = options.alibi_slopes, options.relative_query
+
+    def one(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[n : n + 1]
+
+    return options._replace(
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        query_offset=(keys.stop - keys.start) - (rows.stop - rows.start),
+        key_lengths=one(options.key_lengths),
+        prefix_lengths=one(options.prefix_lengths),
+        alibi_slopes=one(slopes) if slopes is not None and slopes.dim() == 2 else slopes,
+        relative_query=None if query is None else query[rows].transpose(0, 1)[None],
+    )

@@ -1,0 +1,79 @@
+"""What positions need made beforehand: ALiBi's slopes, T5's buckets, ids of packed documents."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """fp32 [num_heads]: the slopes of Press et al., "Train short, test long" (2022).
+
+    For n heads, a power of two, the slopes are 2^(-8 / n), its square, its cube and so on. Between
+    two powers, the heads beyond the lower one take every other slope of the higher, as the authors'
+    code does.
+    """
+    checks.check_count("num_heads", num_heads, 1)
+    lower = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
+    slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def t5_relative_bias(
+    table: Tensor, max_offset: int, bidirectional: bool = True, max_distance: int = 128
+) -> Tensor:
+    """[H, 2 max_offset + 1], the `relative_bias` that T5's table of buckets stands for.
+
+    Half of the buckets count distances one by one, the other half grow with their logarithm up to
+    max_distance (Raffel et al., "Exploring the limits of transfer learning", 2020; the rule is that
+    of its code). Differentiable in the table.
+
+    Args:
+        table: [buckets, H].
+        max_offset: R, the largest distance that is told apart: at least max_distance, or the
+            longest distance in use, for the exact bias.
+        bidirectional: half of the buckets are for keys after the query. Else such keys share
+            bucket 0 with the query's own position.
+        max_distance: distances from here on share the last bucket.
+    """
+    checks.check_floats("table", table)
+    checks.check_count("max_offset", max_offset, 0)
+    if table.dim() != 2 or table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
+        raise ValueError(
+            f"table must have shape [buckets, H], buckets at least 4{' and even' * bidirectional}, "
+            f"got {list(table.shape)}"
+        )
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2
+    checks.check_count("max_distance", max_distance, exact + 1)
+    back = torch.arange(-max_offset, max_offset + 1, device=table.device)
+    distance = back.abs() if bidirectional else back.clamp(min=0)
+    ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+    bucket = torch.where(distance < exact, distance, far)
+    if bidirectional:
+        bucket = bucket + buckets * (back < 0)
+    return table[bucket].T
+
+
+def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
+    """int32 [1, length] ids of documents packed behind one another, the `documents` of attention.
+
+    Document n holds positions cu_seqlens[n] to cu_seqlens[n + 1] - 1. Positions past the last get
+    id -1: they are padding.
+
+    Args:
+        cu_seqlens: int32 or int64 [N + 1], from 0, never falling, to at most length.
+        length: how many positions there are.
+    """
+    checks.check_integers("cu_seqlens", cu_seqlens)
+    checks.check_count("length", length, 0)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    position = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    ids = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    inside = position < cu_seqlens[-1]
+    return torch.where(inside, ids, -1).to(torch.int32)[None]

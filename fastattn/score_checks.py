@@ -1,0 +1,137 @@
+"""Checks of what changes scores and weights: biases, tables, sinks, dropout, users' functions."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_device, check_floats, check_placement, kind
+
+
+def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> None:
+    """float32 [H_q] or [B, H_q] on q's device, without gradient."""
+    if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind(slopes)}")
+    if tuple(slopes.shape) not in ((H_q,), (B, H_q)):
+        raise ValueError(
+            f"alibi_slopes must have shape [{H_q}] or [{B}, {H_q}], got {list(slopes.shape)}"
+        )
+    check_device("alibi_slopes", slopes, q)
+    if slopes.requires_grad:
+        raise ValueError(
+            "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns"
+        )
+
+
+def check_relative_bias(bias: Tensor, H_q: int, q: Tensor) -> None:
+    """Any float dtype, [H_q, 2 R + 1], on q's device."""
+    check_floats("relative_bias", bias)
+    if bias.dim() != 2 or bias.shape[0] != H_q or bias.shape[1] % 2 == 0:
+        raise ValueError(f"relative_bias must have shape [{H_q}, 2 R + 1], got {list(bias.shape)}")
+    check_device("relative_bias", bias, q)
+
+
+def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> None:
+    """q's dtype and device, [H_q, H_k or 1, 2 R + 1, D]; q is [..., H_q, T_q, D] or packed."""
+    if not isinstance(keys, Tensor) or keys.dtype != q.dtype:
+        raise TypeError(f"relative_keys must have the dtype of q ({q.dtype}), got {kind(keys)}")
+    H_q, D = q.shape[1], q.shape[-1]
+    heads = (H_q, H_k, 1)
+    if (
+        keys.dim() != 3
+        or keys.shape[0] not in heads
+        or keys.shape[1] % 2 == 0
+        or keys.shape[2] != D
+    ):
+        raise ValueError(
+            f"relative_keys must have shape [H, 2 R + 1, {D}] with H one of "
+            f"{', '.join(map(str, sorted(set(heads))))}, got {list(keys.shape)}"
+        )
+    check_device("relative_keys", keys, q)
+
+
+def check_relative_query(query: Tensor, keys: Tensor | None, q: Tensor) -> None:
+    """q's dtype, device and shape, beside relative_keys."""
+    if keys is None:
+        raise ValueError("relative_query is multiplied by relative_keys, which is not given")
+    if not isinstance(query, Tensor) or query.dtype != q.dtype:
+        raise TypeError(f"relative_query must have the dtype of q ({q.dtype}), got {kind(query)}")
+    check_placement("relative_query", query, tuple(q.shape), q)
+
+
+def check_sinks(sinks: Tensor, H_q: int, q: Tensor) -> None:
+    """Any float dtype, [H_q], on q's device."""
+    check_floats("sinks", sinks)
+    check_placement("sinks", sinks, (H_q,), q)
+
+
+def check_dropout(dropout: float) -> float:
+    """A probability below 1."""
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        raise TypeError(f"dropout must be a float, got {type(dropout).__name__}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    return float(dropout)
+
+
+def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
+    """int64 [2] on q's device."""
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        raise TypeError(f"dropout_seed must be an int64 tensor, got {kind(seed)}")
+    check_placement("dropout_seed", seed, (2,), q)
+
+
+def check_mask_mod(mod: Any, tensors: int) -> None:
+    """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one."""
+    check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", tensors)
+
+
+def check_score_mods(score_mod: Any, score_mod_grad: Any, tensors: int) -> None:
+    """@triton.jit functions score_mod(x, ...) and score_mod_grad(dx, x, ...)."""
+    if score_mod is None:
+        raise ValueError("score_mod_grad is the gradient of score_mod, which is not given")
+    check_function("score_mod", score_mod, "x, b, h, q_pos, k_pos", tensors)
+    if score_mod_grad is not None:
+        check_function("score_mod_grad", score_mod_grad, "dx, x, b, h, q_pos, k_pos", tensors)
+
+
+def check_score_mod_gradient(score_mod_grad: Any, inputs: tuple[Tensor | None, ...]) -> None:
+    """With a score_mod alone, nothing may ask for gradients."""
+    if score_mod_grad is not None or not torch.is_grad_enabled():
+        return
+    if any(x is not None and x.requires_grad for x in inputs):
+        raise ValueError(
+            "score_mod needs score_mod_grad where an input requires grad; give it, or call under "
+            "torch.no_grad()"
+        )
+
+
+def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
+    """A @triton.jit function of `parameters` and one more for each of mod_tensors."""
+    python: Callable[..., Any] | None = getattr(mod, "fn", None)
+    if not type(mod).__module__.startswith("triton.") or not inspect.isfunction(python):
+        got = getattr(mod, "__name__", None) or type(mod).__name__
+        raise TypeError(f"{name} must be a @triton.jit function, got {got}")
+    expected = parameters.count(",") + 1 + tensors
+    found = list(inspect.signature(python).parameters)
+    if len(found) != expected:
+        raise ValueError(
+            f"{name} must take ({parameters}) and {tensors} mod_tensors, got ({', '.join(found)})"
+        )
+
+
+def check_mod_tensors(tensors: tuple[Tensor, ...], q: Tensor, used: bool) -> None:
+    """A tuple of contiguous tensors on q's device, with a function that reads them."""
+    if not isinstance(tensors, tuple):
+        raise TypeError(f"mod_tensors must be a tuple of tensors, got {type(tensors).__name__}")
+    for n, x in enumerate(tensors):
+        name = f"mod_tensors[{n}]"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
+        check_device(name, x, q)
+    if tensors and not used:
+        raise ValueError("mod_tensors are read by mask_mod or score_mod; neither is given")

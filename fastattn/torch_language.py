@@ -1,0 +1,343 @@
+"""Users' @triton.jit functions on torch tensors: `mask_mod` and `score_mod` without a GPU.
+
+The Python function below the decorator runs as it is, over tensors of every place at once. Triton's
+language and other @triton.jit functions in its globals are replaced by stand-ins, and its arguments
+are `Value`s, which calculate as Triton does: integer // and % round towards zero, and fractions are
+at least fp32. Where the function branches on b or h it runs once for each of them.
+"""
+
+import builtins
+import operator
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# b, h, q_pos and k_pos: int32, each with the dims of [B, H_q, T_q, T_k] that it varies over.
+Places = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def mask_mod(mod: Any, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
+    """Where the key is seen: bool, broadcasting to [B, H_q, T_q, T_k].
+
+    mod: a @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one as
+        `.mask_mod`.
+    """
+    keep = _everywhere(getattr(mod, "mask_mod", mod), None, places, tensors, torch.float32)
+    return keep if keep.dtype == torch.bool else keep != 0
+
+
+def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
+    """What score_mod(x, b, h, q_pos, k_pos, *tensors) makes of scores, in their shape and dtype.
+
+    Differentiable in x, any number of times.
+    """
+    real = torch.promote_types(x.dtype, torch.float32)
+    return _everywhere(mod, x, places, tensors, real).to(x.dtype).expand(x.shape)
+
+
+class _NeedsOneBranch(Exception):
+    """The function asked for the truth of several places at once."""
+
+
+def _everywhere(
+    mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
+) -> Tensor:
+    """The function's result for all places, if need be head by head and row by row."""
+    function = as_torch(mod)
+    pointers = [Pointer(tensor.detach(), 0, real) for tensor in tensors]
+
+    def run(x: Tensor | None, places: Places) -> Tensor:
+        scores = () if x is None else (Value(x.to(real), real),)
+        found = function(*scores, *(Value(place, real) for place in places), *pointers)
+        if isinstance(found, Value):
+            return found.x
+        shape = torch.broadcast_shapes(*(place.shape for place in places))
+        return torch.as_tensor(found, device=places[0].device).expand(shape)
+
+    try:
+        return run(x, places)
+    except _NeedsOneBranch:
+        b, h, q_pos, k_pos = places
+    rows = []
+    for row in range(b.shape[0]):
+        q_row = q_pos if q_pos.shape[0] == 1 else q_pos[row : row + 1]
+        heads = []
+        for head in range(h.shape[0]):
+            one = None if x is None else x[row : row + 1, head : head + 1]
+            try:
+                found = run(one, (b[row : row + 1], h[head : head + 1, None], q_row, k_pos))
+            except _NeedsOneBranch as error:
+                raise NotImplementedError(
+                    f"{_name(mod)} branches on a tile of values, which Triton cannot; use tl.where"
+                ) from error
+            heads.append(found.expand(1, 1, q_pos.shape[2], k_pos.shape[3]))
+        rows.append(torch.cat(heads, 1))
+    return torch.cat(rows, 0)
+
+
+def as_torch(mod: Any) -> Callable[..., Any]:
+    """The function of @triton.jit, compiled or interpreted, made to take `Value`s."""
+    python: FunctionType = mod.fn
+    code = python.__code__
+    scope = {
+        name: _stand_in(python.__globals__[name])
+        for name in _names(code)
+        if name in python.__globals__
+    }
+    cells = tuple(CellType(_stand_in(cell.cell_contents)) for cell in python.__closure__ or ())
+    scope["__builtins__"] = builtins
+    return FunctionType(code, scope, python.__name__, python.__defaults__, cells)
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names, *(name for inner in nested for name in _names(inner))}
+
+
+def _stand_in(x: Any) -> Any:
+    """What stands for x, a global of a user's function."""
+    if isinstance(x, ModuleType):
+        if x.__name__ == "triton":
+            return SimpleNamespace(language=LANGUAGE, cdiv=LANGUAGE.cdiv)
+        return LANGUAGE if x.__name__.startswith("triton.language") else x
+    kind = type(x)
+    if (getattr(x, "__module__", None) or "").startswith("triton.language"):
+        name = str(x) if kind.__name__ == "dtype" else getattr(x, "__name__", "")
+        return x.value if kind.__name__ == "constexpr" else getattr(LANGUAGE, name)
+    return as_torch(x) if kind.__module__.startswith("triton.") else x
+
+
+def _name(mod: Any) -> str:
+    return str(getattr(mod, "__name__", mod))
+
+
+class Value:
+    """A tensor with the operators of Triton, defined below. `real` is what stands for fp32."""
+
+    def __init__(self, x: Tensor, real: torch.dtype) -> None:
+        self.x = x
+        self.real = real
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        """Cast; a float's fraction is cut off by an int."""
+        return Value(self.x.to(self.real if dtype == torch.float32 else dtype), self.real)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.x, self.real)
+
+    def __invert__(self) -> "Value":
+        return Value(~self.x, self.real)
+
+    def __abs__(self) -> "Value":
+        return Value(self.x.abs(), self.real)
+
+    def __bool__(self) -> bool:
+        if self.x.numel() != 1:
+            raise _NeedsOneBranch
+        return bool(self.x)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f".{name} of a Triton value has no stand-in in torch")
+
+
+def _operand(x: Any, real: torch.dtype, fraction: bool) -> Any:
+    """What torch combines as Triton would: no bool as a number, and fp32 where ints meet floats."""
+    if not isinstance(x, Value):
+        return x
+    if fraction and not x.x.is_floating_point():
+        return x.x.to(real)
+    return x.x.to(torch.int32) if x.x.dtype == torch.bool else x.x
+
+
+def _operator(combine: Callable[[Any, Any], Tensor], kind: str) -> Callable[[Any, Any], Value]:
+    """An operator on two Values, or a Value and a number.
+
+    kind: "number", "fraction" (even of two ints) or "bits" (bools stay bools).
+    """
+
+    def apply(a: Any, b: Any) -> Value:
+        if isinstance(a, Pointer) or isinstance(b, Pointer):
+            return NotImplemented
+        real = (a if isinstance(a, Value) else b).real
+        if kind == "bits":
+            return Value(combine(*(x.x if isinstance(x, Value) else x for x in (a, b))), real)
+        fraction = kind == "fraction" or isinstance(a, float) or isinstance(b, float)
+        return Value(combine(*(_operand(x, real, fraction) for x in (a, b))), real)
+
+    return apply
+
+
+def _floor_divide(x: Any, y: Any) -> Tensor:
+    return torch.div(torch.as_tensor(x), torch.as_tensor(y), rounding_mode="trunc")
+
+
+def _remainder(x: Any, y: Any) -> Tensor:
+    return torch.fmod(torch.as_tensor(x), torch.as_tensor(y))
+
+
+_OPERATORS: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
+    "add": (operator.add, "number"),
+    "sub": (operator.sub, "number"),
+    "mul": (operator.mul, "number"),
+    "truediv": (operator.truediv, "fraction"),
+    "floordiv": (_floor_divide, "number"),
+    "mod": (_remainder, "number"),
+    "lshift": (operator.lshift, "number"),
+    "rshift": (operator.rshift, "number"),
+    "and": (operator.and_, "bits"),
+    "or": (operator.or_, "bits"),
+    "xor": (operator.xor, "bits"),
+}
+_COMPARISONS = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+for _symbol, (_combine, _kind) in _OPERATORS.items():
+    _forward = _operator(_combine, _kind)
+    setattr(Value, f"__{_symbol}__", _forward)
+    setattr(Value, f"__r{_symbol}__", lambda a, b, forward=_forward: forward(b, a))
+for _symbol, _compare in _COMPARISONS.items():
+    setattr(Value, f"__{_symbol}__", _operator(_compare, "number"))
+
+
+class Pointer:
+    """One of mod_tensors, at an offset in elements."""
+
+    def __init__(self, tensor: Tensor, offset: Any, real: torch.dtype) -> None:
+        self.tensor = tensor
+        self.offset = offset
+        self.real = real
+
+    def __add__(self, steps: Any) -> "Pointer":
+        return Pointer(self.tensor, self.offset + steps, self.real)
+
+    __radd__ = __add__
+
+    def load(self, mask: Value | None, other: Any) -> Value:
+        """The elements, in fp32 or wider if that is their dtype; `other` where mask is False."""
+        flat = self.tensor.reshape(-1)
+        flat = flat.to(self.real) if flat.dtype == torch.float32 else flat
+        offset = self.offset.x if isinstance(self.offset, Value) else torch.tensor(self.offset)
+        offset = offset.to(flat.device, torch.int64)
+        inside = (offset >= 0) & (offset < flat.shape[0])
+        wanted = inside if mask is None else inside | ~mask.x
+        if not torch.compiler.is_compiling() and not wanted.all():
+            raise IndexError(
+                f"tl.load reads outside of a mod tensor of {flat.shape[0]} elements, at offsets "
+                f"{int(offset.min())} to {int(offset.max())}"
+            )
+        if mask is None:
+            return Value(flat[offset], self.real)
+        filler = 0 if other is None else other.x if isinstance(other, Value) else other
+        found = flat[torch.where(inside & mask.x, offset, 0)]
+        return Value(torch.where(mask.x, found, filler).to(flat.dtype), self.real)
+
+
+def _fraction(x: Any, real: torch.dtype) -> Tensor:
+    found = _operand(x, real, True)
+    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=real)
+
+
+def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function of fractions; of numbers known beforehand too."""
+
+    def apply(*inputs: Any) -> Any:
+        real = next((x.real for x in inputs if isinstance(x, Value)), None)
+        if real is None:
+            return function(*(torch.tensor(float(x), dtype=torch.float64) for x in inputs)).item()
+        return Value(function(*(_fraction(x, real) for x in inputs)), real)
+
+    return apply
+
+
+def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+    """maximum or minimum, of ints or fractions."""
+
+    def combine(x: Any, y: Any) -> Tensor:
+        dtype = torch.result_type(x, y)
+        device = next(z.device for z in (x, y) if isinstance(z, Tensor))
+        return choose(*(torch.as_tensor(z, dtype=dtype, device=device) for z in (x, y)))
+
+    return _operator(combine, "number")
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if not isinstance(condition, Value):
+        return x if condition else y
+    fraction = any(
+        isinstance(z, float) or (isinstance(z, Value) and z.x.is_floating_point()) for z in (x, y)
+    )
+    real = condition.real
+
+    def side(z: Any) -> Any:
+        if fraction:
+            return _fraction(z, real).to(condition.x.device)
+        return z.x if isinstance(z, Value) else torch.tensor(z, device=condition.x.device)
+
+    return Value(torch.where(condition.x != 0, side(x), side(y)), real)
+
+
+def _load(pointer: Any, mask: Any = None, other: Any = None, **_: Any) -> Value:
+    if not isinstance(pointer, Pointer):
+        raise TypeError("tl.load takes one of the mod_tensors, plus an offset")
+    return pointer.load(mask, other)
+
+
+class _Language:
+    """`triton.language`, as far as it is known here."""
+
+    int1, int8, int16 = torch.bool, torch.int8, torch.int16
+    int32, int64 = torch.int32, torch.int64
+    float16 = fp16 = torch.float16
+    bfloat16 = bf16 = torch.bfloat16
+    float32 = fp32 = torch.float32
+    float64 = fp64 = torch.float64
+
+    @property
+    def math(self) -> "_Language":
+        return self
+
+    extra = libdevice = cuda = hip = math
+
+    constexpr = staticmethod(lambda x: x)
+    static_assert = staticmethod(lambda *_: None)
+    load = staticmethod(_load)
+    where = staticmethod(_where)
+    cast = staticmethod(lambda x, dtype: x.to(dtype))
+    abs = staticmethod(abs)
+    minimum = staticmethod(_choice(torch.minimum))
+    maximum = staticmethod(_choice(torch.maximum))
+    cdiv = staticmethod(lambda x, y: (x + y - 1) // y)
+    exp = staticmethod(_elementwise(torch.exp))
+    exp2 = staticmethod(_elementwise(torch.exp2))
+    log = staticmethod(_elementwise(torch.log))
+    log2 = staticmethod(_elementwise(torch.log2))
+    sqrt = sqrt_rn = staticmethod(_elementwise(torch.sqrt))
+    rsqrt = staticmethod(_elementwise(torch.rsqrt))
+    sin = staticmethod(_elementwise(torch.sin))
+    cos = staticmethod(_elementwise(torch.cos))
+    tanh = staticmethod(_elementwise(torch.tanh))
+    erf = staticmethod(_elementwise(torch.erf))
+    sigmoid = staticmethod(_elementwise(torch.sigmoid))
+    floor = staticmethod(_elementwise(torch.floor))
+    ceil = staticmethod(_elementwise(torch.ceil))
+    pow = staticmethod(_elementwise(torch.pow))
+    fdiv = div_rn = staticmethod(_elementwise(torch.true_divide))
+    fma = staticmethod(lambda x, y, z: x * y + z)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"tl.{name} has no stand-in in torch, which evaluates masks and scores there"
+        )
+
+
+LANGUAGE = _Language()
