@@ -1,37 +1,38 @@
-"""What every launcher tells its kernel: strides, alignment, precision, and the mask in numbers."""
+"""What every launcher tells its kernel: strides, alignment, precision, mask and score."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from .mask import Mask
+from .number import number
+from .padding import launch_padding_extents
+from .score import Score
+
+if TYPE_CHECKING:
+    # Its fields are all that launchers ask for; at run time this package knows nothing above it.
+    from fastattn.options import Options
+
 # Window sides are added to positions in int32; no sequence is this long.
-UNBOUNDED = 1 << 30
+UNBOUNDED = 1 << 28
 # No tile has more rows than this.
 _MAX_ROWS = 256
 
 
-class MaskArguments(NamedTuple):
-    """The mask of one call, as checked by the caller.
-
-    left, right: sides of the band around each query's position, None = unbounded (causal: right 0).
-    query_offset: position of query 0 among the keys; query_offsets: int [B], one per batch row.
-    key_padding_mask: bool [B, T_k], True = attend. key_lengths: int [B].
-    """
-
-    left: int | None
-    right: int | None
-    query_offset: int
-    query_offsets: Tensor | None
-    key_padding_mask: Tensor | None
-    key_lengths: Tensor | None
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Batch, head and row stride of [B, H, T, D]."""
+def strides(x: Tensor) -> tuple[int | None, ...]:
+    """Batch, head and row stride of [B, H, T, D], in the form of `number`."""
     stride_b, stride_h, stride_t, _ = x.stride()
-    return stride_b, stride_h, stride_t
+    return 4 * stride_b + 3, 4 * stride_h + 3, 4 * stride_t + 3
+
+
+def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
+    """Strides in the form of `number`, 0 for every dim of size 1."""
+    steps = zip(x.shape, x.stride(), strict=True)
+    return tuple(number(0 if size == 1 else stride) for size, stride in steps)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -85,18 +86,102 @@ def empty_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
     return like.new_empty(B, heads, rows, cols)
 
 
-def mask_numbers(mask: MaskArguments, q: Tensor, k: Tensor) -> tuple[int | None, ...]:
-    """padding_stride, H_q, G, T_q, T_k, query_offset, left and right, in the kernels' order."""
-    padding = mask.key_padding_mask
+def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """H_q, G, T_q and T_k, in the kernels' order."""
     _, H_q, T_q, _ = q.shape
     _, H_k, T_k, _ = k.shape
-    return (
-        0 if padding is None else padding.stride(0),
-        H_q,
-        H_q // H_k,
-        T_q,
-        T_k,
-        mask.query_offset,
-        None if mask.left is None else min(mask.left, UNBOUNDED),
-        None if mask.right is None else min(mask.right, UNBOUNDED),
+    return H_q, H_q // H_k, T_q, T_k
+
+
+def query_programs(options: Options, q: Tensor, BLOCK_M: int) -> int:
+    """Programs of a kernel that works on tiles of queries: see `tile.query_program`."""
+    B, H_q, T_q, _ = q.shape
+    return _tiles(options.cu_seqlens_q, B, T_q, BLOCK_M) * H_q
+
+
+def key_programs(options: Options, k: Tensor, BLOCK_N: int) -> int:
+    """Programs of a kernel that works on tiles of keys: see `tile.key_program`."""
+    B, H_k, T_k, _ = k.shape
+    return _tiles(options.cu_seqlens_k, B, T_k, BLOCK_N) * H_k
+
+
+def _tiles(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
+    if cu_seqlens is None:
+        return B * blocks(T, BLOCK)
+    sequences = cu_seqlens.shape[0] - 1
+    return T // BLOCK + sequences if T and sequences else 0
+
+
+def kernel_mask(options: Options) -> Mask:
+    """The mask for the kernels, without the table of blocks that some masks need."""
+    f = options
+    bare = f.prefix_lengths is None and not f.keep_first and f.stride is None
+    right = f.right
+    if f.causal and bare:
+        right = 0 if right is None else min(right, 0)
+    padding = f.key_padding_mask
+    return Mask(
+        query_offset=number(f.query_offset),
+        left=_side(f.left),
+        right=_side(right),
+        causal=number(0) if f.causal and not bare else None,
+        keep_first=number(f.keep_first) if f.keep_first else None,
+        stride=number(f.stride),
+        offsets_ptr=f.query_offsets,
+        lengths_ptr=f.key_lengths,
+        prefix_ptr=f.prefix_lengths,
+        padding_ptr=padding,
+        padding_stride=None if padding is None else number(padding.stride(0)),
+        extents_ptr=None if padding is None else launch_padding_extents(padding),
+        q_documents_ptr=f.q_documents,
+        k_documents_ptr=f.k_documents,
+        documents_strides=_documents_strides(f),
+        attn_mask_ptr=f.attn_mask,
+        attn_mask_strides=None if f.attn_mask is None else broadcast_strides(f.attn_mask),
+        cu_q_ptr=f.cu_seqlens_q,
+        cu_k_ptr=f.cu_seqlens_k,
+        sequences=None if f.cu_seqlens_q is None else number(f.cu_seqlens_q.shape[0] - 1),
+        mod=getattr(f.mask_mod, "mask_mod", f.mask_mod),
+        tensors=f.mod_tensors if f.mask_mod is not None else (),
     )
+
+
+def _side(side: int | None) -> int | None:
+    return None if side is None else number(min(side, UNBOUNDED))
+
+
+def _documents_strides(f: Options) -> tuple[int | None, ...] | None:
+    if f.q_documents is None or f.k_documents is None:
+        return None
+    return number(f.q_documents.stride(0)), number(f.k_documents.stride(0))
+
+
+def kernel_score(options: Options) -> Score:
+    """The score for the kernels."""
+    f = options
+    bias, table, slopes = f.attn_bias, f.relative_bias, f.alibi_slopes
+    reach = table if table is not None else f.relative_keys
+    return Score(
+        scale=f.scale,
+        softcap=f.softcap,
+        slopes_ptr=slopes,
+        slopes_strides=None if slopes is None else _slopes_strides(slopes),
+        relative_ptr=table,
+        relative_stride=None if table is None else number(table.stride(0)),
+        reach=None if reach is None else number(reach.shape[1] // 2),
+        bias_ptr=bias,
+        bias_strides=None if bias is None else broadcast_strides(bias),
+        mod=f.score_mod,
+        mod_grad=f.score_mod_grad if f.score_mod is not None else None,
+        tensors=f.mod_tensors if f.score_mod is not None else (),
+        sinks_ptr=f.sinks,
+        dropout=int(f.dropout * 2**32) - 2**31 if f.dropout else None,
+        dropout_scale=1 / (1 - f.dropout) if f.dropout else None,
+        seed_ptr=f.dropout_seed if f.dropout else None,
+        hides=True if any(x is not None for x in (bias, table, f.score_mod)) else None,
+    )
+
+
+def _slopes_strides(slopes: Tensor) -> tuple[int | None, ...]:
+    """To the next batch row and the next head, of [H_q] or [B, H_q]."""
+    return (*broadcast_strides(slopes[None] if slopes.dim() == 1 else slopes),)

@@ -2,57 +2,188 @@
 
 Query i of batch row b stands at position p = i + offset[b] among the keys. It sees key j iff
 
-    p - left <= j <= p + right      the band; causal is right = 0, a side left out is unbounded
-    start <= j < end                the keys of the row: its length, the extent of its padding mask
-    padding[b, j]                   where a padding mask is given
+    near      p - left <= j <= p + right      the window; a side left out is unbounded
+              or (p - j) % stride == 0        where given; without a window, alone
+              or j < keep_first               where given
+    in time   j <= p  or  j < prefix[b]       where causal
+    existing  start <= j < end                the keys of the row: its length, its padding mask
+              padding[b, j], document id >= 0
+    in the    same document, attn_mask[b, h, i, j], mask_mod(b, h, p, j), where given
+    masks
 
 `visible` states the rule for elements of any shape: forward passes columns of queries against
-rows of keys, dK/dV the transpose. `key_blocks` and `query_blocks` state it for tiles, in both
-directions.
+rows of keys, dK/dV the transpose. `key_plan` and `query_plan` state it for tiles, in both
+directions: which blocks are full (nothing in them is hidden) and which are boundary blocks. Where
+ranges cannot tell (a stride, documents, a mask tensor, a mask_mod) a table of blocks does, which
+`block_table` makes with the same `visible`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from .number import value
+
+
+class Mask(NamedTuple):
+    """The mask as kernels take it: pointers, and integers in the form of `number`; None = absent.
+
+    left, right, keep_first, stride, query_offset: integers. causal: 0 where `right` does not say
+    it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
+    are the batch rows. extents_ptr: see `padding`. tables: see `block_table`. mod: the user's
+    function, tensors: its further arguments.
+    """
+
+    query_offset: Any = None
+    left: Any = None
+    right: Any = None
+    causal: Any = None
+    keep_first: Any = None
+    stride: Any = None
+    offsets_ptr: Any = None
+    lengths_ptr: Any = None
+    prefix_ptr: Any = None
+    padding_ptr: Any = None
+    padding_stride: Any = None
+    extents_ptr: Any = None
+    q_documents_ptr: Any = None
+    k_documents_ptr: Any = None
+    documents_strides: Any = None
+    attn_mask_ptr: Any = None
+    attn_mask_strides: Any = None
+    cu_q_ptr: Any = None
+    cu_k_ptr: Any = None
+    sequences: Any = None
+    counts_ptr: Any = None
+    blocks_ptr: Any = None
+    table_strides: Any = None
+    mod: Any = None
+    tensors: Any = ()
+
+
+class Row(NamedTuple):
+    """A row of the batch, or a packed sequence, as kernels know it.
+
+    b: its number. offset: position of query 0. start, end: its keys. solid: they have no holes.
+    prefix: keys before it are seen ahead of time.
+    """
+
+    b: Any
+    T_q: Any
+    T_k: Any
+    offset: Any
+    start: Any
+    end: Any
+    solid: Any
+    prefix: Any
+
 
 @triton.jit
-def batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, extents_ptr):
-    """Batch row b: the position of query 0, the keys [start, end), and if those have no holes."""
-    offset = query_offset
+def memory_rows(b, mask):
+    """Where batch row b begins in memory: (batch index, first query, first key)."""
+    batch = b
+    first_q = 0
+    first_k = 0
+    if mask.cu_q_ptr is not None:
+        batch = 0
+        first_q = tl.load(mask.cu_q_ptr + b).to(tl.int32)
+        first_k = tl.load(mask.cu_k_ptr + b).to(tl.int32)
+    return batch, first_q, first_k
+
+
+@triton.jit
+def batch_row(b, T_q, T_k, mask):
+    """The facts of batch row b that the rules below take as `row`."""
+    if mask.cu_q_ptr is not None:
+        T_q = (tl.load(mask.cu_q_ptr + b + 1) - tl.load(mask.cu_q_ptr + b)).to(tl.int32)
+        T_k = (tl.load(mask.cu_k_ptr + b + 1) - tl.load(mask.cu_k_ptr + b)).to(tl.int32)
+    offset = T_k - T_q
+    if mask.query_offset is not None:
+        offset = value(mask.query_offset)
+    if mask.offsets_ptr is not None:
+        offset = tl.load(mask.offsets_ptr + b).to(tl.int32)
     start = 0
     end = T_k
     solid = True
-    if offsets_ptr is not None:
-        offset = tl.load(offsets_ptr + b).to(tl.int32)
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + b)
+    if mask.lengths_ptr is not None:
+        length = tl.load(mask.lengths_ptr + b)
         end = tl.minimum(tl.maximum(length, 0), T_k).to(tl.int32)
-    if extents_ptr is not None:
-        start = tl.load(extents_ptr + 3 * b)
-        end = tl.minimum(end, tl.load(extents_ptr + 3 * b + 1))
-        solid = tl.load(extents_ptr + 3 * b + 2) == 0
-    return offset, start, end, solid
+    if mask.extents_ptr is not None:
+        start = tl.load(mask.extents_ptr + 3 * b)
+        end = tl.minimum(end, tl.load(mask.extents_ptr + 3 * b + 1))
+        solid = tl.load(mask.extents_ptr + 3 * b + 2) == 0
+    prefix = 0
+    if mask.prefix_ptr is not None:
+        prefix = tl.maximum(tl.load(mask.prefix_ptr + b), 0).to(tl.int32)
+    return Row(b, T_q, T_k, offset, start, end, solid, prefix)
 
 
 @triton.jit
-def valid_keys(k_pos, b, start, end, padding_ptr, padding_stride):
+def valid_keys(k_pos, row, mask):
     """True where a key of the row exists: some query may see it. Others are never loaded."""
-    valid = (k_pos >= start) & (k_pos < end)
-    if padding_ptr is not None:
-        row_ptr = padding_ptr + tl.cast(b, tl.int64) * padding_stride
+    valid = (k_pos >= row.start) & (k_pos < row.end)
+    if mask.padding_ptr is not None:
+        row_ptr = mask.padding_ptr + tl.cast(row.b, tl.int64) * value(mask.padding_stride)
         valid = valid & (tl.load(row_ptr + k_pos, mask=valid, other=0) != 0)
+    if mask.k_documents_ptr is not None:
+        row_ptr = mask.k_documents_ptr + tl.cast(row.b, tl.int64) * value(mask.documents_strides[1])
+        valid = valid & (tl.load(row_ptr + k_pos, mask=valid, other=-1) >= 0)
     return valid
 
 
 @triton.jit
-def visible(q_pos, k_pos, left, right):
-    """True where the query at q_pos sees the key at k_pos, as far as the band goes."""
-    keep = q_pos + k_pos == k_pos + q_pos
-    if right is not None:
-        keep = keep & (k_pos - q_pos <= right)
-    if left is not None:
-        keep = keep & (q_pos - k_pos <= left)
+def visible(rows, k_pos, h, row, mask):
+    """True where query number `rows` of head h sees the key at k_pos, if both exist.
+
+    rows and k_pos broadcast to the shape of the result.
+    """
+    ahead = k_pos - (rows + row.offset)
+    keep = _near(ahead, k_pos, mask)
+    if mask.causal is not None:
+        in_time = ahead <= 0
+        if mask.prefix_ptr is not None:
+            in_time = in_time | (k_pos < row.prefix)
+        keep = keep & in_time
+    b = tl.cast(row.b, tl.int64)
+    if mask.q_documents_ptr is not None:
+        q_ptr = mask.q_documents_ptr + b * value(mask.documents_strides[0])
+        k_ptr = mask.k_documents_ptr + b * value(mask.documents_strides[1])
+        q_document = tl.load(q_ptr + rows, mask=rows < row.T_q, other=-1)
+        keep = keep & (q_document == tl.load(k_ptr + k_pos, mask=k_pos < row.T_k, other=-1))
+    if mask.attn_mask_ptr is not None:
+        pointers = elements(mask.attn_mask_ptr, b, h, rows, k_pos, mask.attn_mask_strides)
+        inside = (rows < row.T_q) & (k_pos < row.T_k)
+        keep = keep & (tl.load(pointers, mask=inside, other=0) != 0)
+    if mask.mod is not None:
+        # The user's function may load by position: it is asked about existing pairs only.
+        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+        k_pos = tl.minimum(k_pos, row.T_k - 1)
+        keep = keep & mask.mod(row.b, h, q_pos, k_pos, *mask.tensors)
     return keep
+
+
+@triton.jit
+def _near(ahead, k_pos, mask):
+    """Whether the key `ahead` of the query's position is in the window, on the stride or kept."""
+    near = tl.full(ahead.shape, True, tl.int1)
+    if mask.right is not None:
+        near = near & (ahead <= value(mask.right))
+    if mask.left is not None:
+        near = near & (ahead >= -value(mask.left))
+    if mask.stride is not None:
+        on_stride = ahead % value(mask.stride) == 0
+        near = on_stride if mask.left is None and mask.right is None else near | on_stride
+    if mask.keep_first is not None:
+        near = near | (k_pos < value(mask.keep_first))
+    return near
+
+
+@triton.jit
+def elements(ptr, b, h, rows, k_pos, strides):
+    """Pointers to [b, h, rows, k_pos] of a tensor with four strides, 0 where it is broadcast."""
+    ptr += tl.cast(b, tl.int64) * value(strides[0]) + tl.cast(h, tl.int64) * value(strides[1])
+    return ptr + rows.to(tl.int64) * value(strides[2]) + k_pos.to(tl.int64) * value(strides[3])
 
 
 @triton.jit
@@ -62,10 +193,10 @@ def any_key(valid):
 
 
 @triton.jit
-def worth_loading(valid, padding_ptr):
-    """False for a boundary block that a padding mask empties; nothing else can, inside lo..hi."""
+def worth_loading(valid, mask):
+    """False for a boundary block that a padding mask empties; ranges and tables know the others."""
     found = True
-    if padding_ptr is not None:
+    if mask.padding_ptr is not None and mask.blocks_ptr is None:
         found = any_key(valid)
     return found
 
@@ -82,42 +213,69 @@ def _blocks(first, last, full_first, full_last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_blocks(q_first, q_last, start, end, solid, left, right, BLOCK_N: tl.constexpr):
-    """Key blocks of the queries at positions q_first..q_last: (lo, full_lo, full_hi, hi).
+def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
+    """Key blocks of queries m_first..m_last: (lo, full_lo, full_hi, hi, kept).
 
-    Blocks lo..hi-1 hold every key that one of these queries sees. In full_lo..full_hi-1 every
-    query sees every key, so nothing is masked there; the blocks on either side are boundary blocks.
+    Blocks lo..hi-1, and 0..kept-1 before them, hold every key that one of these queries sees. In
+    full_lo..full_hi-1 every query sees every key, so nothing is masked there; the others are
+    boundary blocks. Documents, mask tensors and functions are left to `block_table`.
     """
-    first = start
+    end = row.end
+    q_first = m_first + row.offset
+    q_last = m_last + row.offset
+    if mask.cu_q_ptr is not None:
+        # A tile past the end of its packed sequence.
+        end = tl.where(m_first <= m_last, end, row.start)
+    first = row.start
     last = end
-    full_first = start
-    full_last = tl.where(solid, end, 0)
-    if left is not None:
-        first = tl.maximum(first, q_first - left)
-        full_first = tl.maximum(full_first, q_last - left)
-    if right is not None:
-        last = tl.minimum(last, q_last + right + 1)
-        full_last = tl.minimum(full_last, q_first + right + 1)
-    return _blocks(first, last, full_first, full_last, BLOCK_N)
+    full_first = row.start
+    full_last = tl.where(row.solid, end, 0)
+    if mask.stride is None:
+        if mask.left is not None:
+            first = tl.maximum(first, q_first - value(mask.left))
+            full_first = tl.maximum(full_first, q_last - value(mask.left))
+        if mask.right is not None:
+            last = tl.minimum(last, q_last + value(mask.right) + 1)
+            full_last = tl.minimum(full_last, q_first + value(mask.right) + 1)
+    known_end = end
+    if mask.causal is not None:
+        last = tl.minimum(last, tl.maximum(q_last + 1, row.prefix))
+        full_last = tl.minimum(full_last, tl.maximum(q_first + 1, row.prefix))
+        known_end = tl.minimum(end, tl.maximum(q_last + 1, row.prefix))
+    lo, full_lo, full_hi, hi = _blocks(first, last, full_first, full_last, BLOCK_N)
+    kept = 0
+    if mask.keep_first is not None:
+        known_end = tl.maximum(tl.minimum(known_end, value(mask.keep_first)), 0)
+        kept = tl.cdiv(known_end, BLOCK_N)
+        kept = tl.where(hi > lo, tl.minimum(kept, lo), kept)
+    return lo, full_lo, full_hi, hi, kept
 
 
 @triton.jit
-def query_blocks(k_first, k_last, offset, T_q, left, right, BLOCK_M: tl.constexpr):
-    """Query blocks of the keys at positions k_first..k_last: the inverse of `key_blocks`.
+def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
+    """Query blocks of the keys k_first..k_last: the inverse of `key_blocks`, without its `kept`.
 
     Rows, not positions, are counted: row i stands at i + offset. Keys that no row may see do not
     matter here, since they touch their own row of dK and dV alone, which is written as 0.
     """
     first = 0
-    last = T_q
+    last = row.T_q
     full_first = 0
-    full_last = T_q
-    if right is not None:
-        first = tl.maximum(first, k_first - right - offset)
-        full_first = tl.maximum(full_first, k_last - right - offset)
-    if left is not None:
-        last = tl.minimum(last, k_last + left - offset + 1)
-        full_last = tl.minimum(full_last, k_first + left - offset + 1)
+    full_last = row.T_q
+    if mask.stride is None:
+        if mask.right is not None:
+            first = tl.maximum(first, k_first - value(mask.right) - row.offset)
+            full_first = tl.maximum(full_first, k_last - value(mask.right) - row.offset)
+        if mask.left is not None:
+            last = tl.minimum(last, k_last + value(mask.left) - row.offset + 1)
+            full_last = tl.minimum(full_last, k_first + value(mask.left) - row.offset + 1)
+    if mask.keep_first is not None:
+        first = tl.where(k_first < value(mask.keep_first), 0, first)
+        last = tl.where(k_first < value(mask.keep_first), row.T_q, last)
+    if mask.causal is not None:
+        first = tl.where(k_first < row.prefix, first, tl.maximum(first, k_first - row.offset))
+        in_prefix = k_last < row.prefix
+        full_first = tl.where(in_prefix, full_first, tl.maximum(full_first, k_last - row.offset))
     return _blocks(first, last, full_first, full_last, BLOCK_M)
 
 
@@ -126,3 +284,66 @@ def boundary_block(i, lo, full_lo, full_hi):
     """Number of the i-th boundary block: those before the full blocks, then those after them."""
     before = full_lo - lo
     return tl.where(i < before, lo + i, full_hi + i - before)
+
+
+@triton.jit
+def _table_row(tile, b, h, mask):
+    """Counts of a tile and the list of its blocks: full ones from the front, the rest from the end.
+
+    table_strides: rows of the table to the next b and to the next h, and blocks in a row.
+    """
+    number_of = tl.cast(b, tl.int64) * value(mask.table_strides[0])
+    number_of += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
+    counts_ptr = mask.counts_ptr + 2 * number_of
+    blocks_ptr = mask.blocks_ptr + number_of * value(mask.table_strides[2])
+    return tl.load(counts_ptr), tl.load(counts_ptr + 1), blocks_ptr
+
+
+@triton.jit
+def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
+    """Which key blocks a query tile visits: (full blocks, boundary blocks, where they stand)."""
+    if mask.blocks_ptr is not None:
+        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
+        place = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+    else:
+        lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+        full = full_hi - full_lo
+        boundary = kept + (full_lo - lo) + (hi - full_hi)
+        place = (lo, full_lo, full_hi, kept)
+    return full, boundary, place
+
+
+@triton.jit
+def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
+    """Which query blocks of head h a key tile visits, as `key_plan`."""
+    if mask.blocks_ptr is not None:
+        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
+        place = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+    else:
+        lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
+        full = full_hi - full_lo
+        boundary = (full_lo - lo) + (hi - full_hi)
+        place = (lo, full_lo, full_hi, 0)
+    return full, boundary, place
+
+
+@triton.jit
+def full_block(i, place, mask):
+    """Number of the i-th full block of a plan."""
+    block = place[1] + i
+    if mask.blocks_ptr is not None:
+        block = tl.load(block)
+    return block
+
+
+@triton.jit
+def masked_block(i, place, mask):
+    """Number of the i-th boundary block of a plan."""
+    lo, full_lo, full_hi, kept = place
+    if mask.blocks_ptr is not None:
+        block = tl.load(lo + value(mask.table_strides[2]) - 1 - i)
+    else:
+        block = boundary_block(i - kept, lo, full_lo, full_hi)
+        if mask.keep_first is not None:
+            block = tl.where(i < kept, i, block)
+    return block

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import MaskArguments
-
 _BLOCK = 1024
 
 
@@ -38,13 +36,3 @@ def launch_padding_extents(key_padding_mask: Tensor) -> Tensor:
             key_padding_mask, extents, T_k, key_padding_mask.stride(0), BLOCK=_BLOCK, num_warps=4
         )
     return extents
-
-
-def mask_pointers(mask: MaskArguments) -> tuple[Tensor | None, ...]:
-    """The tensors of a mask as every attention kernel takes them, extents of its padding included.
-
-    None stands for what is not given, and the kernel is compiled without it.
-    """
-    padding = mask.key_padding_mask
-    extents = None if padding is None else launch_padding_extents(padding)
-    return padding, extents, mask.key_lengths, mask.query_offsets

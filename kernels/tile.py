@@ -3,20 +3,23 @@
 import triton
 import triton.language as tl
 
+from .number import value
+
 
 @triton.jit
-def head(ptr, b, h, strides, INDEX: tl.constexpr):
-    """Pointer to row 0 of head h in batch row b, and the stride between rows.
+def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
+    """Pointer to row `first` of head h in batch row b, and the stride between rows.
 
-    strides are (batch, head, row) in elements. They are run-time numbers, so that no length
+    strides are (batch, head, row) in elements, each in the form of `number`, so that no length
     compiles anything; that 16 bytes divide each, which vector loads need, is the launcher's
     promise. INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
     """
     ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    stride_b = tl.multiple_of(strides[0].to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of(strides[1].to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of(strides[2].to(INDEX), ALIGN)
-    return ptr + b * stride_b + h * stride_h, stride_t
+    # `value` written out: a hint on the result of a call is lost when the call is inlined.
+    stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of((strides[2] >> 2).to(INDEX), ALIGN)
+    return ptr + b * stride_b + h * stride_h + tl.cast(first, tl.int64) * stride_t, stride_t
 
 
 @triton.jit
@@ -69,20 +72,55 @@ def store_tile(
 
 
 @triton.jit
-def query_program(T_q, H_q, G, BLOCK_M: tl.constexpr):
-    """(query tile, b, h_q, h_k) of this program.
+def _sequence(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
+    """Which packed sequence owns a slot, and which of its tiles the slot is.
+
+    Sequence b has the slots from cu[b] // BLOCK + b up to those of the next one: at least as many
+    as it has tiles, so neither the host nor the grid needs to know any length.
+    """
+    low = 0
+    high = sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_ptr + middle) // BLOCK + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    return low, slot - (tl.load(cu_ptr + low).to(tl.int32) // BLOCK + low)
+
+
+@triton.jit
+def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
+    """(tile, b, head) of a slot among `row` = head, or batch row and head."""
+    tile = slot
+    b = row // heads
+    if cu_ptr is not None:
+        b, tile = _sequence(slot, cu_ptr, value(sequences), BLOCK)
+    return tile, b, row % heads
+
+
+@triton.jit
+def _slots(T, cu_ptr, sequences, BLOCK: tl.constexpr):
+    slots = tl.cdiv(T, BLOCK)
+    if cu_ptr is not None:
+        slots = T // BLOCK + value(sequences)
+    return slots
+
+
+@triton.jit
+def query_program(T_q, H_q, G, mask, BLOCK_M: tl.constexpr):
+    """(query tile, b, h_q, h_k) of this program; T_q counts the rows in memory.
 
     Neighbouring programs are the G heads of one K/V head, then the tiles of that head from the
     last (the longest, if causal) to the first: they meet the same K/V in L2, and the short ones
-    fill the end.
+    fill the end. Of packed sequences a tile may lie past the end of its own.
     """
     pid = tl.program_id(0)
-    tiles = tl.cdiv(T_q, BLOCK_M)
-    tile = tiles - 1 - (pid // G) % tiles
-    row = pid // (G * tiles)
-    H_k = H_q // G
-    b = row // H_k
-    h_k = row % H_k
+    slots = _slots(T_q, mask.cu_q_ptr, mask.sequences, BLOCK_M)
+    slot = slots - 1 - (pid // G) % slots
+    tile, b, h_k = _place(
+        slot, pid // (G * slots), H_q // G, mask.cu_q_ptr, mask.sequences, BLOCK_M
+    )
     return tile, b, h_k * G + pid % G, h_k
 
 
@@ -95,9 +133,8 @@ def query_rows(tile, T_q, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def key_program(T_k, H_k, BLOCK_N: tl.constexpr):
+def key_program(T_k, H_k, mask, BLOCK_N: tl.constexpr):
     """(key tile, b, h_k) of this program; the first keys, which most queries see, come first."""
     pid = tl.program_id(0)
-    tiles = tl.cdiv(T_k, BLOCK_N)
-    row = pid // tiles
-    return pid % tiles, row // H_k, row % H_k
+    slots = _slots(T_k, mask.cu_k_ptr, mask.sequences, BLOCK_N)
+    return _place(pid % slots, pid // slots, H_k, mask.cu_k_ptr, mask.sequences, BLOCK_N)

@@ -11,9 +11,9 @@ import torch
 import triton
 
 from fastattn.kernels import config
-from fastattn.kernels.arguments import MaskArguments
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.forward import launch_forward
+from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool
 from fastattn.testing.cross_compile import TARGETS, CompiledFacts, count_compilations
 
@@ -43,16 +43,19 @@ def launch(
     def meta(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    mask = MaskArguments(None, 0, 0, None, None, None)
+    options = Options(right=0, query_offset=0, scale=0.1)
     if masks == "all":
         per_row = meta(B, dtype=torch.int32)
-        mask = MaskArguments(9, 9, 0, per_row, meta(B, T, dtype=torch.bool), per_row)
+        options = Options(
+            meta(B, T, dtype=torch.bool), per_row, per_row,
+            left=9, right=9, query_offset=0, scale=0.1,
+        )  # fmt: skip
     q, k, v = meta(B, 4, T, D), meta(B, H_k, T, D), meta(B, H_k, T, D)
     if kernel == "forward":
-        launch_forward(q, k, v, mask, 0.1)
+        launch_forward(q, k, v, options)
     else:
         lse = meta(B, 4, T, dtype=torch.float32)
-        launch_backward(q, lse if masks == "all" else None, q, k, v, q, lse, mask, 0.1)
+        launch_backward(q, lse if masks == "all" else None, q, k, v, q, lse, options)
 
 
 def compilations_for_new_shapes() -> list[int]:

@@ -1,0 +1,136 @@
+"""Tables of blocks for masks that no range can describe.
+
+For every tile of a kernel the table lists the blocks that it visits: those without a hidden pair
+from the front of the row, those with some from its end. It is made with the rule `mask.visible`,
+so nothing is stated twice, and only over the range that window, length and padding leave.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import kernel_mask
+from .config import TileConfig
+from .mask import Mask, batch_row, key_blocks, query_blocks, valid_keys, visible
+from .number import number
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+@triton.jit
+def _note(full, boundary, block, shown, unhidden, blocks_ptr, width):
+    """Enter a block into the list of a tile: does it show any pair, is no pair to be hidden."""
+    shown = tl.max(tl.max(shown.to(tl.int32), 1), 0) != 0
+    whole = shown & (tl.min(tl.min(unhidden.to(tl.int32), 1), 0) != 0)
+    tl.store(blocks_ptr + full, block, mask=whole)
+    tl.store(blocks_ptr + width - 1 - boundary, block, mask=shown & ~whole)
+    return full + whole.to(tl.int32), boundary + (shown & ~whole).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["T_q", "T_k", "H", "width"])
+def block_table_kernel(
+    mask, counts_ptr, blocks_ptr, T_q, T_k, H, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The row of one tile of queries (OF_KEYS: the key blocks it visits), or of one of keys."""
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    row = batch_row(b, T_q, T_k, mask)
+    number_of = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    blocks_ptr += number_of * width
+    full = 0
+    boundary = 0
+    if OF_KEYS:
+        m_first = tile * BLOCK_M
+        rows = m_first + tl.arange(0, BLOCK_M)
+        m_last = tl.minimum(m_first + BLOCK_M, T_q) - 1
+        lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+        lo = tl.where(kept > 0, 0, lo)
+        hi = tl.maximum(hi, kept)
+        for block in range(lo, hi):
+            k_pos = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
+            keep = keep & valid_keys(k_pos, row, mask)[None, :]
+            in_rows = (rows < T_q)[:, None]
+            # Rows that do not exist are never stored: nothing of them has to be hidden.
+            full, boundary = _note(
+                full, boundary, block, keep & in_rows, keep | ~in_rows, blocks_ptr, width
+            )
+    else:
+        k_pos = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k_first = tl.maximum(tile * BLOCK_N, row.start)
+        k_last = tl.minimum(tile * BLOCK_N + BLOCK_N, row.end) - 1
+        valid = valid_keys(k_pos, row, mask)
+        lo, _, _, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
+        for block in range(lo, hi):
+            rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+            keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
+            in_rows = (rows < T_q)[:, None]
+            # Keys that do not exist are stored as 0: nothing of them has to be hidden.
+            full, boundary = _note(
+                full, boundary, block, keep & in_rows & valid[None, :],
+                (keep | ~valid[None, :]) & in_rows, blocks_ptr, width,
+            )  # fmt: skip
+    tl.store(counts_ptr + 2 * number_of, full)
+    tl.store(counts_ptr + 2 * number_of + 1, boundary)
+
+
+def with_table(
+    mask: Mask, B: int, H: int, T_q: int, T_k: int, BLOCK_M: int, BLOCK_N: int, *, of_keys: bool,
+    per_batch: bool, per_head: bool, device: torch.device,
+) -> Mask:  # fmt: skip
+    """The mask with a table for tiles of BLOCK_M queries and BLOCK_N keys.
+
+    of_keys: a row of the table is a tile of queries and lists key blocks, else the reverse.
+    per_batch, per_head: whether rows of the batch, and heads, differ in what they see.
+    """
+    tiles, width = -(-T_q // BLOCK_M), -(-T_k // BLOCK_N)
+    if not of_keys:
+        tiles, width = width, tiles
+    rows = (B if per_batch else 1) * (H if per_head else 1)
+    counts = torch.empty(rows, tiles, 2, dtype=torch.int32, device=device)
+    blocks = torch.empty(rows, tiles, width, dtype=torch.int32, device=device)
+    heads = H if per_head else 1
+    if rows and tiles:
+        block_table_kernel[(tiles, rows)](
+            mask, counts, blocks, T_q, T_k, heads, width, BLOCK_M, BLOCK_N, of_keys, num_warps=4
+        )
+    strides = (heads * tiles if per_batch else 0, tiles if per_head else 0, width)
+    return mask._replace(
+        counts_ptr=counts, blocks_ptr=blocks, table_strides=tuple(map(number, strides))
+    )
+
+
+def mask_for_queries(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:
+    """The mask of a kernel that works on tiles of queries, with a table where it takes one."""
+    return _complete(options, q, k, tile, of_keys=True)
+
+
+def mask_for_keys(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:
+    """The mask of a kernel that works on tiles of keys, with a table where it takes one."""
+    return _complete(options, q, k, tile, of_keys=False)
+
+
+def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool) -> Mask:
+    mask = kernel_mask(options)
+    f = options
+    has_mod = f.mask_mod is not None
+    if f.stride is None and f.q_documents is None and f.attn_mask is None and not has_mod:
+        return mask
+    own = (f.query_offsets, f.key_lengths, f.key_padding_mask, f.prefix_lengths, f.q_documents)
+    shape = (1, 1) if f.attn_mask is None else f.attn_mask.shape[:2]
+    return with_table(
+        mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], tile.BLOCK_M, tile.BLOCK_N,
+        of_keys=of_keys,
+        per_batch=shape[0] > 1 or any(x is not None for x in own)
+        or (has_mod and getattr(f.mask_mod, "per_batch", True)),
+        per_head=shape[1] > 1 or (has_mod and getattr(f.mask_mod, "per_head", True)),
+        device=q.device,
+    )  # fmt: skip

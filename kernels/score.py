@@ -1,0 +1,169 @@
+"""From q.k to the score that the softmax takes, and the way back for gradients.
+
+    x = scale * q.k                      (relative keys are added to q.k before: see `relative`)
+    x = softcap * tanh(x / softcap)
+    x = x - slope[h] * |p - j|           ALiBi (Press et al. 2021, arXiv 2108.12409)
+    x = x + relative_bias[h, p - j]
+    x = x + attn_bias[b, h, i, j]
+    x = score_mod(x, b, h, p, j)         the user's function
+
+each where it is given. `modified` states the chain once, for tiles of either orientation;
+`gradient` is its derivative. Every part that is absent is absent from the compiled kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .mask import elements
+from .number import value
+from .softmax import LOG2E
+
+
+class Score(NamedTuple):
+    """The score as kernels take it: pointers, floats, and integers in the form of `number`.
+
+    slopes_strides: (batch, head). bias_strides: four, 0 where broadcast. relative_ptr: relative
+    bias, rows of 2 reach + 1 distances, relative_stride from head to head; reach also bounds the
+    relative keys. mod, mod_grad: the user's functions, tensors: their further arguments.
+    dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
+    are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
+    -inf, so that a block without a mask may show a row nothing.
+    """
+
+    scale: Any
+    softcap: Any = None
+    slopes_ptr: Any = None
+    slopes_strides: Any = None
+    relative_ptr: Any = None
+    relative_stride: Any = None
+    reach: Any = None
+    bias_ptr: Any = None
+    bias_strides: Any = None
+    mod: Any = None
+    mod_grad: Any = None
+    tensors: Any = ()
+    sinks_ptr: Any = None
+    dropout: Any = None
+    dropout_scale: Any = None
+    seed_ptr: Any = None
+    hides: Any = None
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to fp32 accuracy: a series where the quotient of exponentials would cancel."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    quotient = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+    return tl.where(square < 0.04, series, quotient)
+
+
+@triton.jit
+def shift_of(distance, score):
+    """Index of a distance p - j into a row of relative bias or keys, clamped to its ends."""
+    reach = value(score.reach)
+    return tl.minimum(tl.maximum(distance, -reach), reach) + reach
+
+
+@triton.jit
+def modified(s, rows, k_pos, h, row, score):
+    """Scores of s = q.k: (x, factor, before the user's function, softcapped).
+
+    x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
+    factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
+    broadcast to the shape of s.
+    """
+    PLAIN: tl.constexpr = (
+        score.softcap is None
+        and score.slopes_ptr is None
+        and score.relative_ptr is None
+        and score.bias_ptr is None
+        and score.mod is None
+    )
+    x = s
+    factor = score.scale * LOG2E
+    capped = s
+    before = s
+    if not PLAIN:
+        x = x * score.scale
+        if score.softcap is not None:
+            x = score.softcap * _tanh(x / score.softcap)
+            capped = x
+        if score.slopes_ptr is not None:
+            slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
+            slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
+            x = x - slope * tl.abs(k_pos - (rows + row.offset)).to(tl.float32)
+        if score.relative_ptr is not None:
+            r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
+            x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score)).to(tl.float32)
+        if score.bias_ptr is not None:
+            pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
+            inside = (rows < row.T_q) & (k_pos < row.T_k)
+            x = x + tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        before = x
+        if score.mod is not None:
+            # The user's function may load by position: it is asked about existing pairs only.
+            q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+            k_pos = tl.minimum(k_pos, row.T_k - 1)
+            x = score.mod(x, row.b, h, q_pos, k_pos, *score.tensors)
+        x = x * LOG2E
+        factor = 1.0
+    return x, factor, before, capped
+
+
+@triton.jit
+def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
+    """From the gradient of x (natural units): (that of attn_bias and relative bias, of scale*q.k).
+
+    keep: what the mask shows, or None where it shows all.
+    """
+    dbias = dx
+    if score.mod is not None:
+        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+        k_pos = tl.minimum(k_pos, row.T_k - 1)
+        dbias = score.mod_grad(dx, before, row.b, h, q_pos, k_pos, *score.tensors)
+        if keep is not None:
+            dbias = tl.where(keep, dbias, 0.0)
+    ds = dbias
+    if score.softcap is not None:
+        ratio = capped / score.softcap
+        ds = ds * (1 - ratio * ratio)
+    return dbias, ds
+
+
+@triton.jit
+def first_state(h, m, l, score):
+    """Maximum (log2 units) and sum of rows before any key: nothing, or the head's sink alone."""
+    if score.sinks_ptr is not None:
+        m = tl.zeros_like(m) + tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
+        l = l + 1.0
+    return m, l
+
+
+@triton.jit
+def kept(m_first, n_first, h, H_q, row, score, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
+
+    Philox4x32-10 (Salmon et al. 2011) under the key seed[0] with counter
+    (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
+    its place alone, not on tiles, kernels or the batch beside it.
+    """
+    seed = tl.load(score.seed_ptr)
+    salt = tl.load(score.seed_ptr + 1).to(tl.int32)
+    rows = m_first + tl.arange(0, BLOCK_M)
+    fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)
+    c0 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + fours[None, :]
+    c1 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + rows[:, None]
+    c2 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + (row.b * H_q + h)
+    c3 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + salt
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    return (words.to(tl.int32, bitcast=True) ^ -(2**31)) >= score.dropout
+
+
+@triton.jit
+def dropped(x, survivors, score):
+    """x where it survives, scaled so that its mean stays."""
+    return tl.where(survivors, x * score.dropout_scale, 0.0)
