@@ -1,5 +1,7 @@
 """Attention as torch modules: parameters, head layout, positions and caches around `attention`."""
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,32 @@ from .rotary import (
     check_rotary_style,
     rotary_tables,
 )
+
+
+class LayerCache(Protocol):
+    """What a layer needs of a cache, as `KVCache` has it; see there.
+
+    Attributes:
+        k, v: [B, H_k, slots, D], slots >= length_bound; read after `append`, not before.
+        max_length: tokens a row can hold.
+        length_bound: a number that no row's length exceeds.
+        lengths: int32 [B].
+        uniform_length: the length of every row where it is known to be one number, else None.
+    """
+
+    k: Tensor
+    v: Tensor
+    max_length: int
+    length_bound: int
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def uniform_length(self) -> int | None: ...
+
+    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> object:
+        """Write each row's new tokens after its last one."""
 
 
 class CausalGQAttention(nn.Module):
@@ -125,7 +153,7 @@ class CausalGQAttention(nn.Module):
         key_lengths: Tensor | None = None,
         positions: Tensor | None = None,
         rotary_tables: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend; with a cache, append x to it and attend to all that it holds.
 
@@ -142,8 +170,8 @@ class CausalGQAttention(nn.Module):
                 distances matter to it, so left padding needs no positions of its own.
             rotary_tables: (cos, sin) as `fastattn.rotary.rotary_tables` makes them for x's
                 positions, in place of `positions`: make them once for all layers.
-            cache: one for this layer, from `new_cache`. It holds no graph: use it under
-                `torch.no_grad()` or `torch.inference_mode()`.
+            cache: one for this layer, from `new_cache`, or anything else that a `LayerCache` is. It
+                holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`.
         Returns:
             [B, T, C]. Rows at padding are unspecified, though finite for finite x. A padded token,
             NaN included, reaches no other token's output; but NaN reaches the parameters' gradients
@@ -243,7 +271,7 @@ class CausalGQAttention(nn.Module):
         return ", ".join(parts)
 
     def _default_tables(
-        self, x: Tensor, positions: Tensor | None, cache: KVCache | None
+        self, x: Tensor, positions: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions given, or of those that follow what the cache holds."""
         if positions is None:
@@ -277,7 +305,7 @@ class CausalGQAttention(nn.Module):
 
 
 def _check_cache_use(
-    x: Tensor, key_padding_mask: Tensor | None, key_lengths: Tensor | None, cache: KVCache
+    x: Tensor, key_padding_mask: Tensor | None, key_lengths: Tensor | None, cache: LayerCache
 ) -> None:
     """Raise on what `attention` would only see after the append, when the cache has changed."""
     B, T, _ = x.shape

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..modules import CausalGQAttention
+from ..modules import CausalGQAttention, LayerCache
+from ..paged_cache import PagedKVCache
+from ..quantization import Quantize
 from ..rotary import RotaryStyle, rotary_tables
 from .layers import MLP, Block
 
@@ -149,7 +151,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        cache: Sequence[KVCache] | None = None,
+        cache: Sequence[LayerCache] | None = None,
         key_lengths: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -159,7 +161,8 @@ class GPT(nn.Module):
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
             targets: [B, T] int64, the token that follows each position; -100 leaves a position
                 out of the loss.
-            cache: from `new_cache`; tokens continue the sequences it holds, and are added to it.
+            cache: from `new_cache`, or another `LayerCache` a layer; tokens continue the sequences
+                it holds, and are added to it.
             key_lengths: [B] int32 or int64, how many of a row's T tokens are real; the rest is
                 padding at the end of the row, seen by no real token and kept out of the cache.
             last_only: score each row's last real token alone, as generation needs.
@@ -222,11 +225,42 @@ class GPT(nn.Module):
             for block in cast(Iterable[Block], self.blocks)
         ]
 
+    def new_paged_cache(
+        self,
+        num_pages: int,
+        page_size: int = 16,
+        *,
+        max_rows: int = 64,
+        quantize: Quantize | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PagedKVCache:
+        """An empty paged cache for all layers.
+
+        Args:
+            num_pages, page_size, max_rows, quantize: as for `PagedKVCache`; a row has room for
+                context_length tokens.
+            device, dtype: of the stored keys and values; default the parameters'.
+        """
+        weight = self.token_embedding.weight
+        return PagedKVCache(
+            num_pages,
+            page_size,
+            self.config.num_kv_heads or self.config.num_heads,
+            self.config.head_dim,
+            num_layers=len(self.blocks),
+            max_rows=max_rows,
+            max_pages_per_row=-(-self.config.context_length // page_size),
+            quantize=quantize,
+            device=weight.device if device is None else device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )
+
     def num_parameters(self) -> int:
         """Number of trained scalars, tied weights counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def _position_vectors(self, tokens: Tensor, cache: Sequence[KVCache] | None) -> Tensor:
+    def _position_vectors(self, tokens: Tensor, cache: Sequence[LayerCache] | None) -> Tensor:
         """Learned vectors of the tokens' positions: [T, C], or [B, T, C] for ragged rows."""
         assert self.position_embedding is not None
         T = tokens.shape[1]
@@ -240,7 +274,7 @@ class GPT(nn.Module):
         return self.position_embedding(positions.clamp(max=self.config.context_length - 1))
 
     def _rotary_tables(
-        self, tokens: Tensor, cache: Sequence[KVCache] | None
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None
     ) -> tuple[Tensor, Tensor]:
         """The (cos, sin) that all layers rotate by, made once for them."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -253,7 +287,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None,
-        cache: Sequence[KVCache] | None,
+        cache: Sequence[LayerCache] | None,
         last_only: bool,
     ) -> None:
         if tokens.dim() != 2:

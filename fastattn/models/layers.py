@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..modules import CausalGQAttention
+from ..modules import CausalGQAttention, LayerCache
 
 
 class MLP(nn.Module):
@@ -63,7 +62,7 @@ class Block(nn.Module):
         *,
         key_lengths: Tensor | None = None,
         rotary_tables: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Maps x [B, T, embed_dim] to the same shape; keywords as `CausalGQAttention.forward`."""
         x = x + self.attention(

@@ -1,0 +1,49 @@
+"""Some rows of a `PagedKVCache` as the caches of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..paged_cache import PagedKVCache
+
+
+class PagedRows:
+    """One layer of some rows of a paged cache, for one step of a model; see `layers_of`.
+
+    Attributes:
+        k, v: [B, H_k, length_bound, D], gathered from the pages by `append`.
+        lengths: int32 [B].
+        length_bound: what no row's length exceeds.
+        uniform_length: None: the rows count as being of different lengths.
+    """
+
+    uniform_length: int | None = None
+
+    def __init__(
+        self, cache: PagedKVCache, rows: Sequence[int], layer: int, lengths: Tensor, bound: int
+    ) -> None:
+        self.lengths = lengths
+        self.length_bound = self.max_length = bound
+        self._cache, self._rows, self._layer = cache, rows, layer
+
+    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> None:
+        """Write each row's new tokens, layer by layer from the first; as `KVCache.append`."""
+        counts = None if new_lengths is None else new_lengths.tolist()
+        self._cache.append(self._rows, k, v, counts, layer=self._layer)
+        view = self._cache.view(self._rows, self._layer)
+        # Out of place: the layers share the lengths before the step.
+        self.lengths = self.lengths + (k.shape[2] if new_lengths is None else new_lengths)
+        self.length_bound = view.length_bound
+        self.k, self.v, _ = view.gather()
+
+
+def layers_of(cache: PagedKVCache, rows: Sequence[int]) -> list[PagedRows]:
+    """What `GPT.forward` takes as its caches, for one step of these rows, in this order."""
+    rows = list(rows)
+    index = torch.tensor(rows, device=cache.lengths.device)
+    lengths = cache.lengths.index_select(0, index)
+    bound = max(cache.length(row) for row in rows)
+    return [PagedRows(cache, rows, layer, lengths, bound) for layer in range(cache.num_layers)]

@@ -1,0 +1,22 @@
+"""A small GPT for tests of what is built on it."""
+
+from typing import Any
+
+import torch
+
+from ..models.gpt import GPT, GPTConfig
+
+
+def make_gpt(vocab_size: int = 20, context: int = 12, std: float = 0.5, **changes: Any) -> GPT:
+    """A GPT in evaluation mode whose random weights make every token depend on those before it.
+
+    Args:
+        vocab_size, context: as in `GPTConfig`.
+        std: standard deviation of every parameter; the larger, the surer the model is.
+        changes: further fields of `GPTConfig`.
+    """
+    sizes = {"context_length": context, "num_layers": 2, "num_heads": 2, "embed_dim": 16}
+    model = GPT(GPTConfig(vocab_size, **{**sizes, **changes}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model.eval()

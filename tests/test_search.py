@@ -1,0 +1,141 @@
+"""Beam search against all continuations there are, and its rules."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fastattn.generation.search import Beam, beam_search, length_divisor
+from fastattn.models.gpt import GPT
+from fastattn.testing.gpt import make_gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+V, COUNT = 4, 4
+PROMPT = [1, 3]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_model(**changes) -> GPT:
+    return make_gpt(V, std=0.35, **changes).double()
+
+
+@torch.no_grad()
+def log_probability(model: GPT, tokens: list[int]) -> float:
+    """Of tokens behind PROMPT, by one forward pass without a cache."""
+    logits = model(torch.tensor([PROMPT + tokens]))[0, len(PROMPT) - 1 : -1]
+    scores = logits.log_softmax(-1)
+    return float(sum(scores[i, token] for i, token in enumerate(tokens)))
+
+
+def all_continuations(model, length_penalty, is_end) -> list[Beam]:
+    """Every continuation that ends by `is_end`, token 0, or COUNT; the best first."""
+    found = []
+    for length in range(1, COUNT + 1):
+        for tokens in map(list, itertools.product(range(V), repeat=length)):
+            ends = [tokens[n - 1] == 0 or is_end(tokens[:n]) for n in range(1, length + 1)]
+            if any(ends[:-1]) or not (ends[-1] or length == COUNT):
+                continue
+            total = log_probability(model, tokens)
+            text = tokens[:-1] if tokens[-1] == 0 else tokens
+            found.append(Beam(text, total, total / ((5 + length) / 6) ** length_penalty))
+    return sorted(found, key=lambda beam: -beam.score)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 6.0, -2.0])
+@pytest.mark.parametrize("stops", [False, True], ids=["", "is_end"])
+def test_wide_beams_find_the_best_of_all(length_penalty, stops):
+    model = make_model()
+
+    def is_end(tokens):
+        return stops and tokens[-2:] == [2, 1]
+
+    expected = all_continuations(model, length_penalty, is_end)
+    got = beam_search(
+        model,
+        PROMPT,
+        COUNT,
+        beams=V ** (COUNT - 1),
+        length_penalty=length_penalty,
+        end_token=0,
+        is_end=is_end,
+    )
+    assert len(got) == min(len(expected), V ** (COUNT - 1))
+    assert [beam.tokens for beam in got] == [beam.tokens for beam in expected[: len(got)]]
+    for beam, other in zip(got, expected, strict=False):
+        assert math.isclose(beam.log_probability, other.log_probability, abs_tol=1e-9)
+        assert math.isclose(beam.score, other.score, abs_tol=1e-9)
+
+
+def test_a_length_penalty_changes_the_winner():
+    model = make_model()
+    short, long = (
+        beam_search(model, PROMPT, COUNT, beams=64, length_penalty=p, end_token=0)[0].tokens
+        for p in (-6.0, 6.0)
+    )
+    assert len(short) < len(long)
+
+
+@torch.no_grad()
+def pruned_search(model: GPT, prompt: list[int], count: int, beams: int) -> list[list[int]]:
+    """Beam search without end tokens, every beam by full forward passes."""
+    alive = [(0.0, [])]
+    for _ in range(count):
+        longer = []
+        for total, tokens in alive:
+            scores = model(torch.tensor([prompt + tokens]))[0, -1].log_softmax(-1).tolist()
+            longer += [(total + score, [*tokens, i]) for i, score in enumerate(scores)]
+        alive = sorted(longer, reverse=True)[:beams]
+    return [tokens for _, tokens in alive]
+
+
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_few_beams_follow_the_rule(beams):
+    model = make_model(context=20, positions="rotary")
+    got = [beam.tokens for beam in beam_search(model, PROMPT, 12, beams=beams)]
+    assert got == pruned_search(model, PROMPT, 12, beams)
+
+
+def test_the_search_goes_on_past_the_context():
+    """Beyond it one beam is greedy generation, by the same windows."""
+    from fastattn.generation.generate import generate_tokens
+    from fastattn.generation.sampling import Sampling
+
+    model = make_model(context=5)
+    greedy = list(generate_tokens(model, PROMPT, 20, sampling=Sampling(greedy=True)))
+    assert beam_search(model, PROMPT, 20, beams=1)[0].tokens == greedy
+    assert len(beam_search(model, PROMPT * 9, 20, beams=3)) == 3
+
+
+def test_the_search_ends_when_nothing_better_can_come():
+    model = make_model()
+    steps = []
+    model.register_forward_hook(lambda *_: steps.append(1))
+    best = beam_search(model, PROMPT, 1000, beams=2, end_token=0)
+    assert len(best) == 2
+    assert len(steps) < 30
+
+
+def test_nothing_is_asked_for():
+    assert beam_search(make_model(), PROMPT, 0) == [Beam([], 0.0, 0.0)]
+
+
+def test_the_length_divisor_is_that_of_the_paper():
+    assert length_divisor(1, 0.7) == 1.0
+    assert length_divisor(7, 1.0) == 2.0
+    assert length_divisor(7, 0.0) == 1.0
+
+
+def test_wrong_searches_are_named():
+    model = make_model()
+    with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
+        beam_search(model, PROMPT, 1, beams=0)
+    with pytest.raises(ValueError, match="length_penalty must be finite, got nan"):
+        beam_search(model, PROMPT, 1, length_penalty=math.nan)
+    with pytest.raises(ValueError, match="prompt must hold at least one token, got none"):
+        beam_search(model, [], 1)
