@@ -111,6 +111,7 @@ class KVCache:
                 self.k_scale = torch.empty(*shape, device=self.k.device, dtype=torch.float32)
                 self.v_scale = torch.empty_like(self.k_scale)
             self.lengths = torch.zeros(batch_size, device=self.k.device, dtype=torch.int32)
+            self._counters = torch.zeros_like(self.lengths)
         self.starts: Tensor | None = None
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
@@ -170,6 +171,7 @@ class KVCache:
             None if self.window is None else self.keep_first,
             self.window,
             self.dtype,
+            self._counters,
         )
 
     def append(

@@ -1,9 +1,16 @@
 """Appending to a cache: which implementation does it, and the operator that tracers see."""
 
+import os
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from . import torch_append
+from . import checks, ops, torch_append
 from .cache_view import CacheView
+from .dispatch import ENVIRONMENT
 from .rotary import RotaryStyle
 
 
@@ -21,7 +28,7 @@ def append(
     room_for_padding: bool = False,
     backend: str | None = None,
 ) -> Tensor | None:
-    """Write T new tokens behind every row of the view, in place; nothing is checked.
+    """Write T new tokens behind every row of the view, in place; shapes are not checked.
 
     Token i of batch row b gets position p = lengths[r] + i, r being its row of the cache. Its key,
     and its query, are rotated to p; then key and value are stored, as codes if the cache holds
@@ -43,10 +50,104 @@ def append(
             and none is padding, which lets torch copy one block.
         room_for_padding: a promise that every row has T free slots, which spares torch a wait for
             the device; the slots of padding are then undefined.
+        backend: "triton", "torch", or "auto" (default; FASTATTN_BACKEND replaces it), which takes
+            the kernel for tensors on a GPU.
     Returns:
         q rotated, in a new tensor; None without q.
+    Raises:
+        ValueError: the backend is unknown, or "triton" cannot serve these tensors.
     """
-    return torch_append.append_rows(
-        view, q, k, v, new_lengths, rotary, rotary_style,
-        advance=advance, first_slot=first_slot, room_for_padding=room_for_padding,
+    if not _use_kernel(k, v, backend):
+        return torch_append.append_rows(
+            view, q, k, v, new_lengths, rotary, rotary_style,
+            advance=advance, first_slot=first_slot, room_for_padding=room_for_padding,
+        )  # fmt: skip
+    cos, sin = (None, None) if rotary is None else rotary
+    arguments = (
+        q, k, v, new_lengths, view.k, view.v, view.k_scale, view.v_scale, view.lengths,
+        view.counters, view.block_table, view.batch_index, cos, sin, view.keep_first,
+        rotary_style == "interleaved", advance,
     )  # fmt: skip
+    turned = append_tokens(*arguments) if ops._may_be_traced(k) else _append(*arguments)
+    return None if q is None else turned
+
+
+def _use_kernel(k: Tensor, v: Tensor, backend: str | None) -> bool:
+    forced = checks.check_backend(backend)
+    if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
+        forced = checks.check_backend(named, ENVIRONMENT)
+    if forced == "torch":
+        return False
+    reason = _why_not_kernel(k)
+    if forced == "triton" and reason is not None:
+        raise ValueError(f'backend "triton" cannot append to this cache: {reason}')
+    # Interpreted, the kernel only serves who asks for it: torch writes the same at once.
+    return reason is None and (forced == "triton" or not k.is_cpu)
+
+
+def _why_not_kernel(k: Tensor) -> str | None:
+    if not ops.TRITON_INSTALLED:
+        return "triton is not installed"
+    if k.is_cpu and not ops.interpreting():
+        return "k is on the CPU and TRITON_INTERPRET=1 is not set"
+    if k.device.type not in ("cpu", "cuda"):
+        return f"k is on {k.device.type}; kernels exist for CUDA and ROCm devices"
+    if k.dtype == torch.float64:
+        return "k is float64; kernels exist for float16, bfloat16 and float32"
+    return None
+
+
+@cache
+def _kernel() -> ModuleType:
+    ops._kernels()  # which repairs the interpreter, where there is one
+    from .kernels import append
+
+    return append
+
+
+def _append(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    new_lengths: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    lengths: Tensor,
+    counters: Tensor,
+    block_table: Tensor | None,
+    batch_index: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keep_first: int | None,
+    interleaved: bool,
+    advance: bool,
+) -> Tensor:
+    """q rotated, or an empty tensor without q; see `kernels.append.launch_append`."""
+    kernel = _kernel()
+    tensors = kernel.CacheTensors(
+        k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
+    )
+    with ops._device_of(k):
+        turned: Tensor | None = kernel.launch_append(
+            q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
+        )
+    return k.new_empty(0) if turned is None else turned
+
+
+append_tokens = torch.library.custom_op(
+    "fastattn::append_tokens",
+    _append,
+    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale", "lengths", "counters"),
+)
+
+
+@append_tokens.register_fake
+def _(q: Tensor | None, k: Tensor, *_: Any) -> Tensor:
+    if q is None:
+        return k.new_empty(0)
+    B, H_q, T, D = q.shape
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(B, T, H_q, D).transpose(1, 2)
+    return q.new_empty(B, H_q, T, D)

@@ -40,6 +40,7 @@ class CacheView(NamedTuple):
         keep_first: a ring's pinned first positions; None: not a ring.
         window: the keys a query may see in a ring besides the first keep_first, its own included.
         dtype: of keys and values as attention gets them.
+        counters: int32 [rows], all 0, for kernels that count their programs; each leaves them so.
     """
 
     k: Tensor
@@ -55,6 +56,7 @@ class CacheView(NamedTuple):
     keep_first: int | None
     window: int | None
     dtype: torch.dtype
+    counters: Tensor
 
     @property
     def batch_size(self) -> int:

@@ -116,6 +116,7 @@ class PagedKVCache:
                 self.v_scale = torch.empty_like(self.k_scale)
             self.block_table = torch.zeros(max_rows, max_pages, device=device, dtype=torch.int32)
             self.lengths = torch.zeros(max_rows, device=device, dtype=torch.int32)
+            self._counters = torch.zeros_like(self.lengths)
 
     @property
     def free_pages(self) -> int:
@@ -165,6 +166,7 @@ class PagedKVCache:
             None,
             None,
             self.dtype,
+            self._counters,
         )
 
     def allocate(self) -> int:

@@ -1,0 +1,269 @@
+"""Append to a cache in place: rotate keys and queries, store keys and values, count the tokens.
+
+One launch does what a decoding step needs between the projection and attention. Token i of batch
+row b gets position p = lengths[r] + i in row r of the cache. With the angles a_j = p * frequency_j
+of the rotary embedding, the pair (x, y) of channels becomes (x cos a - y sin a, y cos a + x sin a).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import block_dim, blocks, empty_in_layout
+from .number import number, value
+from .pages import CacheTensors, lasting, locate, pages_of, slot_rows
+from .quantize import row_scale, to_e4m3, to_int8
+
+# Elements of a program's tile: four warps with 16 numbers a thread.
+_TILE = 2048
+
+
+class _Tokens(NamedTuple):
+    """[B, H, T, D] in memory; integers in the form of `number`."""
+
+    ptr: Any
+    stride_b: int | None
+    stride_h: int | None
+    stride_t: int | None
+    heads: int | None
+
+
+class _Store(NamedTuple):
+    """One buffer of a cache: its rows' width in memory, and their scales where it holds codes."""
+
+    ptr: Any
+    scale_ptr: Any
+    row_width: int | None
+
+
+class _Rotary(NamedTuple):
+    """Tables [N, PAIRS] by position, contiguous; None: no rotation."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    positions: int | None
+
+
+@triton.jit
+def _token_pointers(x, b, token, head, ALIGN: tl.constexpr):
+    """Pointers to the rows of some (token, head) pairs; ALIGN elements are a launcher's promise."""
+    stride_b = tl.multiple_of(value(x.stride_b).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of(value(x.stride_h).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of(value(x.stride_t).to(tl.int64), ALIGN)
+    return x.ptr + b * stride_b + token * stride_t + head * stride_h
+
+
+@triton.jit
+def _load_rotated(
+    rows, keep, position, rotary,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows as fp32 [R, COLS], rotated to their positions; 0 past WIDTH. PAIRS = 0: not rotated."""
+    cols = tl.arange(0, COLS)
+    within = keep[:, None] & (cols < WIDTH)[None, :]
+    x = tl.load(rows[:, None] + cols[None, :], mask=within, other=0.0).to(tl.float32)
+    if PAIRS > 0:
+        if INTERLEAVED:
+            pair = cols // 2
+            partner = cols ^ 1
+            second = cols % 2 == 1
+        else:
+            second = cols >= PAIRS
+            pair = tl.where(second, cols - PAIRS, cols)
+            partner = tl.where(second, cols - PAIRS, cols + PAIRS)
+        turns = cols < 2 * PAIRS
+        turned = keep[:, None] & turns[None, :]
+        other = tl.load(rows[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
+        # Padding may stand past the end of the tables.
+        known = turned & (position < value(rotary.positions))[:, None]
+        angle = position.to(tl.int64)[:, None] * PAIRS + pair[None, :]
+        cos = tl.load(rotary.cos_ptr + angle, mask=known, other=1.0)
+        sin = tl.load(rotary.sin_ptr + angle, mask=known, other=0.0)
+        other = tl.where(second[None, :], other, -other)
+        x = tl.where(turns[None, :], x * cos + other * sin, x)
+    return x
+
+
+@triton.jit
+def _store_rows(store, x, place, keep, WIDTH: tl.constexpr, COLS: tl.constexpr, E4M3: tl.constexpr):
+    """Write rows [R, COLS] to the slots at `place`, as codes where the buffer has scales."""
+    if store.scale_ptr is not None:
+        scale = row_scale(x, 448.0 if E4M3 else 127.0)
+        tl.store(store.scale_ptr + place, scale, mask=keep)
+        ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        stored = to_e4m3(ratio) if E4M3 else to_int8(ratio)
+    else:
+        stored = x.to(store.ptr.dtype.element_ty)
+    ALIGN: tl.constexpr = 128 // store.ptr.dtype.element_ty.primitive_bitwidth
+    width = tl.multiple_of(value(store.row_width).to(tl.int64), ALIGN)
+    cols = tl.arange(0, COLS)
+    pointers = store.ptr + (place * width)[:, None] + cols[None, :]
+    tl.store(pointers, stored, mask=keep[:, None] & (cols < WIDTH)[None, :])
+
+
+@triton.jit
+def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, ADVANCE: tl.constexpr):
+    """Row of the cache, first new position, and number of new tokens of batch row b."""
+    row = b
+    if batch_index_ptr is not None:
+        row = tl.load(batch_index_ptr + b).to(tl.int32)
+    count = T
+    if new_lengths_ptr is not None:
+        count = tl.minimum(tl.maximum(tl.load(new_lengths_ptr + b), 0), T).to(tl.int32)
+    first = tl.load(lengths_ptr + row)
+    if not ADVANCE:
+        first -= count
+    return row, first, count
+
+
+@triton.jit
+def _append(
+    tokens, store, rotary, pages, b, row, first, count, T, tile,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK (token, head) pairs of k or v, from the projection to their slots."""
+    H = value(tokens.heads)
+    pair = tile * BLOCK + tl.arange(0, BLOCK)
+    token = pair // H
+    head = pair % H
+    position = first + token
+    keep = (token < T) & lasting(position, first + count, pages)
+    page, slot = locate(row, position, keep, pages)
+    # A replayed graph may run past the end, where the host cannot refuse.
+    keep = keep & (slot < value(pages.page_size))
+    rows = _token_pointers(tokens, b, token, head, ALIGN)
+    x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
+    # Codes are made of the rounded number, which is what attention would read otherwise.
+    x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
+    _store_rows(store, x, slot_rows(page, head, slot, pages), keep, WIDTH, COLS, E4M3)
+
+
+@triton.jit
+def _turn(
+    q, o, rotary, b, first, T, tile,
+    D: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK (token, head) pairs of q, rotated into o."""
+    H = value(q.heads)
+    pair = tile * BLOCK + tl.arange(0, BLOCK)
+    token = pair // H
+    head = pair % H
+    keep = token < T
+    rows = _token_pointers(q, b, token, head, ALIGN)
+    x = _load_rotated(rows, keep, first + token, rotary, D, COLS, PAIRS, INTERLEAVED)
+    cols = tl.arange(0, COLS)
+    out = _token_pointers(o, b, token, head, ALIGN)[:, None] + cols[None, :]
+    tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def append_kernel(
+    q, o, k, v, k_store, v_store, rotary, pages,
+    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, T,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, ADVANCE: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of k, v or q. Grid: the tiles of k, then those of v, then those of q; batch rows."""
+    tile = tl.program_id(0)
+    b = tl.program_id(1)
+    row, first, count = _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, ADVANCE)
+    tiles = tl.cdiv(T * value(k.heads), BLOCK)
+    if tile < tiles:
+        _append(
+            k, k_store, rotary, pages, b, row, first, count, T, tile,
+            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ALIGN, BLOCK,
+        )  # fmt: skip
+    elif tile < 2 * tiles:
+        _append(
+            v, v_store, rotary, pages, b, row, first, count, T, tile - tiles,
+            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ALIGN, BLOCK,
+        )  # fmt: skip
+    else:
+        if q is not None:
+            _turn(
+                q, o, rotary, b, first, T, tile - 2 * tiles,
+                D, BLOCK_D, PAIRS, INTERLEAVED, ALIGN, BLOCK,
+            )  # fmt: skip
+    if ADVANCE:
+        # The last program of the row counts the tokens, when every other has read the length.
+        tl.debug_barrier()
+        if tl.atomic_add(counters_ptr + row, 1) == tl.num_programs(0) - 1:
+            tl.store(lengths_ptr + row, first + count)
+            tl.store(counters_ptr + row, 0)
+
+
+def launch_append(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    new_lengths: Tensor | None,
+    cache: CacheTensors,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    interleaved: bool,
+    advance: bool,
+) -> Tensor | None:
+    """Write k [B, H_k, T, D] and v [B, H_k, T, D_v] into the cache; q rotated, in q's memory order.
+
+    cos and sin are fp32 [N, R // 2], contiguous. Only the first new_lengths[b] tokens of a row are
+    written. With `advance` they are counted in cache.lengths; without, they are counted already.
+    """
+    B, H_k, T, D = k.shape
+    D_v = v.shape[3]
+    k, v = _dense_rows(k), _dense_rows(v)
+    o = None
+    if q is not None:
+        q = _dense_rows(q)
+        o = empty_in_layout(q, *q.shape[1:])
+    if B * T == 0:
+        return o
+    BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
+    BLOCK = max(1, _TILE // max(BLOCK_D, BLOCK_DV))
+    programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))
+    tensors = [x for x in (q, o, k, v) if x is not None]
+    append_kernel[programs, B](
+        _tokens(q), _tokens(o), _tokens(k), _tokens(v),
+        _store(cache.k, cache.k_scale), _store(cache.v, cache.v_scale),
+        None if cos is None else _Rotary(cos, sin, number(cos.shape[0])), pages_of(cache),
+        cache.lengths, new_lengths, cache.batch_index, cache.counters, T,
+        D, D_v, BLOCK_D, BLOCK_DV,
+        0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
+        advance, _alignment(tensors), BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _tokens(x: Tensor | None) -> _Tokens | None:
+    if x is None:
+        return None
+    stride_b, stride_h, stride_t, _ = map(number, x.stride())
+    return _Tokens(x, stride_b, stride_h, stride_t, number(x.shape[1]))
+
+
+def _store(stored: Tensor, scale: Tensor | None) -> _Store:
+    width = number(stored.stride(2))
+    # Some GPUs know no fp8: its codes are bytes.
+    is_fp8 = stored.dtype == torch.float8_e4m3fn
+    return _Store(stored.view(torch.uint8) if is_fp8 else stored, scale, width)
+
+
+def _alignment(tensors: list[Tensor]) -> int:
+    """Elements that every stride is a multiple of: 16 bytes of them where possible, else 1."""
+    elements = 16 // tensors[0].element_size()
+    for x in tensors:
+        for size, step in zip(x.shape[:3], x.stride()[:3], strict=True):
+            if size > 1 and step % elements:
+                return 1
+    return elements

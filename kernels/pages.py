@@ -1,0 +1,86 @@
+"""Where a cache keeps the token at a position: pages, slots and rings, stated once for kernels.
+
+A buffer holds pages [P, H_k, S, width]; `CacheTensors` is what launchers take, `Pages` what they
+hand to their kernels.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .number import number, value
+
+
+class CacheTensors(NamedTuple):
+    """The tensors of a cache.
+
+    k [P, H_k, S, D] and v [P, H_k, S, D_v] are dense but for padding at the end of each row, which
+    makes it whole 16 bytes. With k_scale and v_scale, fp32 [P, H_k, S], they hold codes: int8, or
+    e4m3. lengths int32 [rows]; counters int32 [rows], zero between launches; batch_index int [B]:
+    the row of each batch element, None: its own number. block_table int32 [rows, N]: the pages of a
+    row, None: page r is row r. keep_first: of a ring, how many first positions stay; None: no ring.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    block_table: Tensor | None
+    lengths: Tensor
+    counters: Tensor
+    batch_index: Tensor | None
+    keep_first: int | None
+
+
+class Pages(NamedTuple):
+    """Where positions are kept; integers in the form of `number`."""
+
+    block_table_ptr: Any
+    table_width: int | None
+    page_size: int | None
+    keep_first: int | None
+    heads: int | None  # H_k
+
+
+def pages_of(cache: CacheTensors) -> Pages:
+    """`Pages` of a cache, for a kernel."""
+    table = cache.block_table
+    _, H_k, S, _ = cache.k.shape
+    width = None if table is None else number(table.stride(0))
+    return Pages(table, width, number(S), number(cache.keep_first), number(H_k))
+
+
+@triton.jit
+def locate(row, positions, keep, pages):
+    """Page and slot of positions of a row; where keep is False they mean nothing."""
+    size = value(pages.page_size)
+    if pages.block_table_ptr is not None:
+        entry = row.to(tl.int64) * value(pages.table_width) + positions // size
+        page = tl.load(pages.block_table_ptr + entry, mask=keep, other=0)
+        slot = positions % size
+    else:
+        page = row.to(tl.int32) + 0 * positions
+        slot = positions
+        if pages.keep_first is not None:
+            first = value(pages.keep_first)
+            turned = first + (positions - first) % (size - first)
+            slot = tl.where(positions < first, positions, turned)
+    return page, slot
+
+
+@triton.jit
+def lasting(positions, end, pages):
+    """Whether a token at a position is still kept when its row has `end` tokens."""
+    keep = positions < end
+    if pages.keep_first is not None:
+        first = value(pages.keep_first)
+        keep = keep & ((positions < first) | (positions >= end - (value(pages.page_size) - first)))
+    return keep
+
+
+@triton.jit
+def slot_rows(page, head, slot, pages):
+    """Number of the row, int64, that a slot of a head is among all rows of a buffer."""
+    return (page.to(tl.int64) * value(pages.heads) + head) * value(pages.page_size) + slot

@@ -1,0 +1,52 @@
+"""8-bit codes of fp32 numbers and back, in arithmetic that every GPU has.
+
+Rounding is to the nearest code, ties to even, bit for bit as torch's casts round. The conversion
+instructions for e4m3 exist from sm_89 on only, and elsewhere round in other ways.
+"""
+
+import triton
+import triton.language as tl
+
+# Adding 1.5 * 2**23 leaves a number below 2**22 rounded to an integer in the lowest bits.
+_ROUNDING = tl.constexpr(12582912.0)
+_ROUNDING_BITS = tl.constexpr(0x4B400000)
+# 2**14 has 2**-9, the step of e4m3's subnormal numbers, as its unit in the last place.
+_SUBNORMAL = tl.constexpr(16384.0)
+_SUBNORMAL_BITS = tl.constexpr(0x46800000)
+_SMALLEST_SCALE = tl.constexpr(2.0**-100)
+
+
+@triton.jit
+def row_scale(x, LARGEST: tl.constexpr):
+    """Scale of every row of x [R, C], fp32: absmax / LARGEST; NaN where a number is not finite."""
+    # tl.max drops NaN; times zero, what is not finite is NaN, and all else adds nothing.
+    absmax = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
+    scale = tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32))
+    return tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
+
+
+@triton.jit
+def to_int8(x):
+    """The nearest integer of every number in [-127, 127], int8."""
+    return ((x + _ROUNDING).to(tl.int32, bitcast=True) - _ROUNDING_BITS).to(tl.int8)
+
+
+@triton.jit
+def to_e4m3(x):
+    """The e4m3 code of every number in [-448, 448], as uint8."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Round the mantissa to 3 bits, then move the exponent's bias from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (tl.abs(x) + _SUBNORMAL).to(tl.int32, bitcast=True) - _SUBNORMAL_BITS
+    code = tl.where(tl.abs(x) < 2.0**-6, subnormal, tl.minimum(normal, 0x7E))
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(code):
+    """fp32 from uint8 codes; the code of NaN reads as 480."""
+    magnitude = (code & 0x7F).to(tl.int32)
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    x = tl.where(magnitude < 8, magnitude.to(tl.float32) * 2.0**-9, normal)
+    return tl.where(code >= 0x80, -x, x)
