@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .rotary_scaling import RotaryScaling, plain_frequencies
+
 RotaryStyle = Literal["half", "interleaved"]
 
 
@@ -19,6 +21,7 @@ def rotary_tables(
     rotary_dim: int,
     *,
     base: float = 10000.0,
+    scaling: RotaryScaling | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -29,6 +32,7 @@ def rotary_tables(
             the rows of a batch stand at positions of their own. Any sign.
         rotary_dim: how many channels of a head are rotated, even.
         base: the slowest pair turns by about 1 / base radians a position, the fastest by 1.
+        scaling: other frequencies, for long contexts; see `fastattn.rotary_scaling`.
         device: where the tables go; default: that of `positions`, or torch's default device.
         dtype: floating dtype of the tables. The angles themselves are formed in fp64: fp32 would
             be off by 2**-24 * position radians, a visible turn on long contexts.
@@ -53,10 +57,13 @@ def rotary_tables(
             raise ValueError(f"positions must be a length >= 0 or a tensor, got {positions}")
         positions = torch.arange(positions, device=device)
 
-    exponent = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64)
-    frequency = base ** (-exponent / rotary_dim)  # [rotary_dim // 2]
+    if scaling is None:
+        frequency, amplitude = plain_frequencies(rotary_dim, base, positions.device), 1.0
+    else:
+        frequency = scaling.frequencies(rotary_dim, base, positions.device)
+        amplitude = scaling.amplitude
     angle = positions.to(torch.float64).unsqueeze(-1) * frequency
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (angle.cos() * amplitude).to(dtype), (angle.sin() * amplitude).to(dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "half") -> Tensor:

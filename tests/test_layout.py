@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.cache_view",
         "fastattn.quantization",
         "fastattn.rotary",
+        "fastattn.rotary_scaling",
     ),
     (
         "fastattn.kernels",
