@@ -312,7 +312,7 @@ def _check_cache_use(
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
     if key_lengths is not None:
-        checks.check_key_lengths(key_lengths, x)
+        checks.check_key_lengths(key_lengths, B, x)
     if key_padding_mask is None:
         return
     n = cache.uniform_length
