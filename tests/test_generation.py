@@ -1,4 +1,4 @@
-"""Sampling and generation, with and without a full cache."""
+"""Generation by a cache, of one text and of batches, with and without a full context."""
 
 import itertools
 import math
@@ -6,9 +6,18 @@ import math
 import pytest
 import torch
 
-from fastattn.generation.generate import generate_text, generate_tokens
+from fastattn.generation.generate import (
+    generate_batch,
+    generate_text,
+    generate_texts,
+    generate_tokens,
+    unpad,
+)
+from fastattn.generation.request import Tally
 from fastattn.generation.sampling import Sampling
-from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.generation.text import TextStream, text_until_stop
+from fastattn.models.gpt import GPT
+from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -19,12 +28,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-def make_model(vocab_size=20, context=12, **changes) -> GPT:
-    sizes = {"context_length": context, "num_layers": 2, "num_heads": 2, "embed_dim": 16}
-    model = GPT(GPTConfig(vocab_size, **{**sizes, **changes}))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model.eval()
+GREEDY = Sampling(greedy=True)
 
 
 @torch.no_grad()
@@ -41,16 +45,16 @@ def greedy_by_full_forward(model: GPT, prompt: list[int], count: int) -> list[in
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("prompt", [1, 5, 11, 12, 30])
 def test_cached_generation_equals_full_forwards_past_the_context(positions, prompt):
-    model = make_model(positions=positions)
+    model = make_gpt(positions=positions)
     tokens = torch.randint(20, (prompt,)).tolist()
-    got = list(generate_tokens(model, tokens, 40, sampling=Sampling(greedy=True)))
+    got = list(generate_tokens(model, tokens, 40, sampling=GREEDY))
     assert got == greedy_by_full_forward(model, tokens, 40)
     assert len(set(got)) > 1
 
 
 def test_a_context_of_one_token_goes_on():
-    model = make_model(context=1)
-    got = list(generate_tokens(model, [3, 4], 5, sampling=Sampling(greedy=True)))
+    model = make_gpt(context=1)
+    got = list(generate_tokens(model, [3, 4], 5, sampling=GREEDY))
     tokens = [4]
     with torch.no_grad():
         for _ in range(5):
@@ -59,7 +63,7 @@ def test_a_context_of_one_token_goes_on():
 
 
 def test_a_seed_repeats_the_tokens():
-    model = make_model()
+    model = make_gpt()
     runs = [list(generate_tokens(model, [1], 30, seed=seed)) for seed in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
     torch.manual_seed(1)
@@ -69,7 +73,7 @@ def test_a_seed_repeats_the_tokens():
 
 
 def test_tokens_come_one_by_one():
-    model = make_model()
+    model = make_gpt()
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
     stream = generate_tokens(model, [1, 2], 10)
@@ -81,7 +85,7 @@ def test_tokens_come_one_by_one():
 
 
 def test_the_callers_grad_mode_is_left_alone():
-    stream = generate_tokens(make_model(), [1], 3)
+    stream = generate_tokens(make_gpt(), [1], 3)
     next(stream)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
@@ -89,7 +93,7 @@ def test_the_callers_grad_mode_is_left_alone():
 
 def test_text_comes_in_whole_characters():
     tokenizer = BPETokenizer.train("aé漢🎉" * 5, 256)
-    model = make_model(vocab_size=tokenizer.vocab_size)
+    model = make_gpt(vocab_size=tokenizer.vocab_size)
     tokens = list(generate_tokens(model, tokenizer.encode("é"), 200, seed=0))
     pieces = list(generate_text(model, tokenizer, "é", 200, seed=0))
     assert "".join(pieces) == tokenizer.decode(tokens)
@@ -99,7 +103,7 @@ def test_text_comes_in_whole_characters():
 
 def test_an_empty_prompt_starts_behind_a_line_break():
     tokenizer = CharacterTokenizer("\nabc")
-    model = make_model(vocab_size=4)
+    model = make_gpt(vocab_size=4)
     empty, line = (list(generate_text(model, tokenizer, p, 20, seed=0)) for p in ("", "\n"))
     assert empty == line
     assert len("".join(empty)) == 20
@@ -107,94 +111,171 @@ def test_an_empty_prompt_starts_behind_a_line_break():
 
 def test_an_empty_prompt_works_without_a_line_break_in_the_vocabulary():
     tokenizer = CharacterTokenizer("abc")
-    text = "".join(generate_text(make_model(vocab_size=3), tokenizer, "", 20, seed=0))
+    text = "".join(generate_text(make_gpt(vocab_size=3), tokenizer, "", 20, seed=0))
     assert len(text) == 20
 
 
 def test_wrong_requests_are_named():
-    model = make_model()
+    model = make_gpt()
     with pytest.raises(ValueError, match="prompt must hold at least one token, got none"):
         next(generate_tokens(model, [], 1))
     with pytest.raises(ValueError, match="count must be at least 0, got -1"):
         next(generate_tokens(model, [1], -1))
+    with pytest.raises(ValueError, match=r"prompt must hold tokens in 0\.\.19, got 20"):
+        next(generate_tokens(model, [1, 20], 1))
+    with pytest.raises(ValueError, match=r"end_token must hold tokens in 0\.\.19, got -1"):
+        next(generate_tokens(model, [1], 1, end_token=-1))
+    with pytest.raises(ValueError, match="prompts must hold at least one prompt, got none"):
+        generate_batch(model, [], 1)
+    with pytest.raises(ValueError, match="counts must be one for all 2 prompts or 2, got 3"):
+        generate_batch(model, [[1], [2]], [1, 2, 3])
+    with pytest.raises(ValueError, match="sampling must be one for all 2 prompts or 2, got 1"):
+        generate_batch(model, [[1], [2]], 1, sampling=[GREEDY])
+    with pytest.raises(ValueError, match="stop must hold strings of at least one character"):
+        next(generate_text(model, CharacterTokenizer("abc"), "a", 1, stop=["b", ""]))
     with pytest.raises(ValueError, match=r"character 'z' \(U\+007A\) does not occur"):
         next(generate_text(model, CharacterTokenizer("abc"), "az", 1))
 
 
 def test_scores_that_are_not_finite_are_named():
-    model = make_model()
+    model = make_gpt()
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)
     with pytest.raises(FloatingPointError, match="scores are not finite"):
         next(generate_tokens(model, [1], 1))
 
 
-LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
-
-
-def kept(sampling: Sampling) -> list[list[int]]:
-    """Which tokens of each row of LOGITS are not ruled out."""
-    return [row.isfinite().nonzero().flatten().tolist() for row in sampling.filter(LOGITS)]
-
-
-def test_greedy_takes_the_first_highest():
-    assert Sampling(greedy=True, top_k=1).choose(LOGITS).tolist() == [1, 2]
-
-
-def test_temperature_divides_the_scores():
-    assert torch.equal(Sampling(temperature=0.5).filter(LOGITS), LOGITS * 2)
-    assert torch.equal(Sampling().filter(LOGITS.bfloat16()), LOGITS)
-
-
-def test_top_k_keeps_the_highest_and_their_equals():
-    assert kept(Sampling(top_k=1)) == [[1, 3], [2]]
-    assert kept(Sampling(top_k=3)) == [[1, 2, 3], [2, 3, 4]]
-    assert kept(Sampling(top_k=9)) == [[0, 1, 2, 3, 4]] * 2
-
-
-def test_top_p_keeps_the_fewest_that_reach_it():
-    probabilities = torch.tensor([[0.5, 0.05, 0.3, 0.15]])
-    for top_p, expected in ((0.01, [0]), (0.49, [0]), (0.6, [0, 2]), (0.9, [0, 2, 3]), (1.0, None)):
-        scores = Sampling(top_p=top_p).filter(probabilities.log())
-        left = scores.isfinite()[0].nonzero().flatten().tolist()
-        assert left == (expected or [0, 1, 2, 3])
-        assert torch.equal(scores[0, left], probabilities.log()[0, left])
-
-
-def test_top_p_counts_what_top_k_has_left():
-    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    scores = Sampling(top_k=2, top_p=0.5).filter(probabilities.log())
-    assert scores.isfinite().tolist() == [[True, False, False, False]]
-
-
-def test_draws_follow_the_distribution():
-    sampling = Sampling(temperature=2.0, top_k=3)
-    logits = torch.tensor([0.0, 1.0, 2.0, -3.0]).expand(20_000, 4)
-    drawn = sampling.choose(logits, torch.Generator().manual_seed(0))
-    share = torch.bincount(drawn, minlength=4) / 20_000
-    expected = torch.tensor([0.0, 0.5, 1.0, -math.inf]).softmax(0)
-    # Five standard deviations of a share.
-    assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.0}, r"temperature must be positive and finite, got 0\.0; .* use greedy"),
-        ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
-        ({"temperature": math.inf}, "temperature must be positive and finite, got inf"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
-    ],
-)
-def test_wrong_sampling_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**changes)
-
-
 def test_generation_can_be_cut_short():
-    stream = generate_tokens(make_model(), [1], 1000)
+    stream = generate_tokens(make_gpt(), [1], 1000)
     assert len(list(itertools.islice(stream, 5))) == 5
     stream.close()
     assert torch.is_grad_enabled()
+
+
+def make_prompts(*lengths: int) -> list[list[int]]:
+    return [torch.randint(20, (length,)).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 5}], ids=str)
+def test_rows_of_a_batch_get_what_they_get_alone(changes):
+    """With prompts up to past the context, counts, settings and ends of their own."""
+    model = make_gpt(**changes, num_kv_heads=1)
+    prompts, counts = make_prompts(3, 12, 1, 30, 11), [40, 7, 25, 30, 0]
+    settings = [
+        GREEDY,
+        Sampling(temperature=0.5),
+        Sampling(repetition_penalty=2.0),
+        Sampling(repetition_penalty=2.0, top_k=4),
+        GREEDY,
+    ]
+    got = generate_batch(model, prompts, counts, sampling=settings, seed=7, end_token=2)
+    alone = [
+        list(generate_tokens(model, prompt, count, sampling=setting, seed=7 + i, end_token=2))
+        for i, (prompt, count, setting) in enumerate(zip(prompts, counts, settings, strict=True))
+    ]
+    assert got == alone
+    assert any(0 < len(tokens) < count for tokens, count in zip(got, counts, strict=True))
+    assert any(len(tokens) > 12 for tokens in got)
+
+
+def test_left_and_right_padded_prompts_give_the_same_tokens():
+    model = make_gpt()
+    prompts = make_prompts(4, 9, 1)
+    left, right = torch.full((2, 3, 9), 19)
+    left_mask, right_mask = torch.zeros(2, 3, 9, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        left[row, 9 - len(prompt) :] = right[row, : len(prompt)] = torch.tensor(prompt)
+        left_mask[row, 9 - len(prompt) :] = right_mask[row, : len(prompt)] = True
+    assert unpad(left, left_mask) == unpad(right, right_mask) == prompts
+    got = [
+        generate_batch(model, unpad(tokens, mask), 20, sampling=GREEDY)
+        for tokens, mask in ((left, left_mask), (right, right_mask))
+    ]
+    assert got[0] == got[1] == [greedy_by_full_forward(model, p, 20) for p in prompts]
+
+
+def test_wrong_padding_is_named():
+    tokens, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \(3,\)"):
+        unpad(tokens[0], mask[0])
+    with pytest.raises(TypeError, match=r"mask must be bool, got torch\.int64"):
+        unpad(tokens, tokens)
+    with pytest.raises(ValueError, match=r"mask must have tokens' shape \(2, 3\), got \(2, 2\)"):
+        unpad(tokens, mask[:, :2])
+
+
+def test_every_token_is_read_once_while_the_context_lasts():
+    model = make_gpt(context=64)
+    read = []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
+    assert len(list(generate_tokens(model, [1, 2, 3], 50))) == 50
+    assert read == [3] + [1] * 49
+
+
+def test_an_end_token_ends_the_text_and_is_not_part_of_it():
+    model = make_gpt()
+    tokens = list(generate_tokens(model, [1], 60, sampling=GREEDY))
+    end = tokens[7]
+    got = list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=end))
+    assert got == tokens[: tokens.index(end)]
+
+
+@pytest.fixture
+def bpe() -> BPETokenizer:
+    """Tokens of several characters, beside all bytes."""
+    return BPETokenizer.train("the end of the stop, the stopping ENDs. aé漢🎉 " * 5, 300)
+
+
+STOPS = [["xx"], ["the s"], ["end", "the"], ["stopp", "st"], ["op", "stop"], ["é"], ["end", "nd o"]]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids="|".join)
+@pytest.mark.parametrize("cut", ["bytes", "tokens"])
+def test_stop_strings_end_the_text_wherever_tokens_end(stop, cut, bpe):
+    text = "at é the stopping end of the stop, é 🎉"
+    tokens = [t for c in text for t in bpe.encode(c)] if cut == "bytes" else bpe.encode(text)
+    assert bpe.decode(tokens) == text
+    # The stop string that is complete first, found character by character.
+    complete = [n for n in range(len(text) + 1) if text[:n].endswith(tuple(stop))]
+    longest = max(
+        (s for s in stop if complete and text[: complete[0]].endswith(s)), key=len, default=""
+    )
+    expected = text[: complete[0] - len(longest)] if complete else text
+    assert text_until_stop(bpe, tokens, stop) == expected
+
+    stream, shown = TextStream(bpe, stop), ""
+    for token in tokens:
+        shown += stream.feed(token)
+        assert expected.startswith(shown)
+    assert stream.stopped == bool(complete)
+    assert shown + stream.finish() == expected
+    assert stream.finish() == ""
+
+
+def test_text_is_held_back_no_longer_than_it_must_be():
+    tokenizer = CharacterTokenizer("abc")
+    stream = TextStream(tokenizer, ["abac"])
+    pieces = [stream.feed(tokenizer.encode(c)[0]) for c in "cabababac"]
+    assert pieces == ["c", "", "", "", "ab", "", "ab", "", ""]
+    assert stream.stopped
+
+
+def test_texts_stop_each_for_itself():
+    tokenizer = CharacterTokenizer("abcdefghijklmnopqrst")
+    model = make_gpt()
+    free = [
+        "".join(generate_text(model, tokenizer, prompt, 40, sampling=GREEDY))
+        for prompt in ("a", "bcd")
+    ]
+    stop = free[1][9:11]
+    tally, texts = Tally(), ["", ""]
+    for row, piece in generate_texts(
+        model, tokenizer, ["a", "bcd"], [40, 40], sampling=GREEDY, stop=[stop], tally=tally
+    ):
+        texts[row] += piece
+    assert texts == [text.partition(stop)[0] for text in free]
+    assert len(texts[1]) < 10
+    # The two characters of the stop string count as tokens, though not as text.
+    assert tally.tokens == sum(
+        len(text) + 2 * (stop in whole) for text, whole in zip(texts, free, strict=True)
+    )

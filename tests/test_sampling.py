@@ -1,0 +1,137 @@
+"""Settings of sampling: what each rules out, and that draws follow what is left."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn.generation.sampling import Sampling, choose_rows, draw, make_generator, uniform
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
+
+
+def kept(sampling: Sampling) -> list[list[int]]:
+    """Which tokens of each row of LOGITS are not ruled out."""
+    return [row.isfinite().nonzero().flatten().tolist() for row in sampling.filter(LOGITS)]
+
+
+def test_greedy_takes_the_first_highest():
+    assert Sampling(greedy=True, top_k=1).choose(LOGITS).tolist() == [1, 2]
+
+
+def test_temperature_divides_the_scores():
+    assert torch.equal(Sampling(temperature=0.5).filter(LOGITS), LOGITS * 2)
+    assert torch.equal(Sampling().filter(LOGITS.bfloat16()), LOGITS)
+
+
+def test_top_k_keeps_the_highest_and_their_equals():
+    assert kept(Sampling(top_k=1)) == [[1, 3], [2]]
+    assert kept(Sampling(top_k=3)) == [[1, 2, 3], [2, 3, 4]]
+    assert kept(Sampling(top_k=9)) == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    probabilities = torch.tensor([[0.5, 0.05, 0.3, 0.15]])
+    for top_p, expected in ((0.01, [0]), (0.49, [0]), (0.6, [0, 2]), (0.9, [0, 2, 3]), (1.0, None)):
+        scores = Sampling(top_p=top_p).filter(probabilities.log())
+        left = scores.isfinite()[0].nonzero().flatten().tolist()
+        assert left == (expected or [0, 1, 2, 3])
+        assert torch.equal(scores[0, left], probabilities.log()[0, left])
+
+
+def test_top_p_counts_what_top_k_has_left():
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    scores = Sampling(top_k=2, top_p=0.5).filter(probabilities.log())
+    assert scores.isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_draws_follow_the_distribution():
+    sampling = Sampling(temperature=2.0, top_k=3)
+    logits = torch.tensor([0.0, 1.0, 2.0, -3.0]).expand(20_000, 4)
+    drawn = sampling.choose(logits, torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn, minlength=4) / 20_000
+    expected = torch.tensor([0.0, 0.5, 1.0, -math.inf]).softmax(0)
+    # Five standard deviations of a share.
+    assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, r"temperature must be positive and finite, got 0\.0; .* use greedy"),
+        ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
+        ({"temperature": math.inf}, "temperature must be positive and finite, got inf"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
+        ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0\.0"),
+        ({"min_p": -0.5}, r"min_p must be in \(0, 1\], got -0\.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive and finite, got 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be positive and finite, got i"),
+    ],
+)
+def test_wrong_sampling_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**changes)
+
+
+def test_min_p_keeps_what_is_likely_beside_the_likeliest():
+    probabilities = torch.tensor([[0.5, 0.05, 0.3, 0.15], [0.25, 0.25, 0.25, 0.25]])
+    for min_p, expected in ((0.05, [0, 1, 2, 3]), (0.2, [0, 2, 3]), (0.5, [0, 2]), (1.0, [0])):
+        scores = Sampling(min_p=min_p).filter(probabilities.log())
+        assert scores.isfinite()[0].nonzero().flatten().tolist() == expected
+        assert scores.isfinite()[1].all()
+
+
+def test_min_p_looks_at_what_temperature_has_made_of_the_scores():
+    scores = torch.tensor([[0.5, 0.3]]).log()
+    assert not Sampling(min_p=0.5, temperature=0.5).filter(scores).isfinite().all()
+    assert Sampling(min_p=0.5).filter(scores).isfinite().all()
+
+
+def test_a_repetition_penalty_lowers_scores_of_either_sign():
+    seen = torch.tensor([[True, True, False, False, True], [False] * 5])
+    got = Sampling(repetition_penalty=2.0).filter(LOGITS, seen)
+    assert got.tolist() == [[0.5, 1.5, 2.0, 3.0, -2.0], LOGITS[1].tolist()]
+    assert torch.equal(Sampling(repetition_penalty=2.0).filter(LOGITS), LOGITS)
+    assert torch.equal(Sampling().filter(LOGITS, seen), LOGITS)
+
+
+def test_a_repetition_penalty_acts_on_greedy_choices_too():
+    sampling = Sampling(greedy=True, repetition_penalty=2.0)
+    seen = torch.tensor([[False, True, False, False, False]] * 2)
+    assert sampling.choose(LOGITS, seen=seen).tolist() == [3, 2]
+    assert sampling.probabilities(LOGITS, seen).argmax(-1).tolist() == [3, 2]
+    assert sampling.probabilities(LOGITS, seen).sum(-1).tolist() == [1.0, 1.0]
+
+
+def test_a_draw_inverts_the_distribution():
+    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).expand(6, 5)
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.9999, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probabilities, numbers).tolist() == [1, 1, 3, 3, 3, 3]
+    assert draw(4 * probabilities, numbers).tolist() == [1, 1, 3, 3, 3, 3]
+
+
+def test_rows_are_chosen_each_by_its_own_settings():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9)
+    settings = [
+        Sampling(),
+        Sampling(greedy=True),
+        Sampling(),
+        Sampling(repetition_penalty=3.0),
+        Sampling(top_k=2),
+        Sampling(greedy=True, repetition_penalty=50.0),
+    ]
+    seen = [logits[row] > 0 if settings[row].needs_seen else None for row in range(6)]
+    got = choose_rows(logits, settings, [make_generator(row) for row in range(6)], seen)
+    for row, setting in enumerate(settings):
+        mask = None if seen[row] is None else seen[row][None]
+        alone = setting.choose(logits[row : row + 1], make_generator(row), mask)
+        assert [got[row]] == alone.tolist()
+
+
+def test_a_generator_stands_for_a_seed():
+    first, second = (uniform(3, make_generator(4)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert make_generator(None) is None
