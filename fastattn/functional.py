@@ -53,7 +53,7 @@ def attention(
     score_mod_grad: Any = None,
     mod_tensors: tuple[Tensor, ...] = (),
     sinks: Tensor | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0,  # an int: torch.compile would make a default that is a float dynamic
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -152,34 +152,12 @@ def attention(
     checks.check_tensors(q, k, v)
     q, k, v, relative_keys, relative_query = _autocast(q, k, v, relative_keys, relative_query)
     options = arguments.dense_options(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        prefix_lengths=prefix_lengths,
-        keep_first=keep_first,
-        stride=stride,
-        key_padding_mask=key_padding_mask,
-        key_lengths=key_lengths,
-        documents=documents,
-        attn_mask=attn_mask,
-        mask_mod=mask_mod,
-        query_offset=query_offset,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        relative_bias=relative_bias,
-        relative_keys=relative_keys,
-        relative_query=relative_query,
-        attn_bias=attn_bias,
-        score_mod=score_mod,
-        score_mod_grad=score_mod_grad,
-        mod_tensors=mod_tensors,
-        sinks=sinks,
-        dropout=dropout,
-        dropout_seed=dropout_seed,
-    )
+        q, k, v, key_padding_mask, query_offset, attn_mask, attn_bias, documents,
+        # In the order of ScoreArguments.
+        causal, window, prefix_lengths, keep_first, stride, mask_mod, mod_tensors, key_lengths,
+        scale, softcap, alibi_slopes, relative_bias, relative_keys, relative_query, score_mod,
+        score_mod_grad, sinks, dropout, dropout_seed,
+    )  # fmt: skip
     return _compute(q, k, v, options, return_lse, backend)
 
 

@@ -1,77 +1,231 @@
 """Naive attention in plain torch: the oracle of every test, in any floating dtype.
 
-It states the mask in its own words and shares nothing with the kernels, so that a wrong rule on
-either side shows.
+It states masks and scores in its own words and shares nothing with the kernels, nor with `formula`,
+so that a wrong rule on either side shows.
 """
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .checks import Window
+from . import dropout as dropout_bits
+from . import torch_language
+from .options import Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import AttentionArguments, ScoreArguments
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
-    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    query_offset: int | Tensor | None = ..., scale: float | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
+    return_lse: Literal[False] = ..., **options: "Unpack[AttentionArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., window: Window = ...,
-    key_padding_mask: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    query_offset: int | Tensor | None = ..., scale: float | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
+    return_lse: Literal[True], **options: "Unpack[AttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: Window = None,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    query_offset: int | Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_keys: Tensor | None = None,
+    relative_query: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    score_mod: Any = None,
+    score_mod_grad: Any = None,
+    mod_tensors: tuple[Tensor, ...] = (),
+    sinks: Tensor | None = None,
+    dropout: float = 0,
+    dropout_seed: Tensor | None = None,
+    dropout_keep: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    attn_mask: Tensor | None = None,
     return_lse: bool = False,
+    first_row: int = 0,
+    **masks: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + mask) v, computed as it is written, in the dtype of q.
 
     Arguments and result are those of `fastattn.attention`; nothing is checked. Takes memory for
-    every score, [B, H_q, T_q, T_k]. lse is returned in q's dtype, or fp32 if that is wider.
+    every score, [B, H_q, T_q, T_k], and with relative_keys for D times as much. lse is returned in
+    q's dtype, or fp32 if that is wider. Gradients of score_mod are torch's own: score_mod_grad is
+    not used.
+
+    Args:
+        dropout_keep: bool [B, H_q, T_q, T_k], the weights to keep, in place of a seed.
+        first_row: b of the first batch row; not 0 for a part of a batch.
     """
     B, H_q, T_q, D = q.shape
-    _, H_k, T_k, D_v = v.shape
-    keep = visible_mask(
-        T_q,
-        T_k,
-        causal=causal,
-        window=window,
-        key_padding_mask=key_padding_mask,
-        key_lengths=key_lengths,
-        query_offset=query_offset,
-        device=q.device,
-    )
+    H_k, T_k = v.shape[1:3]
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask, attn_bias = None, attn_mask
+    places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row)
+    p, j = (x.long() for x in places[2:])
+    keep = visible_mask(T_q, T_k, query_offset=query_offset, device=q.device, **_positional(masks))
+    keep = keep & _other_masks(places, attn_mask, mod_tensors, masks)
     # A key that no query of any head may see must not reach the sums even if it is NaN.
-    exists = existing_keys(B, T_k, key_padding_mask, key_lengths, q.device)
+    exists = existing_keys(
+        B, T_k, masks.get("key_padding_mask"), masks.get("key_lengths"), q.device,
+        _key_documents(masks),
+    )  # fmt: skip
     k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
 
-    grouped = q.reshape(B, H_k, H_q // H_k, T_q, D)  # [B, H_k, G, T_q, D]
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", grouped, k) * (D**-0.5 if scale is None else scale)
-    hidden = ~keep[:, :, None]  # [B or 1, 1, 1, T_q, T_k]
-    blind = hidden.all(-1, keepdim=True)
-    scores = scores.masked_fill(hidden, float("-inf")).masked_fill(blind, 0.0)
-    weights = scores.softmax(-1).masked_fill(blind, 0.0)
-    o = torch.einsum("bhgqk,bhkd->bhgqd", weights, v).reshape(B, H_q, T_q, D_v)
+    k, v = (x.repeat_interleave(H_q // H_k, dim=1) for x in (k, v))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    if relative_keys is not None:
+        query = q if relative_query is None else relative_query
+        vectors = relative_keys.to(q.dtype).repeat_interleave(H_q // len(relative_keys), dim=0)
+        near = _by_distance(vectors, p - j)  # [B or 1, H_q, T_q, T_k, D]
+        scores = scores + (query.to(q.dtype)[:, :, :, None] * near).sum(-1)
+    scores = scores * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(q.dtype).reshape(-1, H_q, 1, 1)
+        scores = scores - slopes * (p - j).abs()
+    if relative_bias is not None:
+        scores = scores + _by_distance(relative_bias.to(q.dtype), p - j)
+    if attn_bias is not None:
+        scores = scores + attn_bias.to(q.dtype)
+    if score_mod is not None:
+        seen = scores.masked_fill(~keep, 0.0)
+        scores = torch_language.score_mod(score_mod, seen, places, mod_tensors)
+
+    scores = scores.masked_fill(~keep, float("-inf"))
+    sink = torch.full((H_q,), float("-inf"), dtype=q.dtype, device=q.device)
+    sink = sink if sinks is None else sinks.to(q.dtype)
+    logits = torch.cat((scores, sink[:, None, None].expand(B, H_q, T_q, 1)), dim=-1)
+    blind = logits.isneginf().all(-1, keepdim=True)
+    logits = logits.masked_fill(blind, 0.0)
+    weights = logits.softmax(-1).masked_fill(blind, 0.0)[..., :T_k]
+    if dropout:
+        if dropout_keep is None:
+            seed = dropout_bits.draw_seed(q.device) if dropout_seed is None else dropout_seed
+            dropout_keep = dropout_bits.keep_mask(
+                seed, dropout, B, H_q, T_q, T_k, first_row=first_row
+            )
+        weights = weights * dropout_keep / (1 - dropout)
+    o = torch.einsum("bhij,bhjd->bhid", weights, v)
     if not return_lse:
         return o
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    lse = wide.logsumexp(-1) if T_k else wide.sum(-1)
-    return o, lse.masked_fill(blind[..., 0], float("-inf")).reshape(B, H_q, T_q)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return o, wide.logsumexp(-1).masked_fill(blind[..., 0], float("-inf"))
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[False] = ..., **options: "Unpack[ScoreArguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[True], **options: "Unpack[ScoreArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each sequence by itself; arguments as `fastattn.attention_varlen`'s."""
+    q_lengths = cu_seqlens_q.diff().tolist()
+    k_lengths = q_lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
+    query = options.pop("relative_query", None)
+    pieces = [x.split(lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))]
+    outputs, lses = [], []
+    for n, parts in enumerate(zip(*pieces, strict=True)):
+        own = dict(options)
+        for name in ("key_lengths", "prefix_lengths", "alibi_slopes"):
+            x = options.get(name)
+            if isinstance(x, Tensor) and (name != "alibi_slopes" or x.dim() == 2):
+                own[name] = x[n][None]
+        if query is not None:
+            own["relative_query"] = query.split(q_lengths)[n].transpose(0, 1)[None]
+        one = [x.transpose(0, 1)[None] for x in parts]
+        o, lse = attention(*one, return_lse=True, first_row=n, **own)  # type: ignore[call-overload]
+        outputs.append(o[0].transpose(0, 1))
+        lses.append(lse[0])
+    return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
+
+
+def torch_places(
+    B: int,
+    H_q: int,
+    T_q: int,
+    T_k: int,
+    query_offset: int | Tensor | None,
+    device: torch.device,
+    first_row: int = 0,
+) -> torch_language.Places:
+    """b, h, p and j of every score, int32, each with the dims that it varies over."""
+
+    def count(n: int, *shape: int) -> Tensor:
+        return torch.arange(n, device=device, dtype=torch.int32).reshape(shape)
+
+    offset = T_k - T_q if query_offset is None else query_offset
+    if isinstance(offset, Tensor):
+        offset = offset.to(device, torch.int32).reshape(-1, 1, 1, 1)
+    p = count(T_q, 1, 1, T_q, 1) + offset
+    return count(B, B, 1, 1, 1) + first_row, count(H_q, 1, H_q, 1, 1), p, count(T_k, 1, 1, 1, T_k)
+
+
+def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
+    """Rows of table [H, 2 R + 1, ...] for distances [B or 1, 1, T_q, T_k], those beyond R as R."""
+    R = table.shape[1] // 2
+    index = torch.where(distance > R, R, torch.where(distance < -R, -R, distance)) + R
+    return table[:, index[:, 0]].transpose(0, 1)
+
+
+_POSITIONAL = (
+    "causal", "window", "prefix_lengths", "keep_first", "stride", "key_padding_mask", "key_lengths",
+)  # fmt: skip
+
+
+def _positional(masks: dict[str, Any]) -> dict[str, Any]:
+    unknown = masks.keys() - {*_POSITIONAL, "documents", "mask_mod"}
+    if unknown:
+        raise TypeError(f"attention takes no {', '.join(sorted(unknown))}")
+    return {name: masks[name] for name in _POSITIONAL if name in masks}
+
+
+def _key_documents(masks: dict[str, Any]) -> Tensor | None:
+    documents = masks.get("documents")
+    return documents[1] if isinstance(documents, tuple) else documents
+
+
+def _other_masks(
+    places: torch_language.Places,
+    attn_mask: Tensor | None,
+    mod_tensors: tuple[Tensor, ...],
+    masks: dict[str, Any],
+) -> Tensor:
+    """What documents, attn_mask and mask_mod let through, broadcasting to the scores."""
+    keep = torch.ones((), dtype=torch.bool, device=places[0].device)
+    documents = masks.get("documents")
+    if documents is not None:
+        q_ids, k_ids = documents if isinstance(documents, tuple) else (documents, documents)
+        q_ids, k_ids = q_ids[:, None, :, None], k_ids[:, None, None, :]
+        keep = keep & (q_ids == k_ids) & (k_ids >= 0)
+    if attn_mask is not None:
+        keep = keep & attn_mask
+    if masks.get("mask_mod") is not None:
+        keep = keep & torch_language.mask_mod(masks["mask_mod"], places, mod_tensors)
+    return keep
 
 
 def visible_mask(
@@ -80,6 +234,9 @@ def visible_mask(
     *,
     causal: bool = False,
     window: Window = None,
+    prefix_lengths: int | Tensor | None = None,
+    keep_first: int = 0,
+    stride: int | None = None,
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_offset: int | Tensor | None = None,
@@ -97,14 +254,22 @@ def visible_mask(
     rows = torch.arange(T_q, device=device).reshape(1, 1, T_q, 1)
     distance = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k) - (rows + offset)
     keep = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        keep = keep & (distance <= 0)
     if window is not None:
         before, after = (window - 1, 0) if isinstance(window, int) else window
         if before is not None:
             keep = keep & (-distance <= before)
         if after is not None:
             keep = keep & (distance <= after)
+    if stride is not None:
+        on_stride = distance.abs() % stride == 0
+        keep = on_stride if window in (None, (None, None)) else keep | on_stride
+    key = torch.arange(T_k, device=device)
+    keep = keep | (key < keep_first)
+    if causal:
+        prefix: int | Tensor = 0 if prefix_lengths is None else prefix_lengths
+        if isinstance(prefix, Tensor):
+            prefix = prefix.reshape(-1, 1, 1, 1)
+        keep = keep & ((distance <= 0) | (key < prefix))
     if key_padding_mask is not None or key_lengths is not None:
         B = (key_padding_mask if key_padding_mask is not None else key_lengths).shape[0]  # type: ignore[union-attr]
         exists = existing_keys(B, T_k, key_padding_mask, key_lengths, device)
@@ -118,11 +283,14 @@ def existing_keys(
     key_padding_mask: Tensor | None,
     key_lengths: Tensor | None,
     device: torch.device | str | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
-    """bool [B, T_k]: keys that are neither padded out nor past their row's length."""
+    """bool [B, T_k]: keys neither padded out, past their row's length nor of a negative id."""
     exists = torch.ones(B, T_k, dtype=torch.bool, device=device)
     if key_padding_mask is not None:
         exists = exists & key_padding_mask
     if key_lengths is not None:
         exists = exists & (torch.arange(T_k, device=device) < key_lengths[:, None])
+    if documents is not None:
+        exists = exists & (documents >= 0)
     return exists

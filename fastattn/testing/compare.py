@@ -10,6 +10,10 @@ from .. import reference
 from .budget import assert_within_budget
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
+# Options that gradients reach. A float attn_mask is a bias.
+DIFFERENTIABLE = (
+    "attn_mask", "attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks",
+)  # fmt: skip
 
 
 def assert_matches_reference(
@@ -17,39 +21,60 @@ def assert_matches_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: Any,
     clean: tuple[Tensor, Tensor, Tensor] | None = None,
+    oracle: Callable[..., Any] = reference.attention,
     **arguments: Any,
 ) -> None:
-    """Hold o, lse, dq, dk and dv of `attention` to the oracle's.
+    """Hold o, lse, dq, dk, dv and the gradients of float options to the oracle's.
 
     Args:
-        attention: called as attention(q, k, v, return_lse=True, **arguments).
+        attention: called as attention(q, k, v, *positional, return_lse=True, **arguments).
         q, k, v: leaf tensors that require grad, drawn in the tested dtype.
         clean: what the oracle gets instead of q, k, v, where those hold NaN in padded-out places.
-        arguments: masks, scale and so on, passed to both.
+        oracle: `reference.attention_varlen` for packed sequences, whose offsets are `positional`.
+        arguments: masks, scale and so on, passed to both. Of those in DIFFERENTIABLE the gradients
+            are compared too, whether they require grad or not.
 
     Raises:
         AssertionError: a result that is not finite, or past its budget.
     """
-    ours = results(attention, q, k, v, **arguments)
+    ours = results(attention, q, k, v, *positional, **arguments)
     originals = clean if clean is not None else (q, k, v)
-    ref = results(reference.attention, *(x.detach().double() for x in originals), **arguments)
-    naive = results(reference.attention, *(x.detach() for x in originals), **arguments)
-    for name, x, exact, plain in zip(NAMES, ours, ref, naive, strict=True):
+    wide = {name: x.double() if name in _floats(arguments) else x for name, x in arguments.items()}
+    ref = results(oracle, *(x.detach().double() for x in originals), *positional, **wide)
+    naive = results(oracle, *(x.detach() for x in originals), *positional, **arguments)
+    names = (*NAMES, *(f"d{name}" for name in _floats(arguments)))
+    for name, x, exact, plain in zip(names, ours, ref, naive, strict=True):
         assert_within_budget(name, x, exact, plain)
 
 
 def results(
-    attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+    attention: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *positional: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """o, lse, dq, dk, dv for fixed random gradients of o and lse, the same for every dtype."""
+    """o, lse, dq, dk, dv and gradients of float options.
+
+    The gradients of o and lse are random, fixed, and the same for every dtype.
+    """
+    names = _floats(arguments)
+    leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o, lse = attention(q, k, v, return_lse=True, **arguments)
+    o, lse = attention(q, k, v, *positional, return_lse=True, **{**arguments, **leaves})
     generator = torch.Generator().manual_seed(1)
     # Drawn in bf16, which every dtype holds, so that all are given the same gradients.
     do, dlse = (
         torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
     )
-    grads = torch.autograd.grad((o, lse), (q, k, v), (do, dlse))
+    grads = torch.autograd.grad((o, lse), (q, k, v, *leaves.values()), (do, dlse))
     return (o.detach(), lse.detach(), *grads)
+
+
+def _floats(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the arguments that gradients reach, in their order."""
+    given = (name for name in DIFFERENTIABLE if arguments.get(name) is not None)
+    return tuple(name for name in given if arguments[name].is_floating_point())
