@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .cli_bench import add_bench
+from .cli_generate import add_generate
 
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fastattn", description="Fused attention in Triton, with a small GPT.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
-    _add_generate(commands)
+    add_generate(commands)
     info = commands.add_parser("info", help="show devices, backends and versions")
     info.set_defaults(command=_info)
     add_bench(commands)
@@ -134,21 +135,6 @@ def _add_training_options(group: Any) -> None:
     add("--save-every", "checkpoint_interval", "steps (500)", type=int)
 
 
-def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="continue a text with a trained GPT")
-    parser.set_defaults(command=_generate)
-    add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
-    add("--prompt", default="", help="text to continue (none)")
-    add("--tokens", type=int, default=500, help="tokens to generate (500)")
-    add("--temperature", type=float, default=0.8, help="(0.8)")
-    add("--top-k", type=int, help="keep the k most likely tokens (all)")
-    add("--top-p", type=float, help="keep the most likely tokens of this probability (all)")
-    add("--greedy", action="store_true", help="take the most likely token every time")
-    add("--seed", type=int, help="repeat a text (a new one every time)")
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
-
-
 def _train(arguments: argparse.Namespace) -> int:
     from .training.checkpoint import latest_checkpoint
     from .training.run import Options, train
@@ -177,40 +163,6 @@ def _train(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{result.tokens_per_second:,.0f} tokens/s while training\n")
     sys.stdout.write(f"checkpoint {result.checkpoint}\n")
     sys.stdout.write(f"loss curve {os.path.join(arguments.out, 'loss.png')}\n")
-    return 0
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from .generation.generate import generate_text
-    from .generation.sampling import Sampling
-    from .training.checkpoint import load_model
-    from .training.config import resolve_device
-
-    sampling = Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        greedy=arguments.greedy,
-    )
-    device = resolve_device(arguments.device)
-    model, tokenizer = load_model(arguments.checkpoint, device=device)
-    pieces = generate_text(
-        model,
-        tokenizer,
-        arguments.prompt,
-        arguments.tokens,
-        sampling=sampling,
-        seed=arguments.seed,
-    )
-    # A terminal that cannot show a character should not end the text.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    first = next(pieces, "")
-    sys.stdout.write(arguments.prompt + first)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
     return 0
 
 

@@ -18,7 +18,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # import from its own floor and from those below, and every module must have a floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.testing", "fastattn.bench"),
-    ("fastattn.cli", "fastattn.cli_bench"),
+    ("fastattn.cli", "fastattn.cli_bench", "fastattn.cli_generate"),
     ("fastattn.bench.training_step", "fastattn.bench.facts"),
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..models.gpt import GPT
 from .request import make_request
+from .text import TextCodec, TextStream, encode_prompt, text_until_stop
 from .window import Window
 
 
@@ -93,6 +94,45 @@ def beam_search(
             return search.ended
         window.reorder(parents)
         fresh = [tokens[-1:] for tokens in search.tokens]
+
+
+def beam_texts(
+    model: GPT,
+    tokenizer: TextCodec,
+    prompt: str,
+    count: int,
+    *,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+    stop: Sequence[str] = (),
+    end_token: int | None = None,
+) -> list[tuple[str, Beam]]:
+    """Searches for the best continuations of a text, the best first, each with its text.
+
+    Args:
+        tokenizer: of the model.
+        prompt: as for `generate_text`.
+        stop: strings that end a continuation; neither they nor what follows them is in its text.
+        model, count, beams, length_penalty, end_token: as for `beam_search`.
+
+    Raises:
+        ValueError: the tokenizer does not know a character of the prompt, a stop string is empty,
+            or as `beam_search`.
+        FloatingPointError: the model's scores are not finite.
+    """
+    TextStream(tokenizer, stop)
+
+    def is_end(tokens: list[int]) -> bool:
+        stream = TextStream(tokenizer, stop)
+        for token in tokens:
+            stream.feed(token)
+        return stream.stopped
+
+    found = beam_search(
+        model, encode_prompt(tokenizer, prompt), count, beams=beams, length_penalty=length_penalty,
+        end_token=end_token, is_end=is_end if stop else None,
+    )  # fmt: skip
+    return [(text_until_stop(tokenizer, beam.tokens, stop), beam) for beam in found]
 
 
 class _Search:

@@ -1,0 +1,220 @@
+"""`fastattn generate`: texts continued by a trained GPT."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .generation.request import Tally
+    from .generation.sampling import Sampling
+    from .models.gpt import GPT
+    from .training.tokenizer import Tokenizer
+
+_TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
+
+
+def add_generate(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue texts with a trained GPT",
+        description="Continue texts with a trained GPT. Several prompts are continued together, "
+        "each as it would be alone; their texts come under a heading each.",
+    )
+    parser.set_defaults(command=_generate)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue (none); repeatable")
+    add("--prompts-file", metavar="FILE", help="more prompts, one a line; UTF-8")
+    add("--tokens", type=int, default=500, help="tokens to generate at most (500)")
+    add("--stop", action="append", metavar="TEXT", help="end the text before this; repeatable")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--cuda-graph", action="store_true", help="replay the steps as a CUDA graph")
+    # An option that is not given must not contradict --beams.
+    drawn = parser.add_argument_group("choice of tokens")
+    add = drawn.add_argument
+    add("--temperature", type=float, help=f"({_TEMPERATURE})")
+    add("--top-k", type=int, help="keep the k most likely tokens (all)")
+    add("--top-p", type=float, help="keep the most likely tokens of this probability (all)")
+    add("--min-p", type=float, help="keep tokens this likely beside the likeliest (all)")
+    add("--repetition-penalty", type=float, help="above 1: avoid tokens of the text so far (1)")
+    add("--greedy", action="store_true", default=None, help="take the most likely token every time")
+    add("--seed", type=int, help="repeat a text (a new one every time)")
+    draft = parser.add_argument_group("speculative decoding")
+    add = draft.add_argument
+    add("--draft", metavar="DIR", help="checkpoint of a faster model with the same tokenizer")
+    add("--draft-tokens", type=int, help=f"tokens that it proposes at a time ({_DRAFT_TOKENS})")
+    search = parser.add_argument_group("beam search")
+    add = search.add_argument
+    add("--beams", type=int, help="search for the most likely text with so many beams")
+    add("--length-penalty", type=float, help=f"above 0: favour long texts ({_LENGTH_PENALTY})")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    _check_options(arguments)
+    prompts = _prompts(arguments)
+    from .generation.request import Tally
+    from .training.checkpoint import load_model
+    from .training.config import resolve_device
+
+    sampling = _sampling(arguments)
+    device = resolve_device(arguments.device)
+    model, tokenizer = load_model(arguments.checkpoint, device=device)
+    draft = _draft(arguments, tokenizer, device)
+    # A terminal that cannot show a character should not end the text.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    tally = Tally()
+    begin = time.perf_counter()
+    pieces = _pieces(arguments, model, draft, tokenizer, prompts, sampling, tally)
+    if len(prompts) == 1:
+        _write_stream(prompts[0], pieces)
+    else:
+        _write_texts(prompts, pieces)
+    _report(tally, time.perf_counter() - begin)
+    return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ValueError on options that exclude each other."""
+
+    def given(*names: str) -> list[str]:
+        return [
+            "--" + name.replace("_", "-") for name in names if getattr(arguments, name) is not None
+        ]
+
+    drawn = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy", "seed")
+    if arguments.beams is not None:
+        excluded = given(*drawn, "draft") + ["--cuda-graph"] * arguments.cuda_graph
+        if excluded:
+            raise ValueError(f"--beams searches for the likeliest text: leave out {excluded[0]}")
+    elif arguments.length_penalty is not None:
+        raise ValueError("--length-penalty needs --beams")
+    if arguments.draft is None and arguments.draft_tokens is not None:
+        raise ValueError("--draft-tokens needs --draft")
+    if arguments.draft is not None and arguments.cuda_graph:
+        raise ValueError("--draft takes no --cuda-graph: its steps differ in length")
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(arguments.prompt or [])
+    path = arguments.prompts_file
+    if path is None:
+        return prompts or [""]
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read prompts file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"prompts file {path} is not UTF-8 text") from None
+    if not lines:
+        raise ValueError(f"prompts file {path} is empty")
+    return prompts + lines
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    from .generation.sampling import Sampling
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        temperature=given(arguments.temperature, _TEMPERATURE),
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=given(arguments.repetition_penalty, 1.0),
+        greedy=bool(arguments.greedy),
+    )
+
+
+def _draft(arguments: argparse.Namespace, tokenizer: Tokenizer, device: torch.device) -> GPT | None:
+    from .training.checkpoint import load_model
+
+    if arguments.draft is None:
+        return None
+    draft, other = load_model(arguments.draft, device=device)
+    if other.to_json() != tokenizer.to_json():
+        raise ValueError(
+            f"--draft {arguments.draft} has another tokenizer than {arguments.checkpoint}: "
+            "train both on one tokenizer file (train --tokenizer FILE)"
+        )
+    return draft
+
+
+def _pieces(
+    arguments: argparse.Namespace,
+    model: GPT,
+    draft: GPT | None,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    sampling: Sampling,
+    tally: Tally,
+) -> Iterator[tuple[int, str]]:
+    """(prompt's number, text) as it comes, without the prompts."""
+    stop, count = arguments.stop or [], arguments.tokens
+    if arguments.beams is not None:
+        from .generation.search import beam_texts
+
+        penalty = arguments.length_penalty
+        for row, prompt in enumerate(prompts):
+            found = beam_texts(
+                model, tokenizer, prompt, count, beams=arguments.beams, stop=stop,
+                length_penalty=_LENGTH_PENALTY if penalty is None else penalty,
+            )  # fmt: skip
+            text, beam = found[0]
+            tally.tokens += len(beam.tokens)
+            yield row, text
+    elif draft is not None:
+        from .generation.speculative import speculative_text
+
+        drafts = arguments.draft_tokens
+        for row, prompt in enumerate(prompts):
+            pieces = speculative_text(
+                model, draft, tokenizer, prompt, count, sampling=sampling, stop=stop, tally=tally,
+                drafts=_DRAFT_TOKENS if drafts is None else drafts,
+                seed=None if arguments.seed is None else arguments.seed + row,
+            )  # fmt: skip
+            for piece in pieces:
+                yield row, piece
+    else:
+        from .generation.generate import generate_texts
+
+        yield from generate_texts(
+            model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,
+            cuda_graph=arguments.cuda_graph, tally=tally,
+        )  # fmt: skip
+
+
+def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:
+    """Writes one text as it comes; nothing before the first piece, which may raise."""
+    _, first = next(pieces, (0, ""))
+    sys.stdout.write(prompt + first)
+    for _, piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _write_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
+    """Writes several texts, in the order of their prompts, once all are there."""
+    texts = list(prompts)
+    for row, piece in pieces:
+        texts[row] += piece
+    for row, text in enumerate(texts):
+        sys.stdout.write(f"=== {row + 1} of {len(texts)} ===\n{text}\n")
+
+
+def _report(tally: Tally, seconds: float) -> None:
+    """Says on stderr how fast it went, so that the text can be piped on."""
+    line = f"{tally.tokens} tokens in {seconds:.2f} s: {tally.tokens / seconds:,.0f} tokens/s"
+    if tally.drafted:
+        line += f"; {tally.acceptance_rate:.0%} of {tally.drafted} drafted tokens accepted"
+    sys.stderr.write(line + "\n")
