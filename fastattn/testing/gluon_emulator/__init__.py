@@ -24,11 +24,13 @@ from .errors import ResourceError as ResourceError
 from .errors import UnfinishedError as UnfinishedError
 from .errors import UninitializedError as UninitializedError
 from .language import assembly as assembly
+from .launch import Emulated as Emulated
 from .launch import launch as launch
 
 __all__ = [
     "BarrierError",
     "DeadlockError",
+    "Emulated",
     "EmulationError",
     "IllegalError",
     "InFlightError",

@@ -108,3 +108,17 @@ def _stand_in(value: Any) -> Any:
     if isinstance(getattr(value, "fn", None), types.FunctionType):
         return emulated(value)
     return value
+
+
+class Emulated:
+    """A kernel in the emulator, launched as Triton's are: Emulated(kernel)[grid](*args).
+
+    Put in the kernel's place in its module, a launcher's own code runs on CPU tensors.
+    """
+
+    def __init__(self, kernel: Any, seed: int = 0) -> None:
+        self.kernel = kernel
+        self.seed = seed
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(launch, self.kernel, grid, seed=self.seed)

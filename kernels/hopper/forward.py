@@ -1,0 +1,289 @@
+"""Forward for Hopper: one producer warp loads, consumer warpgroups of 64 queries multiply.
+
+A consumer issues Q K^T of the next block before it takes the softmax of this one, and the softmax
+overlaps with P V of the block before. README.md draws it.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..arguments import blocks as number_of_blocks
+from ..arguments import empty_in_layout
+from ..softmax import LOG2E, finish, online_step
+from .band import block_number, key_plan, row_facts, sees
+from .config import forward_config
+from .host import bounded, describe, heads_in_l2, multiprocessors
+from .pipeline import (
+    ROWS,
+    accumulator_layout,
+    allocate_barriers,
+    allocate_ring,
+    as_operand,
+    load,
+    load_keys,
+    locate,
+    number_of_tiles,
+    release,
+    tile_number,
+    tile_of,
+    wait_full,
+)
+
+
+@gluon.jit
+def _tile_facts(i, order, problem, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of this program's i-th tile: b, h, first query, where its keys end, its plan of blocks."""
+    heads, tiles, group, H_q = order
+    T_q, T_k, query_offset, left, right = problem
+    offsets_ptr, lengths_ptr = lengths
+    tile, head = locate(tile_number(i), heads, tiles, group, True)
+    b = head // H_q
+    first = tile * (CONSUMERS * ROWS)
+    last = gl.minimum(first + CONSUMERS * ROWS, T_q) - 1
+    offset, end = row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr)
+    blocks, masked, ranges = key_plan(first, last, offset, end, left, right, BLOCK_N)
+    return b, head - b * H_q, first, offset, end, blocks, masked, ranges
+
+
+@gluon.jit
+def _produce(
+    inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
+    """Load the queries of each tile, and its K and V blocks in the order they are used."""
+    q_desc, k_desc, v_desc, queries, k_ring, v_ring, landed, G, work = inputs
+    order, problem, lengths, total = work
+    n = 0
+    scrubs = 0
+    for i in range(number_of_tiles(total)):
+        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
+            i, order, problem, lengths, CONSUMERS, BLOCK_N
+        )
+        _load_queries(queries, q_desc, b, h, first, i, 0)
+        for j in range(blocks):
+            key = block_number(j, masked, ranges) * BLOCK_N
+            load(k_ring, n, k_desc, b, h // G, key, STAGES)
+            if j == 0:
+                for consumer in gl.static_range(1, CONSUMERS):
+                    _load_queries(queries, q_desc, b, h, first, i, consumer)
+            scrubs = load_keys(
+                v_ring, n, v_desc, b, h // G, key, end, landed, scrubs,
+                BLOCK_N, D, STAGES, lengths[1] is not None,
+            )  # fmt: skip
+            n += 1
+
+
+@gluon.jit
+def _load_queries(queries, q_desc, b, h, first, i, CONSUMER: gl.constexpr):
+    q, full, empty = queries
+    mbarrier.wait(empty.index(CONSUMER), (i & 1) ^ 1)
+    mbarrier.expect(full.index(CONSUMER), q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        q_desc, [b, h, first + CONSUMER * ROWS, 0], full.index(CONSUMER), q.index(CONSUMER)
+    )
+
+
+@gluon.jit
+def _start_scores(q, k_ring, n, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Issue Q K^T of the n-th block; its tile has arrived."""
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    k = tile_of(k_ring, n, BLOCK_N, D, STAGES).permute((1, 0))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask(s, rows, key, offset, end, left, right, BLOCK_N: gl.constexpr):
+    cols = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, accumulator_layout(BLOCK_N)))
+    keep = sees(rows[:, None], cols[None, :], offset, end, left, right)
+    return gl.where(keep, s, float("-inf"))
+
+
+@gluon.jit
+def _step(
+    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, offset, end, left, right, scale_log2,
+    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Scores of block n and values of block n - 1, whose weights are p, at the same time."""
+    s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
+    wait_full(v_ring, n - 1, True, STAGES)
+    v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
+    acc_next = warpgroup_mma(p, v, acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    release(k_ring, n, STAGES)
+    if MASKED:
+        s = _mask(s, rows, key, offset, end, left, right, BLOCK_N)
+    weights, rescale, m, l = online_step(s, m, l, scale_log2, MASKED)
+    # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
+    # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
+    wait_full(k_ring, n + 1, more, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    release(v_ring, n - 1, STAGES)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, accumulator_layout(D)))[:, None]
+    return acc, as_operand(weights, p.dtype, D), m, l
+
+
+@gluon.jit
+def _consume(
+    outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
+):  # fmt: skip
+    """o and lse of 64 queries of each tile."""
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
+    O_LAYOUT: gl.constexpr = accumulator_layout(D)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, scale_log2, work = outputs
+    order, problem, lengths, total = work
+    T_q, T_k, query_offset, left, right = problem
+    dtype: gl.constexpr = o_desc.dtype
+    q_tile = queries[0].index(CONSUMER)
+    q = q_tile.reshape([ROWS, D])
+    n = 0
+    for i in range(number_of_tiles(total)):
+        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
+            i, order, problem, lengths, CONSUMERS, BLOCK_N
+        )
+        first += CONSUMER * ROWS
+        rows = first + gl.arange(0, ROWS, layout=S_ROWS)
+        m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+        l = gl.zeros([ROWS], gl.float32, S_ROWS)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+
+        mbarrier.wait(queries[1].index(CONSUMER), i & 1)
+        wait_full(k_ring, n, True, STAGES)
+        s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release(k_ring, n, STAGES)
+        key = block_number(0, masked, ranges) * BLOCK_N
+        s = _mask(s, rows, key, offset, end, left, right, BLOCK_N)
+        weights, rescale, m, l = online_step(s, m, l, scale_log2, True)
+        p = as_operand(weights, dtype, D)
+        wait_full(k_ring, n + 1, blocks > 1, STAGES)
+        for j in range(1, masked):
+            key = block_number(j, masked, ranges) * BLOCK_N
+            acc, p, m, l = _step(
+                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+                offset, end, left, right, scale_log2, True, BLOCK_N, D, STAGES,
+            )  # fmt: skip
+        for j in range(gl.maximum(masked, 1), blocks):
+            acc, p, m, l = _step(
+                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0,
+                offset, end, left, right, scale_log2, False, BLOCK_N, D, STAGES,
+            )  # fmt: skip
+        n += blocks
+        wait_full(v_ring, n - 1, True, STAGES)
+        v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        if O_APART:
+            mbarrier.arrive(queries[2].index(CONSUMER), count=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(v_ring, n - 1, STAGES)
+
+        o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
+        rows = first + gl.arange(0, ROWS, layout=O_ROWS)
+        lse_row = lse_ptr + (b * order[3] + h).to(gl.int64) * T_q
+        gl.store(lse_row + rows, lse, mask=rows < T_q)
+        o_tile = q_tile
+        if O_APART:
+            o_tile = o_tiles.index(CONSUMER)
+            # The store of the tile before has had all this time.
+            tma.store_wait(pendings=0)
+        o_tile.reshape([ROWS, D]).store(o.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [b, h, first, 0], o_tile)
+        if not O_APART:
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(queries[2].index(CONSUMER), count=1)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=[
+    "T_q", "T_k", "H_q", "G", "heads", "tiles", "group", "query_offset", "left", "right",
+])  # fmt: skip
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, offsets_ptr, lengths_ptr,
+    T_q, T_k, H_q, G, heads, tiles, group, query_offset, left, right, scale_log2,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
+):  # fmt: skip
+    """Persistent grid of any size over `tiles` tiles of 64 * CONSUMERS queries of each head."""
+    # Dimensions of shared memory are powers of two.
+    SLOTS: gl.constexpr = 4 if CONSUMERS == 3 else CONSUMERS
+    q_ring = allocate_ring(q_desc, SLOTS, 1)
+    k_ring = allocate_ring(k_desc, STAGES, CONSUMERS)
+    v_ring = allocate_ring(v_desc, STAGES, CONSUMERS)
+    landed = allocate_barriers(1, 1).index(0)  # see load_keys
+    o_tiles = q_ring[0]
+    if O_APART:
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
+    total = heads * tiles
+    order = (heads, tiles, group, H_q)
+    problem = (T_q, T_k, query_offset, left, right)
+    lengths = (offsets_ptr, lengths_ptr)
+    work = (order, problem, lengths, total)
+    inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
+    outputs = (o_desc, lse_ptr, q_ring, o_tiles, k_ring, v_ring, scale_log2, work)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 1, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 1, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 2, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def launch_hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    left: int | None,
+    right: int | None,
+    query_offset: int,
+    query_offsets: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
+
+    Args:
+        q: [B, H_q, T_q, D], k and v: [B, H_k, T_k, D], of which `why_not_hopper` says None.
+        left, right: sides of the band around each query's position; None = unbounded.
+        query_offset: position of query 0 among the keys, unless query_offsets, int [B], says it.
+        key_lengths: int [B], the keys of each batch row; what lies behind them may be NaN.
+        scale: multiplies q k^T, > 0.
+        programs: size of the persistent grid; default one for each multiprocessor.
+    """
+    B, H_q, T_q, D = q.shape
+    _, H_k, T_k, _ = k.shape
+    o = empty_in_layout(q, H_q, T_q, D)
+    lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+    config = forward_config(D, key_lengths is not None)
+    tiles = number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
+    if tiles * B * H_q == 0:
+        return o, lse
+    programs = min(tiles * B * H_q, programs or multiprocessors(q.device))
+    hopper_forward_kernel[(programs,)](
+        describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
+        describe(o, ROWS.value), lse, query_offsets, key_lengths,
+        T_q, T_k, H_q, H_q // H_k, B * H_q, tiles, heads_in_l2(k, v) * (H_q // H_k),
+        query_offset, bounded(left), bounded(right), scale * LOG2E.value,
+        D, config.BLOCK, config.STAGES, config.CONSUMERS,
+        config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,
+        num_warps=4,
+    )  # fmt: skip
+    return o, lse

@@ -1,0 +1,76 @@
+"""What the launchers of the Hopper kernels tell them: descriptors, grid, and what they serve."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..arguments import UNBOUNDED, aligned
+from .config import HEAD_DIMS
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
+_L2_BYTES = 32 << 20
+# Where nothing else is known: H100 and H200 SXM.
+_MULTIPROCESSORS = 132
+# TMA coordinates and the kernels' positions are int32, and sides of a band are added to them.
+_MAX_LENGTH = 1 << 29
+
+
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the Hopper kernels cannot take these tensors, whatever GPU they are on; None if they can.
+
+    The caller knows of the GPU, and of options beside the band, offsets and lengths.
+    """
+    D, D_v, T_k = q.shape[3], v.shape[3], k.shape[2]
+    if q.dtype not in _DTYPES:
+        return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
+    if D_v != D:
+        return f"head dims of q and v differ ({D} and {D_v})"
+    if D not in HEAD_DIMS:
+        return f"head dim {D} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if T_k == 0:
+        return "there are no keys"
+    if max(T_k, q.shape[2]) >= _MAX_LENGTH:
+        return f"{max(T_k, q.shape[2])} positions; they count to {_MAX_LENGTH}"
+    return None
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """A TMA descriptor of x [B, H, T, D] in tiles of `rows` rows of one head.
+
+    Tiles are zero-filled past the last row when loaded, and clipped there when stored.
+    """
+    x = aligned(x)
+    elements = 16 // x.element_size()
+    # A stride that is never taken may be anything, but TMA wants whole multiples of 16 bytes.
+    strides = [
+        stride if size > 1 else elements
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    ]
+    block = [1, 1, rows, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def bounded(side: int | None) -> int | None:
+    """A side of the band that can be added to positions in int32."""
+    return None if side is None else min(side, UNBOUNDED)
+
+
+def heads_in_l2(k: Tensor, v: Tensor) -> int:
+    """How many K/V heads [B, H_k, T_k, D] fit into L2 together, at least one."""
+    head_bytes = k.element_size() * k.shape[2] * (k.shape[3] + v.shape[3])
+    return max(1, _L2_BYTES // max(1, head_bytes))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has."""
+    return _multiprocessors(device) if device.type == "cuda" else _MULTIPROCESSORS
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,172 @@
+"""What the warp-specialised kernels share: rings of stages, loads, and the order of tiles.
+
+A ring is (tiles, full, empty): shared memory [STAGES, ...] and two mbarriers a stage. The producer
+waits until a stage is empty and loads it; the bytes that land complete `full`. Consumers wait for
+`full`, and arrive at `empty` when their products have read the stage. The n-th use of a ring is
+stage n mod STAGES in round n div STAGES; n counts on from tile to tile of a persistent program.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
+# The smallest piece of a swizzled tile that can be addressed by itself.
+_PIECE_ROWS = gl.constexpr(8)
+_PIECE_COLS = gl.constexpr(64)  # of 16 bits
+
+
+@gluon.jit
+def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of the descriptor's tiles that CONSUMERS partitions read."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    full = allocate_barriers(STAGES, 1)
+    empty = allocate_barriers(STAGES, CONSUMERS)
+    return tiles, full, empty
+
+
+@gluon.jit
+def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER mbarriers (a power of two) whose phases take ARRIVALS arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def place(n, STAGES: gl.constexpr):
+    """Stage of the n-th use of a ring (STAGES is a power of two), and the parity of its round."""
+    return n & (STAGES - 1), (n & STAGES) // STAGES
+
+
+@gluon.jit
+def wait_full(ring, n, pred, STAGES: gl.constexpr):
+    """Consumer: until the n-th tile is there; at once where pred is False."""
+    stage, parity = place(n, STAGES)
+    mbarrier.wait(ring[1].index(stage), parity, pred)
+
+
+@gluon.jit
+def tile_of(ring, n, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
+    """The n-th tile as a matrix in shared memory."""
+    stage, _ = place(n, STAGES)
+    return ring[0].index(stage).reshape([ROWS, COLS])
+
+
+@gluon.jit
+def release(ring, n, STAGES: gl.constexpr):
+    """Consumer: the products that read the n-th tile are over."""
+    stage, _ = place(n, STAGES)
+    mbarrier.arrive(ring[2].index(stage), count=1)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Where a warpgroup keeps the [64, columns] result of a product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """x as the register operand of a product with COLUMNS columns: nothing moves between threads.
+
+    x is in the layout of an accumulator.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(COLUMNS), 2)
+    return gl.convert_layout(x.to(dtype), OPERAND)
+
+
+@gluon.jit
+def load(ring, n, desc, b, h, first, STAGES: gl.constexpr):
+    """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row."""
+    tiles, full, empty = ring
+    stage, parity = place(n, STAGES)
+    mbarrier.wait(empty.index(stage), parity ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, first, 0], full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def load_keys(
+    ring, n, desc, b, h, first, end, landed, scrubs,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, LENGTHS: gl.constexpr,
+):  # fmt: skip
+    """`load`, with zeros from key `end` on, whatever the tensor holds there.
+
+    A hidden key has weight 0, and 0 times NaN is NaN. Where the row's keys end with the tensor TMA
+    fills in the zeros; where they end before it (LENGTHS) the tile lands at a barrier of the
+    producer's own, which writes the zeros and only then calls the stage full.
+    Returns how often it did so.
+    """
+    tiles, full, empty = ring
+    stage, parity = place(n, STAGES)
+    tile = tiles.index(stage)
+    if LENGTHS:
+        mbarrier.wait(empty.index(stage), parity ^ 1)
+        if first + ROWS > end:
+            mbarrier.expect(landed, desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc, [b, h, first, 0], landed, tile)
+            mbarrier.wait(landed, scrubs & 1)
+            _zero_rows(tile.reshape([ROWS, COLS]), end - first, ROWS, COLS)
+            fence_async_shared()
+            mbarrier.arrive(full.index(stage), count=1)
+            scrubs += 1
+        else:
+            mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc, [b, h, first, 0], full.index(stage), tile)
+    else:
+        load(ring, n, desc, b, h, first, STAGES)
+    return scrubs
+
+
+@gluon.jit
+def _zero_rows(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Zero all but the first `kept` rows, with one warp, in pieces that fit its few registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    for first in gl.static_range(0, ROWS, _PIECE_ROWS):
+        if first + _PIECE_ROWS > kept:
+            for col in gl.static_range(0, COLS, _PIECE_COLS):
+                piece = tile.slice(first, _PIECE_ROWS, 0).slice(col, _PIECE_COLS, 1)
+                values = piece.load(LAYOUT)
+                piece.store(gl.where((first + rows < kept)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def number_of_tiles(total):
+    """How many of `total` tiles this program of a persistent grid works on; see `tile_number`."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    rounds = total // programs
+    place_in_last = gl.where(rounds % 2 == 0, program, programs - 1 - program)
+    return rounds + (place_in_last < total - rounds * programs).to(gl.int32)
+
+
+@gluon.jit
+def tile_number(i):
+    """The i-th tile of this program: the order of programs is turned round after each.
+
+    Tiles come longest first. Dealt in one direction the first program would get the longest of
+    every round; this way it gets the longest of one and the shortest of the next.
+    """
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return i * programs + gl.where(i % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def locate(number, heads, tiles, group, LAST_FIRST: gl.constexpr):
+    """(tile, head) of a tile number. `heads` counts those of all batch rows, `tiles` those of one.
+
+    Heads are taken `group` at a time, as many as keep their K and V in L2; inside of a group all
+    heads do one tile before any does the next. LAST_FIRST: the last tiles are the longest ones.
+    """
+    first_head = number // (group * tiles) * group
+    rest = number - first_head * tiles
+    heads_here = gl.minimum(group, heads - first_head)
+    tile = rest // heads_here
+    head = first_head + rest - tile * heads_here
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, head
