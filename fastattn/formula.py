@@ -30,6 +30,10 @@ def attention(
         return_lse: whether to return (o, lse).
         first_row: b of the first batch row; not 0 for a part of a batch.
     """
+    if autocasting(q.device):
+        # It would take the products of fp32 in its own dtype.
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
     if options.cu_seqlens_q is not None:
         return each_sequence(attention, q, k, v, options, return_lse)
     B, H_q, T_q, D = q.shape
@@ -55,6 +59,12 @@ def attention(
     o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, G, T_q, T_k), v)
     o = o.reshape(B, H_q, T_q, D_v).to(dtype)
     return (o, lse) if return_lse else o
+
+
+def autocasting(device: torch.device) -> bool:
+    """Whether torch.autocast is on for the device; torch raises where a device has none, as meta."""
+    known = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
+    return known and torch.is_autocast_enabled(device.type)
 
 
 def _scores(

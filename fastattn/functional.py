@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import arguments, checks, dispatch, dropout, ops, torch_backend
+from . import arguments, checks, dispatch, dropout, formula, ops, torch_backend
 from .dispatch import Explanation
 from .options import Options, Window
 
@@ -290,12 +290,9 @@ def _autocast(
 
     keys and query are relative_keys and relative_query, unchecked.
     """
-    device = q.device.type
-    # torch raises when asked about a device that has no autocast, such as meta.
-    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
-    if not known or not torch.is_autocast_enabled(device):
+    if not formula.autocasting(q.device):
         return q, k, v, keys, query
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
     q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
     keys, query = (

@@ -1,0 +1,252 @@
+"""Every option on the torch backend against the oracle: alone, in pairs, packed, twice derived."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import arguments, formula, reference
+from fastattn.testing import assert_matches_reference, make_qkv
+
+B, H_q, H_k, T_q, T_k, D, R = 2, 4, 2, 9, 13, 8, 5
+EVERY = tl.constexpr(3)
+
+
+@triton.jit
+def near_or_even(b, h, q_pos, k_pos, table):
+    close = tl.abs(q_pos - k_pos) <= tl.load(table + h).to(tl.int32)
+    return close | (k_pos % EVERY == b)
+
+
+@triton.jit
+def squash(x, b, h, q_pos, k_pos, table):
+    return tl.where(k_pos % 2 == 0, x * tl.sigmoid(x), x) + tl.load(table + h) * (b + 1)
+
+
+@triton.jit
+def squash_grad(dx, x, b, h, q_pos, k_pos, table):
+    s = tl.sigmoid(x)
+    return dx * tl.where(k_pos % 2 == 0, s + x * s * (1 - s), 1.0)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chance(*shape: int) -> torch.Tensor:
+    return draw(*shape, seed=2) < 0.5
+
+
+TABLE = (torch.tensor([1.0, 2.0, 0.5, 3.0]),)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "prefix": {"causal": True, "prefix_lengths": torch.tensor([7, 2])},
+    "prefix-int": {"causal": True, "prefix_lengths": 6},
+    "window": {"window": (3, 1)},
+    "stride": {"stride": 3},
+    "window-stride-first": {"window": 2, "stride": 4, "keep_first": 2},
+    "padding": {"key_padding_mask": chance(B, T_k)},
+    "lengths": {"key_lengths": torch.tensor([5, 0])},
+    "offsets": {"causal": True, "query_offset": torch.tensor([0, 3])},
+    "documents": {"documents": (draw(B, T_q).long(), draw(B, T_k).long())},
+    "mask": {"attn_mask": chance(H_q, T_q, T_k)},
+    "mask-of-keys": {"attn_mask": chance(B, 1, 1, T_k)},
+    "mask-mod": {"mask_mod": near_or_even, "mod_tensors": TABLE},
+    "softcap": {"softcap": 0.7, "scale": 0.9},
+    "alibi": {"alibi_slopes": draw(H_q).abs()},
+    "alibi-rows": {"alibi_slopes": draw(B, H_q).abs()},
+    "relative-bias": {"relative_bias": draw(H_q, 2 * R + 1)},
+    "relative-keys": {"relative_keys": draw(H_q, 2 * R + 1, D)},
+    "relative-keys-shared": {"relative_keys": draw(H_k, 2 * R + 1, D)},
+    "relative-query": {
+        "relative_keys": draw(1, 2 * R + 1, D),
+        "relative_query": draw(B, H_q, T_q, D, seed=1),
+    },
+    "bias": {"attn_bias": draw(B, 1, T_q, T_k)},
+    "bias-of-heads": {"attn_mask": draw(H_q, 1, T_k)},
+    "score-mod": {"score_mod": squash, "score_mod_grad": squash_grad, "mod_tensors": TABLE},
+    "sinks": {"sinks": draw(H_q)},
+    "dropout": {"dropout": 0.4, "dropout_seed": torch.tensor([3, 1 << 40])},
+}
+LARGEST_SET = 5
+
+
+def fit(a: str, b: str) -> bool:
+    """Whether two options can be given at once: they name no argument twice."""
+    names = OPTIONS[a].keys() | OPTIONS[b].keys()
+    twice = (OPTIONS[a].keys() & OPTIONS[b].keys()) - {"causal", "mod_tensors"}
+    return not twice and not {"attn_mask", "attn_bias"} <= names
+
+
+def sets_that_cover_pairs() -> list[tuple[str, ...]]:
+    """Sets of options in which every pair that fits is found together, drawn greedily."""
+    missing = {pair for pair in itertools.combinations(OPTIONS, 2) if fit(*pair)}
+    sets = []
+    while missing:
+        chosen = list(min(missing))
+        while len(chosen) < LARGEST_SET:
+            more = [x for x in OPTIONS if x not in chosen and all(fit(x, y) for y in chosen)]
+            gain = {x: sum((x, y) in missing or (y, x) in missing for y in chosen) for x in more}
+            if not gain or not max(gain.values()):
+                break
+            chosen.append(max(gain, key=lambda x: gain[x]))
+        missing -= {pair for pair in itertools.permutations(chosen, 2)}
+        sets.append(tuple(chosen))
+    return sets
+
+
+def torch_attention(q, k, v, **options):
+    return fastattn.attention(q, k, v, backend="torch", **options)
+
+
+def without_lse(q, k, v, *, return_lse, **options):
+    """o as a call without lse gives it, which may come from another kernel."""
+    _, lse = torch_attention(q, k, v, return_lse=True, **options)
+    return torch_attention(q, k, v, **options), lse
+
+
+def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    as_q = {name: options[name].to(dtype) for name in ("relative_keys", "relative_query")
+            if name in options}  # fmt: skip
+    return {**options, **as_q}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option(option: str, dtype: torch.dtype) -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, 6, dtype=dtype)
+    assert_matches_reference(without_lse, q, k, v, **in_dtype(OPTIONS[option], dtype))
+
+
+@pytest.mark.parametrize("names", sets_that_cover_pairs(), ids="+".join)
+def test_options_that_meet(names: tuple[str, ...]) -> None:
+    """In fp64, where the budget is a few roundings."""
+    options = {key: x for name in names for key, x in OPTIONS[name].items()}
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, 6, dtype=torch.float64)
+    assert_matches_reference(without_lse, q, k, v, **in_dtype(options, torch.float64))
+
+
+NOT_PACKED = ("padding", "offsets", "documents", "mask", "mask-of-keys", "bias", "bias-of-heads")
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name not in NOT_PACKED])
+def test_packed_sequences(option: str) -> None:
+    starts_q, starts_k = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 2, 7, 13])
+    options = dict(OPTIONS[option])
+    for name, x in (
+        ("key_lengths", torch.tensor([2, 5, 3])),
+        ("prefix_lengths", torch.tensor([0, 1, 4])),
+        ("alibi_slopes", draw(3, H_q).abs()),
+        ("relative_query", draw(T_q, H_q, D)),
+    ):
+        if isinstance(options.get(name), torch.Tensor) and option != "alibi":
+            options[name] = x
+    q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, H_q, H_k, T_q, T_k, D, 6))
+
+    def packed(q, k, v, *starts, **options):
+        return fastattn.attention_varlen(q, k, v, *starts, backend="torch", **options)
+
+    assert_matches_reference(
+        packed, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, **options
+    )
+    alone = packed(q, k, v, starts_q, starts_k, **options)
+    torch.testing.assert_close(
+        alone, packed(q, k, v, starts_q, starts_k, return_lse=True, **options)[0]
+    )
+
+
+def test_a_packed_sequence_is_a_batch_row() -> None:
+    q, k, v = make_qkv(3, 2, 1, 5, D=8, dtype=torch.float64)
+    starts = torch.tensor([0, 5, 10, 15], dtype=torch.int32)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    seed = torch.tensor([5, 6])
+    options = {"causal": True, "dropout": 0.3, "dropout_seed": seed, "return_lse": True}
+    o, lse = fastattn.attention_varlen(*flat, starts, backend="torch", **options)
+    dense, dense_lse = torch_attention(q, k, v, **options)
+    torch.testing.assert_close(o, dense.transpose(1, 2).flatten(0, 1))
+    torch.testing.assert_close(lse, dense_lse.transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "name", ["softcap", "relative-query", "sinks", "bias", "score-mod", "dropout"]
+)
+def test_second_derivatives_of_the_formula(name: str) -> None:
+    inputs = make_qkv(1, 2, 1, 3, 4, 2, dtype=torch.float64)
+    given = {
+        "softcap": {"softcap": 0.7},
+        "relative-query": {
+            "relative_keys": draw(1, 3, 2).double().requires_grad_(),
+            "relative_query": draw(1, 2, 3, 2).double().requires_grad_(),
+        },
+        "sinks": {"sinks": draw(2).double().requires_grad_()},
+        "bias": {"attn_bias": draw(3, 4).double().requires_grad_()},
+        "score-mod": OPTIONS["score-mod"],
+        "dropout": OPTIONS["dropout"],
+    }[name]
+    leaves = {key: x for key, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+
+    def call(q, k, v, *xs):
+        options = {**given, **dict(zip(leaves, xs, strict=True))}
+        checked = arguments.dense_options(q, k, v, causal=True, **options)
+        return formula.attention(q, k, v, checked, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(call, (*inputs, *leaves.values()), fast_mode=True)
+
+
+def test_hidden_scores_that_are_not_numbers_reach_nothing() -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D)
+    hidden = OPTIONS["padding"]["key_padding_mask"]
+    bias = torch.zeros(B, 1, 1, T_k).masked_fill(~hidden[:, None, None], torch.nan)
+    options = {**OPTIONS["padding"], **OPTIONS["score-mod"]}
+    o = torch_attention(q, k, v, attn_bias=bias, **options)
+    assert torch.equal(o, torch_attention(q, k, v, attn_bias=torch.zeros(1, 1), **options))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("more", [{}, {"sinks": torch.zeros(H_q)}], ids=["fused", "formula"])
+def test_document_padding_reaches_nothing(more: dict[str, Any], poison: float) -> None:
+    ids = torch.tensor([[0] * 4 + [1] * 6 + [-1] * 3, [0] * 13])
+    clean = make_qkv(B, H_q, H_k, T_k, D=D)
+    k, v = (x.detach().masked_fill((ids < 0)[:, None, :, None], poison) for x in clean[1:])
+    for function in (torch_attention, without_lse):
+        assert_matches_reference(function, clean[0], k, v, clean=clean, documents=ids, **more)
+
+
+def test_dropout_follows_torchs_generator_and_checkpointing() -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D)
+
+    def call(q, k, v):
+        return torch_attention(q, k, v, dropout=0.5)
+
+    def run(function):
+        torch.manual_seed(7)
+        o = function(q, k, v)
+        return (o, *torch.autograd.grad(o.sin().sum(), (q, k, v)))
+
+    first, again = run(call), run(call)
+    saved = run(lambda *inputs: checkpoint(call, *inputs, use_reentrant=False))
+    for x, y, z in zip(first, again, saved, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
+    assert not torch.equal(first[0], call(q, k, v))
+    torch.manual_seed(7)
+    assert torch.equal(first[0], call(q, k, v))
+    state = torch.get_rng_state()
+    fastattn.explain(q, k, v, dropout=0.5)
+    torch_attention(q, k, v)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_autocast_casts_relative_tensors_too() -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D)
+    options = OPTIONS["relative-query"]
+    with torch.autocast("cpu", torch.bfloat16):
+        o = torch_attention(q, k, v, **options)
+    low = {name: x.bfloat16() for name, x in options.items()}
+    assert torch.equal(o, torch_attention(*(x.bfloat16() for x in (q, k, v)), **low))
