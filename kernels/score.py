@@ -52,7 +52,7 @@ class Score(NamedTuple):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """tanh to fp32 accuracy: a series where the quotient of exponentials would cancel."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
@@ -89,7 +89,7 @@ def modified(s, rows, k_pos, h, row, score):
     if not PLAIN:
         x = x * score.scale
         if score.softcap is not None:
-            x = score.softcap * _tanh(x / score.softcap)
+            x = score.softcap * tanh(x / score.softcap)
             capped = x
         if score.slopes_ptr is not None:
             slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
