@@ -228,7 +228,7 @@ class KVCache:
             checks.check_integers("new_lengths", new_lengths)
             checks.check_placement("new_lengths", new_lengths, (B,), self.lengths)
         bound, pads_fit = self._bound_after(T, new_lengths, batch_index)
-        check_rotary(rotary, q, k, bound)
+        check_rotary(rotary, rotary_style, q, k, bound)
         with torch.no_grad():
             turned = cache_ops.append(
                 self.view(batch_index),
@@ -274,8 +274,8 @@ class KVCache:
     def truncate(self, lengths: int | Tensor) -> None:
         """Keep at most the first `lengths` tokens of each row; a shorter row stays as it is.
 
-        A ring has overwritten old tokens: of the most that it ever held, at most max_step - 1 can
-        be taken away, or all. A tensor's values cannot be checked for that.
+        A ring has overwritten old tokens: of the most that it ever held, at most max_step can be
+        taken away, or all. A tensor's values cannot be checked for that.
 
         Args:
             lengths: one number >= 0 for all rows, or int32 or int64 [B] on the cache's device
@@ -292,7 +292,7 @@ class KVCache:
             return
         if lengths < 0:
             raise ValueError(f"lengths must be >= 0, got {lengths}")
-        oldest = self._longest_ever - self.max_step + 1
+        oldest = self._longest_ever - self.max_step
         if self.window is not None and 0 < lengths < min(oldest, self.length_bound):
             raise ValueError(
                 f"lengths must be 0 or at least {oldest}: the ring held {self._longest_ever} "

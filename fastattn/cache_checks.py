@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .rotary import check_rotary_style
+
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -47,13 +49,16 @@ def check_tokens(
         )
 
 
-def check_rotary(rotary: Rotary | None, q: Tensor | None, k: Tensor, bound: int) -> None:
+def check_rotary(
+    rotary: Rotary | None, style: str, q: Tensor | None, k: Tensor, bound: int
+) -> None:
     """Tables [N, R // 2] that cover positions 0..bound-1, and q [B, H_q, T, D] that goes with k.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees, the tables are too short, or q is given
-            without tables.
+        ValueError: a shape, dtype or device disagrees, the tables are too short, the style is
+            unknown, or q is given without tables.
     """
+    check_rotary_style(style)
     if rotary is None:
         if q is not None:
             raise ValueError("q is only rotated: give it together with rotary=(cos, sin)")

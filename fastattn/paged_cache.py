@@ -274,7 +274,7 @@ class PagedKVCache:
         first = layer == 0
         ahead = counts if first else [0] * len(rows)
         ends = [self._table.length(row) + n for row, n in zip(rows, ahead, strict=True)]
-        check_rotary(rotary, q, k, max(ends, default=0))
+        check_rotary(rotary, rotary_style, q, k, max(ends, default=0))
         if first:
             self.reserve(rows, counts)
         with torch.no_grad():

@@ -236,7 +236,8 @@ def launch_append(
         D, D_v, BLOCK_D, BLOCK_DV,
         0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
         advance, _alignment(tensors), BLOCK,
-        num_warps=4,
+        # Without fused multiply-adds a rotated key has the bits that torch gives it.
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return o
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn import KVCache
+from fastattn.quantization import dequantize_rows, quantize_rows
 
 B, H, D, DV, MAX = 3, 2, 2, 3, 8
 
@@ -15,8 +16,9 @@ B, H, D, DV, MAX = 3, 2, 2, 3, 8
 def make_cache(**kwargs) -> KVCache:
     """A small cache whose unwritten slots hold NaN."""
     cache = KVCache(B, H, MAX, D, value_dim=DV, **kwargs)
-    cache.k.fill_(torch.nan)
-    cache.v.fill_(torch.nan)
+    for stored in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+        if stored is not None and stored.is_floating_point():
+            stored.fill_(torch.nan)
     return cache
 
 
@@ -56,21 +58,39 @@ class ListCache:
     def reorder(self, index: list[int]) -> None:
         self.rows = [self.rows[b] for b in index]
 
+    def append_to(self, index: list[int], k, v, counts: list[int]) -> bool:
+        """As `append`, of tokens for some rows."""
+        full = [counts[index.index(b)] if b in index else 0 for b in range(B)]
+        place = [index.index(b) if b in index else 0 for b in range(B)]
+        return self.append(k[place], v[place], full)
+
     def assert_equals(self, cache: KVCache) -> None:
         lengths = [len(row) for row in self.rows]
         assert cache.lengths.tolist() == lengths
         assert max(lengths) <= cache.length_bound <= MAX
         assert cache.uniform_length is None or lengths == [cache.uniform_length] * B
+        all_k, all_v, positions = cache.view().gather()
         for b, row in enumerate(self.rows):
+            slots = positions.shape[1]
+            assert positions[b].tolist() == [t if t < len(row) else -1 for t in range(slots)]
             for t, (k, v) in enumerate(row):
-                assert torch.equal(cache.k[b, :, t], k)
-                assert torch.equal(cache.v[b, :, t], v)
+                assert torch.equal(all_k[b, :, t], stored(k, cache))
+                assert torch.equal(all_v[b, :, t], stored(v, cache))
+
+
+def stored(x: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    """What the cache gives back for rows x."""
+    if cache.quantize is None:
+        return x
+    return dequantize_rows(*quantize_rows(x, cache.quantize), cache.dtype)
 
 
 row_values = st.lists(st.integers(-1, MAX), min_size=B, max_size=B)
+row_orders = st.permutations(range(B)).flatmap(lambda p: st.integers(1, B).map(lambda n: p[:n]))
 operations = st.one_of(
     st.tuples(st.just("append"), st.integers(0, 4), st.none()),
     st.tuples(st.just("append"), st.integers(0, 4), row_values),
+    st.tuples(st.just("append to"), st.integers(0, 4), row_values, row_orders),
     st.tuples(st.just("truncate"), st.integers(0, MAX)),
     st.tuples(st.just("truncate"), row_values),
     st.tuples(st.just("reorder"), st.lists(st.integers(0, B - 1), min_size=B, max_size=B)),
@@ -78,10 +98,11 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(operations, max_size=12))
-def test_any_sequence_of_operations_equals_the_list_model(sequence):
-    cache, model = make_cache(), ListCache()
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@settings(max_examples=150, deadline=None)
+@given(sequence=st.lists(operations, max_size=12))
+def test_any_sequence_of_operations_equals_the_list_model(quantize, sequence):
+    cache, model = make_cache(quantize=quantize), ListCache()
     for step, (name, *args) in enumerate(sequence):
         if name == "append":
             T, counts = args
@@ -94,6 +115,18 @@ def test_any_sequence_of_operations_equals_the_list_model(sequence):
             else:
                 with pytest.raises(ValueError, match="there is room for"):
                     cache.append(k, v, new_lengths)
+                assert_unchanged(cache, before)
+        elif name == "append to":
+            T, counts, index = args
+            k, v = (x[: len(index)] for x in tokens(T, step))
+            new_lengths, batch_index = torch.tensor(counts[: len(index)]), torch.tensor(index)
+            before = snapshot(cache)
+            clamped = [min(max(n, 0), T) for n in counts[: len(index)]]
+            if model.append_to(index, k, v, clamped):
+                cache.append(k, v, new_lengths, batch_index=batch_index)
+            else:
+                with pytest.raises(ValueError, match="there is room for"):
+                    cache.append(k, v, new_lengths, batch_index=batch_index)
                 assert_unchanged(cache, before)
         elif name == "truncate":
             (lengths,) = args
@@ -305,6 +338,79 @@ def test_truncate_and_reorder_errors():
         cache.reorder(torch.ones(B).bool())
     with pytest.raises(ValueError, match=r"index must have shape \[3\]"):
         cache.reorder(torch.zeros(B + 1).int())
+
+
+def test_left_padding_is_hidden_moves_with_rows_and_is_forgotten():
+    cache = make_cache()
+    cache.append(*tokens(4))
+    cache.set_starts(torch.tensor([0, 3, 9]))
+    assert cache.starts.dtype == torch.int32
+    k, _, positions = cache.view().gather()
+    assert positions.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 3], [-1] * 4]
+    assert (k[1, :, :3] == 0).all()
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert cache.starts.tolist() == [3, 3, 0]
+    assert cache.view(torch.tensor([2])).slot_positions().tolist() == [[0, 1, 2, 3]]
+    cache.reset()
+    assert cache.starts is None
+    cache.set_starts(torch.zeros(B).int())
+    cache.set_starts(None)
+    assert cache.starts is None
+    with pytest.raises(ValueError, match=r"starts must have shape \[3\], got \[2\]"):
+        cache.set_starts(torch.tensor([1, 1]))
+    with pytest.raises(TypeError, match=r"starts must be an int32 or int64 tensor"):
+        cache.set_starts(torch.ones(B))
+
+
+def test_view_shares_the_buffers_and_is_of_the_rows_asked_for():
+    cache = make_cache()
+    view = cache.view()
+    assert (view.k, view.v, view.lengths, view.page_size) == (cache.k, cache.v, cache.lengths, MAX)
+    assert view.block_table is view.keep_first is view.window is view.k_scale is None
+    cache.append(*tokens(3))
+    index = torch.tensor([2, 0])
+    view = cache.view(index)
+    assert (view.batch_size, view.length_bound) == (2, 3)
+    assert torch.equal(view.gather()[0], cache.k[index, :, :3])
+    with pytest.raises(TypeError, match=r"batch_index must be an int32 or int64 tensor"):
+        cache.view(torch.tensor([0.0]))
+    with pytest.raises(ValueError, match=r"batch_index must have shape \[3\], got \[4\]"):
+        cache.view(torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rotary": None}, r"q is only rotated: give it together with rotary=\(cos, sin\)"),
+        ({"q": torch.ones(B, 2, 2, D)}, r"q must have shape \[3, H_q, 1, 2\], got \(3, 2, 2, 2\)"),
+        (
+            {"q": torch.ones(B, 2, 1, D).half()},
+            r"q must be torch.float32 on cpu, got torch.float16",
+        ),
+        (
+            {"rotary": (torch.ones(9, 1), torch.ones(8, 1))},
+            r"rotary sin must have shape \[N, R // 2\] with 0 < R <= 2, .* got \(8, 1\)",
+        ),
+        ({"rotary": (torch.ones(9, 2),) * 2}, r"rotary cos must have shape .* got \(9, 2\)"),
+        (
+            {"rotary": (torch.ones(9, 1).double(),) * 2},
+            r"rotary cos must be float32 on cpu, got torch.float64 on cpu",
+        ),
+        (
+            {"rotary": (torch.ones(2, 1),) * 2},
+            r"rotary tables must have a row for every position: 3 are needed, got 2",
+        ),
+        ({"rotary_style": "neox"}, r"rotary style must be 'half' or 'interleaved', got 'neox'"),
+    ],
+)
+def test_rotary_errors(change, match):
+    cache = make_cache()
+    cache.append(*tokens(2))
+    before = snapshot(cache)
+    arguments = {"q": torch.ones(B, 2, 1, D), "rotary": (torch.ones(9, 1),) * 2, **change}
+    with pytest.raises(ValueError, match=match):
+        cache.append(*tokens(1), **arguments)
+    assert_unchanged(cache, before)
 
 
 @pytest.mark.gpu
