@@ -62,7 +62,7 @@ def attention(
 
 
 def autocasting(device: torch.device) -> bool:
-    """Whether torch.autocast is on for the device; torch raises where a device has none, as meta."""
+    """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
     known = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
     return known and torch.is_autocast_enabled(device.type)
 
@@ -232,12 +232,12 @@ def _table_index(
 def _places(
     options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
 ) -> torch_language.Places:
-    """b, h, q_pos and k_pos as the user's functions get them: int32, each with dims of its own."""
+    """b, h, q_pos and k_pos as the user's functions get them: int32."""
     b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
     h = torch.arange(H_q, dtype=torch.int32, device=device)
     k_pos = torch.arange(T_k, dtype=torch.int32, device=device)
     q_pos = _query_positions(options, T_q, device).to(torch.int32)
-    return b[:, None, None, None], h[:, None, None], q_pos, k_pos[None, None, None, :]
+    return b[:, None, None, None], h[None, :, None, None], q_pos, k_pos[None, None, None, :]
 
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]

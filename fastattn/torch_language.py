@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# b, h, q_pos and k_pos: int32, each with the dims of [B, H_q, T_q, T_k] that it varies over.
+# b [B, 1, 1, 1], h [1, H_q, 1, 1], q_pos [B or 1, 1, T_q, 1] and k_pos [1, 1, 1, T_k], int32.
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -68,7 +68,7 @@ def _everywhere(
         for head in range(h.shape[0]):
             one = None if x is None else x[row : row + 1, head : head + 1]
             try:
-                found = run(one, (b[row : row + 1], h[head : head + 1, None], q_row, k_pos))
+                found = run(one, (b[row : row + 1], h[:, head : head + 1], q_row, k_pos))
             except _NeedsOneBranch as error:
                 raise NotImplementedError(
                     f"{_name(mod)} branches on a tile of values, which Triton cannot; use tl.where"
@@ -221,6 +221,9 @@ class Pointer:
         return Pointer(self.tensor, self.offset + steps, self.real)
 
     __radd__ = __add__
+
+    def __sub__(self, steps: Any) -> "Pointer":
+        return Pointer(self.tensor, self.offset - steps, self.real)
 
     def load(self, mask: Value | None, other: Any) -> Value:
         """The elements, in fp32 or wider if that is their dtype; `other` where mask is False."""

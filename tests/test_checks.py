@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import fastattn
 from fastattn import checks
@@ -18,6 +19,16 @@ LONG = torch.int64
 def qkv(**replaced: Any) -> dict[str, Any]:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D)
     return {"q": q, "k": k, "v": v, **replaced}
+
+
+@triton.jit
+def keep_all(b, h, i, j):
+    return i == i
+
+
+@triton.jit
+def same(x, b, h, i, j):
+    return x
 
 
 BAD = [
@@ -110,6 +121,201 @@ BAD = [
     (qkv(scale=-1.0), ValueError, r"scale must be positive and finite, got -1\.0"),
     (qkv(scale=math.inf), ValueError, r"scale must be positive and finite, got inf"),
     (qkv(scale=math.nan), ValueError, r"scale must be positive and finite, got nan"),
+    (qkv(prefix_lengths=2), ValueError, "prefix_lengths makes keys visible .* needs causal=True"),
+    (
+        qkv(causal=True, prefix_lengths=-1),
+        ValueError,
+        "prefix_lengths must be at least 0, got -1",
+    ),
+    (
+        qkv(causal=True, prefix_lengths=1.5),
+        TypeError,
+        "prefix_lengths must be an int32 or int64 tensor, got float",
+    ),
+    (
+        qkv(causal=True, prefix_lengths=torch.zeros(3).long()),
+        ValueError,
+        r"prefix_lengths must have shape \[2\], got \[3\]",
+    ),
+    (qkv(keep_first=1.0), TypeError, "keep_first must be an int, got float"),
+    (qkv(keep_first=-1, window=2), ValueError, "keep_first must be at least 0, got -1"),
+    (
+        qkv(keep_first=4, causal=True),
+        ValueError,
+        "keep_first=4 keeps keys that a window or stride hides; neither is given",
+    ),
+    (qkv(stride=0), ValueError, "stride must be at least 1, got 0"),
+    (qkv(stride=True), TypeError, "stride must be an int, got bool"),
+    (
+        qkv(documents=torch.zeros(B, T_q, dtype=LONG)),
+        ValueError,
+        "documents must be a pair .* got one tensor for 3 queries and 5 keys",
+    ),
+    (
+        qkv(documents=(torch.zeros(B, T_q, dtype=LONG),) * 2),
+        ValueError,
+        r"documents\[1\] must have shape \[2, 5\], got \[2, 3\]",
+    ),
+    (
+        qkv(documents=(torch.zeros(B, T_q), torch.zeros(B, T_k))),
+        TypeError,
+        r"documents\[0\] must be an int32 or int64 tensor, got torch\.float32",
+    ),
+    (qkv(documents=(1, 2, 3)), TypeError, "documents must be ids or a pair of them, got 3"),
+    (
+        qkv(attn_mask=torch.zeros(T_q, T_k, dtype=LONG)),
+        TypeError,
+        r"attn_mask must be a bool \(True = attend\) or float tensor, got torch\.int64",
+    ),
+    (
+        qkv(attn_mask=torch.ones(T_k, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 2 to 4 dimensions, got \[5\]",
+    ),
+    (
+        qkv(attn_mask=torch.ones(3, T_q, T_k, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must broadcast to \[B, H_q, T_q, T_k\] = \[2, 4, 3, 5\], got \[3, 3, 5\]",
+    ),
+    (
+        qkv(attn_mask=torch.ones(T_q, T_k, dtype=torch.bool, device="meta")),
+        ValueError,
+        "attn_mask must be on cpu, got meta",
+    ),
+    (
+        qkv(attn_mask=torch.ones(T_q, T_k), attn_bias=torch.ones(T_q, T_k)),
+        ValueError,
+        "attn_mask is a float tensor, so a bias, and attn_bias is given too",
+    ),
+    (
+        qkv(attn_mask=torch.ones(T_q, T_k + 1), causal=True),
+        ValueError,
+        r"attn_mask must broadcast to .* got \[3, 6\]",
+    ),
+    (
+        qkv(attn_bias=torch.ones(T_q + 1, T_k)),
+        ValueError,
+        r"attn_bias must broadcast to .* got \[4, 5\]",
+    ),
+    (
+        qkv(attn_bias=torch.ones(T_q, T_k, dtype=torch.bool)),
+        TypeError,
+        r"attn_bias must be a float tensor, got torch\.bool",
+    ),
+    (qkv(softcap=0.0), ValueError, "softcap must be positive and finite, got 0"),
+    (qkv(softcap=torch.ones(1)), TypeError, "softcap must be a float, got Tensor"),
+    (
+        qkv(alibi_slopes=torch.ones(H_q).double()),
+        TypeError,
+        r"alibi_slopes must be a float32 tensor, got torch\.float64",
+    ),
+    (
+        qkv(alibi_slopes=torch.ones(H_k)),
+        ValueError,
+        r"alibi_slopes must have shape \[4\] or \[2, 4\], got \[2\]",
+    ),
+    (
+        qkv(alibi_slopes=torch.ones(H_q, requires_grad=True)),
+        ValueError,
+        "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns",
+    ),
+    (
+        qkv(relative_bias=torch.ones(H_q, 4)),
+        ValueError,
+        r"relative_bias must have shape \[4, 2 R \+ 1\], got \[4, 4\]",
+    ),
+    (qkv(relative_bias=[0.0]), TypeError, "relative_bias must be a float tensor, got list"),
+    (
+        qkv(relative_keys=torch.ones(1, 3, D).double()),
+        TypeError,
+        r"relative_keys must have the dtype of q \(torch\.float32\), got torch\.float64",
+    ),
+    (
+        qkv(relative_keys=torch.ones(3, 3, D)),
+        ValueError,
+        r"relative_keys must have shape \[H, 2 R \+ 1, 8\] with H one of 1, 2, 4, got \[3, 3, 8\]",
+    ),
+    (
+        qkv(relative_query=torch.ones(B, H_q, T_q, D)),
+        ValueError,
+        "relative_query is multiplied by relative_keys, which is not given",
+    ),
+    (
+        qkv(relative_keys=torch.ones(1, 3, D), relative_query=torch.ones(B, H_q, T_k, D)),
+        ValueError,
+        r"relative_query must have shape \[2, 4, 3, 8\], got \[2, 4, 5, 8\]",
+    ),
+    (
+        qkv(relative_keys=torch.ones(1, 3, D), relative_query=torch.ones(1).half()),
+        TypeError,
+        "relative_query must have the dtype of q",
+    ),
+    (qkv(sinks=torch.ones(H_k)), ValueError, r"sinks must have shape \[4\], got \[2\]"),
+    (qkv(sinks=torch.ones(H_q).long()), TypeError, "sinks must be a float tensor, got torch.int64"),
+    (qkv(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1\.0"),
+    (qkv(dropout=-0.1), ValueError, r"dropout must be in \[0, 1\), got -0\.1"),
+    (qkv(dropout="half"), TypeError, "dropout must be a float, got str"),
+    (
+        qkv(dropout=0.1, dropout_seed=torch.zeros(3, dtype=LONG)),
+        ValueError,
+        r"dropout_seed must have shape \[2\], got \[3\]",
+    ),
+    (
+        qkv(dropout=0.1, dropout_seed=7),
+        TypeError,
+        "dropout_seed must be an int64 tensor, got int",
+    ),
+    (
+        qkv(mask_mod=lambda b, h, i, j: True),
+        TypeError,
+        r"mask_mod must be a @triton\.jit function, got <lambda>",
+    ),
+    (qkv(mask_mod=3), TypeError, r"mask_mod must be a @triton\.jit function, got int"),
+    (
+        qkv(mask_mod=keep_all, mod_tensors=(torch.ones(2),)),
+        ValueError,
+        r"mask_mod must take \(b, h, q_pos, k_pos\) and 1 mod_tensors, got \(b, h, i, j\)",
+    ),
+    (
+        qkv(score_mod=keep_all),
+        ValueError,
+        r"score_mod must take \(x, b, h, q_pos, k_pos\) and 0 mod_tensors, got \(b, h, i, j\)",
+    ),
+    (
+        qkv(score_mod=same),
+        ValueError,
+        "score_mod needs score_mod_grad where an input requires grad",
+    ),
+    (
+        qkv(score_mod=same, score_mod_grad=same),
+        ValueError,
+        r"score_mod_grad must take \(dx, x, b, h, q_pos, k_pos\) and 0 mod_tensors",
+    ),
+    (
+        qkv(score_mod_grad=same),
+        ValueError,
+        "score_mod_grad is the gradient of score_mod, which is not given",
+    ),
+    (
+        qkv(mod_tensors=[torch.ones(2)], mask_mod=keep_all),
+        TypeError,
+        "mod_tensors must be a tuple of tensors, got list",
+    ),
+    (
+        qkv(mod_tensors=(torch.ones(2),)),
+        ValueError,
+        "mod_tensors are read by mask_mod or score_mod; neither is given",
+    ),
+    (
+        qkv(mod_tensors=(torch.ones(2, 2).T,), mask_mod=keep_all),
+        ValueError,
+        r"mod_tensors\[0\] must be contiguous, got strides \[1, 2\]",
+    ),
+    (
+        qkv(mod_tensors=(2,), mask_mod=keep_all),
+        TypeError,
+        r"mod_tensors\[0\] must be a torch\.Tensor, got int",
+    ),
     (qkv(backend="cuda"), ValueError, r"backend must be one of auto, triton, torch, got 'cuda'"),
 ]
 
@@ -119,6 +325,65 @@ BAD = [
 def test_bad_arguments(call, arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def packed(**replaced: Any) -> dict[str, Any]:
+    q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, H_q, H_k, T_q, T_k, D))
+    starts = {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
+    return {"q": q, "k": k, "v": v, **starts, **replaced}
+
+
+BAD_PACKED = [
+    (packed(q=torch.ones(1, 2, 3, 4)), ValueError, r"q must have 3 dimensions \[total, H, D\]"),
+    (packed(v=None), TypeError, r"v must be a torch\.Tensor, got NoneType"),
+    (packed(k=torch.ones(5, 2, 9)), ValueError, r"k must have shape \[total_k, H_k, 8\]"),
+    (packed(v=torch.ones(4, 2, 8)), ValueError, r"v must have shape \[5, 2, D_v\] to match k"),
+    (
+        packed(key_padding_mask=torch.ones(2, 3, dtype=torch.bool)),
+        TypeError,
+        r"attention_varlen takes no key_padding_mask: key_lengths \[N\]",
+    ),
+    (packed(documents=1), TypeError, "takes no documents: cu_seqlens separates"),
+    (packed(colour=1), TypeError, "takes no colour: there is no such argument"),
+    (
+        packed(cu_seqlens_q=torch.tensor([0, 4, 3])),
+        ValueError,
+        "cu_seqlens_q must not fall, got 4 then 3 at sequence 1",
+    ),
+    (
+        packed(cu_seqlens_k=torch.tensor([1, 2, 5])),
+        ValueError,
+        "cu_seqlens_k must run from 0 to 5, got 1 to 5",
+    ),
+    (packed(cu_seqlens_q=torch.tensor([0, 2])), ValueError, "from 0 to 3, got 0 to 2"),
+    (
+        packed(cu_seqlens_k=torch.tensor([0, 5])),
+        ValueError,
+        r"cu_seqlens_k must have shape \[3\], got \[2\]",
+    ),
+    (packed(cu_seqlens_q=torch.tensor(3)), ValueError, r"shape \[N \+ 1\], got \[\]"),
+    (packed(cu_seqlens_q=[0, 3]), TypeError, "cu_seqlens_q must be an int32 or int64 tensor"),
+    (packed(cu_seqlens_k=None), ValueError, "cu_seqlens_k must be given .* 5 keys and 3 queries"),
+    (
+        packed(key_lengths=torch.tensor([1])),
+        ValueError,
+        r"key_lengths must have shape \[2\], got \[1\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), BAD_PACKED, ids=[m for *_, m in BAD_PACKED]
+)
+def test_bad_packed_arguments(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        fastattn.attention_varlen(**arguments)
+
+
+def test_a_score_mod_alone_serves_without_gradients() -> None:
+    with torch.no_grad():
+        o = fastattn.attention(**qkv(score_mod=same, backend="torch"))
+        assert torch.equal(o, fastattn.attention(**qkv(backend="torch", return_lse=True))[0])
 
 
 def test_good_arguments_pass() -> None:
