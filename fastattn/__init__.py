@@ -8,6 +8,7 @@ from .dropout import keep_mask as dropout_keep_mask
 from .functional import attention as attention
 from .functional import attention_varlen as attention_varlen
 from .functional import explain as explain
+from .functions import BlockMask as BlockMask
 from .modules import CausalGQAttention as CausalGQAttention
 from .page_table import OutOfPages as OutOfPages
 from .paged_cache import PagedKVCache as PagedKVCache
@@ -16,6 +17,7 @@ from .positions import document_ids as document_ids
 from .positions import t5_relative_bias as t5_relative_bias
 
 __all__ = [
+    "BlockMask",
     "CacheView",
     "CausalGQAttention",
     "Explanation",

@@ -9,21 +9,22 @@ This is the only file of the package that knows the kernels. They are imported o
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import formula, functions
 from .options import Options
 
 MAX_HEAD_DIM = 256
+MAX_MOD_TENSORS = 8
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
@@ -38,7 +39,7 @@ def interpreting() -> bool:
 @cache
 def _kernels() -> ModuleType:
     from . import kernels
-    from .kernels import backward, forward, interpreter  # noqa: F401
+    from .kernels import backward, backward_bias, forward, interpreter  # noqa: F401
 
     if interpreting():
         interpreter.mend()
@@ -51,34 +52,109 @@ def _device_of(x: Tensor) -> AbstractContextManager[None]:
     return guard
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_offsets: Tensor | None,
-    query_offset: int,
-    left: int | None,
-    right: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`.
-
-    q, k, v have contiguous last dims that are whole multiples of 16 bytes; key_padding_mask is bool
-    [B, T_k], contiguous like key_lengths [B] and query_offsets [B]. A query's position is
-    query_offsets[b] (or query_offset, if None) + its row; left and right are the band's sides.
-    """
-    kernels = _kernels()
-    mask = kernels.arguments.MaskArguments(
-        left, right, query_offset, query_offsets, key_padding_mask, key_lengths
-    )
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`."""
     with _device_of(q):
-        return kernels.forward.launch_forward(q, k, v, mask, scale)
+        return _kernels().forward.launch_forward(q, k, v, options)
 
 
-attention_forward = torch.library.custom_op(
-    "fastattn::attention_forward", _forward, mutates_args=()
+def _backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
+    with _device_of(q):
+        return _kernels().backward.launch_backward(do, dlse, q, k, v, o, lse, options)
+
+
+def _backward_bias(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
+) -> Tensor:
+    """The gradient of attn_bias, fp32 in its shape."""
+    with _device_of(q):
+        return _kernels().backward_bias.launch_backward_bias(do, q, k, v, lse, delta, options)
+
+
+def _backward_relative(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The gradients of relative_bias and relative_keys in fp32, empty where there is none."""
+    with _device_of(q):
+        return _kernels().backward_relative.launch_backward_relative(
+            do, q, k, v, lse, delta, options
+        )
+
+
+# An op takes tensors, numbers and strings: every field of Options is an argument of its own, the
+# user's tensors have a fixed number of places, and a user's function travels by name.
+_SCHEMA_TYPES = {
+    Tensor | None: "Tensor?",
+    int | None: "int?",
+    float | None: "float?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    Any: "str",
+}
+_MOD_PLACE = Options._fields.index("mod_tensors")
+
+
+def _schema_of(name: str, hint: Any) -> str:
+    if name == "mod_tensors":
+        return ", ".join(f"Tensor? {name}_{i}" for i in range(MAX_MOD_TENSORS))
+    # The only number beside keep_first that grows with a sequence.
+    return f"{'SymInt?' if name == 'query_offset' else _SCHEMA_TYPES[hint]} {name}"
+
+
+_OPTIONS_SCHEMA = ", ".join(_schema_of(*field) for field in get_type_hints(Options).items())
+_Flat = tuple[Any, ...]
+
+
+def flat(options: Options) -> _Flat:
+    """options as the arguments of an op, in its order."""
+    mods = options.mod_tensors
+    return (
+        *options[:_MOD_PLACE],
+        *mods,
+        *(None,) * (MAX_MOD_TENSORS - len(mods)),
+        *options[_MOD_PLACE + 1 : -3],
+        *(functions.name_of(mod) for mod in options[-3:]),
+    )
+
+
+def _unflat(flat: _Flat) -> Options:
+    mods = flat[_MOD_PLACE : _MOD_PLACE + MAX_MOD_TENSORS]
+    fields = (
+        *flat[:_MOD_PLACE],
+        tuple(x for x in mods if x is not None),
+        *flat[_MOD_PLACE + MAX_MOD_TENSORS : -3],
+    )
+    return Options(*fields, *map(functions.named, flat[-3:]))
+
+
+def _op(name: str, function: Callable[..., Any], tensors: str, returns: str) -> Any:
+    """`function`, whose last argument is an Options, as the custom op fastattn::`name`."""
+    count = len(tensors.split(","))
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments[:count], _unflat(arguments[count:]))
+
+    schema = f"({tensors}, {_OPTIONS_SCHEMA}) -> {returns}"
+    return torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)
+
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+attention_forward = _op("attention_forward", _forward, _QKV, "(Tensor, Tensor)")
+attention_backward = _op(
+    "attention_backward",
+    _backward,
+    f"Tensor do, Tensor? dlse, {_QKV}, Tensor o, Tensor lse",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_GRADIENT_INPUTS = f"Tensor do, {_QKV}, Tensor lse, Tensor delta"
+attention_backward_bias = _op("attention_backward_bias", _backward_bias, _GRADIENT_INPUTS, "Tensor")
+attention_backward_relative = _op(
+    "attention_backward_relative", _backward_relative, _GRADIENT_INPUTS, "(Tensor, Tensor)"
 )
 
 
@@ -89,42 +165,37 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_in_layout(q, H_q, T_q, v.shape[3]), lse
 
 
-def _backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_offsets: Tensor | None,
-    query_offset: int,
-    left: int | None,
-    right: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `_forward`; do has a contiguous last dim, dlse is contiguous."""
-    kernels = _kernels()
-    mask = kernels.arguments.MaskArguments(
-        left, right, query_offset, query_offsets, key_padding_mask, key_lengths
-    )
-    with _device_of(q):
-        return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, mask, scale)
-
-
-attention_backward = torch.library.custom_op(
-    "fastattn::attention_backward", _backward, mutates_args=()
-)
-
-
 @attention_backward.register_fake
 def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    *flat: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     dq, dk, dv = (_fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
-    return dq, dk, dv
+    query = _unflat(flat).relative_query
+    dquery = q.new_empty(0) if query is None else _fake_in_layout(query, *query.shape[1:])
+    return dq, dk, dv, torch.empty_like(lse), dquery
+
+
+@attention_backward_bias.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *flat: Any
+) -> Tensor:
+    bias = _unflat(flat).attn_bias
+    assert bias is not None
+    return bias.new_empty(bias.shape, dtype=torch.float32)
+
+
+@attention_backward_relative.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor]:
+    options = _unflat(flat)
+    empty = lse.new_empty(0)
+    bias, keys = (
+        empty if x is None else x.new_empty(x.shape, dtype=torch.float32)
+        for x in (options.relative_bias, options.relative_keys)
+    )
+    return bias, keys
 
 
 def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
@@ -135,89 +206,191 @@ def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
     return like.new_empty(B, heads, rows, cols)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, key_padding_mask, key_lengths, query_offsets, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, key_padding_mask, key_lengths, query_offsets)
+class _Ways(NamedTuple):
+    """How a backward pass reaches its kernels: by their ops where it is traced, else directly."""
+
+    backward: Callable[..., Any]
+    backward_bias: Callable[..., Any]
+    backward_relative: Callable[..., Any]
+
+
+def _through_op(op: Any) -> Callable[..., Any]:
+    return lambda *arguments: op(*arguments[:-1], *flat(arguments[-1]))
+
+
+_DIRECT = _Ways(_backward, _backward_bias, _backward_relative)
+_BY_OPS = _Ways(
+    _through_op(attention_backward),
+    _through_op(attention_backward_bias),
+    _through_op(attention_backward_relative),
+)
+
+
+def _save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.tensor_fields = [
+        name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
+    ]
+    tensors = (getattr(options, name) for name in ctx.tensor_fields)
+    ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
+    ctx.options = options._replace(**dict.fromkeys(ctx.tensor_fields), mod_tensors=())
     ctx.set_materialize_grads(False)
 
 
+def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Options]:
+    q, k, v, o, lse, *tensors = ctx.saved_tensors
+    count = len(ctx.tensor_fields)
+    fields = dict(zip(ctx.tensor_fields, tensors[:count], strict=True))
+    return q, k, v, o, lse, ctx.options._replace(**fields, mod_tensors=tuple(tensors[count:]))
+
+
+# The inputs with gradients: q, k, v and these fields of Options, in this order.
+_DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
+
+
 def _gradients(
-    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, do: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, *mask_tensors = ctx.saved_tensors
+    ways: _Ways, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """Of q, k, v and the fields in _DIFFERENTIABLE; None for those that are not needed."""
+    q, k, v, o, lse, options = _saved(ctx)
+    if torch.is_grad_enabled():
+        return _differentiable_gradients(q, k, v, options, needed, do, dlse)
     if do is None:
         do = torch.zeros_like(o)
     if do.stride(-1) != 1:
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    grads = backward(do, dlse, q, k, v, o, lse, *mask_tensors, *ctx.numbers)
-    return (*grads, *[None] * (len(mask_tensors) + len(ctx.numbers)))
+    dq, dk, dv, delta, dquery = ways.backward(do, dlse, q, k, v, o, lse, options)
+    dbias = drelative = dkeys = dsinks = None
+    _, _, _, wants_bias, wants_relative, wants_keys, _, wants_sinks = needed
+    if options.attn_bias is not None and wants_bias:
+        dbias = ways.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
+    if wants_relative or wants_keys:
+        drelative, dkeys = ways.backward_relative(do, q, k, v, lse, delta, options)
+        drelative = drelative.to(options.relative_bias.dtype) if wants_relative else None
+        dkeys = dkeys.to(options.relative_keys.dtype) if wants_keys else None
+    if options.sinks is not None and wants_sinks:
+        # A sink is one more key with value 0: its ds is its weight times (0 - delta).
+        weight = torch.exp(options.sinks.float()[:, None] - lse)
+        dsinks = -(weight * delta).sum((0, 2)).to(options.sinks.dtype)
+    dquery = dquery if options.relative_query is not None else None
+    return [dq, dk, dv, dbias, drelative, dkeys, dquery, dsinks]
 
 
-attention_forward.register_autograd(
-    partial(_gradients, attention_backward), setup_context=_setup_context
-)
+def _differentiable_gradients(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, needed: Sequence[bool],
+    do: Tensor | None, dlse: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """`_gradients` by the formula, for create_graph=True; it holds every score in memory."""
+    if options.cu_seqlens_q is None:
+        o, lse = formula.attention(q, k, v, options, return_lse=True)
+    else:
+        query = options.relative_query
+        packed = options if query is None else options._replace(relative_query=_as_packed(query))
+        o, lse = formula.attention(*map(_as_packed, (q, k, v)), packed, return_lse=True)
+        o, lse = _as_batch(o), lse[None]
+    inputs = (q, k, v, *(getattr(options, name) for name in _DIFFERENTIABLE))
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    outputs = [(o, do), (lse, dlse)]
+    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if dy is not None]
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in outputs], wanted, [dy for _, dy in outputs],
+            create_graph=True, allow_unused=True,
+        )
+    )  # fmt: skip
+    return [next(found) if need else None for need in needed]
+
+
+def _setup_context(ctx: Any, inputs: _Flat, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *flat = inputs
+    _save(ctx, q, k, v, _unflat(tuple(flat)), output)
+
+
+def _op_gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    places = [0, 1, 2, *(3 + Options._fields.index(name) for name in _DIFFERENTIABLE)]
+    assert max(places) < 3 + _MOD_PLACE, "before the fields that take several places"
+    needed = [ctx.needs_input_grad[place] for place in places]
+    grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for place, grad in zip(places, _gradients(_BY_OPS, ctx, needed, do, dlse), strict=True):
+        grads[place] = grad
+    return tuple(grads)
+
+
+attention_forward.register_autograd(_op_gradients, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
     """`attention_forward` without the op; nothing may trace it."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
+    def forward(
+        ctx: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        output = _forward(q, k, v, options)
+        _save(ctx, q, k, v, options, output)
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(_backward, ctx, do, dlse)
+        return (None, *_gradients(_DIRECT, ctx, ctx.needs_input_grad[1:], do, dlse))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse, by the op where something traces or transforms, else by the kernels themselves.
 
-    Both ways give the same bits and the same gradients, once differentiable.
-
-    Raises:
-        NotImplementedError: for options that `why_not` names.
+    Both ways give the same bits and the same gradients. q, k, v (and relative keys and queries)
+    have contiguous last dims that are whole multiples of 16 bytes; packed ones have three dims.
     """
-    if (reason := why_not(options)) is not None:
-        raise NotImplementedError(reason)
-    band = options.band
-    assert band is not None and options.query_offset is not None, "why_not lets only bands through"
-    arguments = (
-        None if options.key_padding_mask is None else options.key_padding_mask.contiguous(),
-        None if options.key_lengths is None else options.key_lengths.contiguous(),
-        None if options.query_offsets is None else options.query_offsets.contiguous(),
-        options.query_offset,
-        *band,
-        options.scale,
-    )
+    options = _in_order(options)
+    if options.cu_seqlens_q is None:
+        return _attend(q, k, v, options)
+    query = options.relative_query
+    if query is not None:
+        options = options._replace(relative_query=_as_batch(query))
+    o, lse = _attend(_as_batch(q), _as_batch(k), _as_batch(v), options)
+    return _as_packed(o), lse[0]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     if _may_be_traced(q):
-        return attention_forward(q, k, v, *arguments)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *arguments)  # type: ignore[no-untyped-call]
-        return output
-    return _forward(q, k, v, *arguments)
+        return attention_forward(q, k, v, *flat(options))
+    if torch.is_grad_enabled():
+        inputs = (q, k, v, *options.differentiable)
+        if any(x is not None and x.requires_grad for x in inputs):
+            output: tuple[Tensor, Tensor] = _Attention.apply(options, *inputs)  # type: ignore[no-untyped-call]
+            return output
+    return _forward(q, k, v, options)
 
 
-def why_not(options: Options) -> str | None:
-    """Which option the kernels do not compute, as a reason to pass them over, or None."""
-    if options.band is None:
-        return "there is no kernel for prefix_lengths, keep_first or stride"
-    if options.cu_seqlens_q is not None:
-        return "there is no kernel for packed sequences"
-    served = {"key_padding_mask", "key_lengths", "query_offsets", "query_offset"}
-    served |= {"left", "right", "causal", "scale"}
-    for name, default in Options._field_defaults.items():
-        value = getattr(options, name)
-        if name in served:
-            continue
-        if isinstance(value, Tensor) or value != default:
-            return f"there is no kernel for {name}"
-    return None
+def _as_batch(x: Tensor) -> Tensor:
+    """[total, H, D] as [1, H, total, D], without a copy."""
+    return x.transpose(0, 1)[None]
+
+
+def _as_packed(x: Tensor) -> Tensor:
+    """The inverse of `_as_batch`."""
+    return x[0].transpose(0, 1)
+
+
+# Read by kernels with a fixed order of elements.
+_CONTIGUOUS = (
+    "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
+    "k_documents", "alibi_slopes", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "relative_bias",
+    "relative_keys", "sinks",
+)  # fmt: skip
+
+
+def _in_order(options: Options) -> Options:
+    """options with copies of those tensors that kernels cannot read as they lie."""
+    changed = {}
+    for name in _CONTIGUOUS:
+        x = getattr(options, name)
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    return options._replace(**changed) if changed else options
 
 
 def _may_be_traced(q: Tensor) -> bool:

@@ -178,7 +178,7 @@ def kernel_score(options: Options) -> Score:
         dropout=int(f.dropout * 2**32) - 2**31 if f.dropout else None,
         dropout_scale=1 / (1 - f.dropout) if f.dropout else None,
         seed_ptr=f.dropout_seed if f.dropout else None,
-        hides=True if any(x is not None for x in (bias, table, f.score_mod)) else None,
+        hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
     )
 
 

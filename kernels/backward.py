@@ -33,6 +33,7 @@ from .arguments import (
     strides,
 )
 from .block_table import mask_for_keys, mask_for_queries
+from .gradient import load_lse, tile_gradient
 from .mask import (
     any_key,
     batch_row,
@@ -55,18 +56,6 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def load_lse(pointers, in_rows, score):
-    """lse of rows, inf for those that do not exist: their weights are 0 without a mask.
-
-    So are those of a row that the score alone shows nothing.
-    """
-    lse = load_vector(pointers, in_rows, float("inf"))
-    if score.hides is not None:
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse
-
-
-@triton.jit
 def _grow_dq(
     dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep, h, H_q,
     row, score,
@@ -74,21 +63,11 @@ def _grow_dq(
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq += ds k for one key block; valid = keep = None for a full block."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    rows = (m_first + tl.arange(0, BLOCK_M))[:, None]
-    k_pos = (n_first + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
     v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-    x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
-    p = weights(x, lse[:, None], factor)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
-    dp = rows_by_rows(do, v, PRECISION)
-    if score.dropout is not None:
-        dp = dropped(dp, kept(m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N), score)
-    dx = p * (dp - delta[:, None])
-    _, ds = gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
+    _, ds = tile_gradient(
+        q, do, lse, delta, k, v, m_first, n_first, keep, h, H_q, row, score, PRECISION
+    )
     return add_weighted_rows(dq, ds, k, PRECISION)
 
 
@@ -238,8 +217,8 @@ def attention_backward_dkv_kernel(
 def launch_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse; empty.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v and options.
@@ -271,4 +250,4 @@ def launch_backward(
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    return dq, dk, dv, delta
+    return dq, dk, dv, delta, q.new_empty(0)

@@ -1,0 +1,59 @@
+"""Users' functions in options: what they are, and their names where only strings can travel."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """A user's mask function, with what is known about it.
+
+    Args:
+        mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool.
+        per_batch: False promises that its answer does not depend on b.
+        per_head: False promises that its answer does not depend on h. Each promise saves the
+            kernels as many tables of blocks as there are batch rows, or heads.
+
+    Example:
+        >>> mask = BlockMask(every_third, per_batch=False, per_head=False)  # doctest: +SKIP
+        >>> attention(q, k, v, mask_mod=mask)  # doctest: +SKIP
+    """
+
+    mask_mod: Any
+    per_batch: bool = True
+    per_head: bool = True
+
+
+def name_of(mod: Any) -> str:
+    """The name of a user's function or `BlockMask`, "" for None: the inverse of `named`.
+
+    Raises:
+        ValueError: the function is not at the top level of a module, where it can be found again.
+    """
+    if mod is None:
+        return ""
+    if isinstance(mod, BlockMask):
+        return f"{name_of(mod.mask_mod)}:{int(mod.per_batch)}{int(mod.per_head)}"
+    function = mod.fn
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<locals>" in name:
+        raise ValueError(
+            f"a mask_mod or score_mod that is traced must stand at the top level of a module, "
+            f"got {name}"
+        )
+    return name
+
+
+def named(name: str) -> Any:
+    """The function or `BlockMask` that `name_of` gave this name."""
+    if not name:
+        return None
+    module, qualname, *promises = name.split(":")
+    found: Any = import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not promises:
+        return found
+    per_batch, per_head = (flag == "1" for flag in promises[0])
+    return BlockMask(found, per_batch, per_head)

@@ -1,0 +1,129 @@
+"""The gradient of attn_bias, summed over the dims in which the bias is broadcast.
+
+One program a tile of the bias. It visits every tile of scores that its tile of the bias was added
+to, in a fixed order, computes their gradient again and keeps the sum in registers: deterministic,
+and no [B, H_q, T_q, T_k] tensor for a bias that is smaller than that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .arguments import (
+    aligned,
+    block_dim,
+    blocks,
+    dot_precision,
+    index_type,
+    kernel_mask,
+    kernel_score,
+    sizes,
+    strides,
+)
+from .gradient import load_lse, tile_gradient
+from .mask import any_key, batch_row, key_blocks, valid_keys, visible
+from .tile import head, load_tile, load_vector, query_rows
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+@triton.jit(do_not_specialize=[
+    "H_q", "G", "T_q", "T_k", "bias_heads", "bias_tiles_q", "bias_tiles_k",
+    "sum_batch", "sum_heads", "sum_tiles_q", "sum_tiles_k", "bias_T_q", "bias_T_k",
+])  # fmt: skip
+def attention_backward_bias_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,
+    q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
+    bias_heads, bias_tiles_q, bias_tiles_k, bias_T_q, bias_T_k,
+    sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr,
+):  # fmt: skip
+    """bias_*: the bias as a grid of tiles; sum_*: how many tiles of scores each of them meets."""
+    pid = tl.program_id(0)
+    bias_n = pid % bias_tiles_k
+    bias_m = pid // bias_tiles_k % bias_tiles_q
+    bias_row = pid // (bias_tiles_k * bias_tiles_q)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in range(0, sum_batch * sum_heads * sum_tiles_q * sum_tiles_k):
+        # Every index is either the bias's own, or counted by the sum: the other one is 0.
+        n_tile = bias_n + i % sum_tiles_k
+        m_tile = bias_m + i // sum_tiles_k % sum_tiles_q
+        h_q = bias_row % bias_heads + i // (sum_tiles_k * sum_tiles_q) % sum_heads
+        b = bias_row // bias_heads + i // (sum_tiles_k * sum_tiles_q * sum_heads)
+        row = batch_row(b, T_q, T_k, mask)
+        m_first, m_last, rows, in_rows = query_rows(m_tile, T_q, BLOCK_M)
+        lo, _, _, hi, first_blocks = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+        n_first = n_tile * BLOCK_N
+        k_pos = n_first + tl.arange(0, BLOCK_N)
+        valid = valid_keys(k_pos, row, mask)
+        in_range = ((n_tile >= lo) & (n_tile < hi)) | (n_tile < first_blocks)
+        if in_range & any_key(valid):
+            q_head, q_stride = head(q_ptr, b, h_q, 0, q_strides, INDEX)
+            k_head, k_stride = head(k_ptr, b, h_q // G, 0, k_strides, INDEX)
+            v_head, v_stride = head(v_ptr, b, h_q // G, 0, v_strides, INDEX)
+            do_head, do_stride = head(do_ptr, b, h_q, 0, do_strides, INDEX)
+            stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
+            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
+            dbias, _ = tile_gradient(
+                load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D),
+                load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
+                load_lse(lse_ptr + stats, in_rows, score),
+                load_vector(delta_ptr + stats, in_rows, 0.0),
+                load_tile(k_head, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D),
+                load_tile(v_head, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V),
+                m_first, n_first, keep, h_q, H_q, row, score, PRECISION,
+            )  # fmt: skip
+            total += dbias
+    m_pos = bias_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_pos = bias_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SUM_ROWS:
+        total = tl.sum(total, 0)[None, :]
+        m_pos = tl.arange(0, 1)
+    if SUM_KEYS:
+        total = tl.sum(total, 1)[:, None]
+        n_pos = tl.arange(0, 1)
+    pointers = (bias_row.to(tl.int64) * bias_T_q + m_pos)[:, None] * bias_T_k + n_pos[None, :]
+    inside = (m_pos < bias_T_q)[:, None] & (n_pos < bias_T_k)[None, :]
+    tl.store(dbias_ptr + pointers, total, mask=inside)
+
+
+def launch_backward_bias(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
+) -> Tensor:
+    """fp32, contiguous, in the shape of options.attn_bias.
+
+    lse and delta as the other backward kernels use them for the same arguments.
+    """
+    assert options.attn_bias is not None
+    q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
+    B, H_q, T_q, D = q.shape
+    T_k, D_v = v.shape[2:]
+    shape = options.attn_bias.shape
+    dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
+    dims = (block_dim(D), block_dim(D_v))
+    tile = config.lookup("backward_dq", q.element_size(), max(dims))
+    tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))
+    own = tuple(1 if size == 1 else count for size, count in zip(shape, tiles, strict=True))
+    sums = tuple(count if size == 1 else 1 for size, count in zip(shape, tiles, strict=True))
+    programs = own[0] * own[1] * own[2] * own[3]
+    if dbias.numel() == 0:
+        return dbias
+    if min(sums) == 0:
+        return dbias.zero_()
+    attention_backward_bias_kernel[(programs,)](
+        q, k, v, do, lse, delta, dbias, *map(strides, (q, k, v, do)),
+        kernel_mask(options), kernel_score(options), *sizes(q, k), *own[1:], *shape[2:], *sums,
+        D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, index_type(q, k, v, do),
+        dot_precision(q.dtype), shape[2] == 1 and T_q > 1, shape[3] == 1 and T_k > 1,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return dbias
