@@ -95,7 +95,7 @@ class GraphWindow(Window):
 
 def record_cuda_graph(step: Replay) -> Replay:
     """Records a function on the current CUDA device, without running it."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Some libraries set themselves up at their first call on a stream.

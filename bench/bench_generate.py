@@ -1,0 +1,47 @@
+"""Tokens/s of generation with the key/value cache and without, on one thread of the CPU.
+
+`growth` in the extra info is the power of the text's length that the time grows by: 1 is linear.
+Without the cache it comes to 2 only in long texts, where the fixed cost of a step no longer counts.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastattn.bench.generation import WAYS, growth, seconds_by_length
+from fastattn.models.gpt import GPT, GPTConfig
+
+LENGTHS = (32, 64, 128, 256)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A step of one token is too small to share, and the growth is to be that of the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=256, context_length=1024, num_layers=2, num_heads=4, embed_dim=128
+    )
+    return GPT(config).eval()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_cpu(benchmark, model, way):
+    timings = []
+
+    def generate():
+        timings.append(seconds_by_length(way, model, [1], LENGTHS, repeats=1))
+
+    benchmark.pedantic(generate, rounds=3, warmup_rounds=1)
+    seconds = {n: min(timing[n] for timing in timings) for n in LENGTHS}
+    benchmark.extra_info["tokens_per_second"] = {n: round(n / s, 1) for n, s in seconds.items()}
+    benchmark.extra_info["growth"] = round(growth(seconds), 2)

@@ -1,0 +1,72 @@
+"""Tokens a second of `generate`, with the key/value cache and without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..generation.generate import generate_tokens
+from ..generation.sampling import Sampling
+from ..models.gpt import GPT
+
+GREEDY = Sampling(greedy=True)
+
+
+@torch.inference_mode()
+def generate_without_cache(model: GPT, prompt: Sequence[int], count: int) -> Iterator[int]:
+    """The most likely tokens, with the whole text read anew for each of them.
+
+    Args:
+        model: in evaluation mode, with a context that all of the text fits in.
+        prompt: token ids, at least one.
+        count: tokens to generate.
+    """
+    device = next(model.parameters()).device
+    text = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([text], device=device), last_only=True)
+        text.append(int(logits[0, -1].argmax()))
+        yield text[-1]
+
+
+def generate_with_cache(model: GPT, prompt: Sequence[int], count: int) -> Iterator[int]:
+    """As `generate_without_cache`, by the cache."""
+    return generate_tokens(model, prompt, count, sampling=GREEDY)
+
+
+WAYS: dict[str, Callable[[GPT, Sequence[int], int], Iterator[int]]] = {
+    "cache": generate_with_cache,
+    "no-cache": generate_without_cache,
+}
+
+
+def seconds_by_length(
+    way: str, model: GPT, prompt: Sequence[int], lengths: Sequence[int], repeats: int = 3
+) -> dict[int, float]:
+    """How long the first n tokens take, for each n of `lengths`: the fastest of some runs.
+
+    Args:
+        way: a key of WAYS.
+        model, prompt: as for `generate_without_cache`.
+        lengths: rising numbers of tokens.
+        repeats: runs.
+    """
+    best: dict[int, float] = {}
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for n, _token in enumerate(WAYS[way](model, prompt, lengths[-1]), start=1):
+            if n in lengths:
+                seconds = time.perf_counter() - begin
+                best[n] = min(seconds, best.get(n, seconds))
+    return best
+
+
+def growth(seconds: dict[int, float]) -> float:
+    """The power of the length that the time grows by, between the first length and the last.
+
+    1 is linear, 2 quadratic.
+    """
+    (n, first), (m, last) = min(seconds.items()), max(seconds.items())
+    return float(torch.tensor(last / first).log() / torch.tensor(m / n).log())

@@ -1,0 +1,37 @@
+"""What the benchmark of generation times, and what it makes of the times."""
+
+import pytest
+import torch
+
+from fastattn.bench.generation import WAYS, growth, seconds_by_length
+from fastattn.testing.gpt import make_gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+
+def test_both_ways_generate_the_same_and_read_what_they_say():
+    torch.manual_seed(0)
+    model = make_gpt(context=40)
+    read, texts = {}, {}
+    for way, generate in WAYS.items():
+        lengths = []
+        hook = model.register_forward_pre_hook(
+            lambda _, args, lengths=lengths: lengths.append(args[0].shape[1])
+        )
+        texts[way] = list(generate(model, [1, 2, 3], 30))
+        hook.remove()
+        read[way] = lengths
+    assert texts["cache"] == texts["no-cache"]
+    assert read == {"cache": [3] + [1] * 29, "no-cache": list(range(3, 33))}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_times_are_taken_at_each_length(way):
+    seconds = seconds_by_length(way, make_gpt(context=40), [1], (4, 9, 20), repeats=2)
+    assert list(seconds) == [4, 9, 20]
+    assert 0 < seconds[4] < seconds[9] < seconds[20]
+
+
+def test_growth_is_a_power():
+    assert growth({10: 1.0, 20: 2.2, 40: 4.0}) == pytest.approx(1.0)
+    assert growth({10: 1.0, 40: 16.0}) == pytest.approx(2.0)
