@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import block_dim, blocks, empty_in_layout
 from .number import number, value
-from .pages import CacheTensors, lasting, locate, pages_of, slot_rows
+from .pages import CacheTensors, lasting, locate, pages_of, slot_rows, stored
 from .quantize import row_scale, to_e4m3, to_int8
 
 # Elements of a program's tile: four warps with 16 numbers a thread.
@@ -29,14 +29,6 @@ class _Tokens(NamedTuple):
     stride_h: int | None
     stride_t: int | None
     heads: int | None
-
-
-class _Store(NamedTuple):
-    """One buffer of a cache: its rows' width in memory, and their scales where it holds codes."""
-
-    ptr: Any
-    scale_ptr: Any
-    row_width: int | None
 
 
 class _Rotary(NamedTuple):
@@ -94,14 +86,14 @@ def _store_rows(store, x, place, keep, WIDTH: tl.constexpr, COLS: tl.constexpr, 
         scale = row_scale(x, 448.0 if E4M3 else 127.0)
         tl.store(store.scale_ptr + place, scale, mask=keep)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-        stored = to_e4m3(ratio) if E4M3 else to_int8(ratio)
+        numbers = to_e4m3(ratio) if E4M3 else to_int8(ratio)
     else:
-        stored = x.to(store.ptr.dtype.element_ty)
+        numbers = x.to(store.ptr.dtype.element_ty)
     ALIGN: tl.constexpr = 128 // store.ptr.dtype.element_ty.primitive_bitwidth
     width = tl.multiple_of(value(store.row_width).to(tl.int64), ALIGN)
     cols = tl.arange(0, COLS)
     pointers = store.ptr + (place * width)[:, None] + cols[None, :]
-    tl.store(pointers, stored, mask=keep[:, None] & (cols < WIDTH)[None, :])
+    tl.store(pointers, numbers, mask=keep[:, None] & (cols < WIDTH)[None, :])
 
 
 @triton.jit
@@ -230,7 +222,7 @@ def launch_append(
     tensors = [x for x in (q, o, k, v) if x is not None]
     append_kernel[programs, B](
         _tokens(q), _tokens(o), _tokens(k), _tokens(v),
-        _store(cache.k, cache.k_scale), _store(cache.v, cache.v_scale),
+        stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
         None if cos is None else _Rotary(cos, sin, number(cos.shape[0])), pages_of(cache),
         cache.lengths, new_lengths, cache.batch_index, cache.counters, T,
         D, D_v, BLOCK_D, BLOCK_DV,
@@ -251,13 +243,6 @@ def _tokens(x: Tensor | None) -> _Tokens | None:
         return None
     stride_b, stride_h, stride_t, _ = map(number, x.stride())
     return _Tokens(x, stride_b, stride_h, stride_t, number(x.shape[1]))
-
-
-def _store(stored: Tensor, scale: Tensor | None) -> _Store:
-    width = number(stored.stride(2))
-    # Some GPUs know no fp8: its codes are bytes.
-    is_fp8 = stored.dtype == torch.float8_e4m3fn
-    return _Store(stored.view(torch.uint8) if is_fp8 else stored, scale, width)
 
 
 def _alignment(tensors: list[Tensor]) -> int:

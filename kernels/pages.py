@@ -6,6 +6,7 @@ hand to their kernels.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,6 +43,21 @@ class Pages(NamedTuple):
     page_size: int | None
     keep_first: int | None
     heads: int | None  # H_k
+
+
+class Store(NamedTuple):
+    """One buffer of a cache: its rows' width in memory, and their scales where it holds codes."""
+
+    ptr: Any
+    scale_ptr: Any
+    row_width: int | None  # in the form of `number`
+
+
+def stored(buffer: Tensor, scale: Tensor | None) -> Store:
+    """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes."""
+    # Some GPUs know no fp8.
+    is_fp8 = buffer.dtype == torch.float8_e4m3fn
+    return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, number(buffer.stride(2)))
 
 
 def pages_of(cache: CacheTensors) -> Pages:

@@ -45,8 +45,14 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(code):
-    """fp32 from uint8 codes; the code of NaN reads as 480."""
-    magnitude = (code & 0x7F).to(tl.int32)
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    x = tl.where(magnitude < 8, magnitude.to(tl.float32) * 2.0**-9, normal)
-    return tl.where(code >= 0x80, -x, x)
+    """fp16 from uint8 codes, exact; the code of NaN reads as 480."""
+    bits = code.to(tl.uint16)
+    # The code's bits as those of an fp16 number: its exponent's bias is 8 too large.
+    half = (((bits << 8) & 0x8000) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return half * 256.0
+
+
+@triton.jit
+def numbers_of(codes, DTYPE: tl.constexpr):
+    """int8 or (as uint8) e4m3 codes as numbers in DTYPE, all of which hold them exactly."""
+    return from_e4m3(codes).to(DTYPE) if codes.dtype == tl.uint8 else codes.to(DTYPE)
