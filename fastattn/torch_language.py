@@ -65,7 +65,7 @@ def _everywhere(
     for row in range(b.shape[0]):
         q_row = q_pos if q_pos.shape[0] == 1 else q_pos[row : row + 1]
         heads = []
-        for head in range(h.shape[0]):
+        for head in range(h.shape[1]):
             one = None if x is None else x[row : row + 1, head : head + 1]
             try:
                 found = run(one, (b[row : row + 1], h[:, head : head + 1], q_row, k_pos))

@@ -27,6 +27,24 @@ DRAWN = [
         (4, 4),
         ["0000", "0100", "0110", "0111"],
     ),
+    (
+        {"causal": True, "prefix_lengths": torch.tensor([3])},
+        (5, 5),
+        ["11100", "11100", "11100", "11110", "11111"],
+    ),
+    (
+        {"causal": True, "window": 2, "keep_first": 1},
+        (5, 5),
+        ["10000", "11000", "11100", "10110", "10011"],
+    ),
+    ({"causal": True, "stride": 2}, (5, 5), ["10000", "01000", "10100", "01010", "10101"]),
+    (
+        {"causal": True, "window": 2, "stride": 3},
+        (5, 5),
+        ["10000", "11000", "01100", "10110", "01011"],
+    ),
+    ({"stride": 2, "keep_first": 1}, (3, 4), ["1101", "1010", "1101"]),
+    ({"stride": 2, "key_lengths": torch.tensor([3])}, (2, 4), ["1010", "0100"]),
 ]
 
 
@@ -51,6 +69,49 @@ def test_one_row_written_out() -> None:
     denominator = math.exp(1.0) + math.exp(0.0)
     assert o.item() == pytest.approx((math.exp(1.0) + 3.0) / denominator, rel=1e-12)
     assert lse.item() == pytest.approx(math.log(denominator), rel=1e-12)
+
+
+def test_scores_written_out() -> None:
+    """One query at position 1 of three keys, every change of the score in turn."""
+    x = [0.5, -1.0, 2.0]
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = torch.tensor(x, dtype=torch.float64).reshape(1, 1, 3, 1)
+    v = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).reshape(1, 1, 3, 1)
+    table = torch.tensor([[0.1, 0.2, 0.4]])
+    o, lse = reference.attention(
+        q, k, v, scale=0.5, query_offset=1, softcap=2.0,
+        relative_keys=torch.tensor([[[3.0], [5.0], [7.0]]]), relative_query=2 * q,
+        alibi_slopes=torch.tensor([0.3]), relative_bias=table,
+        attn_bias=torch.tensor([[0.0, 0.7, 0.0]]), sinks=torch.tensor([0.9]),
+        dropout=0.5, dropout_keep=torch.tensor([True, True, False]), return_lse=True,
+    )  # fmt: skip
+    scores = [
+        2 * math.tanh(0.5 * (score + 2 * relative) / 2) - 0.3 * far + bias + own
+        for score, relative, far, bias, own in zip(
+            x, [7.0, 5.0, 3.0], [1, 0, 1], [0.4, 0.2, 0.1], [0.0, 0.7, 0.0], strict=True
+        )
+    ]
+    denominator = sum(map(math.exp, scores)) + math.exp(0.9)
+    expected = (math.exp(scores[0]) + 10 * math.exp(scores[1])) / denominator / 0.5
+    assert o.item() == pytest.approx(expected, rel=1e-6)
+    assert lse.item() == pytest.approx(math.log(denominator), rel=1e-6)
+
+
+def test_a_row_that_sees_nothing_has_its_sink() -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 4, 4, dtype=torch.float64)
+    sinks = torch.tensor([0.5, -math.inf], requires_grad=True)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    o, lse = reference.attention(q, k, v, attn_mask=hidden, sinks=sinks, return_lse=True)
+    assert (o == 0).all()
+    assert lse[0, 0].tolist() == [0.5] * 3
+    assert lse[0, 1].tolist() == [-math.inf] * 3
+    (grad,) = torch.autograd.grad(lse[0, 0].sum(), sinks)
+    assert grad.tolist() == [3.0, 0.0]
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="attention takes no colour"):
+        reference.attention(*make_qkv(1, 1, 1, 2, D=4), colour=1)
 
 
 def test_default_scale() -> None:
