@@ -36,29 +36,35 @@ def attention(
             return attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
     if options.cu_seqlens_q is not None:
         return each_sequence(attention, q, k, v, options, return_lse)
-    B, H_q, T_q, D = q.shape
+    B, H_q, T_q, _ = q.shape
     _, H_k, T_k, D_v = v.shape
-    G = H_q // H_k
-    dtype = q.dtype
-    exists = existing_keys(options, T_k, q.device)
-    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    if exists is not None:
-        k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
-
-    products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, G, T_q, D), k)
-    keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = _scores(products.reshape(B, H_q, T_q, T_k), q, H_k, keep, options, first_row)
-    if keep is not None:
-        x = torch.where(keep, x, float("-inf"))
-    weights, lse = _normalised(x, options.sinks)
+    weights, lse = normalised(scores(q, k, options, first_row=first_row), options.sinks)
     if options.dropout:
         assert options.dropout_seed is not None, "drawn before"
         seed, p = options.dropout_seed, options.dropout
         kept = dropout.keep_mask(seed, p, B, H_q, T_q, T_k, first_row=first_row)
         weights = torch.where(kept, weights, 0.0) / (1 - p)
-    o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, G, T_q, T_k), v)
-    o = o.reshape(B, H_q, T_q, D_v).to(dtype)
+    v = _wide(v, existing_keys(options, T_k, q.device))
+    o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
+    o = o.reshape(B, H_q, T_q, D_v).to(q.dtype)
     return (o, lse) if return_lse else o
+
+
+def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
+    """[B, H_q, T_q, T_k] in fp32 or wider: what the softmax takes, -inf where a key is not seen."""
+    B, H_q, T_q, D = q.shape
+    _, H_k, T_k, _ = k.shape
+    q, k = _wide(q, None), _wide(k, existing_keys(options, T_k, q.device))
+    products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, H_q // H_k, T_q, D), k)
+    keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    x = _scores(products.reshape(B, H_q, T_q, T_k), q, H_k, keep, options, first_row)
+    return x if keep is None else torch.where(keep, x, float("-inf"))
+
+
+def _wide(x: Tensor, exists: Tensor | None) -> Tensor:
+    """x [B, H, T, D] in fp32 or wider, 0 in rows that do not exist."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if exists is None else torch.where(exists[:, None, :, None], x, 0.0)
 
 
 def autocasting(device: torch.device) -> bool:
@@ -107,7 +113,7 @@ def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options:
     return every.gather(-1, index.expand(B, H_q, T_q, T_k))
 
 
-def _normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """softmax of scores (-inf: not seen) and the log of its denominators; sinks take their share.
 
     A row of nothing but -inf has weights of 0 and lse of -inf, with gradients of 0.
