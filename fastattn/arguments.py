@@ -50,7 +50,7 @@ def dense_options(
         q_documents, k_documents = checks.check_documents(documents, q, k)
     query_offsets = None
     if isinstance(query_offset, Tensor):
-        query_offset, query_offsets = 0, query_offset
+        query_offsets, query_offset = query_offset, 0
     return _options(
         q, k, v, B, key_padding_mask, query_offset, query_offsets, q_documents, k_documents,
         attn_mask, attn_bias, None, None, *shared, **named,

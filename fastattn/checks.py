@@ -128,6 +128,7 @@ def check_prefix_lengths(prefix: int | Tensor, B: int, causal: bool, q: Tensor) 
             raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
         return torch.full((B,), prefix, dtype=torch.int32, device=q.device)
     check_integers("prefix_lengths", prefix)
+    assert isinstance(prefix, Tensor), "check_integers lets only tensors through"
     check_placement("prefix_lengths", prefix, (B,), q)
     return prefix
 

@@ -43,7 +43,7 @@ def keep_mask(
     head = count(B * H_q, 2) + first_row * H_q
     counter = (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1])
     words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), counter)
-    drawn = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)[..., :T_k]
+    drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
     return (drawn >= int(dropout * 2**32)).reshape(B, H_q, T_q, T_k)
 
 

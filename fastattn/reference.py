@@ -146,7 +146,9 @@ def attention_varlen(
     q_lengths = cu_seqlens_q.diff().tolist()
     k_lengths = q_lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
     query = options.pop("relative_query", None)
-    pieces = [x.split(lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))]
+    pieces = [
+        torch.split(x, lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))
+    ]
     outputs, lses = [], []
     for n, parts in enumerate(zip(*pieces, strict=True)):
         own = dict(options)
@@ -155,7 +157,7 @@ def attention_varlen(
             if isinstance(x, Tensor) and (name != "alibi_slopes" or x.dim() == 2):
                 own[name] = x[n][None]
         if query is not None:
-            own["relative_query"] = query.split(q_lengths)[n].transpose(0, 1)[None]
+            own["relative_query"] = torch.split(query, q_lengths)[n].transpose(0, 1)[None]
         one = [x.transpose(0, 1)[None] for x in parts]
         o, lse = attention(*one, return_lse=True, first_row=n, **own)  # type: ignore[call-overload]
         outputs.append(o[0].transpose(0, 1))

@@ -54,8 +54,9 @@ def _everywhere(
         found = function(*scores, *(Value(place, real) for place in places), *pointers)
         if isinstance(found, Value):
             return found.x
-        shape = torch.broadcast_shapes(*(place.shape for place in places))
-        return torch.as_tensor(found, device=places[0].device).expand(shape)
+        b, h, q_pos, k_pos = places
+        shape = (b.shape[0], h.shape[1], q_pos.shape[2], k_pos.shape[3])
+        return torch.as_tensor(found, device=b.device).expand(shape)
 
     try:
         return run(x, places)
