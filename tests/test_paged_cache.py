@@ -231,6 +231,21 @@ def test_pages_are_shared_until_a_row_writes():
     assert cache.free_pages == PAGES - 4
 
 
+def test_of_the_rows_that_write_into_a_shared_page_one_keeps_it():
+    """So two forks of a row need one page, not two."""
+    cache = make_cache(page_size=4)
+    row = cache.allocate()
+    cache.append([row], torch.ones(1, H, 2, D), torch.ones(1, H, 2, D_V))
+    twin, big = cache.fork(row), cache.allocate()
+    cache.reserve([big], 4 * 9)
+    full = cache.allocate()
+    cache.reserve([full], 4 * (cache.free_pages - 1))
+    assert cache.free_pages == 1
+    cache.append([row, twin], torch.ones(2, H, 1, D), torch.ones(2, H, 1, D_V))
+    assert cache.free_pages == 0
+    assert cache.pages(row) != cache.pages(twin)
+
+
 def test_layers_share_the_books_and_lengths_advance_once():
     cache = make_cache(num_layers=3)
     rows = [cache.allocate(), cache.allocate()]

@@ -26,7 +26,8 @@ def tokens_of(
 
     transposed: views of one fused projection [B, T, heads, D], as a layer makes them.
     """
-    if not (transposed and D == D_v):
+    shared_width = D_v == D
+    if not (transposed and shared_width):
         shapes = ((H_q, D), (H_k, D), (H_k, D_v))
         q, k, v = (torch.randn(B, H, T, width, device=device).to(dtype) for H, width in shapes)
         return q, k, v
