@@ -112,10 +112,15 @@ def read_sass(text: str) -> list[list[Instruction]]:
 
 @dataclass(frozen=True)
 class Loop:
-    """The instructions of one loop, counted by opcode with its modifiers."""
+    """The instructions of one loop, counted by opcode with its modifiers.
+
+    overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
+    exponentials.
+    """
 
     address: int
     opcodes: dict[str, int] = field(hash=False)
+    overlap: float | None = None
 
     @property
     def total(self) -> int:
@@ -178,4 +183,24 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
 
 def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
     opcodes = Counter(function[i].opcode for i in body)
-    return Loop(function[min(body)].address, dict(sorted(opcodes.items())))
+    overlap = exponentials_under_wgmma([function[i] for i in sorted(body)])
+    return Loop(function[min(body)].address, dict(sorted(opcodes.items())), overlap)
+
+
+def exponentials_under_wgmma(body: list[Instruction]) -> float | None:
+    """Share of the MUFU.EX2 of a loop, in address order, that find a wgmma group in flight.
+
+    A group ends with the HGMMA that names a scoreboard (gsb0), and WARPGROUP.DEPBAR waits until no
+    more than so many groups are left. What is in flight at the end of the loop is so at its start.
+    """
+    in_flight = hidden = total = 0
+    for counting in (False, True):
+        for instruction in body:
+            if instruction.base.endswith("GMMA"):
+                in_flight += "gsb0" in instruction.operands
+            elif instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+                in_flight = min(in_flight, int(instruction.operands.split(",")[-1], 16))
+            elif counting and instruction.opcode.startswith("MUFU.EX2"):
+                total += 1
+                hidden += in_flight > 0
+    return hidden / total if total else None

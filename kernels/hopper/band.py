@@ -16,7 +16,7 @@ _OUT_OF_SIGHT = gl.constexpr(3 << 29)
 @gluon.jit
 def row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr):
     """Batch row b: the position of its query 0, and how many keys it has."""
-    offset, start, end, solid = batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, None)
+    offset, _start, end, _solid = batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, None)
     return offset, end
 
 

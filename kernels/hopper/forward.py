@@ -42,10 +42,9 @@ from .pipeline import (
 @gluon.jit
 def _tile_facts(i, order, problem, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Of this program's i-th tile: b, h, first query, where its keys end, its plan of blocks."""
-    heads, tiles, group, H_q = order
-    T_q, T_k, query_offset, left, right = problem
+    T_q, T_k, H_q, query_offset, left, right = problem
     offsets_ptr, lengths_ptr = lengths
-    tile, head = locate(tile_number(i), heads, tiles, group, True)
+    tile, head = locate(tile_number(i), order, True)
     b = head // H_q
     first = tile * (CONSUMERS * ROWS)
     last = gl.minimum(first + CONSUMERS * ROWS, T_q) - 1
@@ -64,7 +63,7 @@ def _produce(
     n = 0
     scrubs = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
+        b, h, first, _offset, end, blocks, masked, ranges = _tile_facts(
             i, order, problem, lengths, CONSUMERS, BLOCK_N
         )
         _load_queries(queries, q_desc, b, h, first, i, 0)
@@ -141,7 +140,7 @@ def _consume(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, scale_log2, work = outputs
     order, problem, lengths, total = work
-    T_q, T_k, query_offset, left, right = problem
+    T_q, _T_k, H_q, _query_offset, left, right = problem
     dtype: gl.constexpr = o_desc.dtype
     q_tile = queries[0].index(CONSUMER)
     q = q_tile.reshape([ROWS, D])
@@ -163,7 +162,7 @@ def _consume(
         release(k_ring, n, STAGES)
         key = block_number(0, masked, ranges) * BLOCK_N
         s = _mask(s, rows, key, offset, end, left, right, BLOCK_N)
-        weights, rescale, m, l = online_step(s, m, l, scale_log2, True)
+        weights, _rescale, m, l = online_step(s, m, l, scale_log2, True)
         p = as_operand(weights, dtype, D)
         wait_full(k_ring, n + 1, blocks > 1, STAGES)
         for j in range(1, masked):
@@ -188,7 +187,7 @@ def _consume(
 
         o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
         rows = first + gl.arange(0, ROWS, layout=O_ROWS)
-        lse_row = lse_ptr + (b * order[3] + h).to(gl.int64) * T_q
+        lse_row = lse_ptr + (b * H_q + h).to(gl.int64) * T_q
         gl.store(lse_row + rows, lse, mask=rows < T_q)
         o_tile = q_tile
         if O_APART:
@@ -205,11 +204,13 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=[
-    "T_q", "T_k", "H_q", "G", "heads", "tiles", "group", "query_offset", "left", "right",
+    "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles", "query_offset",
+    "left", "right",
 ])  # fmt: skip
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, offsets_ptr, lengths_ptr,
-    T_q, T_k, H_q, G, heads, tiles, group, query_offset, left, right, scale_log2,
+    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, query_offset, left, right,
+    scale_log2,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
@@ -223,9 +224,8 @@ def hopper_forward_kernel(
     o_tiles = q_ring[0]
     if O_APART:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
-    total = heads * tiles
-    order = (heads, tiles, group, H_q)
-    problem = (T_q, T_k, query_offset, left, right)
+    order = (heads, tiles, group, group_tiles)
+    problem = (T_q, T_k, H_q, query_offset, left, right)
     lengths = (offsets_ptr, lengths_ptr)
     work = (order, problem, lengths, total)
     inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
@@ -273,14 +273,15 @@ def launch_hopper_forward(
     o = empty_in_layout(q, H_q, T_q, D)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     config = forward_config(D, key_lengths is not None)
-    tiles = number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
-    if tiles * B * H_q == 0:
+    heads, tiles = B * H_q, number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
+    if heads * tiles == 0:
         return o, lse
-    programs = min(tiles * B * H_q, programs or multiprocessors(q.device))
+    group = heads_in_l2(k, v) * (H_q // H_k)
+    programs = min(heads * tiles, programs or multiprocessors(q.device))
     hopper_forward_kernel[(programs,)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
         describe(o, ROWS.value), lse, query_offsets, key_lengths,
-        T_q, T_k, H_q, H_q // H_k, B * H_q, tiles, heads_in_l2(k, v) * (H_q // H_k),
+        T_q, T_k, H_q, H_q // H_k, heads * tiles, heads, tiles, group, group * tiles,
         query_offset, bounded(left), bounded(right), scale * LOG2E.value,
         D, config.BLOCK, config.STAGES, config.CONSUMERS,
         config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,

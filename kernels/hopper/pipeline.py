@@ -19,7 +19,8 @@ _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 @gluon.jit
 def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of the descriptor's tiles that CONSUMERS partitions read."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    SHAPE: gl.constexpr = [STAGES, 1, 1, desc.block_shape[2], desc.block_shape[3]]
+    tiles = gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
     full = allocate_barriers(STAGES, 1)
     empty = allocate_barriers(STAGES, CONSUMERS)
     return tiles, full, empty
@@ -156,13 +157,15 @@ def tile_number(i):
 
 
 @gluon.jit
-def locate(number, heads, tiles, group, LAST_FIRST: gl.constexpr):
-    """(tile, head) of a tile number. `heads` counts those of all batch rows, `tiles` those of one.
+def locate(number, order, LAST_FIRST: gl.constexpr):
+    """(tile, head) of a tile number; head counts on over the batch rows.
 
-    Heads are taken `group` at a time, as many as keep their K and V in L2; inside of a group all
-    heads do one tile before any does the next. LAST_FIRST: the last tiles are the longest ones.
+    order: all heads, tiles of each, heads in a group, tiles in a group. Heads are taken a group at
+    a time, as many as keep their K and V in L2; inside of a group all heads do one tile before any
+    does the next. LAST_FIRST: the last tiles are the longest ones.
     """
-    first_head = number // (group * tiles) * group
+    heads, tiles, group, group_tiles = order
+    first_head = number // group_tiles * group
     rest = number - first_head * tiles
     heads_here = gl.minimum(group, heads - first_head)
     tile = rest // heads_here
