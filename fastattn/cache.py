@@ -54,8 +54,8 @@ class KVCache:
         length_bound: a number on the host that no row's length exceeds. Slots from there on hold
             no token in any row.
         uniform_length: the length of every row where the host knows it to be one number, else None.
-            Then `k[:, :, :uniform_length]` holds tokens only and needs no mask (unless the cache
-            is a ring or has `starts`).
+            Then `k[:, :, :uniform_length]` of a plain cache (see `is_plain`) holds tokens only and
+            needs no mask.
 
     Raises:
         ValueError: a size is not positive, `quantize` is unknown, or a ring has fewer slots than
@@ -121,6 +121,11 @@ class KVCache:
     def uniform_length(self) -> int | None:
         """Every row's length where the host knows it to be one number, else None."""
         return self.length_bound if self._uniform else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether slots 0, 1, ... hold the tokens themselves: no ring, no codes, no padding."""
+        return self.window is None and self.quantize is None and self.starts is None
 
     @property
     def max_step(self) -> int:

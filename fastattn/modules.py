@@ -309,6 +309,11 @@ def _check_cache_use(
 ) -> None:
     """Raise on what `attention` would only see after the append, when the cache has changed."""
     B, T, _ = x.shape
+    if isinstance(cache, KVCache) and not cache.is_plain:
+        raise ValueError(
+            "cache must keep every token as it is, without window, quantize or starts: what it "
+            f"holds is read in place, got {cache!r}"
+        )
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
     if key_lengths is not None:
