@@ -53,6 +53,13 @@ def from_e4m3(code):
 
 
 @triton.jit
-def numbers_of(codes, DTYPE: tl.constexpr):
-    """int8 or (as uint8) e4m3 codes as numbers in DTYPE, all of which hold them exactly."""
-    return from_e4m3(codes).to(DTYPE) if codes.dtype == tl.uint8 else codes.to(DTYPE)
+def numbers_of(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """int8 or (as uint8) e4m3 codes in DTYPE, which holds each exactly.
+
+    NATIVE: this GPU reads e4m3 by itself.
+    """
+    if codes.dtype == tl.uint8:
+        numbers = codes.to(tl.float8e4nv, bitcast=True) if NATIVE else from_e4m3(codes)
+    else:
+        numbers = codes
+    return numbers.to(DTYPE)

@@ -43,3 +43,16 @@ def finish(acc, m, l):
 def weights(s, lse, scale_log2):
     """Normalised weights from scores and the lse of their rows; lse broadcasts against s."""
     return tl.exp2(s * scale_log2 - lse * LOG2E)
+
+
+@triton.jit
+def merge_states(acc, m, l, o, lse):
+    """Take finished parts of one row into its state: outputs o [PARTS, COLS] and lse [PARTS].
+
+    A part is to the row what a key is: its lse (natural log) is the score, its output the value. A
+    part that saw nothing has lse = -inf and, so that nothing undefined is read, o = 0. acc is
+    [1, COLS], m and l are [1].
+    """
+    p, rescale, m, l = online_step(lse[None, :], m, l, LOG2E, True)
+    acc = acc * rescale[:, None] + tl.sum(tl.trans(p) * o, 0)[None, :]
+    return acc, m, l

@@ -38,18 +38,23 @@ def load_tile(
 
     keep = None promises that every row exists. WIDTH is the true head dim, COLS its power of two.
     """
-    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
-    cols = tl.arange(0, COLS)
+    return load_at(_pointers(ptr, stride_t, first, ROWS, COLS), keep, COLS, WIDTH)
+
+
+@triton.jit
+def load_at(pointers, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """`load_tile` for rows that lie anywhere: pointers [ROWS, COLS]."""
     if keep is not None:
         if WIDTH == COLS:
-            tile = tl.load(pointers, mask=keep[:, None], other=0.0)
+            tile = tl.load(pointers, mask=keep[:, None], other=0)
         else:
-            tile = tl.load(pointers, mask=keep[:, None] & (cols < WIDTH)[None, :], other=0.0)
+            within = (tl.arange(0, COLS) < WIDTH)[None, :]
+            tile = tl.load(pointers, mask=keep[:, None] & within, other=0)
     else:
         if WIDTH == COLS:
             tile = tl.load(pointers)
         else:
-            tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0)
     return tile
 
 

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.models",),
     ("fastattn",),
     ("fastattn.modules", "fastattn.cache", "fastattn.paged_cache"),
-    ("fastattn.functional",),
+    ("fastattn.functional", "fastattn.decode", "fastattn.merge"),
     ("fastattn.cache_checks", "fastattn.cache_ops", "fastattn.page_table"),
     (
         "fastattn.dispatch",
@@ -39,6 +39,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.score_checks",
         "fastattn.checks",
         "fastattn.options",
+        "fastattn.decode_ops",
+        "fastattn.decode_torch",
         "fastattn.torch_append",
         "fastattn.cache_view",
         "fastattn.quantization",
@@ -50,6 +52,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.forward",
         "fastattn.kernels.backward",
         "fastattn.kernels.append",
+        "fastattn.kernels.decode",
+        "fastattn.kernels.combine",
         "fastattn.kernels.padding",
         "fastattn.kernels.arguments",
         "fastattn.kernels.config",
@@ -76,7 +80,10 @@ APART = {
     ("fastattn.reference", "fastattn.dispatch"),
     ("fastattn.ops", "fastattn.reference"),
 }
-KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.cache_ops", "fastattn.testing", "fastattn.bench")
+KERNEL_IMPORTERS = (
+    "fastattn.ops", "fastattn.cache_ops", "fastattn.decode_ops", "fastattn.testing",
+    "fastattn.bench",
+)  # fmt: skip
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 # What a plain install has; everything else is imported inside the function that needs it.
 REQUIRED = {"torch", "triton", "einops"}

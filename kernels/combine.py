@@ -1,0 +1,58 @@
+"""The outputs of splits of the keys, merged into those of all keys."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import block_dim
+from .number import number, value
+from .softmax import finish, merge_states
+
+# Parts that are loaded at a time.
+_BLOCK_S = 16
+
+
+@triton.jit(do_not_specialize=["splits", "rows", "H", "T"])
+def combine_kernel(
+    parts_ptr, part_lse_ptr, o_ptr, lse_ptr, o_strides, row_width, splits, rows, H, T,
+    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row [b, h, t], in the order of their numbers."""
+    n = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_DV)
+    parts_ptr += n.to(tl.int64) * value(row_width)
+    step = tl.cast(rows, tl.int64) * value(row_width)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        part = first + tl.arange(0, BLOCK_S)
+        place = part_lse_ptr + part.to(tl.int64) * rows + n
+        lse = tl.load(place, mask=part < splits, other=float("-inf"))
+        # A part that saw nothing has no output.
+        within = (lse > float("-inf"))[:, None] & (cols < D_V)[None, :]
+        pointers = parts_ptr + (part * step)[:, None] + cols[None, :]
+        acc, m, l = merge_states(acc, m, l, tl.load(pointers, mask=within, other=0.0), lse)
+    o, lse = finish(acc, m, l)
+    b = (n // (H * T)).to(tl.int64)
+    h = (n // T % H).to(tl.int64)
+    t = (n % T).to(tl.int64)
+    o_ptr += b * value(o_strides[0]) + h * value(o_strides[1]) + t * value(o_strides[2])
+    tl.store(o_ptr + cols[None, :], o.to(o_ptr.dtype.element_ty), mask=(cols < D_V)[None, :])
+    tl.store(lse_ptr + n + tl.arange(0, 1), lse)
+
+
+def launch_combine(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v: int) -> None:
+    """Write o [B, H, T, D_v or wider] and lse fp32 [B, H, T] from the parts of every row.
+
+    parts fp32 [splits * B, H, T, width] and part_lse fp32 [splits * B, H, T], contiguous: split s
+    of batch row b is row s B + b. parts are not read where part_lse is -inf.
+    """
+    B, H, T = lse.shape
+    rows = B * H * T
+    stride_b, stride_h, stride_t, _ = map(number, o.stride())
+    combine_kernel[(rows,)](
+        parts, part_lse, o, lse, (stride_b, stride_h, stride_t), number(parts.stride(2)),
+        part_lse.shape[0] // B, rows, H, T, D_v, block_dim(D_v), _BLOCK_S,
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,393 @@
+"""Decoding: a few new queries a row against a long cache, the keys split among programs.
+
+The G query heads of a K/V head, times the new tokens, are the rows of one tile, so that keys and
+values are read once for all of them. Row r of the tiles of a K/V head is token r // G of its query
+head r % G. With G = 3 heads (a, b, c) and two new tokens, a tile of 16 rows holds
+
+    a0 b0 c0 a1 b1 c1 . . . . . . . . . .
+
+Each split of the keys writes its own (o, lse), which `combine` merges; with one split the kernel
+writes the result. How many splits there are is known when the grid is launched, which keys they
+take only when they run: a launch recorded in a CUDA graph serves lengths that grow.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .arguments import (
+    UNBOUNDED,
+    block_dim,
+    blocks,
+    dot_precision,
+    empty_in_layout,
+    kernel_mask,
+    kernel_score,
+)
+from .combine import launch_combine
+from .mask import Row, key_blocks, valid_keys, visible
+from .number import number, value
+from .pages import CacheTensors, lasting, locate, pages_of, slot_rows, stored
+from .product import add_weighted_rows, rows_by_rows
+from .quantize import numbers_of
+from .score import first_state, modified
+from .softmax import finish, online_step
+from .tile import load_at, load_tile, load_vector
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+# Tokens of a split that does not depend on the batch: the unit of batch-invariant decoding. A
+# multiple of every BLOCK_N.
+INVARIANT_SPLIT = 512
+# Partial results are written and read again: more splits than this cost more than they bring.
+_MOST_SPLITS = 128
+# Programs that share a multiprocessor, enough for its memory requests to overlap.
+_PROGRAMS_AT_ONCE = 2
+# A tile of these rows serves all but chunks of a prompt.
+_FEW_ROWS = 16
+
+
+class _Rows(NamedTuple):
+    """[B, H, T, width] in memory; strides in the form of `number`."""
+
+    ptr: Any
+    stride_b: int | None
+    stride_h: int | None
+    stride_t: int | None
+
+
+class _Lengths(NamedTuple):
+    """What the rows of the cache hold; indexed by row."""
+
+    ptr: Any
+    starts_ptr: Any
+    batch_index_ptr: Any
+    capacity: int | None  # in the form of `number`
+
+
+@triton.jit
+def _pointers(x, b, h, t, ALIGN: tl.constexpr):
+    """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
+    stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
+    return x.ptr + b * stride_b + h * stride_h + t * stride_t
+
+
+@triton.jit
+def _cache_row(b, T_q, lengths):
+    """The row of the cache that batch row b reads, and its facts as `Row`."""
+    cache_row = b
+    if lengths.batch_index_ptr is not None:
+        cache_row = tl.load(lengths.batch_index_ptr + b).to(tl.int32)
+    length = tl.load(lengths.ptr + cache_row).to(tl.int32)
+    start = 0
+    if lengths.starts_ptr is not None:
+        start = tl.maximum(tl.load(lengths.starts_ptr + cache_row), 0).to(tl.int32)
+    # A replayed graph may count past the end, where nothing is stored.
+    end = tl.minimum(tl.maximum(length, 0), value(lengths.capacity))
+    return cache_row, Row(b, T_q, end, length - T_q, start, end, True, 0)
+
+
+@triton.jit
+def _share(m_first, m_last, row, mask, split_blocks, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
+    """The key blocks of this program's split, as visits: (first, last, full first, full last, ...).
+
+    Visits count the blocks that the rows need, those of `keep_first` and then lo..hi-1; the last
+    two results, lo and kept, turn visits into blocks. split_blocks > 0 gives each split that many
+    blocks of the row's positions, wherever they are; else the visits are dealt out evenly.
+    """
+    split = tl.program_id(1)
+    lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+    visits = kept + hi - lo
+    each = tl.cdiv(visits, tl.num_programs(1))
+    first = tl.minimum(split * each, visits)
+    last = tl.minimum(first + each, visits)
+    if split_blocks > 0:
+        first = _visit(split * split_blocks, lo, hi, kept)
+        last = _visit((split + 1) * split_blocks, lo, hi, kept)
+    full_first = kept
+    full_last = kept
+    if RANGES:
+        full_first = full_lo - lo + kept
+        full_last = full_hi - lo + kept
+    full_first = tl.minimum(tl.maximum(full_first, first), last)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), last)
+    return first, last, full_first, full_last, lo, kept
+
+
+@triton.jit
+def _visit(block, lo, hi, kept):
+    """The first visit that is not before a block."""
+    behind = tl.minimum(tl.maximum(block, lo), hi) - lo + kept
+    return tl.where(block < kept, block, behind)
+
+
+@triton.jit
+def _load_rows(
+    store, page, slot, head, pages, keep,
+    N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
+):  # fmt: skip
+    """N rows of a buffer as they are stored, [N, COLS], and their numbers in the buffer, [N].
+
+    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
+    [N] is False are 0; keep = None promises that every row exists.
+    """
+    ALIGN: tl.constexpr = 128 // store.ptr.dtype.element_ty.primitive_bitwidth
+    rows = slot_rows(page, head, slot, pages)
+    width = tl.multiple_of((store.row_width >> 2).to(tl.int64), ALIGN)
+    if ONE_PAGE:
+        stride = tl.multiple_of((store.row_width >> 2).to(tl.int32), ALIGN)
+        tile = load_tile(store.ptr + rows * width, stride, 0, keep, N, COLS, WIDTH)
+        rows += tl.arange(0, N)
+    else:
+        pointers = store.ptr + (rows * width)[:, None] + tl.arange(0, COLS)[None, :]
+        tile = load_at(pointers, keep, COLS, WIDTH)
+    return tile, rows
+
+
+@triton.jit
+def _take_block(
+    acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Take one key block into the state of the rows; valid = keep = None for a full block."""
+    k_pos = n_first + tl.arange(0, BLOCK_N)
+    if ONE_PAGE:
+        page, slot = locate(cache_row, n_first, n_first >= 0, pages)
+    else:
+        page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
+    k, rows = _load_rows(k_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE)
+    if k_store.scale_ptr is None:
+        s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+    else:
+        k_scale = load_vector(k_store.scale_ptr + rows, valid, 0.0)
+        s = rows_by_rows(q, numbers_of(k, q.dtype, NATIVE), PRECISION) * k_scale[None, :]
+    s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score)
+    if keep is not None:
+        s = tl.where(keep, s, float("-inf"))
+    MASKED: tl.constexpr = keep is not None or score.hides is not None
+    p, rescale, m, l = online_step(s, m, l, factor, MASKED)
+    v, rows = _load_rows(v_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE)
+    if v_store.scale_ptr is not None:
+        v_scale = load_vector(v_store.scale_ptr + rows, valid, 0.0)
+        if q.dtype == tl.float16:
+            # Times a weight, a small scale would fall below the range of fp16.
+            v = (numbers_of(v, tl.float32, NATIVE) * v_scale[:, None]).to(tl.float16)
+        else:
+            v = numbers_of(v, q.dtype, NATIVE)
+            p = p * v_scale[None, :]
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles", "split_blocks"])
+def decode_kernel(
+    q, o, lse_ptr, k_store, v_store, pages, lengths, mask, score,
+    B, H_q, G, T_q, tiles, split_blocks,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
+    RANGES: tl.constexpr, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows against one split of the keys. Grid: (B H_k tiles, splits).
+
+    o and lse are the results, or those of the splits one behind the other, as if of more rows b.
+    """
+    tile = tl.program_id(0) % tiles
+    h_k = tl.program_id(0) // tiles % (H_q // G)
+    b = tl.program_id(0) // (tiles * (H_q // G))
+    split = tl.program_id(1)
+    cache_row, row = _cache_row(b, T_q, lengths)
+
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = r < T_q * G
+    # Rows that do not exist are copies of the last one: what users' functions load for them exists.
+    r = tl.minimum(r, T_q * G - 1)
+    t = r // G
+    h = h_k * G + r % G
+    q_tile = load_at(
+        _pointers(q, b, h, t, Q_ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :],
+        in_rows, BLOCK_D, D,
+    )  # fmt: skip
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    # The sink is one key of the row: the first split has it.
+    m_sink, l_sink = first_state(h, m, l, score)
+    m = tl.where(split == 0, m_sink, m)
+    l = tl.where(split == 0, l_sink, l)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    m_first = tile * BLOCK_M // G
+    m_last = (tl.minimum(tile * BLOCK_M + BLOCK_M, T_q * G) - 1) // G
+    first, last, full_first, full_last, lo, kept = _share(
+        m_first, m_last, row, mask, split_blocks, BLOCK_N, RANGES
+    )
+    for i in range(full_first, full_last):
+        acc, m, l = _take_block(
+            acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
+            (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, PRECISION, NATIVE,
+        )  # fmt: skip
+    before = full_first - first
+    for i in range(0, before + last - full_last):
+        visit = tl.where(i < before, first + i, full_last + i - before)
+        n_first = tl.where(visit < kept, visit, lo + visit - kept) * BLOCK_N
+        k_pos = n_first + tl.arange(0, BLOCK_N)
+        valid = valid_keys(k_pos, row, mask) & lasting(k_pos, row.end, pages)
+        keep = valid[None, :] & visible(t[:, None], k_pos[None, :], h[:, None], row, mask)
+        acc, m, l = _take_block(
+            acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
+            t, h, row, score,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, PRECISION, NATIVE,
+        )  # fmt: skip
+
+    result, lse = finish(acc, m, l)
+    b += split * B
+    tl.store(lse_ptr + (b * H_q + h).to(tl.int64) * T_q + t, lse, mask=in_rows)
+    # Nobody reads the output of a split without a key.
+    needed = in_rows & ((lse > float("-inf")) | (tl.num_programs(1) == 1))
+    O_ALIGN: tl.constexpr = 128 // o.ptr.dtype.element_ty.primitive_bitwidth
+    cols = tl.arange(0, BLOCK_DV)
+    tl.store(
+        _pointers(o, b, h, t, O_ALIGN)[:, None] + cols[None, :],
+        result.to(o.ptr.dtype.element_ty),
+        mask=needed[:, None] & (cols < D_V)[None, :],
+    )
+
+
+def launch_decode(
+    q: Tensor,
+    cache: CacheTensors,
+    starts: Tensor | None,
+    options: Options,
+    *,
+    splits: int | None = None,
+    invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D_v'] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
+
+    q [B, H_q, T_q, D], last dim contiguous. Token i of batch row b stands at position
+    lengths[row] - T_q + i of its row of the cache. D_v' is D_v rounded up to whole 16 bytes, the
+    columns past D_v being undefined.
+
+    Args:
+        starts: int32 [rows]: the positions before are padding; None: there is none.
+        options: masks and scores; those of its fields that place queries and keys are not read.
+        splits: into how many parts the keys of every row are split; None: as the device needs.
+        invariant: split them by INVARIANT_SPLIT positions instead.
+    """
+    B, H_q, T_q, D = q.shape
+    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
+    G = H_q // H_k
+    elements = 16 // q.element_size()
+    o = empty_in_layout(q, H_q, T_q, -(-D_v // elements) * elements)
+    lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
+    kind = "decode" if T_q * G <= _FEW_ROWS else "decode_chunk"
+    tile = config.lookup(kind, q.element_size(), max(BLOCK_D, BLOCK_DV))
+    tiles = blocks(T_q * G, tile.BLOCK_M)
+    programs = B * H_k * tiles
+    capacity = _capacity(cache, options)
+    if invariant:
+        splits = max(1, blocks(capacity, INVARIANT_SPLIT))
+    elif splits is None:
+        splits = _split_count(programs, _visits(capacity, T_q, options, tile.BLOCK_N), q.device)
+    out, out_lse = o, lse
+    if splits > 1 or invariant:
+        out = torch.empty(splits * B, H_q, T_q, o.shape[3], dtype=torch.float32, device=q.device)
+        out_lse = torch.empty(splits * B, H_q, T_q, dtype=torch.float32, device=q.device)
+    mask = kernel_mask(options)
+    decode_kernel[(programs, splits)](
+        _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
+        stored(cache.v, cache.v_scale), pages_of(cache),
+        _Lengths(cache.lengths, starts, cache.batch_index, number(capacity)),
+        mask, kernel_score(options),
+        B, H_q, G, T_q, tiles, INVARIANT_SPLIT // tile.BLOCK_N if invariant else 0,
+        D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV, _alignment(q),
+        _in_one_page(cache, tile.BLOCK_N),
+        mask.stride is None and mask.attn_mask_ptr is None and mask.mod is None,
+        dot_precision(q.dtype), cache.k_scale is not None and _reads_e4m3(),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if out is not o:
+        launch_combine(out, out_lse, o, lse, D_v)
+    return o, lse
+
+
+def _reads_e4m3() -> bool:
+    """Whether the device converts e4m3 numbers by itself, which is the faster way."""
+    arch = config.current_arch()
+    return arch.startswith("sm_") and int(re.sub(r"\D", "", arch)) >= 89
+
+
+def _rows(x: Tensor) -> _Rows:
+    stride_b, stride_h, stride_t, _ = map(number, x.stride())
+    return _Rows(x, stride_b, stride_h, stride_t)
+
+
+def _alignment(q: Tensor) -> int:
+    """Elements that the start of every row is a multiple of: 16 bytes of them if it can be."""
+    elements = 16 // q.element_size()
+    steps = zip(q.shape[:3], q.stride()[:3], strict=True)
+    whole = all(size == 1 or stride % elements == 0 for size, stride in steps)
+    return elements if whole and q.data_ptr() % 16 == 0 else 1
+
+
+def _in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:
+    """Whether the slots of a block of positions follow one another in one page."""
+    if cache.block_table is None:
+        return cache.keep_first is None
+    return cache.k.shape[2] % BLOCK_N == 0
+
+
+def _capacity(cache: CacheTensors, options: Options) -> int:
+    """What no position of a key reaches: the end of the cache, or of a tensor that it indexes."""
+    S = cache.k.shape[2]
+    ends = [x.shape[3] for x in (options.attn_mask, options.attn_bias) if x is not None]
+    if cache.block_table is not None:
+        ends.append(S * cache.block_table.shape[1])
+    elif cache.keep_first is None:
+        ends.append(S)
+    return min((end for end in ends if end > 1), default=UNBOUNDED)
+
+
+def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
+    """The most key blocks that a tile of rows may need."""
+    keys = capacity
+    if options.left is not None and options.stride is None:
+        keys = min(keys, options.left + T_q + options.keep_first)
+    return blocks(keys, BLOCK_N) + 2 * (keys < capacity)
+
+
+@cache
+def _split_count(programs: int, visits: int, device: torch.device) -> int:
+    """The smallest number of splits that keeps the device about as busy as any other would."""
+    at_once = _PROGRAMS_AT_ONCE * _multiprocessors(device)
+    most = max(1, min(visits, _MOST_SPLITS, blocks(2 * at_once, programs)))
+
+    def busy(splits: int) -> float:
+        waves = programs * splits / at_once
+        return waves / -(-programs * splits // at_once)
+
+    best = max(map(busy, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if busy(n) >= 0.85 * best)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
