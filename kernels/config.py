@@ -14,7 +14,7 @@ from typing import Any
 
 import triton
 
-KERNELS = ("forward", "backward_dq", "backward_dkv")
+KERNELS = ("forward", "backward_dq", "backward_dkv", "decode", "decode_chunk")
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
