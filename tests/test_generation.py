@@ -52,6 +52,19 @@ def test_cached_generation_equals_full_forwards_past_the_context(positions, prom
     assert len(set(got)) > 1
 
 
+@torch.no_grad()
+def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
+    model = make_gpt(context=64)
+    sampling = Sampling(greedy=True, repetition_penalty=1.5)
+    tokens = [1, 2, 3]
+    for _ in range(40):
+        scores = model(torch.tensor([tokens]))[0, -1]
+        for token in set(tokens):
+            scores[token] *= 1.5 if scores[token] < 0 else 1 / 1.5
+        tokens.append(int(scores.argmax()))
+    assert list(generate_tokens(model, [1, 2, 3], 40, sampling=sampling)) == tokens[3:]
+
+
 def test_a_context_of_one_token_goes_on():
     model = make_gpt(context=1)
     got = list(generate_tokens(model, [3, 4], 5, sampling=GREEDY))
@@ -226,7 +239,16 @@ def bpe() -> BPETokenizer:
     return BPETokenizer.train("the end of the stop, the stopping ENDs. aé漢🎉 " * 5, 300)
 
 
-STOPS = [["xx"], ["the s"], ["end", "the"], ["stopp", "st"], ["op", "stop"], ["é"], ["end", "nd o"]]
+STOPS = [
+    ["stopping", "top"],
+    ["xx"],
+    ["the s"],
+    ["end", "the"],
+    ["stopp", "st"],
+    ["op", "stop"],
+    ["é"],
+    ["end", "nd o"],
+]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids="|".join)

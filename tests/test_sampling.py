@@ -112,6 +112,15 @@ def test_a_draw_inverts_the_distribution():
     assert draw(4 * probabilities, numbers).tolist() == [1, 1, 3, 3, 3, 3]
 
 
+def test_the_greatest_number_never_points_behind_the_last_token():
+    """Whatever the sum is that it is multiplied by."""
+    torch.manual_seed(0)
+    sums = torch.cat([1 + 2.0**-52 * torch.arange(100), torch.rand(1000), 2.0 ** -torch.arange(99)])
+    probabilities = torch.stack([0 * sums, sums.double(), 0 * sums], dim=1)
+    greatest = torch.full_like(sums, 1 - 2**-53, dtype=torch.float64)
+    assert (draw(probabilities, greatest) == 1).all()
+
+
 def test_rows_are_chosen_each_by_its_own_settings():
     torch.manual_seed(0)
     logits = torch.randn(6, 9)

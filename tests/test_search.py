@@ -82,23 +82,47 @@ def test_a_length_penalty_changes_the_winner():
 
 
 @torch.no_grad()
-def pruned_search(model: GPT, prompt: list[int], count: int, beams: int) -> list[list[int]]:
-    """Beam search without end tokens, every beam by full forward passes."""
-    alive = [(0.0, [])]
-    for _ in range(count):
+def naive_search(model, count, beams, length_penalty, is_end) -> list[list[int]]:
+    """Beam search to the last token, every beam by full forward passes over its window.
+
+    A token 0, what `is_end` says, and the last token end a beam.
+    """
+    context = model.config.context_length
+    alive, ended, window = [(0.0, [])], [], len(PROMPT)
+    for length in range(1, count + 1):
         longer = []
         for total, tokens in alive:
-            scores = model(torch.tensor([prompt + tokens]))[0, -1].log_softmax(-1).tolist()
+            text = torch.tensor([(PROMPT + tokens)[-window:]])
+            scores = model(text)[0, -1].log_softmax(-1).tolist()
             longer += [(total + score, [*tokens, i]) for i, score in enumerate(scores)]
-        alive = sorted(longer, reverse=True)[:beams]
-    return [tokens for _, tokens in alive]
+        alive = []
+        for rank, (total, tokens) in enumerate(sorted(longer, reverse=True)):
+            if tokens[-1] == 0 or is_end(tokens) or length == count:
+                if rank < 2 * beams or len(alive) < beams:
+                    score = total / length_divisor(length, length_penalty)
+                    ended.append((score, tokens[:-1] if tokens[-1] == 0 else tokens))
+            elif len(alive) < beams:
+                alive.append((total, tokens))
+        window = context // 2 if window == context else window + 1
+    return [tokens for _, tokens in sorted(ended, reverse=True)[:beams]]
 
 
 @pytest.mark.parametrize("beams", [1, 2, 3])
-def test_few_beams_follow_the_rule(beams):
-    model = make_model(context=20, positions="rotary")
-    got = [beam.tokens for beam in beam_search(model, PROMPT, 12, beams=beams)]
-    assert got == pruned_search(model, PROMPT, 12, beams)
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("context", [20, 5])
+def test_few_beams_follow_the_rule(beams, length_penalty, context):
+    model = make_gpt(8, context, std=0.3, positions="rotary").double()
+
+    def is_end(tokens):
+        return tokens[-1] in (2, 3, 5, 6) and len(tokens) % 3 > 0
+
+    for predicate in (is_end, None):
+        keywords = {"beams": beams, "length_penalty": length_penalty, "is_end": predicate}
+        got = beam_search(model, PROMPT, 12, end_token=0, **keywords)
+        expected = naive_search(
+            model, 12, beams, length_penalty, predicate or (lambda tokens: False)
+        )
+        assert [beam.tokens for beam in got] == expected
 
 
 def test_the_search_goes_on_past_the_context():

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from fastattn.generation.generate import generate_tokens
-from fastattn.generation.request import Tally
+from fastattn.generation.request import Tally, make_request
 from fastattn.generation.sampling import Sampling
-from fastattn.generation.speculative import speculative_text, speculative_tokens, verify
+from fastattn.generation.speculative import (
+    SpeculativeDecoder,
+    speculative_text,
+    speculative_tokens,
+    verify,
+)
 from fastattn.models.gpt import GPT
 from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizer import CharacterTokenizer
@@ -54,6 +59,27 @@ def test_a_draft_model_like_the_model_is_always_accepted():
     assert (tally.drafted, tally.accepted, len(steps)) == (32, 32, 9)
     assert tally.acceptance_rate == 1.0
     assert got == list(generate_tokens(model, [1], 41, sampling=sampling))
+
+
+def test_both_models_hold_the_text_as_it_is():
+    """Whatever was drafted and taken back."""
+    model, draft = make_gpt(context=64), make_gpt(context=64, num_layers=1)
+    sampling = Sampling(temperature=2.0)
+    request = make_request(model, [1, 2, 3], 50, sampling=sampling, seed=0)
+    tally = Tally()
+    decoder = SpeculativeDecoder(model, draft, request, 4, tally)
+    while not request.done:
+        decoder.step()
+        for window, unread in (
+            (decoder._model, decoder._unread),
+            (decoder._draft, decoder._draft_unread),
+        ):
+            text = [1, 2, 3, *request.tokens]
+            assert text == window._readings[0].tokens + unread
+            assert [cache.uniform_length for cache in window.caches] == (
+                window.held * len(window.caches)
+            )
+    assert 10 < tally.accepted < tally.drafted - 10
 
 
 def test_settings_that_leave_one_token_give_the_models_own():

@@ -1,1 +1,18 @@
 """Generating text with a trained model."""
+
+from .engine import Engine as Engine
+from .generate import Batch as Batch
+from .generate import generate_batch as generate_batch
+from .generate import generate_text as generate_text
+from .generate import generate_texts as generate_texts
+from .generate import generate_tokens as generate_tokens
+from .generate import unpad as unpad
+from .request import Request as Request
+from .request import Tally as Tally
+from .sampling import Sampling as Sampling
+from .search import Beam as Beam
+from .search import beam_search as beam_search
+from .search import beam_texts as beam_texts
+from .speculative import speculative_text as speculative_text
+from .speculative import speculative_tokens as speculative_tokens
+from .text import TextStream as TextStream

@@ -141,16 +141,15 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
     Args:
         probabilities: [B, V], not negative, with a positive sum, which need not be 1.
-        numbers: fp64 [B], same device.
+        numbers: fp64 [B], same device; at most 1 - 2**-53, as those of `uniform` are.
 
     Returns:
         int64 [B]; never a token of probability 0.
     """
     cumulative = probabilities.double().cumsum(dim=-1)
-    total = cumulative[:, -1]
-    # A number so close to 1 that the product rounds to the total would point behind the last token.
-    target = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+    # Less than the sum also after rounding, since 2**-53 of it is no less than half its last bit.
+    target = numbers.unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
 def choose_rows(
