@@ -53,10 +53,10 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def index_type(*tensors: Tensor) -> tl.dtype:
+def index_type(*tensors: Tensor | None) -> tl.dtype:
     """int32 where no tile spans 2^31 elements, else int64, for offsets inside a tile."""
     for x in tensors:
-        if abs(x.stride(2)) >= 2**31 // _MAX_ROWS:
+        if x is not None and abs(x.stride(2)) >= 2**31 // _MAX_ROWS:
             return tl.int64
     return tl.int32
 
@@ -156,11 +156,12 @@ def _documents_strides(f: Options) -> tuple[int | None, ...] | None:
     return number(f.q_documents.stride(0)), number(f.k_documents.stride(0))
 
 
-def kernel_score(options: Options) -> Score:
-    """The score for the kernels."""
+def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
+    """The score for kernels whose q has this dtype."""
     f = options
     bias, table, slopes = f.attn_bias, f.relative_bias, f.alibi_slopes
-    reach = table if table is not None else f.relative_keys
+    keys = f.relative_keys
+    query = None if f.relative_query is None else aligned(f.relative_query)
     return Score(
         scale=f.scale,
         softcap=f.softcap,
@@ -168,7 +169,12 @@ def kernel_score(options: Options) -> Score:
         slopes_strides=None if slopes is None else _slopes_strides(slopes),
         relative_ptr=table,
         relative_stride=None if table is None else number(table.stride(0)),
-        reach=None if reach is None else number(reach.shape[1] // 2),
+        reach=None if table is None else number(table.shape[1] // 2),
+        keys_ptr=None if keys is None else aligned(keys[None]),
+        keys_heads=None if keys is None else number(keys.shape[0]),
+        keys_reach=None if keys is None else number(keys.shape[1] // 2),
+        query_ptr=query,
+        query_strides=None if query is None else strides(query),
         bias_ptr=bias,
         bias_strides=None if bias is None else broadcast_strides(bias),
         mod=f.score_mod,
@@ -178,6 +184,7 @@ def kernel_score(options: Options) -> Score:
         dropout=int(f.dropout * 2**32) - 2**31 if f.dropout else None,
         dropout_scale=1 / (1 - f.dropout) if f.dropout else None,
         seed_ptr=f.dropout_seed if f.dropout else None,
+        exact=1 if dtype == torch.float32 else None,
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
     )
 

@@ -47,6 +47,7 @@ from .mask import (
     worth_loading,
 )
 from .product import add_weighted_rows, rows_by_rows
+from .relative import relative_products, relative_query, unskewed, vectors_of_tile
 from .score import dropped, gradient, kept, modified
 from .softmax import weights
 from .tile import head, key_program, load_tile, load_vector, query_program, query_rows, store_tile
@@ -57,30 +58,50 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _grow_dq(
-    dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep, h, H_q,
-    row, score,
+    dq, dquery, q, query, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid,
+    keep, h, H_q, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds k for one key block; valid = keep = None for a full block."""
+    """dq += ds k for one key block; valid = keep = None for a full block.
+
+    Relative keys are further keys, for dq or for the gradient of their own query.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
     v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
+    vectors = None
+    if score.keys_ptr is not None:
+        vectors = vectors_of_tile(
+            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
+        )
     _, ds = tile_gradient(
-        q, do, lse, delta, k, v, m_first, n_first, keep, h, H_q, row, score, PRECISION
-    )
-    return add_weighted_rows(dq, ds, k, PRECISION)
+        q, do, lse, delta, k, v, query, vectors, m_first, n_first, keep, h, H_q, row, score,
+        PRECISION,
+    )  # fmt: skip
+    dq = add_weighted_rows(dq, ds, k, PRECISION)
+    if score.keys_ptr is not None:
+        by_distance = unskewed(ds.to(vectors.dtype), vectors.shape[0])
+        if score.query_ptr is None:
+            dq = add_weighted_rows(dq, by_distance, vectors, PRECISION)
+        else:
+            dquery = add_weighted_rows(dquery, by_distance, vectors, PRECISION)
+    return dq, dquery
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_backward_dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr,
-    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, mask, score,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr, dquery_ptr,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dquery_strides, mask, score,
     H_q, G, T_q, T_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward."""
+    """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward.
+
+    dquery: the gradient of the relative query, if there is one.
+    """
     tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
     row = batch_row(b, T_q, T_k, mask)
     batch, first_q, first_k = memory_rows(b, mask)
@@ -94,6 +115,7 @@ def attention_backward_dq_kernel(
 
     stats = (batch * H_q + h_q).to(tl.int64) * T_q + first_q + rows
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+    query = relative_query(q, batch, h_q, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
     do = load_tile(do_ptr, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V)
     o = load_tile(o_ptr, o_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -103,10 +125,11 @@ def attention_backward_dq_kernel(
     lse = load_lse(lse_ptr + stats, in_rows, score)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dquery = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
     for i in range(0, full):
-        dq = _grow_dq(
-            dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first,
+        dq, dquery = _grow_dq(
+            dq, dquery, q, query, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first,
             full_block(i, place, mask) * BLOCK_N, None, None, h_q, H_q, row, score,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
@@ -116,19 +139,23 @@ def attention_backward_dq_kernel(
         valid = valid_keys(k_pos, row, mask)
         if worth_loading(valid, mask):
             keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            dq = _grow_dq(
-                dq, q, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid,
-                keep, h_q, H_q, row, score, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            dq, dquery = _grow_dq(
+                dq, dquery, q, query, do, lse, delta, k_ptr, k_stride, v_ptr, v_stride, m_first,
+                n_first, valid, keep, h_q, H_q, row, score,
+                D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
     store_tile(dq_ptr, dq_stride, m_first, dq * score.scale, in_rows, BLOCK_M, BLOCK_D, D)
+    if score.query_ptr is not None:
+        dquery_ptr, stride = head(dquery_ptr, batch, h_q, first_q, dquery_strides, INDEX)
+        store_tile(dquery_ptr, stride, m_first, dquery * score.scale, in_rows, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
 def _grow_dkv(
-    dk, dv, k, v, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, m_first, n_first, in_rows,
-    keep, h, H_q, row, score,
+    dk, dv, k, v, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, batch, first_q, m_first,
+    n_first, in_rows, keep, h, H_q, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk += ds^T q and dv += p^T do for one query block, transposed: keys down, queries across."""
     BLOCK_N: tl.constexpr = k.shape[0]
@@ -139,6 +166,12 @@ def _grow_dkv(
     lse = load_lse(lse_ptr + rows, in_rows, score)
     delta = load_vector(delta_ptr + rows, in_rows, 0.0)
     s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+    if score.keys_ptr is not None:
+        query = relative_query(q, batch, h, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
+        vectors = vectors_of_tile(
+            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
+        )
+        s += tl.trans(relative_products(query, vectors, BLOCK_N, PRECISION))
     x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score)
     p = weights(x, lse[None, :], factor)
     if keep is not None:
@@ -192,8 +225,9 @@ def attention_backward_dkv_kernel(
         for i in range(0, full):
             dk, dv = _grow_dkv(
                 dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, full_block(i, place, mask) * BLOCK_M, n_first, None, None,
-                h_q, H_q, row, score, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
+                delta_ptr + stats, batch, first_q, full_block(i, place, mask) * BLOCK_M, n_first,
+                None, None, h_q, H_q, row, score,
+                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
         for i in range(0, boundary):
             m_first = masked_block(i, place, mask) * BLOCK_M
@@ -201,8 +235,8 @@ def attention_backward_dkv_kernel(
             keep = visible(rows[None, :], k_pos[:, None], h_q, row, mask)
             dk, dv = _grow_dkv(
                 dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, m_first, n_first, rows < row.T_q, keep,
-                h_q, H_q, row, score, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
+                delta_ptr + stats, batch, first_q, m_first, n_first, rows < row.T_q, keep,
+                h_q, H_q, row, score, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
 
     # The weights of keys that no query may see were never masked: they end here.
@@ -218,7 +252,8 @@ def launch_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse; empty.
+    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse; and the
+    gradient of options.relative_query as dq is that of q, empty without one.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v and options.
@@ -231,18 +266,23 @@ def launch_backward(
     dv = empty_in_layout(v, H_k, T_k, D_v)
     delta = torch.empty_like(lse)
     dims = (block_dim(D), block_dim(D_v))
-    score = kernel_score(options)
-    promises = (index_type(q, k, v, o, do, dq, dk, dv), dot_precision(q.dtype))
+    score = kernel_score(options, q.dtype)
+    query = options.relative_query
+    dquery = None if query is None else empty_in_layout(query, H_q, T_q, D)
+    index = index_type(q, k, v, o, do, dq, dk, dv, query, dquery)
+    promises = (index, dot_precision(q.dtype))
+    relative = options.relative_keys is not None
 
-    tile = config.lookup("backward_dq", q.element_size(), max(dims))
+    tile = config.lookup("relative" if relative else "backward_dq", q.element_size(), max(dims))
     if programs := query_programs(options, q, tile.BLOCK_M):
         attention_backward_dq_kernel[(programs,)](
-            q, k, v, o, do, lse, dlse, dq, delta, *map(strides, (q, k, v, o, do, dq)),
+            q, k, v, o, do, lse, dlse, dq, delta, dquery, *map(strides, (q, k, v, o, do, dq)),
+            None if dquery is None else strides(dquery),
             mask_for_queries(options, q, k, tile), score, *sizes(q, k),
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    tile = config.lookup("backward_dkv", q.element_size(), max(dims))
+    tile = config.lookup("relative" if relative else "backward_dkv", q.element_size(), max(dims))
     if programs := key_programs(options, k, tile.BLOCK_N):
         attention_backward_dkv_kernel[(programs,)](
             q, k, v, do, lse, delta, dk, dv, *map(strides, (q, k, v, do, dk, dv)),
@@ -250,4 +290,4 @@ def launch_backward(
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    return dq, dk, dv, delta, q.new_empty(0)
+    return dq, dk, dv, delta, q.new_empty(0) if dquery is None else dquery

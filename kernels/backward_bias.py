@@ -28,6 +28,7 @@ from .arguments import (
 )
 from .gradient import load_lse, tile_gradient
 from .mask import any_key, batch_row, key_blocks, valid_keys, visible
+from .relative import relative_query, vectors_of_tile
 from .tile import head, load_tile, load_vector, query_rows
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def attention_backward_bias_kernel(
         b = bias_row // bias_heads + i // (sum_tiles_k * sum_tiles_q * sum_heads)
         row = batch_row(b, T_q, T_k, mask)
         m_first, m_last, rows, in_rows = query_rows(m_tile, T_q, BLOCK_M)
-        lo, _, _, hi, first_blocks = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+        lo, _full_lo, _full_hi, hi, first_blocks = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         n_first = n_tile * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, row, mask)
@@ -71,16 +72,23 @@ def attention_backward_bias_kernel(
             k_head, k_stride = head(k_ptr, b, h_q // G, 0, k_strides, INDEX)
             v_head, v_stride = head(v_ptr, b, h_q // G, 0, v_strides, INDEX)
             do_head, do_stride = head(do_ptr, b, h_q, 0, do_strides, INDEX)
+            q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+            query = relative_query(q, b, h_q, 0, m_first, in_rows, score, D, BLOCK_D, INDEX)
+            vectors = None
+            if score.keys_ptr is not None:
+                vectors = vectors_of_tile(
+                    m_first, n_first, h_q, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
+                )
             stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
             keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            dbias, _ = tile_gradient(
-                load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D),
+            dbias, _ds = tile_gradient(
+                q,
                 load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
                 load_lse(lse_ptr + stats, in_rows, score),
                 load_vector(delta_ptr + stats, in_rows, 0.0),
                 load_tile(k_head, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D),
                 load_tile(v_head, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V),
-                m_first, n_first, keep, h_q, H_q, row, score, PRECISION,
+                query, vectors, m_first, n_first, keep, h_q, H_q, row, score, PRECISION,
             )  # fmt: skip
             total += dbias
     m_pos = bias_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -110,7 +118,8 @@ def launch_backward_bias(
     shape = options.attn_bias.shape
     dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
     dims = (block_dim(D), block_dim(D_v))
-    tile = config.lookup("backward_dq", q.element_size(), max(dims))
+    kernel = "backward_dq" if options.relative_keys is None else "relative"
+    tile = config.lookup(kernel, q.element_size(), max(dims))
     tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))
     own = tuple(1 if size == 1 else count for size, count in zip(shape, tiles, strict=True))
     sums = tuple(count if size == 1 else 1 for size, count in zip(shape, tiles, strict=True))
@@ -121,9 +130,10 @@ def launch_backward_bias(
         return dbias.zero_()
     attention_backward_bias_kernel[(programs,)](
         q, k, v, do, lse, delta, dbias, *map(strides, (q, k, v, do)),
-        kernel_mask(options), kernel_score(options), *sizes(q, k), *own[1:], *shape[2:], *sums,
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, index_type(q, k, v, do),
-        dot_precision(q.dtype), shape[2] == 1 and T_q > 1, shape[3] == 1 and T_k > 1,
+        kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
+        *own[1:], *shape[2:], *sums, D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
+        index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+        shape[2] == 1 and T_q > 1, shape[3] == 1 and T_k > 1,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dbias

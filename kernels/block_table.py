@@ -100,7 +100,7 @@ def with_table(
     heads = H if per_head else 1
     if rows and tiles:
         block_table_kernel[(tiles, rows)](
-            mask, counts, blocks, T_q, T_k, heads, width, BLOCK_M, BLOCK_N, of_keys, num_warps=4
+            mask, counts, blocks, T_q, T_k, heads, width, BLOCK_M, BLOCK_N, of_keys, num_warps=8
         )
     strides = (heads * tiles if per_batch else 0, tiles if per_head else 0, width)
     return mask._replace(

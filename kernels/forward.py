@@ -33,6 +33,7 @@ from .mask import (
     worth_loading,
 )
 from .product import add_weighted_rows, rows_by_rows
+from .relative import relative_products, relative_query, vectors_of_tile
 from .score import dropped, first_state, kept, modified
 from .softmax import finish, online_step
 from .tile import head, load_tile, query_program, query_rows, store_tile
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _attend(
-    acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep, h, H_q, row,
-    score,
+    acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep, h, H_q,
+    row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +53,11 @@ def _attend(
     BLOCK_M: tl.constexpr = q.shape[0]
     k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
     s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+    if score.keys_ptr is not None:
+        vectors = vectors_of_tile(
+            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
+        )
+        s += relative_products(query, vectors, BLOCK_N, PRECISION)
     rows = m_first + tl.arange(0, BLOCK_M)
     k_pos = n_first + tl.arange(0, BLOCK_N)
     s, factor, _, _ = modified(s, rows[:, None], k_pos[None, :], h, row, score)
@@ -83,6 +89,7 @@ def attention_forward_kernel(
     k_ptr, k_stride = head(k_ptr, batch, h_k, first_k, k_strides, INDEX)
     v_ptr, v_stride = head(v_ptr, batch, h_k, first_k, v_strides, INDEX)
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+    query = relative_query(q, batch, h_q, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -92,7 +99,7 @@ def attention_forward_kernel(
     full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
     for i in range(0, full):
         acc, m, l = _attend(
-            acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, m_first,
+            acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first,
             full_block(i, place, mask) * BLOCK_N, None, None, h_q, H_q, row, score,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
@@ -103,8 +110,8 @@ def attention_forward_kernel(
         if worth_loading(valid, mask):
             keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
             acc, m, l = _attend(
-                acc, m, l, q, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep,
-                h_q, H_q, row, score, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+                acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid,
+                keep, h_q, H_q, row, score, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
 
     o, lse = finish(acc, m, l)
@@ -126,15 +133,16 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     o = empty_in_layout(q, H_q, T_q, D_v)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
-    tile = config.lookup("forward", q.element_size(), max(BLOCK_D, BLOCK_DV))
+    kernel = "forward" if options.relative_keys is None else "relative"
+    tile = config.lookup(kernel, q.element_size(), max(BLOCK_D, BLOCK_DV))
     programs = query_programs(options, q, tile.BLOCK_M)
     if programs == 0:
         return o, lse
     attention_forward_kernel[(programs,)](
         q, k, v, o, lse, strides(q), strides(k), strides(v), strides(o),
-        mask_for_queries(options, q, k, tile), kernel_score(options), *sizes(q, k),
+        mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-        index_type(q, k, v, o), dot_precision(q.dtype),
+        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o, lse

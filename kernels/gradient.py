@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .product import rows_by_rows
+from .relative import relative_products
 from .score import dropped, gradient, kept, modified
 from .softmax import weights
 from .tile import load_vector
@@ -23,19 +24,23 @@ def load_lse(pointers, in_rows, score):
 
 @triton.jit
 def tile_gradient(
-    q, do, lse, delta, k, v, m_first, n_first, keep, h, H_q, row, score, PRECISION: tl.constexpr
-):
+    q, do, lse, delta, k, v, query, vectors, m_first, n_first, keep, h, H_q, row, score,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function, and of
     scale * q.k.
 
     q, do, lse, delta: rows from m_first; k, v: rows from n_first. keep: what the mask shows, or
-    None where it shows all.
+    None where it shows all. query, vectors: for relative keys, see `relative`; vectors is None
+    without them.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = k.shape[0]
     rows = (m_first + tl.arange(0, BLOCK_M))[:, None]
     k_pos = (n_first + tl.arange(0, BLOCK_N))[None, :]
     s = rows_by_rows(q, k, PRECISION)
+    if vectors is not None:
+        s += relative_products(query, vectors, BLOCK_N, PRECISION)
     x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
     p = weights(x, lse[:, None], factor)
     if keep is not None:

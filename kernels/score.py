@@ -25,11 +25,14 @@ class Score(NamedTuple):
     """The score as kernels take it: pointers, floats, and integers in the form of `number`.
 
     slopes_strides: (batch, head). bias_strides: four, 0 where broadcast. relative_ptr: relative
-    bias, rows of 2 reach + 1 distances, relative_stride from head to head; reach also bounds the
-    relative keys. mod, mod_grad: the user's functions, tensors: their further arguments.
+    bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
+    contiguous, 2 keys_reach + 1 vectors for each of keys_heads heads, which query heads share.
+    query_ptr: what they are multiplied by, if not q, with strides as `tile.head` takes them.
+    mod, mod_grad: the user's functions, tensors: their further arguments.
     dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
     are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
-    -inf, so that a block without a mask may show a row nothing.
+    -inf, so that a block without a mask may show a row nothing. exact: not None if scores are good
+    to fp32.
     """
 
     scale: Any
@@ -39,6 +42,11 @@ class Score(NamedTuple):
     relative_ptr: Any = None
     relative_stride: Any = None
     reach: Any = None
+    keys_ptr: Any = None
+    keys_heads: Any = None
+    keys_reach: Any = None
+    query_ptr: Any = None
+    query_strides: Any = None
     bias_ptr: Any = None
     bias_strides: Any = None
     mod: Any = None
@@ -49,6 +57,7 @@ class Score(NamedTuple):
     dropout_scale: Any = None
     seed_ptr: Any = None
     hides: Any = None
+    exact: Any = None
 
 
 @triton.jit
@@ -61,9 +70,24 @@ def tanh(x):
 
 
 @triton.jit
-def shift_of(distance, score):
+def softcapped(s, score):
+    """softcap * tanh(scale * s / softcap).
+
+    Of fp16 and bf16 products an absolute error of 1e-7 softcap is far below what they are good for:
+    they do without the series, and with a reciprocal by way of rsqrt, which is one instruction.
+    """
+    if score.exact is not None:
+        capped = score.softcap * tanh(s * score.scale * (1.0 / score.softcap))
+    else:
+        root = tl.rsqrt(tl.exp2(s * (score.scale * (2 * LOG2E) / score.softcap)) + 1)
+        capped = score.softcap - (2 * score.softcap) * root * root
+    return capped
+
+
+@triton.jit
+def shift_of(distance, reach):
     """Index of a distance p - j into a row of relative bias or keys, clamped to its ends."""
-    reach = value(score.reach)
+    reach = value(reach)
     return tl.minimum(tl.maximum(distance, -reach), reach) + reach
 
 
@@ -87,17 +111,18 @@ def modified(s, rows, k_pos, h, row, score):
     capped = s
     before = s
     if not PLAIN:
-        x = x * score.scale
         if score.softcap is not None:
-            x = score.softcap * tanh(x / score.softcap)
-            capped = x
+            capped = softcapped(s, score)
+            x = capped
+        else:
+            x = s * score.scale
         if score.slopes_ptr is not None:
             slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
             slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
             x = x - slope * tl.abs(k_pos - (rows + row.offset)).to(tl.float32)
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
-            x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score)).to(tl.float32)
+            x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score.reach)).to(tl.float32)
         if score.bias_ptr is not None:
             pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
             inside = (rows < row.T_q) & (k_pos < row.T_k)
@@ -128,7 +153,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
             dbias = tl.where(keep, dbias, 0.0)
     ds = dbias
     if score.softcap is not None:
-        ratio = capped / score.softcap
+        ratio = capped * (1.0 / score.softcap)
         ds = ds * (1 - ratio * ratio)
     return dbias, ds
 
@@ -146,20 +171,39 @@ def first_state(h, m, l, score):
 def kept(m_first, n_first, h, H_q, row, score, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
-    Philox4x32-10 (Salmon et al. 2011) under the key seed[0] with counter
+    Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
     (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
     its place alone, not on tiles, kernels or the batch beside it.
     """
+    rows = m_first + tl.arange(0, BLOCK_M)[:, None]
+    fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    w0, w1, w2, w3 = _random_words(zeros + fours, zeros + rows, h, H_q, row, score)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    return _survives(words, score)
+
+
+@triton.jit
+def kept_at(rows, k_pos, h, H_q, row, score):
+    """`kept` for keys in any order: rows and k_pos broadcast. Four times its price."""
+    zeros = (rows + k_pos) * 0
+    w0, w1, w2, w3 = _random_words(zeros + k_pos // 4, zeros + rows, h, H_q, row, score)
+    place = k_pos % 4
+    words = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    return _survives(words, score)
+
+
+@triton.jit
+def _random_words(fours, rows, h, H_q, row, score):
+    """The words of four keys each, from number 4 fours; both of one shape."""
     seed = tl.load(score.seed_ptr)
     salt = tl.load(score.seed_ptr + 1).to(tl.int32)
-    rows = m_first + tl.arange(0, BLOCK_M)
-    fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)
-    c0 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + fours[None, :]
-    c1 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + rows[:, None]
-    c2 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + (row.b * H_q + h)
-    c3 = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32) + salt
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    zeros = tl.zeros_like(rows)
+    return tl.philox(seed, fours, rows, zeros + (row.b * H_q + h), zeros + salt, 7)
+
+
+@triton.jit
+def _survives(words, score):
     return (words.to(tl.int32, bitcast=True) ^ -(2**31)) >= score.dropout
 
 

@@ -9,11 +9,13 @@ import fastattn
 from fastattn import dropout
 
 FULL = 0xFFFFFFFF
-# From kat_vectors of the Random123 distribution, philox4x32 with 10 rounds.
+# From kat_vectors of the Random123 distribution, philox4x32: rounds, key, counter, words.
 PUBLISHED = [
-    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((FULL, FULL), (FULL,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (7, (0, 0), (0, 0, 0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    (10, (0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (10, (FULL, FULL), (FULL,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
+        10,
         (0xA4093822, 0x299F31D0),
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
@@ -21,9 +23,10 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "counter", "words"), PUBLISHED)
-def test_published_vectors(key, counter, words) -> None:
-    drawn = dropout.philox(tuple(map(torch.tensor, key)), tuple(map(torch.tensor, counter)))
+@pytest.mark.parametrize(("rounds", "key", "counter", "words"), PUBLISHED)
+def test_published_vectors(rounds, key, counter, words) -> None:
+    counters = tuple(map(torch.tensor, counter))
+    drawn = dropout.philox(tuple(map(torch.tensor, key)), counters, rounds)
     assert tuple(map(int, drawn)) == words
 
 
@@ -33,7 +36,7 @@ def words_kernel(seed_ptr, out_ptr, H_q, row, key_blocks: tl.constexpr):
     seed = tl.load(seed_ptr)
     high = tl.load(seed_ptr + 1)
     block = tl.arange(0, key_blocks)
-    words = tl.philox(seed, block, row, tl.program_id(0), high.to(tl.int32))
+    words = tl.philox(seed, block, row, tl.program_id(0), high.to(tl.int32), 7)
     place = out_ptr + (tl.program_id(0) * key_blocks + block) * 4
     for n in tl.static_range(4):
         tl.store(place + n, words[n].to(tl.uint32, bitcast=True).to(tl.int64))

@@ -1,0 +1,99 @@
+"""Relative keys: a vector for each distance p - j, whose product with the query joins q.k.
+
+A tile of queries and keys meets fewer distances than it has pairs: BLOCK_M + BLOCK_N - 1. So the
+products of its queries with the vectors are a matrix product too, [BLOCK_M, W] with W the power of
+two that holds them, ordered by distance. `skewed` brings them under their keys; `unskewed` takes
+the gradients of scores back (Huang et al. 2018, arXiv 1809.04281, skew by padding and reshaping,
+which needs lengths that tiles do not have).
+"""
+
+import triton
+import triton.language as tl
+
+from .number import value
+from .product import rows_by_rows
+from .score import shift_of
+from .tile import head, load_tile
+
+
+@triton.jit
+def relative_query(
+    q, batch, h, first_q, m_first, in_rows, score,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """The rows that relative keys are multiplied by: those of q where no others are given."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    query = q
+    if score.query_ptr is not None:
+        query_ptr, stride = head(score.query_ptr, batch, h, first_q, score.query_strides, INDEX)
+        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+    return query
+
+
+@triton.jit
+def vectors_at(distances, h, H_q, score, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Relative keys of head h, [distances, BLOCK_D]; those beyond the reach as its end."""
+    own = h * value(score.keys_heads) // H_q
+    rows = 2 * value(score.keys_reach) + 1
+    keys_ptr = score.keys_ptr + tl.cast(own, tl.int64) * rows * D
+    cols = tl.arange(0, BLOCK_D)
+    pointers = keys_ptr + shift_of(distances, score.keys_reach)[:, None] * D + cols[None, :]
+    if D == BLOCK_D:
+        vectors = tl.load(pointers)
+    else:
+        vectors = tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+    return vectors
+
+
+@triton.jit
+def vectors_of_tile(
+    m_first, n_first, h, H_q, row, score,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Relative keys [W, BLOCK_D] of the distances of a tile, from the smallest one."""
+    W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK_N - 1)
+    smallest = m_first + row.offset - n_first - (BLOCK_N - 1)
+    return vectors_at(smallest + tl.arange(0, W), h, H_q, score, D, BLOCK_D)
+
+
+@triton.jit
+def relative_products(query, vectors, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: the product of each query with the vector of its distance to each key."""
+    return skewed(rows_by_rows(query, vectors, PRECISION), BLOCK_N)
+
+
+@triton.jit
+def skewed(x, COLS: tl.constexpr):
+    """[ROWS, COLS] with x[r, r - c + COLS - 1] at [r, c].
+
+    Takes columns by distance from the smallest to columns by key from the first, and the reverse.
+    """
+    r = tl.arange(0, x.shape[0])[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    return _take(x, r - c + (COLS - 1))
+
+
+@triton.jit
+def unskewed(x, W: tl.constexpr):
+    """The transpose of `skewed`, [ROWS, W]: entries under their distances, 0 where there is none."""
+    COLS: tl.constexpr = x.shape[1]
+    r = tl.arange(0, x.shape[0])[:, None]
+    c = r - tl.arange(0, W)[None, :] + (COLS - 1)
+    wrapped = c & (COLS - 1)
+    return tl.where(c == wrapped, _take(x, wrapped), 0.0)
+
+
+@triton.jit
+def _take(x, cols):
+    """x[r, cols[r, c]] at [r, c].
+
+    In one dim, since a gather along rows of two is made of as many shuffles and selects as a row
+    has elements in a thread, and in one dim of loads from shared memory. There, eight rows lie
+    beside each other, so that the threads of a matrix product's layout meet few banks twice.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    flat = x.reshape(ROWS // 8, 8, COLS).permute(0, 2, 1).reshape(ROWS * COLS)
+    r = tl.arange(0, ROWS)[:, None]
+    index = r // 8 * (8 * COLS) + cols * 8 + r % 8
+    return tl.gather(flat, index.reshape(ROWS * cols.shape[1]), 0).reshape(ROWS, cols.shape[1])
