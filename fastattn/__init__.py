@@ -3,12 +3,17 @@
 from .cache import KVCache as KVCache
 from .cache import QuantizedKVCache as QuantizedKVCache
 from .cache_view import CacheView as CacheView
+from .decode import decode_attention as decode_attention
+from .decode import explain_decode as explain_decode
+from .decode import view_of_tensors as view_of_tensors
 from .dispatch import Explanation as Explanation
 from .dropout import keep_mask as dropout_keep_mask
 from .functional import attention as attention
 from .functional import attention_varlen as attention_varlen
 from .functional import explain as explain
 from .functions import BlockMask as BlockMask
+from .merging import cascade_attention as cascade_attention
+from .merging import merge as merge
 from .modules import CausalGQAttention as CausalGQAttention
 from .page_table import OutOfPages as OutOfPages
 from .paged_cache import PagedKVCache as PagedKVCache
@@ -28,8 +33,13 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_varlen",
+    "cascade_attention",
+    "decode_attention",
     "document_ids",
     "dropout_keep_mask",
     "explain",
+    "explain_decode",
+    "merge",
     "t5_relative_bias",
+    "view_of_tensors",
 ]

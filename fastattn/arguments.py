@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import checks, score_checks
@@ -99,6 +100,51 @@ def packed_options(
         q, k, v, cu_seqlens_q.shape[0] - 1, None, None, None, None, None,
         None, None, cu_seqlens_q, cu_seqlens_k, **shared,
     )  # fmt: skip
+
+
+# What a call over a cache cannot have, and what takes its place.
+_NOT_CACHED = {
+    "key_lengths": "the cache knows the lengths of its rows",
+    "key_padding_mask": "the cache's starts say where rows are padded",
+    "query_offset": "the last query of each row stands at its last key",
+    "prefix_lengths": "new tokens stand behind every prefix",
+    "documents": "a row of a cache is one document; attn_mask and mask_mod hide parts of it",
+    "relative_keys": "there is no kernel for them",
+    "relative_query": "there is no kernel for relative keys",
+    "score_mod_grad": "there are no gradients",
+    "dropout": "there is no training from a cache",
+    "dropout_seed": "there is no training from a cache",
+}
+
+
+def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str, Any]) -> Options:
+    """The options of one call of `decode_attention`.
+
+    Args:
+        q: [B, H_q, T_q, D].
+        k, v: [P, H_k, S, D or D_v], the cache's.
+        bound: positions that a mask or bias has to reach over.
+        options: keyword arguments. Causal unless they say otherwise.
+    """
+    shared = {"causal": True, **options}
+    attn_mask = shared.pop("attn_mask", None)
+    attn_bias = shared.pop("attn_bias", None)
+    for name in shared:
+        if name in _NOT_CACHED or name not in SHARED:
+            reason = _NOT_CACHED.get(name, "there is no such argument")
+            raise TypeError(f"decode_attention takes no {name}: {reason}")
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a bool tensor, got {checks.kind(attn_mask)}")
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be bool (True = attend), got {attn_mask.dtype}")
+    if attn_mask is not None:
+        attn_mask = checks.check_per_position("attn_mask", attn_mask, q, bound)
+    if attn_bias is not None:
+        checks.check_floats("attn_bias", attn_bias)
+        attn_bias = checks.check_per_position("attn_bias", attn_bias, q, bound)
+    return _options(
+        q, k, v, q.shape[0], None, 0, None, None, None, attn_mask, attn_bias, None, None, **shared
+    )
 
 
 def _options(

@@ -187,6 +187,17 @@ def check_per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
+def check_per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
+    """As `check_per_score` over a cache: the last dim is not broadcast, and at least `bound`."""
+    if x.dim() < 2 or x.shape[-1] < bound:
+        raise ValueError(
+            f"{name} must reach over the cache's {bound} positions in its last of 2 to 4 "
+            f"dimensions, got {list(x.shape)}"
+        )
+    like_keys = q.new_empty(1).expand(1, 1, x.shape[-1], 1)
+    return check_per_score(name, x, q, like_keys)
+
+
 def check_attn_mask(
     mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -1,5 +1,6 @@
 """The outputs of splits of the keys, merged into those of all keys."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,3 +57,37 @@ def launch_combine(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v:
         part_lse.shape[0] // B, rows, H, T, D_v, block_dim(D_v), _BLOCK_S,
         num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    o1_ptr, lse1_ptr, o2_ptr, lse2_ptr, o_ptr, lse_ptr, width: tl.constexpr, COLS: tl.constexpr
+):
+    """Merge the two parts of one row."""
+    n = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    cols = tl.arange(0, COLS)[None, :]
+    place = n[:, None] * width + cols
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, COLS], tl.float32)
+    for part in tl.static_range(2):
+        lse = tl.load((lse1_ptr if part == 0 else lse2_ptr) + n)
+        # A part that saw nothing has no output.
+        within = (lse > float("-inf"))[:, None] & (cols < width)
+        o = tl.load((o1_ptr if part == 0 else o2_ptr) + place, mask=within, other=0.0)
+        acc, m, l = merge_states(acc, m, l, o.to(tl.float32), lse)
+    o, lse = finish(acc, m, l)
+    tl.store(o_ptr + place, o.to(o_ptr.dtype.element_ty), mask=cols < width)
+    tl.store(lse_ptr + n, lse)
+
+
+def launch_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """o [..., D_v], contiguous, in the dtype of o1, and lse fp32 [...], from those of two parts."""
+    o1, lse1, o2, lse2 = (x.contiguous() for x in (o1, lse1, o2, lse2))
+    o, lse = torch.empty_like(o1), torch.empty_like(lse1)
+    if lse.numel():
+        width = o.shape[-1]
+        merge_kernel[(lse.numel(),)](
+            o1, lse1, o2, lse2, o, lse, width, block_dim(width), num_warps=1
+        )
+    return o, lse

@@ -362,7 +362,7 @@ def _capacity(cache: CacheTensors, options: Options) -> int:
         ends.append(S * cache.block_table.shape[1])
     elif cache.keep_first is None:
         ends.append(S)
-    return min((end for end in ends if end > 1), default=UNBOUNDED)
+    return min(ends, default=UNBOUNDED)
 
 
 def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:

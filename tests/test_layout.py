@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.models",),
     ("fastattn",),
     ("fastattn.modules", "fastattn.cache", "fastattn.paged_cache"),
-    ("fastattn.functional", "fastattn.decode", "fastattn.merge"),
+    ("fastattn.functional", "fastattn.decode", "fastattn.merging"),
     ("fastattn.cache_checks", "fastattn.cache_ops", "fastattn.page_table"),
     (
         "fastattn.dispatch",

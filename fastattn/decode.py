@@ -1,0 +1,309 @@
+"""Attention of a few new tokens to a cache, as a function: check, choose a backend, call it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+
+from . import arguments, checks, decode_ops, decode_torch, dispatch
+from .cache_view import CacheView
+from .dispatch import Explanation
+from .options import Options, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class DecodeArguments(TypedDict, total=False):
+    """Keyword arguments of `decode_attention` that say what is computed."""
+
+    causal: bool
+    window: Window
+    keep_first: int
+    stride: int | None
+    attn_mask: Tensor | None
+    mask_mod: Any
+    mod_tensors: tuple[Tensor, ...]
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    attn_bias: Tensor | None
+    score_mod: Any
+    sinks: Tensor | None
+
+
+@overload
+def decode_attention(
+    q: Tensor, cache: Any, *, num_splits: int | None = ..., batch_invariant: bool = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+    **options: "Unpack[DecodeArguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: Tensor, cache: Any, *, num_splits: int | None = ..., batch_invariant: bool = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+    **options: "Unpack[DecodeArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def decode_attention(
+    q: Tensor,
+    cache: Any,
+    *,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest T_q tokens of every row of a cache to all that the row holds.
+
+    Their keys and values are in the cache already: token i of row b stands at position
+    lengths[b] - T_q + i. With T_q = 2 and causal, rows of 3 and 5 tokens in a cache of 6 (1 = seen,
+    . = no token):
+
+        row 0   1 1 0 . . .        row 1   1 1 1 1 0 .
+                1 1 1 . . .                1 1 1 1 1 .
+
+    The lengths are read on the device, so that a CUDA graph of this call serves rows that grow. On
+    a GPU the keys are split among programs and the parts merged in the order of the keys: the
+    result is the same from run to run.
+
+    Args:
+        q: [B, H_q, T_q, D] in the cache's dtype, any strides. Query head h reads K/V head
+            h // (H_q // H_k).
+        cache: a `KVCache`; a `PagedKVCache`, whose rows in use are then the batch, oldest first; or
+            a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
+            queries that see nothing. A ring brings its window and first positions with it, and
+            T_q is at most its max_step.
+        num_splits: into how many parts the keys of a row are split. Default: as many as keep the
+            GPU busy, by the batch, the heads and the room in the cache. The result depends on it
+            in the last bits.
+        batch_invariant: split the keys by positions instead, every 512 of them, wherever they are
+            kept. A row's result is then the same to the bit alone and in any batch, in a cache of
+            any size. The price: parts are always written and merged, which one long row in a small
+            batch has anyway and a large batch could have done without; a few long rows are split
+            less finely than a large GPU could serve them.
+        return_lse: also return the log of the softmax denominators.
+        backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
+            `explain_decode` tells which one serves. torch holds a copy of what it reads unless the
+            cache is a plain one.
+        options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
+            scale, softcap, alibi_slopes, relative_bias, score_mod and sinks mean what they mean to
+            `fastattn.attention`, as do attn_mask and attn_bias, whose last dim counts positions
+            from 0 and reaches as far as any row does.
+
+    Returns:
+        o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
+        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink).
+        Nothing that stands in unused slots or pages reaches them, NaN neither.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
+            backend that cannot serve the call.
+        RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
+    """
+    view, uniform = _view(cache)
+    checked = _checked(q, view, num_splits, batch_invariant, options)
+    choice = dispatch.choose(q, view.k, view.v, checked, backend)
+    with torch.no_grad():
+        if choice.backend == "torch":
+            if not q.is_cpu:
+                dispatch.warn_if_slow(choice, q.device)
+            return decode_torch.attend(q, view, checked, return_lse, uniform)
+        o, lse = decode_ops.attend(q, view, checked, num_splits, batch_invariant)
+    return (o, lse) if return_lse else o
+
+
+def explain_decode(
+    q: Tensor,
+    cache: Any,
+    *,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: "Unpack[DecodeArguments]",
+) -> Explanation:
+    """Which backend `decode_attention` would use for these arguments, and why not a faster one.
+
+    Checks the arguments as `decode_attention` does, and computes nothing.
+    """
+    view, _ = _view(cache)
+    checked = _checked(q, view, num_splits, batch_invariant, dict(options))
+    return dispatch.choose(q, view.k, view.v, checked, backend)
+
+
+def view_of_tensors(
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    batch_index: Tensor | None = None,
+    window: int | None = None,
+    keep_first: int = 0,
+    length_bound: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> CacheView:
+    """A `CacheView` of tensors that somebody else keeps; see there for what they mean.
+
+    Args:
+        k: [P, H_k, S, D]; dense, but that rows may be views of longer ones. Rows start at multiples
+            of 16 bytes.
+        v: [P, H_k, S, D_v], likewise.
+        lengths: int32 or int64 [rows], contiguous.
+        k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v are int8 or float8_e4m3fn.
+        block_table: int32 or int64 [rows, N], contiguous. None: page r is row r.
+        starts: int32 or int64 [rows]: positions before are padding.
+        batch_index: int32 or int64 [B]: the row of each batch element.
+        window, keep_first: the cache is a ring that keeps what such a window sees.
+        length_bound: what no length exceeds; default the room that there is. A ring has no end: it
+            is needed there, by torch's backend alone.
+        dtype: of q, where k and v are codes; default bfloat16.
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
+    """
+    _check_buffers(k, v, k_scale, v_scale)
+    checks.check_integers("lengths", lengths)
+    rows, S = lengths.shape[0] if lengths.dim() == 1 else -1, k.shape[2]
+    checks.check_placement("lengths", lengths, (rows,), k)
+    if block_table is not None:
+        checks.check_integers("block_table", block_table)
+        columns = block_table.shape[-1]
+        checks.check_placement("block_table", block_table, (rows, columns), k)
+    elif k.shape[0] < rows:
+        raise ValueError(f"k must have a page for each of {rows} rows, got {k.shape[0]}")
+    if starts is not None:
+        checks.check_integers("starts", starts)
+        checks.check_placement("starts", starts, (rows,), k)
+    if batch_index is not None:
+        checks.check_integers("batch_index", batch_index)
+        checks.check_placement("batch_index", batch_index, (batch_index.numel(),), k)
+    if window is not None and (block_table is not None or starts is not None):
+        raise ValueError("window: a ring has neither a block_table nor starts")
+    checks.check_keep_first(keep_first, window is not None)
+    capacity = S if block_table is None else S * block_table.shape[1]
+    stored = torch.bfloat16 if k_scale is not None else k.dtype
+    return CacheView(
+        k, v, k_scale, v_scale,
+        None if block_table is None else block_table.contiguous(),
+        S, lengths.contiguous(), None if starts is None else starts.contiguous(),
+        batch_index, capacity if length_bound is None else length_bound,
+        None if window is None else keep_first, window,
+        stored if dtype is None else dtype, torch.zeros_like(lengths, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [P, H_k, S, D], got {list(x.shape)}")
+        if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
+            raise ValueError(
+                f"v must be {k.dtype} {list(k.shape[:3])} + [D_v] on {k.device}, as k is, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+        _, H_k, S, _ = x.shape
+        R = x.stride(2)
+        steps = zip(x.shape, x.stride(), (H_k * S * R, S * R, R, 1), strict=True)
+        dense = all(size == 1 or stride == step for size, stride, step in steps)
+        if not dense or R * x.element_size() % 16 or x.data_ptr() % 16:
+            raise ValueError(
+                f"{name} must be dense, with rows that start at multiples of 16 bytes, "
+                f"got strides {x.stride()}"
+            )
+        if (x.dtype in (torch.int8, torch.float8_e4m3fn)) != (scale is not None):
+            raise ValueError(
+                f"{name}_scale goes with int8 and float8_e4m3fn alone, got it with {x.dtype}"
+                if scale is not None
+                else f"{name}_scale must be given, as {name} is {x.dtype}"
+            )
+        if scale is not None:
+            if scale.dtype != torch.float32 or not scale.is_contiguous():
+                raise TypeError(f"{name}_scale must be float32 and contiguous, got {scale.dtype}")
+            checks.check_placement(f"{name}_scale", scale, tuple(x.shape[:3]), x)
+
+
+def _view(cache: Any) -> tuple[CacheView, int | None]:
+    """The view of a cache, and the length of all its rows where the host knows that."""
+    if isinstance(cache, CacheView):
+        return cache, None
+    view: Callable[..., CacheView] | None = getattr(cache, "view", None)
+    if view is None or isinstance(cache, Tensor):
+        raise TypeError(
+            f"cache must be a KVCache, a PagedKVCache or a CacheView, got {type(cache).__name__}"
+        )
+    if hasattr(cache, "rows"):
+        return view(cache.rows), None
+    whole = view()
+    return whole, cache.uniform_length if whole.starts is None else None
+
+
+def _checked(
+    q: Tensor, view: CacheView, num_splits: int | None, invariant: bool, options: dict[str, Any]
+) -> Options:
+    _check_query(q, view)
+    if num_splits is not None:
+        checks.check_count("num_splits", num_splits, 1)
+        if invariant:
+            raise ValueError("num_splits is given by batch_invariant: give one of them")
+    if not isinstance(invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {type(invariant).__name__}")
+    if view.window is not None:
+        options = _of_ring(view, q.shape[2], options)
+    checked = arguments.cache_options(q, view.k, view.v, view.length_bound, options)
+    if torch.is_grad_enabled():
+        inputs = (q, *checked.differentiable)
+        if any(x is not None and x.requires_grad for x in inputs):
+            raise RuntimeError(
+                "decode_attention has no gradients, but an input requires grad: call it under "
+                "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"
+            )
+    return checked
+
+
+def _check_query(q: Tensor, view: CacheView) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    B, (_, H_k, _, D) = view.batch_size, view.k.shape
+    if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
+        raise ValueError(
+            f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"
+        )
+    if q.shape[1] % H_k:
+        raise ValueError(
+            f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"
+        )
+    if q.dtype != view.dtype:
+        raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
+    checks.check_device("q", q, view.k)
+
+
+def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the window of a ring, and its first positions."""
+    assert view.window is not None and view.keep_first is not None
+    most = view.page_size - view.keep_first - view.window + 1
+    if T_q > most:
+        raise ValueError(
+            f"q must have at most {most} tokens, as the ring keeps the keys of no more, got {T_q}"
+        )
+    left = view.window - 1
+    if options.get("window") is not None:
+        asked, _ = checks.check_band(True, options["window"])
+        if asked is None or asked > left:
+            raise ValueError(
+                f"window must be within the ring's of {view.window} keys, got {options['window']}"
+            )
+        left = asked
+    if options.get("keep_first", 0) not in (0, view.keep_first):
+        raise ValueError(
+            f"keep_first must be the ring's {view.keep_first}, got {options['keep_first']}"
+        )
+    if options.get("stride") is not None:
+        raise ValueError("stride: the keys that it shows are not kept by a ring")
+    return {**options, "window": (left, None), "keep_first": view.keep_first}

@@ -1,0 +1,137 @@
+"""The decode and merge kernels as torch operators, and the short way to them; see `ops`."""
+
+import os
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import checks, dispatch, ops
+from .cache_view import CacheView
+from .options import Options
+
+
+@cache
+def _kernels() -> ModuleType:
+    ops._kernels()  # which repairs the interpreter, where there is one
+    from . import kernels
+    from .kernels import combine, decode  # noqa: F401
+
+    return kernels
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    block_table: Tensor | None,
+    lengths: Tensor,
+    starts: Tensor | None,
+    batch_index: Tensor | None,
+    keep_first: int | None,
+    splits: int | None,
+    invariant: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
+    kernel = _kernels().decode
+    tensors = kernel.CacheTensors(
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, keep_first
+    )
+    with ops._device_of(q):
+        o, lse = kernel.launch_decode(
+            q, tensors, starts, options, splits=splits, invariant=invariant
+        )
+    return o, lse
+
+
+decode_forward = ops._op(
+    "decode_forward",
+    _decode,
+    "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
+    "Tensor lengths, Tensor? starts, Tensor? batch_index, SymInt? keep_first, int? splits, "
+    "bool invariant",
+    "(Tensor, Tensor)",
+)
+
+
+@decode_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    B, H_q, T_q, _D = q.shape
+    elements = 16 // q.element_size()
+    width = -(-v.shape[3] // elements) * elements
+    lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
+    return ops._fake_in_layout(q, H_q, T_q, width), lse
+
+
+def attend(
+    q: Tensor, view: CacheView, options: Options, splits: int | None, invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D_v] and lse, by the op where something traces, else by the kernel itself."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    arguments = (
+        q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
+        view.batch_index, view.keep_first, splits, invariant,
+    )  # fmt: skip
+    options = ops._in_order(options)
+    if ops._may_be_traced(q):
+        o, lse = decode_forward(*arguments, *ops.flat(options))
+    else:
+        o, lse = _decode(*arguments, options)
+    return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
+
+
+def merges(o: Tensor, lse: Tensor, backend: str | None) -> bool:
+    """Whether the kernel serves a call of `merge` that wants no gradients.
+
+    Raises:
+        ValueError: the backend is unknown, or "triton" cannot serve the call.
+    """
+    forced = checks.check_backend(backend)
+    if forced == "auto" and (named := os.environ.get(dispatch.ENVIRONMENT)):
+        forced = checks.check_backend(named, dispatch.ENVIRONMENT)
+    if forced == "torch":
+        return False
+    reason = _why_not_merge(o, lse)
+    if forced == "triton" and reason is not None:
+        raise ValueError(f'backend "triton" cannot merge: {reason}')
+    # Interpreted, the kernel only serves who asks for it: torch does the same at once.
+    return reason is None and (forced == "triton" or not o.is_cpu)
+
+
+def _why_not_merge(o: Tensor, lse: Tensor) -> str | None:
+    if not ops.TRITON_INSTALLED:
+        return "triton is not installed"
+    if o.is_cpu and not ops.interpreting():
+        return "o1 is on the CPU and TRITON_INTERPRET=1 is not set"
+    if o.device.type not in ("cpu", "cuda"):
+        return f"o1 is on {o.device.type}; kernels exist for CUDA and ROCm devices"
+    if torch.float64 in (o.dtype, lse.dtype):
+        return "o1 or lse1 is float64; kernels exist for float16, bfloat16 and float32"
+    return None
+
+
+def _merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """o, contiguous, and lse; see `kernels.combine.launch_merge`."""
+    with ops._device_of(o1):
+        o, lse = _kernels().combine.launch_merge(o1, lse1, o2, lse2)
+    return o, lse
+
+
+merge_forward = torch.library.custom_op("fastattn::merge_forward", _merge, mutates_args=())
+
+
+@merge_forward.register_fake
+def _(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return o1.new_empty(o1.shape), lse1.new_empty(lse1.shape)
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """o and lse of two parts, by the op where something traces, else by the kernel itself."""
+    if ops._may_be_traced(o1):
+        o, lse = merge_forward(o1, lse1, o2, lse2)
+        return o, lse
+    return _merge(o1, lse1, o2, lse2)

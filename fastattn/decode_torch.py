@@ -1,0 +1,100 @@
+"""Decoding in plain torch: the tokens of a cache gathered in order, then torch's own attention."""
+
+import torch
+from torch import Tensor
+
+from . import torch_backend
+from .cache_view import CacheView, as_bytes
+from .options import Options
+from .quantization import dequantize_rows
+
+
+def attend(
+    q: Tensor, view: CacheView, options: Options, return_lse: bool, uniform: int | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o, or (o, lse); uniform: the length of every row, where the host knows it and none is padded.
+
+    A cache with pages, codes, a ring or a batch index is copied for the call.
+    """
+    k, v, options = _in_order(view, options, q.shape[2], uniform)
+    return torch_backend.attention(q, k, v, options, return_lse)
+
+
+def _in_order(
+    view: CacheView, options: Options, T_q: int, uniform: int | None
+) -> tuple[Tensor, Tensor, Options]:
+    """Keys and values by position, and the options of `attention` over them."""
+    if view.keep_first is not None:
+        return _ring_in_order(view, options, T_q)
+    n = view.length_bound
+    if view.block_table is None:
+        n = min(n, view.page_size)
+    options = _over_keys(options, n)
+    plain = view.block_table is None and view.k_scale is None and view.batch_index is None
+    if plain and uniform is not None:
+        return view.k[:, :, :n], view.v[:, :, :n], options._replace(query_offset=uniform - T_q)
+    lengths = view.of_batch(view.lengths)
+    options = options._replace(key_lengths=lengths, query_offsets=lengths - T_q)
+    if view.starts is not None:
+        positions = torch.arange(n, device=lengths.device)
+        exists = positions >= view.of_batch(view.starts).unsqueeze(1)
+        options = options._replace(key_padding_mask=exists)
+    if plain:
+        return view.k[:, :, :n], view.v[:, :, :n], options
+    k, v, _ = view.gather()
+    return k[:, :, :n], v[:, :, :n], options
+
+
+def _ring_in_order(view: CacheView, options: Options, T_q: int) -> tuple[Tensor, Tensor, Options]:
+    """What is left of a ring: the pinned positions, and behind them the latest ones.
+
+    With base the distance between the two, key j stands at position j or, behind the pinned ones,
+    base + j. Queries are moved by -base, which leaves distances as they are except to pinned keys,
+    and those are seen at any distance. Where a score depends on it, or on a position itself, all
+    positions get a place instead, those that are lost being masked.
+    """
+    assert view.keep_first is not None
+    first, S = view.keep_first, view.page_size
+    lengths = view.of_batch(view.lengths)
+    by_distance = options.alibi_slopes is not None or options.relative_bias is not None
+    by_position = (
+        options.mask_mod is not None
+        or options.score_mod is not None
+        or options.attn_mask is not None
+        or options.attn_bias is not None
+        or options.stride is not None
+        or (first > 0 and by_distance)
+    )
+    n = view.length_bound if by_position else min(S, view.length_bound)
+    base = torch.zeros_like(lengths) if by_position else (lengths - S).clamp(min=0)
+    j = torch.arange(n, device=lengths.device)
+    positions = torch.where(j < first, j, base[:, None] + j)
+    lasting = (positions < first) | (positions >= lengths[:, None] - (S - first))
+    page, slot = view.locate(positions)
+    options = _over_keys(options, n)._replace(
+        key_padding_mask=lasting,
+        key_lengths=lengths - base,
+        query_offsets=lengths - T_q - base,
+    )
+    k = _rows_at(view.k, view.k_scale, page, slot, view.dtype)
+    v = _rows_at(view.v, view.v_scale, page, slot, view.dtype)
+    return k, v, options
+
+
+def _rows_at(
+    stored: Tensor, scale: Tensor | None, page: Tensor, slot: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[B, H_k, N, width] of the slots page, slot [B, N], codes as numbers."""
+    rows = as_bytes(stored)[page, :, slot]
+    if scale is not None:
+        rows = dequantize_rows(rows.view(stored.dtype), scale[page, :, slot], dtype)
+    return rows.transpose(1, 2)
+
+
+def _over_keys(options: Options, n: int) -> Options:
+    """Options whose mask and bias, which may reach past the tokens, have n columns."""
+    mask, bias = options.attn_mask, options.attn_bias
+    return options._replace(
+        attn_mask=None if mask is None else mask[..., :n],
+        attn_bias=None if bias is None else bias[..., :n],
+    )

@@ -1,0 +1,142 @@
+"""Attention over parts of the keys, put together: `merge`, and prefixes that a batch shares."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, decode_ops
+from .cache_view import CacheView
+from .decode import decode_attention
+
+
+def merge(
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the attention over each.
+
+    With the log of the softmax denominators of each, lse = log(exp(lse1) + exp(lse2)) and
+    o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2: exact, since a softmax is a sum over keys divided
+    by another one. Ring attention (Liu et al. 2023, arXiv 2310.01889) and shared prefixes are made
+    of it. Differentiable in all four, any number of times.
+
+    Args:
+        o1, o2: [..., D_v], of one shape and dtype. Computed in fp32 or wider.
+        lse1, lse2: fp32 (or fp64) [...], natural log, as `attention(..., return_lse=True)` has
+            them. Where one is -inf, its part saw no key: its o is not read, be it NaN.
+        backend: "triton", "torch" or "auto"; auto takes the kernel for tensors on a GPU where no
+            gradient is wanted.
+
+    Returns:
+        o in the dtype of o1, and lse in that of lse1. Where both are -inf, o = 0 and lse = -inf.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not go together, or a forced
+            backend that cannot serve.
+    """
+    _check(o1, lse1, o2, lse2)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2))
+    if decode_ops.merges(o1, lse1, backend) and not wants_grad:
+        return decode_ops.merge(o1, lse1, o2, lse2)
+    return _formula(o1, lse1, o2, lse2)
+
+
+def _formula(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    # Each inf is replaced before it meets another: inf - inf would be NaN, here or in a gradient.
+    largest = torch.maximum(lse1, lse2).detach()
+    blind = largest == float("-inf")
+    largest = torch.where(blind, 0.0, largest)
+    share1, share2 = torch.exp(lse1 - largest), torch.exp(lse2 - largest)
+    total = torch.where(blind, 1.0, share1 + share2)
+    o = _weighted(o1, lse1, share1 / total) + _weighted(o2, lse2, share2 / total)
+    lse = torch.where(blind, float("-inf"), largest + torch.log(total))
+    return o.to(o1.dtype), lse
+
+
+def _weighted(o: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
+    seen = (lse != float("-inf")).unsqueeze(-1)
+    wide = torch.where(seen, o, 0.0).to(torch.promote_types(o.dtype, torch.float32))
+    return weight.unsqueeze(-1) * wide
+
+
+def _check(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        checks.check_floats(name, x)
+    if o1.dim() < 1 or o2.dtype != o1.dtype:
+        raise TypeError(f"o2 must have the dtype of o1 ({o1.dtype}), got {o2.dtype}")
+    checks.check_placement("o2", o2, tuple(o1.shape), o1)
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.dtype not in (torch.float32, torch.float64) or x.dtype != lse1.dtype:
+            raise TypeError(f"{name} must be float32 or float64, as lse1 is, got {x.dtype}")
+        checks.check_placement(name, x, tuple(o1.shape[:-1]), o1)
+
+
+def cascade_attention(
+    q: Tensor,
+    prefix: Any,
+    cache: Any,
+    *,
+    forked: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    **how: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`decode_attention` to a prefix that all rows share, read once, and to each row's own tokens.
+
+    What is common to a batch, a system prompt say, meets the queries of all rows as one large tile;
+    the rest goes row by row, and the two are merged. It equals attention over prefix and row
+    behind one another.
+
+    Args:
+        q: [B, H_q, T_q, D], the newest tokens of every row.
+        prefix: a cache or `CacheView` of one row: the prefix alone.
+        cache: a cache or `CacheView` of B rows, in which every query finds its own token.
+        forked: the rows of `cache` begin with the prefix, as rows of a `PagedKVCache` do that were
+            forked from it; there it is passed over. Default: they hold what follows it.
+        scale, softcap, sinks: as in `decode_attention`. Windows and whatever else depends on a
+            position have no place here, as one tile holds queries of many.
+        return_lse: also return the log of the softmax denominators.
+        how: num_splits, batch_invariant and backend, as in `decode_attention`.
+
+    Returns:
+        As `decode_attention`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `decode_attention`; or a prefix of several rows.
+    """
+    unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
+    if unknown:
+        raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")
+    shared = _as_view(prefix)
+    if shared.batch_size != 1:
+        raise ValueError(f"prefix must have one row, got {shared.batch_size}")
+    own = _after_prefix(_as_view(cache), shared) if forked else cache
+    B, H_q, T_q, D = q.shape
+    together = q.transpose(0, 1).reshape(1, H_q, B * T_q, D)
+    o1, lse1 = decode_attention(
+        together, shared, causal=False, scale=scale, softcap=softcap, return_lse=True, **how
+    )
+    o1 = o1.view(H_q, B, T_q, -1).transpose(0, 1)
+    lse1 = lse1.view(H_q, B, T_q).transpose(0, 1)
+    o2, lse2 = decode_attention(
+        q, own, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **how
+    )
+    o, lse = merge(o1, lse1, o2, lse2, backend=how.get("backend"))
+    return (o, lse) if return_lse else o
+
+
+def _as_view(cache: Any) -> CacheView:
+    if isinstance(cache, CacheView):
+        return cache
+    view: CacheView = cache.view(cache.rows) if hasattr(cache, "rows") else cache.view()
+    return view
+
+
+def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:
+    """The view with the prefix taken for padding."""
+    if view.starts is not None or view.keep_first is not None:
+        raise ValueError("forked: the cache's rows begin with padding, or are rings")
+    start = prefix.of_batch(prefix.lengths).to(torch.int32)
+    return view._replace(starts=start.expand(view.lengths.shape[0]).contiguous())
