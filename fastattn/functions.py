@@ -1,13 +1,19 @@
 """Users' functions in options: what they are, and their names where only strings can travel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A user's mask function, with what is known about it.
+    """A user's mask function, with what is known about it and the tables of blocks made from it.
+
+    Kernels skip blocks that a mask empties and do not mask those that it fills. Which is which they
+    find by asking the function about every pair, once for each `BlockMask` and shape: keep the
+    object and pass it again, to every layer and in every step. A bare function is asked anew in
+    each call. The tables notice when another mask is combined with this one or a tensor that it
+    reads is written.
 
     Args:
         mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool.
@@ -17,12 +23,13 @@ class BlockMask:
 
     Example:
         >>> mask = BlockMask(every_third, per_batch=False, per_head=False)  # doctest: +SKIP
-        >>> attention(q, k, v, mask_mod=mask)  # doctest: +SKIP
+        >>> o = attention(q, k, v, mask_mod=mask)  # doctest: +SKIP
     """
 
     mask_mod: Any
     per_batch: bool = True
     per_head: bool = True
+    tables: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def name_of(mod: Any) -> str:

@@ -7,7 +7,7 @@ so nothing is stated twice, and only over the range that window, length and padd
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -50,7 +50,7 @@ def block_table_kernel(
     if OF_KEYS:
         m_first = tile * BLOCK_M
         rows = m_first + tl.arange(0, BLOCK_M)
-        m_last = tl.minimum(m_first + BLOCK_M, T_q) - 1
+        m_last = tl.minimum(m_first + BLOCK_M, row.T_q) - 1
         lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         lo = tl.where(kept > 0, 0, lo)
         hi = tl.maximum(hi, kept)
@@ -58,7 +58,7 @@ def block_table_kernel(
             k_pos = block * BLOCK_N + tl.arange(0, BLOCK_N)
             keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
             keep = keep & valid_keys(k_pos, row, mask)[None, :]
-            in_rows = (rows < T_q)[:, None]
+            in_rows = (rows < row.T_q)[:, None]
             # Rows that do not exist are never stored: nothing of them has to be hidden.
             full, boundary = _note(
                 full, boundary, block, keep & in_rows, keep | ~in_rows, blocks_ptr, width
@@ -72,7 +72,7 @@ def block_table_kernel(
         for block in range(lo, hi):
             rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
             keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
-            in_rows = (rows < T_q)[:, None]
+            in_rows = (rows < row.T_q)[:, None]
             # Keys that do not exist are stored as 0: nothing of them has to be hidden.
             full, boundary = _note(
                 full, boundary, block, keep & in_rows & valid[None, :],
@@ -120,17 +120,56 @@ def mask_for_keys(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> M
 
 def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool) -> Mask:
     mask = kernel_mask(options)
-    f = options
-    has_mod = f.mask_mod is not None
-    if f.stride is None and f.q_documents is None and f.attn_mask is None and not has_mod:
+    mod = options.mask_mod
+    irregular = (options.stride, options.q_documents, options.attn_mask, mod)
+    if all(x is None for x in irregular):
         return mask
-    own = (f.query_offsets, f.key_lengths, f.key_padding_mask, f.prefix_lengths, f.q_documents)
-    shape = (1, 1) if f.attn_mask is None else f.attn_mask.shape[:2]
-    return with_table(
-        mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], tile.BLOCK_M, tile.BLOCK_N,
-        of_keys=of_keys,
-        per_batch=shape[0] > 1 or any(x is not None for x in own)
-        or (has_mod and getattr(f.mask_mod, "per_batch", True)),
-        per_head=shape[1] > 1 or (has_mod and getattr(f.mask_mod, "per_head", True)),
-        device=q.device,
+    B, H_q, T_q, _ = q.shape
+    T_k = k.shape[2]
+    own = (
+        options.query_offsets, options.key_lengths, options.key_padding_mask,
+        options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
     )  # fmt: skip
+    shape = (1, 1) if options.attn_mask is None else options.attn_mask.shape[:2]
+    per_batch = shape[0] > 1 or any(x is not None for x in own)
+    per_head = shape[1] > 1
+    if mod is not None:
+        per_batch = per_batch or getattr(mod, "per_batch", True)
+        per_head = per_head or getattr(mod, "per_head", True)
+    if options.cu_seqlens_q is not None:
+        B = options.cu_seqlens_q.shape[0] - 1
+    sizes = (B, H_q, T_q, T_k, tile.BLOCK_M, tile.BLOCK_N)
+    kept = getattr(mod, "tables", None)
+    place = None if kept is None else _place(mask, sizes, of_keys, q.device)
+    if place is not None and place in kept:
+        found, _ = kept[place]
+        return mask._replace(**found)
+    complete = with_table(
+        mask, *sizes, of_keys=of_keys, per_batch=per_batch, per_head=per_head, device=q.device
+    )
+    if place is not None:
+        table = {name: getattr(complete, name) for name in _TABLE_FIELDS}
+        if len(kept) >= _TABLES_KEPT:
+            del kept[next(iter(kept))]
+        # With the tensors that it was made from, whose addresses are part of its place.
+        kept[place] = (table, mask)
+    return complete
+
+
+_TABLE_FIELDS = ("counts_ptr", "blocks_ptr", "table_strides")
+# A mask that is used with a few shapes and other options has three tables for each.
+_TABLES_KEPT = 24
+
+
+def _place(
+    mask: Mask, sizes: tuple[int, ...], of_keys: bool, device: torch.device
+) -> tuple[Any, ...] | None:
+    """What a table depends on, or None where a change of it could go unnoticed."""
+    place: list[Any] = [sizes, of_keys, device]
+    for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
+        if isinstance(x, Tensor):
+            if x.is_inference():
+                return None
+            x = (x.data_ptr(), x._version, x.dtype, x.shape, x.stride())
+        place.append(x)
+    return tuple(place)
