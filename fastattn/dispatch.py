@@ -65,12 +65,6 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM}"
     if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
-    return _why_no_kernel(options)
-
-
-def _why_no_kernel(options: Options) -> str | None:
-    if options.relative_keys is not None:
-        return "there is no kernel for relative_keys"
     return None
 
 

@@ -39,7 +39,13 @@ def interpreting() -> bool:
 @cache
 def _kernels() -> ModuleType:
     from . import kernels
-    from .kernels import backward, backward_bias, forward, interpreter  # noqa: F401
+    from .kernels import (  # noqa: F401
+        backward,
+        backward_bias,
+        backward_relative,
+        forward,
+        interpreter,
+    )
 
     if interpreting():
         interpreter.mend()

@@ -15,6 +15,9 @@ from typing import Any
 import triton
 
 KERNELS = ("forward", "backward_dq", "backward_dkv", "decode", "decode_chunk")
+# Kinds of rows: one a kernel, and one for all kernels on calls with relative keys and for the
+# gradients of relative keys and biases; those hold more at once than the others' tiles leave.
+KINDS = (*KERNELS, "relative")
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -37,7 +40,7 @@ def lookup(kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
     """The tile for `kernel` on the current device.
 
     Args:
-        kernel: one of KERNELS.
+        kernel: one of KINDS.
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
     """
@@ -49,7 +52,7 @@ def lookup(kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
 @contextmanager
 def forced(**configs: TileConfig) -> Iterator[None]:
     """Use these tiles, by kernel name, inside the block: for tests and for measuring."""
-    assert set(configs) <= set(KERNELS), configs
+    assert set(configs) <= set(KINDS), configs
     saved = dict(_forced)
     _forced.update(configs)
     try:

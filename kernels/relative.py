@@ -75,7 +75,7 @@ def skewed(x, COLS: tl.constexpr):
 
 @triton.jit
 def unskewed(x, W: tl.constexpr):
-    """The transpose of `skewed`, [ROWS, W]: entries under their distances, 0 where there is none."""
+    """The transpose of `skewed`, [ROWS, W]: entries under their distances, else 0."""
     COLS: tl.constexpr = x.shape[1]
     r = tl.arange(0, x.shape[0])[:, None]
     c = r - tl.arange(0, W)[None, :] + (COLS - 1)

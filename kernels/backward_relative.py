@@ -1,0 +1,245 @@
+"""The gradients of relative biases and relative keys: sums of score gradients by distance p - j.
+
+One program a tile of distances and a query head. It visits every row of the batch and every tile of
+queries in order, computes the gradients of those scores again, and sums them by distance in
+registers: deterministic, and no tensor of every pair. Distances beyond the reach share an entry,
+so of those each tile keeps its sum alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .arguments import (
+    UNBOUNDED,
+    aligned,
+    block_dim,
+    blocks,
+    dot_precision,
+    index_type,
+    kernel_mask,
+    kernel_score,
+    sizes,
+    strides,
+)
+from .gradient import load_lse
+from .mask import batch_row, memory_rows, valid_keys, visible
+from .number import value
+from .product import add_weighted_rows, rows_by_rows
+from .relative import relative_query, skewed, vectors_at
+from .score import dropped, gradient, kept_at, modified
+from .softmax import weights
+from .tile import head, load_tile, load_vector
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+@triton.jit
+def _queries_of(d_first, row, BLOCK: tl.constexpr):
+    """Queries [first, last) of a row that have a key at one of the distances d_first + 0..BLOCK-1.
+
+    Query i and distance d meet at key i + offset - d.
+    """
+    first = tl.maximum(row.start + d_first - row.offset, 0)
+    last = tl.minimum(row.end + d_first + (BLOCK - 1) - row.offset, row.T_q)
+    return first, tl.where(row.start < row.end, last, first)
+
+
+@triton.jit
+def _gradient_by_distance(
+    q, query, do, lse, delta, k, v, vectors, rows, d_first, h, H_q, row, mask, score,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(dbias, ds) [BLOCK_M, BLOCK], as `gradient.tile_gradient`, with a column for each distance.
+
+    Keys of column 0 and row 0 stand last in k and v, so `skewed` brings each under its distance.
+    """
+    distances = (d_first + tl.arange(0, BLOCK))[None, :]
+    rows = rows[:, None]
+    k_pos = rows + row.offset - distances
+    keep = valid_keys(k_pos, row, mask) & (rows < row.T_q)
+    # What masks and scores load by position must exist.
+    k_pos = tl.minimum(tl.maximum(k_pos, 0), row.T_k - 1)
+    keep = keep & visible(rows, k_pos, h, row, mask)
+    s = skewed(rows_by_rows(q, k, PRECISION), BLOCK)
+    if vectors is not None:
+        s += rows_by_rows(query, vectors, PRECISION)
+    x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
+    p = tl.where(keep, weights(x, lse[:, None], factor), 0.0)
+    dp = skewed(rows_by_rows(do, v, PRECISION), BLOCK)
+    if score.dropout is not None:
+        dp = dropped(dp, kept_at(rows, k_pos, h, H_q, row, score), score)
+    dx = p * (dp - delta[:, None])
+    return gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
+
+
+@triton.jit
+def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, place):
+    """The sums within the reach to their entries, and those beyond it, summed, to `ends`."""
+    entries = h * (2 * reach + 1) + distances + reach
+    within = (distances >= -reach) & (distances <= reach)
+    tl.store(table_ptr + entries, sums, mask=within)
+    ends_ptr += 2 * place
+    tl.store(ends_ptr, tl.sum(tl.where(distances < -reach, sums, 0.0), 0))
+    tl.store(ends_ptr + 1, tl.sum(tl.where(distances > reach, sums, 0.0), 0))
+
+
+@triton.jit
+def _store_keys(
+    table_ptr, ends_ptr, sums, distances, reach, h, place,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """As `_store_bias`, for a vector a distance."""
+    cols = tl.arange(0, BLOCK_D)
+    entries = h * (2 * reach + 1) + distances + reach
+    within = (distances >= -reach) & (distances <= reach)
+    tl.store(
+        table_ptr + entries.to(tl.int64)[:, None] * D + cols[None, :],
+        sums,
+        mask=within[:, None] & (cols < D)[None, :],
+    )
+    below = tl.sum(tl.where((distances < -reach)[:, None], sums, 0.0), 0)
+    above = tl.sum(tl.where((distances > reach)[:, None], sums, 0.0), 0)
+    ends_ptr += 2 * place.to(tl.int64) * D
+    tl.store(ends_ptr + cols, below, mask=cols < D)
+    tl.store(ends_ptr + D + cols, above, mask=cols < D)
+
+
+@triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "rows_of_batch", "d_start"])
+def attention_backward_relative_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
+    dkeys_ends_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
+    rows_of_batch, d_start,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK distances from d_start, H_q)."""
+    W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
+    d_first = d_start + tl.program_id(0) * BLOCK
+    h = tl.program_id(1)
+    distances = d_first + tl.arange(0, BLOCK)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    dkeys = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    vectors = None
+    if score.keys_ptr is not None:
+        vectors = vectors_at(distances, h, H_q, score, D, BLOCK_D)
+    for b in range(0, rows_of_batch):
+        row = batch_row(b, T_q, T_k, mask)
+        batch, first_q, first_k = memory_rows(b, mask)
+        q_head, q_stride = head(q_ptr, batch, h, first_q, q_strides, INDEX)
+        k_head, k_stride = head(k_ptr, batch, h // G, first_k, k_strides, INDEX)
+        v_head, v_stride = head(v_ptr, batch, h // G, first_k, v_strides, INDEX)
+        do_head, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
+        first, last = _queries_of(d_first, row, BLOCK)
+        for m_first in range(first, last, BLOCK_M):
+            rows = m_first + tl.arange(0, BLOCK_M)
+            in_rows = rows < row.T_q
+            n_first = m_first + row.offset - d_first - (BLOCK - 1)
+            valid = valid_keys(n_first + tl.arange(0, W), row, mask)
+            stats = (batch * H_q + h).to(tl.int64) * T_q + first_q + rows
+            q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+            query = relative_query(q, batch, h, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
+            d_bias, ds = _gradient_by_distance(
+                q, query,
+                load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
+                load_lse(lse_ptr + stats, in_rows, score),
+                load_vector(delta_ptr + stats, in_rows, 0.0),
+                load_tile(k_head, k_stride, n_first, valid, W, BLOCK_D, D),
+                load_tile(v_head, v_stride, n_first, valid, W, BLOCK_DV, D_V),
+                vectors, rows, d_first, h, H_q, row, mask, score, BLOCK, PRECISION,
+            )  # fmt: skip
+            if score.relative_ptr is not None:
+                dbias += tl.sum(d_bias, 0)
+            if score.keys_ptr is not None:
+                dkeys = add_weighted_rows(dkeys, tl.trans(ds), query, PRECISION)
+    place = h * tl.num_programs(0) + tl.program_id(0)
+    if score.relative_ptr is not None:
+        _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, place)
+    if score.keys_ptr is not None:
+        _store_keys(
+            dkeys_ptr, dkeys_ends_ptr, dkeys * score.scale, distances, value(score.keys_reach),
+            h, place, D, BLOCK_D,
+        )  # fmt: skip
+
+
+def launch_backward_relative(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Gradients of options.relative_bias and options.relative_keys, fp32 in their shapes, or empty.
+
+    lse and delta as the other backward kernels use them for the same arguments. Query offsets that
+    are a tensor are read on the host, unless a window bounds the distances on both sides.
+    """
+    q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
+    B, H_q, _, D = q.shape
+    D_v = v.shape[3]
+    dims = (block_dim(D), block_dim(D_v))
+    tile = config.lookup("relative", q.element_size(), max(dims))
+    d_start, d_end = _distances(options, q, k)
+    tiles = blocks(max(d_end - d_start, 0), tile.BLOCK_N)
+    bias = _sums(options.relative_bias, H_q, tiles, q)
+    keys = _sums(options.relative_keys, H_q, tiles, q)
+    if tiles and H_q:
+        cu_seqlens = options.cu_seqlens_q
+        attention_backward_relative_kernel[(tiles, H_q)](
+            q, k, v, do, lse, delta, *bias, *keys, *map(strides, (q, k, v, do)),
+            kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
+            B if cu_seqlens is None else cu_seqlens.shape[0] - 1, d_start,
+            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
+            index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    dbias, dkeys = _folded(options.relative_bias, *bias), _folded(options.relative_keys, *keys)
+    return tuple(lse.new_empty(0) if x is None else x for x in (dbias, dkeys))
+
+
+def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """[start, end) of the distances p - j that pairs may have which see each other."""
+    B, _, T_q, _ = q.shape
+    T_k = k.shape[2]
+    if min(B, T_q, T_k) == 0:
+        return 0, 0
+    start, end = -UNBOUNDED, UNBOUNDED
+    if options.band is not None:
+        left, right = options.band
+        start = start if right is None else -right
+        end = end if left is None else left + 1
+    if options.cu_seqlens_q is not None:
+        # The last query stands at the last key of any sequence, and none is longer than all.
+        return max(start, 1 - T_q), min(end, T_k)
+    if options.query_offsets is None:
+        assert options.query_offset is not None
+        least = most = options.query_offset
+    elif start > -UNBOUNDED and end < UNBOUNDED:
+        return start, end
+    else:
+        least, most = (int(x) for x in torch.aminmax(options.query_offsets))
+    return max(start, least - (T_k - 1)), min(end, most + T_q)
+
+
+def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor | None, ...]:
+    """What the kernel writes of a gradient: entries for every query head, sums beyond the ends."""
+    if table is None:
+        return None, None
+    entries = torch.zeros(H_q, *table.shape[1:], dtype=torch.float32, device=q.device)
+    ends = torch.empty(H_q, tiles, 2, *table.shape[2:], dtype=torch.float32, device=q.device)
+    return entries, ends
+
+
+def _folded(table: Tensor | None, entries: Tensor | None, ends: Tensor | None) -> Tensor | None:
+    """The gradient of the table: the sums beyond its ends at its ends, heads that share as one."""
+    if table is None or entries is None or ends is None:
+        return None
+    below, above = ends.sum(1).unbind(1)
+    entries[:, 0] += below
+    entries[:, -1] += above
+    heads = table.shape[0]
+    return entries.unflatten(0, (heads, -1)).sum(1)
