@@ -32,3 +32,14 @@ def forward_config(D: int, lengths: bool) -> HopperConfig:
         # 64 more KB for the output do not fit.
         256: HopperConfig(64, 2, 2, *registers, APART=False),
     }[D]
+
+
+def backward_config(kernel: str, D: int, lengths: bool) -> HopperConfig:
+    """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO."""
+    registers = (232, 40) if lengths else (240, 24)
+    return {
+        ("dq", 64): HopperConfig(128, 2, 2, *registers),
+        ("dq", 128): HopperConfig(64, 2, 2, *registers),
+        ("dkv", 64): HopperConfig(64, 2, 2, *registers),
+        ("dkv", 128): HopperConfig(64, 2, 2, *registers),
+    }[kernel, D]

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -30,12 +29,15 @@ from .pipeline import (
     as_operand,
     load,
     load_keys,
+    load_slot,
     locate,
     number_of_tiles,
     release,
+    release_slot,
     tile_number,
     tile_of,
     wait_full,
+    wait_slot,
 )
 
 
@@ -66,28 +68,18 @@ def _produce(
         b, h, first, _offset, end, blocks, masked, ranges = _tile_facts(
             i, order, problem, lengths, CONSUMERS, BLOCK_N
         )
-        _load_queries(queries, q_desc, b, h, first, i, 0)
+        load_slot(queries, i, q_desc, b, h, first, 0)
         for j in range(blocks):
             key = block_number(j, masked, ranges) * BLOCK_N
             load(k_ring, n, k_desc, b, h // G, key, STAGES)
             if j == 0:
                 for consumer in gl.static_range(1, CONSUMERS):
-                    _load_queries(queries, q_desc, b, h, first, i, consumer)
+                    load_slot(queries, i, q_desc, b, h, first, consumer)
             scrubs = load_keys(
                 v_ring, n, v_desc, b, h // G, key, end, landed, scrubs,
                 BLOCK_N, D, STAGES, lengths[1] is not None,
             )  # fmt: skip
             n += 1
-
-
-@gluon.jit
-def _load_queries(queries, q_desc, b, h, first, i, CONSUMER: gl.constexpr):
-    q, full, empty = queries
-    mbarrier.wait(empty.index(CONSUMER), (i & 1) ^ 1)
-    mbarrier.expect(full.index(CONSUMER), q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        q_desc, [b, h, first + CONSUMER * ROWS, 0], full.index(CONSUMER), q.index(CONSUMER)
-    )
 
 
 @gluon.jit
@@ -155,7 +147,7 @@ def _consume(
         l = gl.zeros([ROWS], gl.float32, S_ROWS)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
-        mbarrier.wait(queries[1].index(CONSUMER), i & 1)
+        wait_slot(queries, i, CONSUMER)
         wait_full(k_ring, n, True, STAGES)
         s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -181,7 +173,7 @@ def _consume(
         v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         if O_APART:
-            mbarrier.arrive(queries[2].index(CONSUMER), count=1)
+            release_slot(queries, CONSUMER)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(v_ring, n - 1, STAGES)
 
@@ -199,7 +191,7 @@ def _consume(
         tma.async_copy_shared_to_global(o_desc, [b, h, first, 0], o_tile)
         if not O_APART:
             tma.store_wait(pendings=0)
-            mbarrier.arrive(queries[2].index(CONSUMER), count=1)
+            release_slot(queries, CONSUMER)
     tma.store_wait(pendings=0)
 
 

@@ -89,6 +89,32 @@ def load(ring, n, desc, b, h, first, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def load_slot(slots, i, desc, b, h, first, NUMBER: gl.constexpr):
+    """Producer: the 64 rows of consumer NUMBER, of the tile at row `first`, for the i-th tile.
+
+    slots: a ring whose stages are not used in turn but belong to a consumer each.
+    """
+    tiles, full, empty = slots
+    mbarrier.wait(empty.index(NUMBER), (i & 1) ^ 1)
+    mbarrier.expect(full.index(NUMBER), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        desc, [b, h, first + NUMBER * ROWS, 0], full.index(NUMBER), tiles.index(NUMBER)
+    )
+
+
+@gluon.jit
+def wait_slot(slots, i, NUMBER: gl.constexpr):
+    """Consumer NUMBER: until its rows of the i-th tile are there."""
+    mbarrier.wait(slots[1].index(NUMBER), i & 1)
+
+
+@gluon.jit
+def release_slot(slots, NUMBER: gl.constexpr):
+    """Consumer NUMBER: its slot may be loaded again."""
+    mbarrier.arrive(slots[2].index(NUMBER), count=1)
+
+
+@gluon.jit
 def load_keys(
     ring, n, desc, b, h, first, end, landed, scrubs,
     ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, LENGTHS: gl.constexpr,

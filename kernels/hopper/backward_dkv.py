@@ -1,0 +1,203 @@
+"""dK and dV for Hopper: two consumers of 64 keys each keep them in registers, queries stream by.
+
+Transposed, keys down and queries across, so that P^T and dS^T are the register operands of dV and
+dK and nothing but K, V, Q and dO passes through shared memory. The G query heads of a K/V head are
+met by one program, one after the other: sums in registers, in a fixed order, no atomics.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..softmax import weights
+from .band import block_number, query_plan, row_facts, sees
+from .pipeline import (
+    ROWS,
+    accumulator_layout,
+    allocate_ring,
+    as_operand,
+    load,
+    load_slot,
+    locate,
+    number_of_tiles,
+    release,
+    release_slot,
+    tile_number,
+    tile_of,
+    wait_full,
+    wait_slot,
+)
+
+
+@gluon.jit
+def _tile_facts(i, order, problem, lengths, BLOCK_M: gl.constexpr):
+    """Of this program's i-th tile of 128 keys: b, h_k, first key, offset, end, plan of blocks."""
+    T_q, T_k, H_k, G, query_offset, left, right = problem
+    offsets_ptr, lengths_ptr = lengths
+    tile, head = locate(tile_number(i), order, False)
+    b = head // H_k
+    first = tile * (2 * ROWS)
+    offset, end = row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr)
+    last = gl.minimum(first + 2 * ROWS, end) - 1
+    blocks, masked, ranges = query_plan(first, last, offset, T_q, left, right, BLOCK_M)
+    return b, head - b * H_k, first, offset, end, blocks, masked, ranges
+
+
+@gluon.jit
+def _produce(inputs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Load K and V of each tile, then the blocks of queries of all its heads."""
+    q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work = inputs
+    order, problem, lengths, total = work
+    n = 0
+    for i in range(number_of_tiles(total)):
+        b, h, first, _offset, _end, blocks, masked, ranges = _tile_facts(
+            i, order, problem, lengths, BLOCK_M
+        )
+        for consumer in gl.static_range(2):
+            load_slot(k_slots, i, k_desc, b, h, first, consumer)
+        for consumer in gl.static_range(2):
+            load_slot(v_slots, i, v_desc, b, h, first, consumer)
+        for g in range(problem[3]):
+            for j in range(blocks):
+                row = block_number(j, masked, ranges) * BLOCK_M
+                load(q_ring, n, q_desc, b, h * problem[3] + g, row, STAGES)
+                load(do_ring, n, do_desc, b, h * problem[3] + g, row, STAGES)
+                n += 1
+
+
+@gluon.jit
+def _step(
+    dk, dv, k, v, q_ring, do_ring, n, stats, row, keys, offset, end, problem, scale_log2,
+    MASKED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """dk += dS^T q and dv += P^T do of one block of queries, from row `row` on."""
+    LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
+    lse_ptr, delta_ptr = stats
+    T_q, _T_k, _H_k, _G, _query_offset, left, right = problem
+    rows = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
+    # A row past the last has lse = inf, so its weights are 0 and need no mask.
+    lse = gl.load(lse_ptr + rows, mask=rows < T_q, other=float("inf"))
+    delta = gl.load(delta_ptr + rows, mask=rows < T_q, other=0.0)
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
+    # dO V^T starts from -delta, so that no delta has to be kept until dS. No key is negative, but
+    # were it plain that all rows are equal they would be copied between the products, which ptxas
+    # answers with a wait.
+    minus_delta = gl.where(keys < 0, 1.0, 0.0)[:, None] - delta[None, :]
+
+    wait_full(q_ring, n, True, STAGES)
+    q = tile_of(q_ring, n, BLOCK_M, D, STAGES)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait_full(do_ring, n, True, STAGES)
+    do = tile_of(do_ring, n, BLOCK_M, D, STAGES)
+    dp = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)
+
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = weights(s, lse[None, :], scale_log2)
+    if MASKED:
+        keep = sees(rows[None, :], keys[:, None], offset, end, left, right)
+        p = gl.where(keep, p, 0.0)
+    dv = warpgroup_mma(as_operand(p, dtype, D), do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    dk = warpgroup_mma(as_operand(p * dp, dtype, D), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(1, deps=[dv])
+    release(do_ring, n, STAGES)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    release(q_ring, n, STAGES)
+    return dk, dv
+
+
+@gluon.jit
+def _store(desc, slots, x, b, h, first, CONSUMER: gl.constexpr, D: gl.constexpr):
+    """x [64, D] to global memory, through the slot of the keys it belongs to."""
+    tile = slots[0].index(CONSUMER)
+    tile.reshape([ROWS, D]).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [b, h, first, 0], tile)
+
+
+@gluon.jit
+def _consume(
+    outputs, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
+    """dK and dV of 64 keys of each tile."""
+    dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work = outputs
+    scale, scale_log2 = scales
+    order, problem, lengths, total = work
+    lse_ptr, delta_ptr = stats
+    T_q, _T_k, H_k, G, _query_offset, _left, _right = problem
+    LAYOUT: gl.constexpr = accumulator_layout(D)
+    dtype: gl.constexpr = dk_desc.dtype
+    k = k_slots[0].index(CONSUMER).reshape([ROWS, D])
+    v = v_slots[0].index(CONSUMER).reshape([ROWS, D])
+    n = 0
+    for i in range(number_of_tiles(total)):
+        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
+            i, order, problem, lengths, BLOCK_M
+        )
+        first += CONSUMER * ROWS
+        keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(BLOCK_M)))
+        dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+        wait_slot(k_slots, i, CONSUMER)
+        wait_slot(v_slots, i, CONSUMER)
+        for g in range(G):
+            row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * T_q
+            head_stats = (lse_ptr + row_of_stats, delta_ptr + row_of_stats)
+            for j in range(masked):
+                row = block_number(j, masked, ranges) * BLOCK_M
+                dk, dv = _step(
+                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, offset, end,
+                    problem, scale_log2, True, BLOCK_M, D, STAGES, dtype,
+                )  # fmt: skip
+            for j in range(masked, blocks):
+                row = block_number(j, masked, ranges) * BLOCK_M
+                dk, dv = _step(
+                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, offset, end,
+                    problem, scale_log2, False, BLOCK_M, D, STAGES, dtype,
+                )  # fmt: skip
+            n += blocks
+
+        # The weights of keys that no query may see were never masked: they end here.
+        exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < end)[:, None]
+        _store(dk_desc, k_slots, gl.where(exists, dk * scale, 0.0), b, h, first, CONSUMER, D)
+        _store(dv_desc, v_slots, gl.where(exists, dv, 0.0), b, h, first, CONSUMER, D)
+        tma.store_wait(pendings=0)
+        release_slot(k_slots, CONSUMER)
+        release_slot(v_slots, CONSUMER)
+
+
+@gluon.jit(do_not_specialize=[
+    "T_q", "T_k", "H_k", "G", "total", "heads", "tiles", "group", "group_tiles", "query_offset",
+    "left", "right",
+])  # fmt: skip
+def hopper_backward_dkv_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, offsets_ptr,
+    lengths_ptr,
+    T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles, query_offset, left, right,
+    scale, scale_log2,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Persistent grid of any size over `tiles` tiles of 128 keys of each K/V head."""
+    k_slots = allocate_ring(k_desc, 2, 1)
+    v_slots = allocate_ring(v_desc, 2, 1)
+    q_ring = allocate_ring(q_desc, STAGES, 2)
+    do_ring = allocate_ring(do_desc, STAGES, 2)
+    order = (heads, tiles, group, group_tiles)
+    problem = (T_q, T_k, H_k, G, query_offset, left, right)
+    work = (order, problem, (offsets_ptr, lengths_ptr), total)
+    inputs = (q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work)
+    stats = (lse_ptr, delta_ptr)
+    scales = (scale, scale_log2)
+    outputs = (dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work)
+    gl.warp_specialize([
+        (_consume, (outputs, 0, BLOCK_M, D, STAGES)),
+        (_consume, (outputs, 1, BLOCK_M, D, STAGES)),
+        (_produce, (inputs, BLOCK_M, STAGES)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
