@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),
     ("fastattn",),
-    ("fastattn.modules", "fastattn.cache", "fastattn.paged_cache"),
+    ("fastattn.modules", "fastattn.module_checks", "fastattn.cache", "fastattn.paged_cache"),
     ("fastattn.functional", "fastattn.decode", "fastattn.merging"),
     ("fastattn.cache_checks", "fastattn.cache_ops", "fastattn.page_table"),
     (

@@ -1,0 +1,130 @@
+"""Checks of what layers are made of and called with, beside those of attention's own arguments."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .cache import KVCache
+from .rotary import check_rotary_dim, check_rotary_style
+
+
+class LayerCache(Protocol):
+    """What a layer needs of a cache, as `KVCache` has it; see there.
+
+    Attributes:
+        k, v: [B, H_k, slots, D], slots >= length_bound; read after `append`, not before.
+        max_length: tokens a row can hold.
+        length_bound: a number that no row's length exceeds.
+        lengths: int32 [B].
+        uniform_length: the length of every row where it is known to be one number, else None.
+    """
+
+    k: Tensor
+    v: Tensor
+    max_length: int
+    length_bound: int
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def uniform_length(self) -> int | None: ...
+
+    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> object:
+        """Write each row's new tokens after its last one."""
+
+
+def check_positions(
+    x: Tensor,
+    positions: Tensor | None,
+    tables: tuple[Tensor, Tensor] | None,
+    rotary_dim: int | None,
+) -> None:
+    """Positions or tables of x's tokens for a layer that rotates rotary_dim channels, None = no."""
+    if positions is None and tables is None:
+        return
+    if rotary_dim is None:
+        name = "rotary_tables" if positions is None else "positions"
+        raise ValueError(f"{name} needs a layer with rotary='half' or 'interleaved', got None")
+    if positions is not None and tables is not None:
+        raise ValueError("give positions or rotary_tables, not both: the tables hold positions")
+    B, T, _ = x.shape
+    if positions is not None and positions.shape not in ((T,), (B, T)):
+        raise ValueError(
+            f"positions must have shape [{T}] or [{B}, {T}] to match x, "
+            f"got {tuple(positions.shape)}"
+        )
+    if tables is not None and 2 * tables[0].shape[-1] != rotary_dim:
+        raise ValueError(
+            f"rotary_tables must have {rotary_dim // 2} columns for rotary_dim = "
+            f"{rotary_dim}, got {tables[0].shape[-1]}"
+        )
+
+
+def check_cache_use(
+    x: Tensor, key_padding_mask: Tensor | None, key_lengths: Tensor | None, cache: LayerCache
+) -> None:
+    """Raise on what `attention` would only see after the append, when the cache has changed."""
+    B, T, _ = x.shape
+    if isinstance(cache, KVCache) and not cache.is_plain:
+        raise ValueError(
+            "cache must keep every token as it is, without window, quantize or starts: what it "
+            f"holds is read in place, got {cache!r}"
+        )
+    if cache.lengths.shape[0] != B:
+        raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
+    if key_lengths is not None:
+        checks.check_key_lengths(key_lengths, B, x)
+    if key_padding_mask is None:
+        return
+    n = cache.uniform_length
+    if n is None or key_lengths is not None:
+        raise ValueError(
+            "key_padding_mask with a cache needs rows of one length: pad prompts on the left and "
+            "pass the mask alone, or pad on the right and pass key_lengths alone"
+        )
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, got {key_padding_mask.dtype}")
+    if key_padding_mask.shape != (B, n + T):
+        raise ValueError(
+            f"key_padding_mask must have shape [{B}, {n + T}], over {n} cached and {T} new tokens, "
+            f"got {tuple(key_padding_mask.shape)}"
+        )
+    if key_padding_mask.device != x.device:
+        raise ValueError(
+            f"key_padding_mask must be on x's device {x.device}, got {key_padding_mask.device}"
+        )
+
+
+def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """The size of a head, given or derived, once all sizes are found to agree."""
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
+    if head_dim is not None:
+        return head_dim
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"num_heads must divide embed_dim = {embed_dim} unless head_dim is given, "
+            f"got {num_heads}"
+        )
+    return embed_dim // num_heads
+
+
+def check_rotary(
+    head_dim: int, rotary: str | None, rotary_base: float, rotary_dim: int | None
+) -> None:
+    if rotary is not None:
+        check_rotary_style(rotary)
+        check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
+        if not rotary_base > 0:
+            raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
+    elif rotary_dim is not None:
+        raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")
