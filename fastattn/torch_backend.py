@@ -8,6 +8,7 @@ torch lets a NaN in them through, and a mask is built only where torch has no fl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import formula
 from .options import Options
@@ -48,19 +49,51 @@ def attention(
     if bias is not None:
         bias = bias.expand(*bias.shape[:2], T_q, T_k)
         bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
-    o = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask if bias is None else bias,
-        is_causal=is_causal,
-        scale=options.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    shown = mask if bias is None else bias
+    o = _fused(q, k, v, shown, is_causal, options.scale)
+    if o.grad_fn is not None and not torch.compiler.is_compiling():
+        _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if mask is not None and q.device.type != "cpu":
         # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=shown, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )
+
+
+def _allow_second_derivatives(
+    o: Tensor, inputs: tuple[Tensor | None, ...], is_causal: bool, scale: float
+) -> None:
+    """Give the gradients of torch's fused kernel a graph where one is asked for.
+
+    torch has no derivative of that kernel's backward. Under create_graph=True its gradients, which
+    come first, are replaced by those of torch's plain formula.
+    """
+    node = o.grad_fn
+    if node is None or not node.name().startswith("ScaledDotProduct"):
+        return
+
+    def replaced(
+        grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        with sdpa_kernel(SDPBackend.MATH):
+            q, k, v, shown = inputs
+            assert q is not None and k is not None and v is not None
+            plain = _fused(q, k, v, shown, is_causal, scale)
+        wanted = [x for x, grad in zip(inputs, grad_inputs, strict=False) if grad is not None]
+        found = iter(torch.autograd.grad(plain, wanted, grad_outputs[0], create_graph=True))
+        return tuple(None if grad is None else next(found) for grad in grad_inputs)
+
+    node.register_hook(replaced)  # type: ignore[no-untyped-call]
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:

@@ -1,12 +1,14 @@
 """torch's own attention with the semantics of the kernels: the same cases, the same budget."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fastattn
+from fastattn import reference
 from fastattn.testing import assert_within_budget, make_qkv
 from fastattn.testing.compare import assert_matches_reference
 
@@ -123,3 +125,36 @@ def test_asking_for_lse_changes_no_output(case: str) -> None:
     seen = weight > 0
     torch.testing.assert_close((score - lse)[seen].exp(), weight[seen], rtol=1e-6, atol=0)
     assert seen.any()
+
+
+@pytest.mark.parametrize("H_k", [1, 2, 4])
+@pytest.mark.parametrize("arguments", [{"causal": True}, {"window": (3, 2)}], ids=str)
+def test_second_derivatives(arguments, H_k: int) -> None:
+    """Of a gradient penalty, which torch's own fused kernel refuses."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, H, 9, 8, requires_grad=True) for H in (4, H_k, H_k))
+
+    def penalty_gradients(attend, dtype):
+        o = attend(*(x.to(dtype) for x in (q, k, v)), **arguments)
+        first = torch.autograd.grad(o.square().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
+
+    on_torch = partial(fastattn.attention, backend="torch")
+    ours = penalty_gradients(on_torch, torch.float32)
+    ref, naive = (
+        penalty_gradients(reference.attention, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    for x, exact, plain in zip(ours, ref, naive, strict=True):
+        assert_within_budget("second derivative", x, exact, plain)
+
+
+def test_first_derivatives_stay_those_of_the_fused_kernel() -> None:
+    q, k, v = (torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3))
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ours = fastattn.attention(q, k, v, causal=True, backend="torch")
+    for x, y in zip(
+        torch.autograd.grad(ours.sum(), (q, k, v)),
+        torch.autograd.grad(plain.sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
