@@ -81,6 +81,19 @@ def test_a_small_pool_makes_requests_wait_and_changes_nothing(page_size):
     assert (engine.preemptions > 0) == (page_size < 16)
 
 
+def test_who_had_to_wait_again_goes_before_who_came_later():
+    """Each comes to three pages of the four; the second one, being later, makes way."""
+    engine = Engine(make_gpt(), num_pages=4, page_size=2, max_batch=2)
+    first, second, third = (engine.submit([token, token], 5) for token in (1, 2, 3))
+    while not engine.preemptions:
+        assert engine.step()
+    assert not third.tokens
+    assert 0 < len(second.tokens) < 5
+    events = [request for request, _ in engine.run() if request is not first]
+    assert events[0] is second
+    assert len(first.tokens) == len(second.tokens) == len(third.tokens) == 5
+
+
 def test_a_common_prefix_is_read_once():
     model = make_gpt(context=40)
     prefix = torch.randint(20, (17,)).tolist()
