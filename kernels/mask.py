@@ -247,6 +247,8 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     if mask.keep_first is not None:
         known_end = tl.maximum(tl.minimum(known_end, value(mask.keep_first)), 0)
         kept = tl.cdiv(known_end, BLOCK_N)
+        # Where the kept blocks run into the range they become a part of it.
+        hi = tl.where(hi > lo, tl.maximum(hi, kept), hi)
         kept = tl.where(hi > lo, tl.minimum(kept, lo), kept)
     return lo, full_lo, full_hi, hi, kept
 

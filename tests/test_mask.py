@@ -1,69 +1,77 @@
 """The block rules against the element rule, by brute force.
 
-Nothing visible is left out of a range, nothing hidden is in a full block, and nothing is loaded
-that no query of the tile sees.
+Nothing visible is left out of a plan, nothing hidden is in a full block, and where ranges describe
+a mask exactly, no block is visited or masked without need.
 """
 
-import itertools
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+import fastattn
+from fastattn.kernels import interpreter
+from fastattn.kernels.arguments import kernel_mask
 from fastattn.kernels.mask import (
     batch_row,
     boundary_block,
-    key_blocks,
-    query_blocks,
+    full_block,
+    key_plan,
+    masked_block,
+    query_plan,
     valid_keys,
     visible,
 )
 from fastattn.kernels.padding import launch_padding_extents
+from fastattn.options import Options
+from fastattn.testing import make_qkv
+
+BLOCK_M, BLOCK_N = 4, 8
+interpreter.mend()
 
 
-@triton.jit(do_not_specialize=["left", "right"])
-def key_blocks_kernel(
-    out_ptr, T_q, T_k, offset, left, right, lengths_ptr, extents_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def plan_kernel(
+    counts_ptr, blocks_ptr, mask, T_q, T_k, width,
+    OF_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Plan of tile program_id(0), batch row program_id(1): two counts, and blocks in order."""
     tile = tl.program_id(0)
-    _, start, end, solid = batch_row(0, T_k, 0, None, lengths_ptr, extents_ptr)
-    q_first = tile * BLOCK_M + offset
-    q_last = tl.minimum((tile + 1) * BLOCK_M, T_q) - 1 + offset
-    lo, full_lo, full_hi, hi = key_blocks(q_first, q_last, start, end, solid, left, right, BLOCK_N)
-    tl.store(out_ptr + 4 * tile, lo)
-    tl.store(out_ptr + 4 * tile + 1, full_lo)
-    tl.store(out_ptr + 4 * tile + 2, full_hi)
-    tl.store(out_ptr + 4 * tile + 3, hi)
+    b = tl.program_id(1)
+    row = batch_row(b, T_q, T_k, mask)
+    if OF_KEYS:
+        m_first = tile * BLOCK_M
+        m_last = tl.minimum(m_first + BLOCK_M, row.T_q) - 1
+        full, boundary, place = key_plan(tile, m_first, m_last, 0, row, mask, BLOCK_N)
+    else:
+        k_first = tl.maximum(tile * BLOCK_N, row.start)
+        k_last = tl.minimum((tile + 1) * BLOCK_N, row.end) - 1
+        full, boundary, place = query_plan(tile, k_first, k_last, 0, row, mask, BLOCK_M)
+    at = b * tl.num_programs(0) + tile
+    tl.store(counts_ptr + 2 * at, full)
+    tl.store(counts_ptr + 2 * at + 1, boundary)
+    for i in range(0, full):
+        tl.store(blocks_ptr + at * width + i, full_block(i, place, mask))
+    for i in range(0, boundary):
+        tl.store(blocks_ptr + at * width + full + i, masked_block(i, place, mask))
 
 
-@triton.jit(do_not_specialize=["left", "right"])
-def query_blocks_kernel(
-    out_ptr, T_q, T_k, offset, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    tile = tl.program_id(0)
-    k_last = tl.minimum((tile + 1) * BLOCK_N, T_k) - 1
-    lo, full_lo, full_hi, hi = query_blocks(
-        tile * BLOCK_N, k_last, offset, T_q, left, right, BLOCK_M
-    )
-    tl.store(out_ptr + 4 * tile, lo)
-    tl.store(out_ptr + 4 * tile + 1, full_lo)
-    tl.store(out_ptr + 4 * tile + 2, full_hi)
-    tl.store(out_ptr + 4 * tile + 3, hi)
-
-
-@triton.jit(do_not_specialize=["left", "right"])
-def visible_kernel(
-    out_ptr, T_k, offset, left, right, lengths_ptr, padding_ptr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    _, start, end, _ = batch_row(0, T_k, 0, None, lengths_ptr, None)
+@triton.jit
+def visible_kernel(out_ptr, mask, T_q, T_k, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """visible & valid_keys of batch row program_id(0), head program_id(1): [ROWS, COLS]."""
+    row = batch_row(tl.program_id(0), T_q, T_k, mask)
     rows = tl.arange(0, ROWS)
     k_pos = tl.arange(0, COLS)
-    valid = valid_keys(k_pos, 0, start, end, padding_ptr, 0)
-    keep = valid[None, :] & visible((rows + offset)[:, None], k_pos[None, :], left, right)
-    tl.store(out_ptr + rows[:, None] * COLS + k_pos[None, :], keep.to(tl.int32))
+    keep = visible(rows[:, None], k_pos[None, :], tl.program_id(1), row, mask)
+    keep = keep & valid_keys(k_pos, row, mask)[None, :]
+    # As dK/dV asks, which transposes.
+    across = visible(rows[None, :], k_pos[:, None], tl.program_id(1), row, mask)
+    across = tl.trans(across & valid_keys(k_pos, row, mask)[:, None])
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    places = (place * ROWS + rows)[:, None] * COLS + k_pos[None, :]
+    tl.store(out_ptr + places, keep.to(tl.int32) + 2 * across.to(tl.int32))
 
 
 @triton.jit
@@ -72,7 +80,144 @@ def boundary_block_kernel(out_ptr, lo, full_lo, full_hi, hi):
         tl.store(out_ptr + i, boundary_block(i, lo, full_lo, full_hi))
 
 
-BANDS = [(None, None), (None, 0), (5, 0), (0, 0), (3, 2), (None, 4), (6, None), (40, 40)]
+def plans(options: Options, T_q: int, T_k: int, B: int, device: str, *, of_keys: bool) -> list:
+    """[b][tile] -> (full blocks, boundary blocks), each in the order of the visit."""
+    lengths = (T_q, T_k)
+    if options.cu_seqlens_q is not None:
+        lengths = tuple(int(x.diff().max()) for x in (options.cu_seqlens_q, options.cu_seqlens_k))
+    blocks_q, blocks_k = triton.cdiv(lengths[0], BLOCK_M), triton.cdiv(lengths[1], BLOCK_N)
+    tiles, width = (blocks_q, blocks_k) if of_keys else (blocks_k, blocks_q)
+    counts = torch.full((B, tiles, 2), -1, dtype=torch.int32, device=device)
+    blocks = torch.full((B, tiles, 2 * width + 1), -1, dtype=torch.int32, device=device)
+    plan_kernel[(tiles, B)](
+        counts, blocks, kernel_mask(options), T_q, T_k, blocks.shape[2], of_keys, BLOCK_M, BLOCK_N
+    )
+    return [
+        [
+            (blocks[b, tile, :full].tolist(), blocks[b, tile, full : full + boundary].tolist())
+            for tile, (full, boundary) in enumerate(counts[b].tolist())
+        ]
+        for b in range(B)
+    ]
+
+
+def sees(i: int, j: int, T_q: int, T_k: int, b: int, mask: dict[str, Any]) -> bool:
+    """The definition, for one pair of batch row b."""
+    given = mask.get("query_offset", T_k - T_q)
+    p = i + (int(given[b]) if isinstance(given, torch.Tensor) else given)
+    left, right = mask.get("window", (None, None))
+    near = (left is None or p - j <= left) and (right is None or j - p <= right)
+    if "stride" in mask:
+        on_stride = (p - j) % mask["stride"] == 0
+        near = on_stride if left is None and right is None else near or on_stride
+    near = near or j < mask.get("keep_first", 0)
+    prefix = int(mask["prefix_lengths"][b]) if "prefix_lengths" in mask else 0
+    in_time = not mask.get("causal") or j <= p or j < prefix
+    length = int(mask["key_lengths"][b]) if "key_lengths" in mask else T_k
+    padded = "key_padding_mask" in mask and not mask["key_padding_mask"][b, j]
+    return near and in_time and j < length and not padded
+
+
+def seen(T_q: int, T_k: int, b: int, mask: dict[str, Any]) -> torch.Tensor:
+    """bool [T_q, T_k] of one batch row."""
+    keep = [[sees(i, j, T_q, T_k, b, mask) for j in range(T_k)] for i in range(T_q)]
+    return torch.tensor(keep, dtype=torch.bool).reshape(T_q, T_k)
+
+
+def options_of(mask: dict[str, Any], T_q: int, T_k: int, B: int, device: str) -> Options:
+    q, k, v = make_qkv(B, 1, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    mask = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in mask.items()}
+    return fastattn.arguments.dense_options(q, k, v, **mask)
+
+
+def hand_count(keep: torch.Tensor, exists: torch.Tensor, BLOCK: int) -> tuple[list, list]:
+    """Blocks of columns of keep [rows of a tile, columns]: those wholly seen, those seen in part.
+
+    A block that runs past the last column is not whole; nor is one with columns that do not exist.
+    """
+    full, part = [], []
+    for n, start in enumerate(range(0, keep.shape[1], BLOCK)):
+        columns = slice(start, start + BLOCK)
+        whole = start + BLOCK <= keep.shape[1] and bool(exists[columns].all())
+        if keep.shape[0] and keep[:, columns].all() and whole:
+            full.append(n)
+        elif keep[:, columns].any():
+            part.append(n)
+    return full, part
+
+
+def check_plan(
+    plan: tuple[list, list], keep: torch.Tensor, exists: torch.Tensor, BLOCK: int, *, exact: bool
+) -> None:
+    full, boundary = plan
+    must_full, must_part = hand_count(keep, exists, BLOCK)
+    assert len({*full, *boundary}) == len(full) + len(boundary), "a block is visited twice"
+    assert {*must_full, *must_part} <= {*full, *boundary}, "a visible block is left out"
+    assert {*full} <= {*must_full}, "a full block hides something"
+    assert all(0 <= n * BLOCK < keep.shape[1] for n in boundary), "a block that does not exist"
+    if exact:
+        assert sorted(full) == must_full, "a full block is masked for nothing"
+        assert sorted(boundary) == must_part, "a block without visible pairs is visited"
+
+
+def check_plans_of_row(
+    of_keys: list, of_queries: list, T_q: int, T_k: int, b: int, mask: dict[str, Any], exact: bool
+) -> None:
+    """The plans of every tile of queries, and those of every tile of keys, of batch row b."""
+    keep = seen(T_q, T_k, b, mask)
+    existence = {n: x for n, x in mask.items() if n in ("key_lengths", "key_padding_mask")}
+    exists = seen(1, T_k, b, existence)[0]
+    for tile, plan in enumerate(of_keys):
+        check_plan(plan, keep[tile * BLOCK_M :][:BLOCK_M], exists, BLOCK_N, exact=exact)
+    every_row = torch.ones(T_q, dtype=torch.bool)
+    for tile, plan in enumerate(of_queries):
+        # Keys that do not exist are no reason to mask: their gradients are not kept.
+        keys = torch.arange(T_k)[tile * BLOCK_N :][:BLOCK_N]
+        keys = keys[exists[keys]]
+        if len(keys):
+            check_plan(plan, keep[:, keys].T, every_row, BLOCK_M, exact=exact)
+
+
+def check_plans(mask: dict[str, Any], T_q: int, T_k: int, device: str, *, exact: bool) -> None:
+    """Both directions, of both batch rows."""
+    options = options_of(mask, T_q, T_k, 2, device)
+    found = [plans(options, T_q, T_k, 2, device, of_keys=of_keys) for of_keys in (True, False)]
+    for b in range(2):
+        check_plans_of_row(found[0][b], found[1][b], T_q, T_k, b, mask, exact)
+
+
+BANDS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "window-left": {"window": (5, 0)},
+    "window-one": {"window": (0, 0)},
+    "window-both": {"window": (3, 2)},
+    "window-right": {"window": (None, 4)},
+    "window-past": {"window": (6, None)},
+    "window-wide": {"window": (40, 40)},
+    "window-causal": {"window": (6, 9), "causal": True},
+    "prefix": {"causal": True, "prefix_lengths": torch.tensor([9, 0])},
+    "prefix-long": {"causal": True, "prefix_lengths": torch.tensor([16, 99])},
+    "prefix-past": {"causal": True, "prefix_lengths": torch.tensor([13, -2]), "window": (7, None)},
+    "prefix-both": {"causal": True, "prefix_lengths": torch.tensor([13, 24]), "window": (12, 3)},
+}
+FIRST: dict[str, dict[str, Any]] = {
+    "first": {"window": (5, 0), "keep_first": 3},
+    "first-ahead": {"window": (2, 1), "keep_first": 20},
+    "first-causal": {"window": (9, None), "keep_first": 8, "causal": True},
+    "first-prefix": {
+        "window": (4, 0), "keep_first": 17,
+        "causal": True, "prefix_lengths": torch.tensor([13, 24]),
+    },
+}  # fmt: skip
+# Of these, ranges know where blocks lie, and `block_table` which of them are full.
+STRIDES: dict[str, dict[str, Any]] = {
+    "stride": {"stride": 5},
+    "stride-causal": {"stride": 7, "causal": True},
+    "stride-first": {"stride": 4, "window": (2, 0), "keep_first": 2, "causal": True},
+}
+MASKS = {**BANDS, **FIRST, **STRIDES}
+# T_q, T_k, query_offset
 SIZES = [
     (20, 20, 0),
     (13, 29, 16),
@@ -82,81 +227,136 @@ SIZES = [
     (9, 30, 60),
     (1, 17, 16),
 ]
-BLOCK_M, BLOCK_N = 4, 8
 
 
-def seen(T_q: int, T_k: int, offset: int, left: int | None, right: int | None) -> torch.Tensor:
-    """bool [T_q, T_k] from the definition, one pair at a time."""
-    keep = torch.zeros(T_q, T_k, dtype=torch.bool)
-    for i, j in itertools.product(range(T_q), range(T_k)):
-        p = i + offset
-        keep[i, j] = (left is None or j >= p - left) and (right is None or j <= p + right)
-    return keep
-
-
-def check_range(blocks: list[int], keep: torch.Tensor, BLOCK: int, exists: torch.Tensor) -> None:
-    """Judge (lo, full_lo, full_hi, hi) for keep [rows of one tile, columns].
-
-    exists [columns] is False where a column is no key of the row; ranges are then not minimal.
-    """
-    lo, full_lo, full_hi, hi = blocks
-    assert 0 <= lo <= full_lo <= full_hi <= hi
-    columns = keep.shape[1]
-    used = [bool(keep[:, n : n + BLOCK].any()) for n in range(0, columns, BLOCK)]
-    wanted = [n for n, any_seen in enumerate(used) if any_seen]
-    assert not wanted or (lo <= min(wanted) and max(wanted) < hi), "a visible block is left out"
-    assert all(used[lo:hi]) or not bool(exists.all()), "a block without visible pairs is visited"
-    for n in range(full_lo, full_hi):
-        assert (n + 1) * BLOCK <= columns, "a full block runs past the end"
-        assert keep[:, n * BLOCK : (n + 1) * BLOCK].all(), "a full block hides something"
-    whole = [
-        n
-        for n in range(lo, hi)
-        if (n + 1) * BLOCK <= columns and keep[:, n * BLOCK : (n + 1) * BLOCK].all()
-    ]
-    if bool(exists.all()):
-        assert whole == list(range(full_lo, full_hi)), "a full block is masked for nothing"
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_key_blocks(sizes, band, device: str) -> None:
+@pytest.mark.parametrize("mask", BANDS)
+def test_plans_of_bands(mask: str, sizes: tuple[int, int, int], device: str) -> None:
     T_q, T_k, offset = sizes
-    keep = seen(T_q, T_k, offset, *band)
-    tiles = triton.cdiv(T_q, BLOCK_M)
-    out = torch.full((tiles, 4), -1, dtype=torch.int32, device=device)
-    key_blocks_kernel[(tiles,)](out, T_q, T_k, offset, *band, None, None, BLOCK_M, BLOCK_N)
-    for tile in range(tiles):
-        rows = keep[tile * BLOCK_M : (tile + 1) * BLOCK_M]
-        check_range(out[tile].tolist(), rows, BLOCK_N, torch.ones(T_k, dtype=torch.bool))
+    check_plans({**BANDS[mask], "query_offset": offset}, T_q, T_k, device, exact=True)
 
 
-@pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_query_blocks(sizes, band, device: str) -> None:
+@pytest.mark.parametrize("mask", FIRST)
+def test_plans_of_first_keys(mask: str, sizes: tuple[int, int, int], device: str) -> None:
+    """Blocks of kept keys are masked even where they are full."""
     T_q, T_k, offset = sizes
-    keep = seen(T_q, T_k, offset, *band)
-    tiles = triton.cdiv(T_k, BLOCK_N)
-    out = torch.full((tiles, 4), -1, dtype=torch.int32, device=device)
-    query_blocks_kernel[(tiles,)](out, T_q, T_k, offset, *band, BLOCK_M, BLOCK_N)
-    for tile in range(tiles):
-        columns = keep[:, tile * BLOCK_N : (tile + 1) * BLOCK_N].T
-        check_range(out[tile].tolist(), columns, BLOCK_M, torch.ones(T_q, dtype=torch.bool))
+    check_plans({**FIRST[mask], "query_offset": offset}, T_q, T_k, device, exact=False)
 
 
-@pytest.mark.parametrize("length", [0, 1, 13, 20])
-@pytest.mark.parametrize("band", [(None, 0), (6, 1)], ids=str)
-def test_key_blocks_stop_at_the_length(band, length: int, device: str) -> None:
-    T = 20
-    exists = torch.arange(T) < length
-    keep = seen(T, T, 0, *band) & exists
-    lengths = torch.tensor([length], device=device)
-    out = torch.full((5, 4), -1, dtype=torch.int32, device=device)
-    key_blocks_kernel[(5,)](out, T, T, 0, *band, lengths, None, BLOCK_M, BLOCK_N)
-    for tile in range(5):
-        check_range(out[tile].tolist(), keep[tile * BLOCK_M :][:BLOCK_M], BLOCK_N, exists)
-        lo, _, _, hi = out[tile].tolist()
-        assert hi == lo or hi * BLOCK_N < length + BLOCK_N, "keys past the length are visited"
+def test_first_keys_cost_their_own_blocks_alone(device: str) -> None:
+    mask = {"window": (3, 0), "keep_first": 9, "query_offset": 60}
+    options = options_of(mask, 4, 64, 1, device)
+    [[(full, boundary)]] = plans(options, 4, 64, 1, device, of_keys=True)
+    assert full == []
+    assert boundary == [0, 1, 7]
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (13, 20), (16, 99), (-4, 8)], ids=str)
+@pytest.mark.parametrize("mask", ["all", "causal", "window-both", "window-causal", "prefix"])
+def test_plans_stop_at_the_length(mask: str, lengths: tuple[int, int], device: str) -> None:
+    given = {**BANDS[mask], "key_lengths": torch.tensor(lengths)}
+    check_plans(given, 20, 20, device, exact=True)
+
+
+@pytest.mark.parametrize("mask", ["all", "causal", "window-both", "window-causal", "prefix"])
+def test_plans_of_rows_padded_at_their_ends(mask: str, device: str) -> None:
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[0, 11:30] = True
+    padding[1, 16:] = True
+    check_plans({**BANDS[mask], "key_padding_mask": padding}, 24, 40, device, exact=True)
+
+
+@pytest.mark.parametrize("mask", ["all", "causal", "window-left", "window-both", "first"])
+def test_plans_of_rows_with_holes(mask: str, device: str) -> None:
+    padding = torch.ones(2, 40, dtype=torch.bool)
+    padding[0, 9:18] = False
+    padding[1, 39] = padding[1, 5] = False
+    given = {**MASKS[mask], "key_padding_mask": padding, "key_lengths": torch.tensor([35, 99])}
+    check_plans(given, 24, 40, device, exact=False)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window-left", "prefix-both", *FIRST])
+def test_plans_of_offsets_a_row(mask: str, device: str) -> None:
+    check_plans({**MASKS[mask], "query_offset": torch.tensor([3, 20])}, 11, 30, device, exact=False)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
+@pytest.mark.parametrize("mask", STRIDES)
+def test_ranges_of_strides(mask: str, sizes: tuple[int, int, int], device: str) -> None:
+    T_q, T_k, offset = sizes
+    given = {**STRIDES[mask], "query_offset": offset}
+    keep = seen(T_q, T_k, 0, given)
+    options = options_of(given, T_q, T_k, 2, device)
+    for of_keys in (True, False):
+        found = plans(options, T_q, T_k, 2, device, of_keys=of_keys)[0]
+        rows, BLOCK = (BLOCK_M, BLOCK_N) if of_keys else (BLOCK_N, BLOCK_M)
+        for tile, (full, boundary) in enumerate(found):
+            part = (keep if of_keys else keep.T)[tile * rows :][:rows]
+            every = torch.ones(part.shape[1], dtype=torch.bool)
+            seen_full, seen_part = hand_count(part, every, BLOCK)
+            assert {*seen_full, *seen_part} <= {*full, *boundary}
+
+
+PACKED_Q, PACKED_K = (0, 7, 7, 20), (0, 20, 25, 29)
+
+
+@pytest.mark.parametrize("mask", ["all", "causal", "window-both", "prefix", "prefix-both", *FIRST])
+def test_plans_of_packed_sequences(mask: str, device: str) -> None:
+    """More tiles are asked for than the shorter sequences have: those visit nothing."""
+    given = {**MASKS[mask], "key_lengths": torch.tensor([18, 5, 9])}
+    if "prefix_lengths" in given:
+        given["prefix_lengths"] = torch.tensor([9, 0, 3])
+    q, k = torch.zeros(20, 1, 4), torch.zeros(29, 1, 4)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (PACKED_Q, PACKED_K))
+    options = fastattn.arguments.packed_options(q, k, k, cu_q, cu_k, {}, **given)
+    options = Options(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in options))
+    found = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
+    for b in range(3):
+        T_q, T_k = (x[b + 1] - x[b] for x in (PACKED_Q, PACKED_K))
+        check_plans_of_row(found[0][b], found[1][b], T_q, T_k, b, given, exact=False)
+        assert all(plan == ([], []) for plan in found[0][b][triton.cdiv(T_q, BLOCK_M) :])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_visible(mask: str, device: str) -> None:
+    T_q, T_k = 16, 32
+    padding = torch.rand(2, T_k, generator=torch.Generator().manual_seed(0)) < 0.7
+    for offset in (0, 5, -3):
+        given = {**MASKS[mask], "query_offset": offset, "key_padding_mask": padding}
+        given["key_lengths"] = torch.tensor([27, 40])
+        out = torch.full((2, 1, T_q, T_k), -1, dtype=torch.int32, device=device)
+        options = options_of(given, T_q, T_k, 2, device)
+        visible_kernel[(2, 1)](out, kernel_mask(options), T_q, T_k, T_q, T_k)
+        for b in range(2):
+            assert torch.equal(out[b, 0].cpu(), 3 * seen(T_q, T_k, b, given).int())
+
+
+@triton.jit
+def of_places(b, h, q_pos, k_pos, table):
+    return (q_pos + 2 * k_pos + b) % 3 != tl.load(table + h)
+
+
+def test_visible_of_tensors_and_functions(device: str) -> None:
+    """Documents, an attn_mask and a mask_mod, each of batch row, head, query and key."""
+    B, H, T_q, T_k = 2, 2, 16, 32
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(-1, 3, (B, T), generator=generator) for T in (T_q, T_k)]
+    attn_mask = torch.rand(B, H, T_q, T_k, generator=generator) < 0.8
+    table = torch.tensor([0, 2], dtype=torch.int32)
+    q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    options = fastattn.arguments.dense_options(
+        q, k, v, documents=tuple(x.to(device) for x in ids), attn_mask=attn_mask.to(device),
+        mask_mod=of_places, mod_tensors=(table.to(device),), query_offset=4,
+    )  # fmt: skip
+    out = torch.full((B, H, T_q, T_k), -1, dtype=torch.int32, device=device)
+    visible_kernel[(B, H)](out, kernel_mask(options), T_q, T_k, T_q, T_k)
+    expected = attn_mask & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
+    expected &= (ids[1] >= 0)[:, None, None, :]
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (B, H, T_q, T_k)), indexing="ij")
+    expected &= (i + 4 + 2 * j + b) % 3 != table[h]
+    assert torch.equal(out.cpu(), 3 * expected.int())
+    assert expected.any()
 
 
 @pytest.mark.parametrize("pattern", ["11110000", "00011100", "01110110", "00000000", "11111111"])
@@ -176,28 +376,6 @@ def test_padding_extents_across_blocks(device: str) -> None:
     mask[0, 1500:2900] = True
     mask[1, 7] = mask[1, 2999] = True
     assert launch_padding_extents(mask).tolist() == [[1500, 2900, 0], [7, 3000, 2991]]
-
-
-def test_padding_with_holes_leaves_no_block_unmasked(device: str) -> None:
-    mask = torch.ones(1, 32, dtype=torch.bool, device=device)
-    mask[0, 9] = False
-    out = torch.full((1, 4), -1, dtype=torch.int32, device=device)
-    extents = launch_padding_extents(mask)
-    key_blocks_kernel[(1,)](out, 4, 32, 28, None, None, None, extents, BLOCK_M, BLOCK_N)
-    lo, full_lo, full_hi, hi = out[0].tolist()
-    assert (lo, hi) == (0, 4)
-    assert full_lo == full_hi
-
-
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("offset", [0, 5, -3])
-def test_visible(offset: int, band, device: str) -> None:
-    padding = torch.rand(32, generator=torch.Generator().manual_seed(0)) < 0.7
-    lengths = torch.tensor([27])
-    out = torch.full((16, 32), -1, dtype=torch.int32, device=device)
-    visible_kernel[(1,)](out, 32, offset, *band, lengths.to(device), padding.to(device), 16, 32)
-    expected = seen(16, 32, offset, *band) & padding & (torch.arange(32) < 27)
-    assert torch.equal(out.cpu().bool(), expected)
 
 
 def test_boundary_blocks_are_those_around_the_full_ones(device: str) -> None:
