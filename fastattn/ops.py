@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import formula, functions
-from .options import Options
+from .options import MAX_MOD_TENSORS, Options
 
 MAX_HEAD_DIM = 256
-MAX_MOD_TENSORS = 8
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.

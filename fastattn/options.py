@@ -4,6 +4,9 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+# The places that an operator has for them.
+MAX_MOD_TENSORS = 8
+
 Window = int | tuple[int | None, int | None] | None
 
 

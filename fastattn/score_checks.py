@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_floats, check_placement, kind
+from .options import MAX_MOD_TENSORS
 
 
 def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> None:
@@ -126,6 +127,8 @@ def check_mod_tensors(tensors: tuple[Tensor, ...], q: Tensor, used: bool) -> Non
     """A tuple of contiguous tensors on q's device, with a function that reads them."""
     if not isinstance(tensors, tuple):
         raise TypeError(f"mod_tensors must be a tuple of tensors, got {type(tensors).__name__}")
+    if len(tensors) > MAX_MOD_TENSORS:
+        raise ValueError(f"mod_tensors must be at most {MAX_MOD_TENSORS}, got {len(tensors)}")
     for n, x in enumerate(tensors):
         name = f"mod_tensors[{n}]"
         if not isinstance(x, Tensor):

@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import config
+from .config import TileConfig
 from .mask import Mask
 from .number import number
 from .padding import launch_padding_extents
@@ -69,6 +71,16 @@ def block_dim(D: int) -> int:
 def blocks(length: int, BLOCK: int) -> int:
     """How many blocks cover a length. `triton.cdiv` is for kernels and slow on the host."""
     return -(-length // BLOCK)
+
+
+def tile_for(kernel: str, options: Options, q: Tensor, *dims: int) -> TileConfig:
+    """The tile of one of the three attention kernels for padded head dims `dims`."""
+    if options.relative_keys is not None:
+        return config.lookup("relative", q.element_size(), max(dims))
+    o = options
+    pieces = (o.stride, o.attn_mask, o.attn_bias, o.relative_bias, o.mask_mod, o.score_mod)
+    heavy = bool(o.dropout) or any(x is not None for x in pieces)
+    return config.lookup(kernel, q.element_size(), max(dims), heavy=heavy)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

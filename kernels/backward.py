@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
 from .arguments import (
     aligned,
     block_dim,
@@ -31,6 +30,7 @@ from .arguments import (
     query_programs,
     sizes,
     strides,
+    tile_for,
 )
 from .block_table import mask_for_keys, mask_for_queries
 from .gradient import load_lse, tile_gradient
@@ -271,9 +271,8 @@ def launch_backward(
     dquery = None if query is None else empty_in_layout(query, H_q, T_q, D)
     index = index_type(q, k, v, o, do, dq, dk, dv, query, dquery)
     promises = (index, dot_precision(q.dtype))
-    relative = options.relative_keys is not None
 
-    tile = config.lookup("relative" if relative else "backward_dq", q.element_size(), max(dims))
+    tile = tile_for("backward_dq", options, q, *dims)
     if programs := query_programs(options, q, tile.BLOCK_M):
         attention_backward_dq_kernel[(programs,)](
             q, k, v, o, do, lse, dlse, dq, delta, dquery, *map(strides, (q, k, v, o, do, dq)),
@@ -282,7 +281,7 @@ def launch_backward(
             D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    tile = config.lookup("relative" if relative else "backward_dkv", q.element_size(), max(dims))
+    tile = tile_for("backward_dkv", options, q, *dims)
     if programs := key_programs(options, k, tile.BLOCK_N):
         attention_backward_dkv_kernel[(programs,)](
             q, k, v, do, lse, delta, dk, dv, *map(strides, (q, k, v, do, dk, dv)),

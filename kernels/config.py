@@ -18,6 +18,8 @@ KERNELS = ("forward", "backward_dq", "backward_dkv", "decode", "decode_chunk")
 # Kinds of rows: one a kernel, and one for all kernels on calls with relative keys and for the
 # gradients of relative keys and biases; those hold more at once than the others' tiles leave.
 KINDS = (*KERNELS, "relative")
+# And one for each of these kernels on calls whose masks or scores take many registers.
+HEAVY = tuple(f"{kernel}_heavy" for kernel in ("forward", "backward_dq", "backward_dkv"))
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -36,17 +38,18 @@ _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, TileConfig] = {}
 
 
-def lookup(kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
+def lookup(kernel: str, element_size: int, BLOCK_D: int, *, heavy: bool = False) -> TileConfig:
     """The tile for `kernel` on the current device.
 
     Args:
         kernel: one of KINDS.
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
+        heavy: whether the call takes the smaller tiles of HEAVY.
     """
     if kernel in _forced:
         return _forced[kernel]
-    return _lookup(current_arch(), kernel, element_size, BLOCK_D)
+    return _lookup(current_arch(), f"{kernel}_heavy" if heavy else kernel, element_size, BLOCK_D)
 
 
 @contextmanager

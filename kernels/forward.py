@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
 from .arguments import (
     aligned,
     block_dim,
@@ -20,6 +19,7 @@ from .arguments import (
     query_programs,
     sizes,
     strides,
+    tile_for,
 )
 from .block_table import mask_for_queries
 from .mask import (
@@ -133,8 +133,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     o = empty_in_layout(q, H_q, T_q, D_v)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
-    kernel = "forward" if options.relative_keys is None else "relative"
-    tile = config.lookup(kernel, q.element_size(), max(BLOCK_D, BLOCK_DV))
+    tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV)
     programs = query_programs(options, q, tile.BLOCK_M)
     if programs == 0:
         return o, lse

@@ -312,6 +312,11 @@ BAD = [
         r"mod_tensors\[0\] must be contiguous, got strides \[1, 2\]",
     ),
     (
+        qkv(mod_tensors=(torch.ones(2),) * 9, mask_mod=keep_all),
+        ValueError,
+        "mod_tensors must be at most 8, got 9",
+    ),
+    (
         qkv(mod_tensors=(2,), mask_mod=keep_all),
         TypeError,
         r"mod_tensors\[0\] must be a torch\.Tensor, got int",
