@@ -51,7 +51,7 @@ def attention(
         bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
     shown = mask if bias is None else bias
     o = _fused(q, k, v, shown, is_causal, options.scale)
-    if o.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and o.grad_fn is not None:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if mask is not None and q.device.type != "cpu":
         # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
