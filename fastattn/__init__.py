@@ -20,8 +20,15 @@ from .paged_cache import PagedKVCache as PagedKVCache
 from .positions import alibi_slopes as alibi_slopes
 from .positions import document_ids as document_ids
 from .positions import t5_relative_bias as t5_relative_bias
+from .scoring import additive_attention as additive_attention
+from .scoring import dot_product_attention as dot_product_attention
+from .scoring import multiplicative_attention as multiplicative_attention
+from .statistics import AttentionStatistics as AttentionStatistics
+from .statistics import attention_statistics as attention_statistics
+from .statistics import attention_weights as attention_weights
 
 __all__ = [
+    "AttentionStatistics",
     "BlockMask",
     "CacheView",
     "CausalGQAttention",
@@ -30,16 +37,21 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "QuantizedKVCache",
+    "additive_attention",
     "alibi_slopes",
     "attention",
+    "attention_statistics",
     "attention_varlen",
+    "attention_weights",
     "cascade_attention",
     "decode_attention",
     "document_ids",
+    "dot_product_attention",
     "dropout_keep_mask",
     "explain",
     "explain_decode",
     "merge",
+    "multiplicative_attention",
     "t5_relative_bias",
     "view_of_tensors",
 ]

@@ -1,0 +1,66 @@
+"""Additive attention as a formula on torch: exact, and differentiable any number of times."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from . import formula
+from .options import Options
+from .row_chunks import chunks
+
+# Numbers of tanh that are held at once: 64 MiB in fp32.
+_HIDDEN = 2**24
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+
+    Some queries at a time, and again for gradients: [T_q, T_k, D] is not held.
+
+    Args:
+        q, k: [B, H_q, T_q, D] and [B, H_k, T_k, D], projected.
+        v: [B, H_k, T_k, D_v].
+        u: [H_q, D].
+        options: of which the masks count.
+    """
+    if formula.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q, k, v, u, options)
+    B, H_q, _, D = q.shape
+    T_k, D_v = v.shape[2:]
+    dtype = q.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, u = (x.to(wide) for x in (q, k, v, u))
+    exists = formula.existing_keys(options, T_k, q.device)
+    if exists is not None:
+        k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
+    outputs = [q.new_empty(B, H_q, 0, D_v)]
+    lses = [q.new_empty(B, H_q, 0)]
+    for rows, own in chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN):
+        inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
+        if torch.is_grad_enabled():
+            o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            o, lse = _attend(*inputs)
+        outputs.append(o)
+        lses.append(lse)
+    return torch.cat(outputs, 2).to(dtype), torch.cat(lses, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    B, H_q, T_q, D = q.shape
+    _, H_k, T_k, D_v = v.shape
+    G = H_q // H_k
+    hidden = q.reshape(B, H_k, G, T_q, 1, D) + k[:, :, None, None]
+    x = torch.einsum("bhgqkd,hgd->bhgqk", hidden.tanh(), u.reshape(H_k, G, D))
+    x = x.reshape(B, H_q, T_q, T_k)
+    keep = formula.visible(options, B, H_q, T_q, T_k, q.device)
+    if keep is not None:
+        x = torch.where(keep, x, float("-inf"))
+    weights, lse = formula.normalised(x, None)
+    o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, G, T_q, T_k), v)
+    return o.reshape(B, H_q, T_q, D_v), lse

@@ -1,0 +1,154 @@
+"""What attention looks at: entropies, weight received, largest weights, and weights themselves."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import arguments, checks, dispatch, functional, statistics_ops
+from .options import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import AttentionArguments
+
+# Of the list that a kernel keeps of each row in registers.
+MAX_TOP = 64
+# Of the tensor that `attention_weights` makes: 256 MiB.
+MAX_ELEMENTS = 2**26
+
+
+class AttentionStatistics(NamedTuple):
+    """What `attention_statistics` finds; fp32 tensors, fp64 for inputs in fp64.
+
+    entropy: [B, H_q, T_q], of the weights of each query, in nats: between 0 (one key has all the
+        weight) and the log of the number of keys that it sees. 0 for a query that sees none.
+    received: [B, H_q, T_k], the weights of each key added up over the queries. They come to T_q if
+        every query sees a key and there are no sinks.
+    top_weights: [B, H_q, T_q, top], the largest weights of each query, the largest first.
+    top_positions: int64 [B, H_q, T_q, top], their keys; of equal scores the first key comes first.
+        Where a query sees fewer keys than `top`, the rest has weight 0 and position -1.
+    """
+
+    entropy: Tensor
+    received: Tensor
+    top_weights: Tensor
+    top_positions: Tensor
+
+
+def attention_statistics(
+    q: Tensor,
+    k: Tensor,
+    *,
+    lse: Tensor | None = None,
+    top: int = 0,
+    backend: str | None = None,
+    **options: "Unpack[AttentionArguments]",
+) -> AttentionStatistics:
+    """Statistics of the weights that `attention` gives the keys; no [T_q, T_k] tensor is made.
+
+    Weights are those of `attention` with the same arguments. With sinks, the sink is one more key
+    in the entropy and takes its share of the weights, but is none of the keys that are listed. A
+    key whose score is -inf, by an attn_bias or score_mod, counts as not seen.
+
+    Not differentiable: inputs that require grad are read as if detached.
+
+    Args:
+        q: [B, H_q, T_q, D], as for `attention`.
+        k: [B, H_k, T_k, D].
+        lse: float [B, H_q, T_q], as `attention` with return_lse=True gave it for the same
+            arguments, which saves computing it again. With the lse of more keys than these, as
+            where they are divided among devices, every sum is the part of these keys.
+        top: how many of the largest weights of each query to list, 0 to 64.
+        backend: as for `attention`; `fastattn.explain(q, k, k, ...)` tells which one serves.
+        options: those of `attention`, except dropout.
+
+    Returns:
+        An `AttentionStatistics`.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    checks.check_count("top", top, 0)
+    if top > MAX_TOP:
+        raise ValueError(f"top must be at most {MAX_TOP}, got {top}")
+    with torch.no_grad():
+        q, k, lse, checked, served = _prepared("attention_statistics", q, k, lse, backend, options)
+        if served == "torch":
+            return AttentionStatistics(*statistics_ops.torch_statistics(q, k, lse, top, checked))
+        return AttentionStatistics(*statistics_ops.statistics(q, k, lse, top, checked))
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    lse: Tensor | None = None,
+    max_elements: int = MAX_ELEMENTS,
+    backend: str | None = None,
+    **options: "Unpack[AttentionArguments]",
+) -> Tensor:
+    """The weights that `attention` gives every key, for shapes where they fit into memory.
+
+    Not differentiable: inputs that require grad are read as if detached.
+
+    Args:
+        q, k, lse, backend, options: as for `attention_statistics`.
+        max_elements: how many numbers the result may have.
+
+    Returns:
+        fp32 (fp64 for q in fp64) [B, H_q, T_q, T_k]. Rows add up to 1, with sinks to less, and to 0
+        where a query sees no key.
+
+    Raises:
+        TypeError, ValueError: as `attention`, and a result of more than max_elements numbers.
+    """
+    checks.check_count("max_elements", max_elements, 0)
+    with torch.no_grad():
+        q, k, lse, checked, served = _prepared("attention_weights", q, k, lse, backend, options)
+        shape = (*q.shape[:3], k.shape[2])
+        elements = shape[0] * shape[1] * shape[2] * shape[3]
+        if elements > max_elements:
+            raise ValueError(
+                f"attention_weights would have shape {list(shape)}, {elements} numbers, more than "
+                f"max_elements={max_elements}; attention_statistics needs no such tensor"
+            )
+        if served == "torch":
+            return statistics_ops.torch_weights(q, k, lse, checked)
+        return statistics_ops.weights(q, k, lse, checked)
+
+
+def _prepared(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    backend: str | None,
+    given: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
+    """q, k and lse as the backend takes them, the checked options, and the backend."""
+    if given.get("dropout"):
+        raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
+    checks.check_tensors(q, k, k)
+    keys, query = given.get("relative_keys"), given.get("relative_query")
+    q, k, _, given["relative_keys"], given["relative_query"] = functional._autocast(
+        q, k, k, keys, query
+    )
+    options = arguments.dense_options(q, k, k, **given)
+    if lse is not None:
+        checks.check_floats("lse", lse)
+        checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
+        lse = lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    choice = dispatch.choose(q, k, k, options, backend)
+    if choice.backend == "torch":
+        dispatch.warn_if_slow(choice, q.device)
+        return q, k, lse, options, choice.backend
+    q, k = functional._kernel_rows(q), functional._kernel_rows(k)
+    if options.relative_keys is not None:
+        query = options.relative_query
+        options = options._replace(
+            relative_keys=functional._kernel_rows(options.relative_keys),
+            relative_query=None if query is None else functional._kernel_rows(query),
+        )
+    return q, k, lse, options, choice.backend
