@@ -98,6 +98,54 @@ def check_cache_use(
         )
 
 
+def check_groups_in_cache(
+    x: Tensor,
+    prefix_lengths: int | Tensor | None,
+    documents: Tensor | None,
+    cache: LayerCache,
+) -> None:
+    """Raise on a prefix that the cache has cut, and on documents."""
+    if documents is not None:
+        raise ValueError(
+            "documents cannot go with a cache: each of its rows is one document; use a row for "
+            "each, or leave out the cache"
+        )
+    if prefix_lengths is None:
+        return
+    B, T, _ = x.shape
+    checks.check_prefix_lengths(prefix_lengths, B, True, x)
+    n = cache.uniform_length
+    if isinstance(prefix_lengths, int) and n is not None:
+        end = n or T
+        if prefix_lengths > end:
+            raise ValueError(
+                f"prefix_lengths must be at most {end} here, got {prefix_lengths}: the whole "
+                f"prefix enters the cache in one call, and {n} tokens are in it"
+            )
+
+
+def check_relative_bias(buckets: int | None, max_distance: int | None) -> None:
+    """Buckets for distances back, half of them for one each, and the distance of the last."""
+    if buckets is None:
+        if max_distance is not None:
+            raise ValueError(
+                f"relative_max_distance needs relative_bias, the number of buckets, "
+                f"got {max_distance} without it"
+            )
+        return
+    checks.check_count("relative_bias", buckets, 4)
+    if max_distance is not None:
+        checks.check_count("relative_max_distance", max_distance, buckets // 2 + 1)
+
+
+def check_dropouts(dropout: float, attention_dropout: float) -> None:
+    """Probabilities: of the output up to 1, of the weights below it."""
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout must be a probability, got {dropout}")
+    if not 0.0 <= attention_dropout < 1.0:
+        raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+
+
 def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
     """The size of a head, given or derived, once all sizes are found to agree."""
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}

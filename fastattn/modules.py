@@ -1,5 +1,8 @@
 """Attention as torch modules: parameters, head layout, positions and caches around `attention`."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,13 +11,32 @@ from . import checks, module_checks
 from .cache import KVCache
 from .functional import attention
 from .module_checks import LayerCache as LayerCache
+from .positions import alibi_slopes, t5_relative_bias
 from .rotary import RotaryStyle, apply_rotary, rotary_tables
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .options import ScoreArguments
+
+
+class HeadNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the channels of a head, in the dtype of its input.
+
+    Inside an autocast region that is another dtype than the weight's, which torch's own norm
+    answers with a warning and its slow path.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [..., D] to the same shape and dtype."""
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class CausalGQAttention(nn.Module):
     """Causal self-attention with grouped-query heads, from tokens to tokens.
 
-        q, k, v = split(qkv_proj(x));  q, k = rotary(q, k)
+        q, k, v = split(qkv_proj(x));  q, k = rotary(qk_norm(q, k))
         out = dropout(out_proj(attention(q, k, v, causal=True)))
 
     One fused projection makes q, k and v. H_q = num_heads query heads share H_k = num_kv_heads
@@ -34,19 +56,35 @@ class CausalGQAttention(nn.Module):
         head_dim: D of a head; default embed_dim // num_heads.
         qkv_bias, out_bias: whether the projections have a bias.
         window: how many keys a token sees at most, itself included; None = all.
+        keep_first: with a window, how many first tokens of a row stay visible besides it; padding
+            on the left counts (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
         rotary: rotary position embedding of q and k, by which pairing of channels (see
             `fastattn.rotary.apply_rotary`); None = none.
         rotary_base, rotary_dim: as in `fastattn.rotary.rotary_tables`; rotary_dim defaults to D,
             a smaller one leaves the other channels as they are.
-        dropout: probability of zeroing an output element in training mode. The attention weights
-            themselves are never dropped.
+        qk_norm: normalise q and k over their D channels before the rotation, with a learned weight
+            for each, as Qwen3 and Gemma 3 do (`F.rms_norm`, Zhang & Sennrich 2019, arXiv
+            1910.07467; QK-norm: Dehghani et al. 2023, arXiv 2302.05442).
+        alibi: lower scores in proportion to the distance, by the slopes of `fastattn.alibi_slopes`
+            (Press et al. 2022, arXiv 2108.12409).
+        relative_bias: number of buckets of T5's learned bias by distance (Raffel et al. 2020, arXiv
+            1910.10683; see `fastattn.t5_relative_bias`), at least 4; None = none. T5 itself shares
+            one table among all layers, and has scale = 1.
+        relative_max_distance: distances from here on share the last bucket; default 128.
+        softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
+        sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
+        dropout: probability of zeroing an output element in training mode.
+        attention_dropout: probability in [0, 1) of dropping an attention weight in training mode.
         scale: factor on q @ k, default D ** -0.5.
         backend: passed to `fastattn.attention`.
         device, dtype: of the parameters.
 
-    Parameters (initialised as `nn.Linear` does):
+    Parameters (the projections initialised as `nn.Linear` does):
         qkv_proj.weight: [(H_q + 2 H_k) D, C], the rows of q, then k, then v, head by head.
         out_proj.weight: [C, H_q D].
+        q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
+        sinks: [H_q], from 0.
+        relative_bias: [buckets, H_q], from 0.
 
     Raises:
         ValueError: sizes do not divide, or an argument is out of its range.
@@ -62,6 +100,8 @@ class CausalGQAttention(nn.Module):
         True
     """
 
+    alibi_slopes: Tensor | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -72,10 +112,18 @@ class CausalGQAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
+        keep_first: int = 0,
         rotary: RotaryStyle | None = None,
         rotary_base: float = 10000.0,
         rotary_dim: int | None = None,
+        qk_norm: bool = False,
+        alibi: bool = False,
+        relative_bias: int | None = None,
+        relative_max_distance: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         scale: float | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -86,19 +134,27 @@ class CausalGQAttention(nn.Module):
         head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, head_dim)
         module_checks.check_rotary(head_dim, rotary, rotary_base, rotary_dim)
         checks.check_band(True, window)
+        checks.check_keep_first(keep_first, window is not None)
+        module_checks.check_relative_bias(relative_bias, relative_max_distance)
+        if softcap is not None:
+            checks.check_positive("softcap", softcap)
+        module_checks.check_dropouts(dropout, attention_dropout)
         checks.check_scale(scale, head_dim)
         checks.check_backend(backend)
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability, got {dropout}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.window = window
+        self.keep_first = keep_first
         self.rotary = rotary
         self.rotary_base = rotary_base
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.qk_norm = qk_norm
+        self.relative_max_distance = 128 if relative_max_distance is None else relative_max_distance
+        self.softcap = softcap
         self.dropout = dropout
+        self.attention_dropout = attention_dropout
         self.scale = scale
         self.backend = backend
         self.qkv_proj = nn.Linear(
@@ -111,6 +167,30 @@ class CausalGQAttention(nn.Module):
         self.out_proj = nn.Linear(
             num_heads * head_dim, embed_dim, bias=out_bias, device=device, dtype=dtype
         )
+        self._add_score_parameters(alibi, relative_bias, sinks, device, dtype)
+
+    def _add_score_parameters(
+        self,
+        alibi: bool,
+        relative_bias: int | None,
+        sinks: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
+
+        H_q, D = self.num_heads, self.head_dim
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (
+                HeadNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in range(2)
+            )
+        self.sinks = zeros(H_q) if sinks else None
+        self.relative_bias = None if relative_bias is None else zeros(relative_bias, H_q)
+        slopes = alibi_slopes(H_q, device=self.qkv_proj.weight.device) if alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        if alibi:
+            self.register_load_state_dict_post_hook(_place_slopes)
 
     def forward(
         self,
@@ -118,6 +198,8 @@ class CausalGQAttention(nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
+        prefix_lengths: int | Tensor | None = None,
+        documents: Tensor | None = None,
         positions: Tensor | None = None,
         rotary_tables: tuple[Tensor, Tensor] | None = None,
         cache: LayerCache | None = None,
@@ -132,6 +214,11 @@ class CausalGQAttention(nn.Module):
             key_lengths: int32 or int64 [B]: row b's first key_lengths[b] tokens of x are real, the
                 others padding on the right. With a cache, only the real ones enter it, so later
                 steps need no mask and start right after each row's own last token.
+            prefix_lengths: an int, or int32 or int64 [B]: row b's first prefix_lengths[b] tokens
+                are seen from all before them too (prefix LM). With a cache the call that appends
+                the first token must hold the whole prefix; later calls may leave it out.
+            documents: int32 or int64 ids [B, T]: a token sees those of its own id alone; a negative
+                id is padding. Not with a cache, whose rows are one document each.
             positions: integers [T] or [B, T], positions of x's tokens for the rotary embedding.
                 Default: 0..T-1, or with a cache those that follow each row's length. Only
                 distances matter to it, so left padding needs no positions of its own.
@@ -156,11 +243,15 @@ class CausalGQAttention(nn.Module):
         )
         if cache is not None:
             module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache)
+            module_checks.check_groups_in_cache(x, prefix_lengths, documents, cache)
         B, T, _ = x.shape
         H_q, H_k = self.num_heads, self.num_kv_heads
 
         qkv = self.qkv_proj(x).view(B, T, H_q + 2 * H_k, self.head_dim).transpose(1, 2)
         qk, v = qkv.split((H_q + H_k, H_k), dim=1)
+        if self.qk_norm:
+            q, k = qk.split((H_q, H_k), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if self.rotary is not None:
             cos, sin = rotary_tables or self._default_tables(x, positions, cache)
             qk = apply_rotary(qk, cos, sin, style=self.rotary)
@@ -179,13 +270,15 @@ class CausalGQAttention(nn.Module):
             q,
             k,
             v,
-            causal=True,
-            window=self.window,
             key_padding_mask=key_padding_mask,
             key_lengths=key_lengths,
+            prefix_lengths=prefix_lengths,
+            documents=documents,
             query_offset=query_offset,
-            scale=self.scale,
+            # An int where there is none: torch.compile would make a float dynamic.
+            dropout=self.attention_dropout if self.training else 0,
             backend=self.backend,
+            **self._scoring(),
         )
         out = self.out_proj(out.transpose(1, 2).reshape(B, T, H_q * self.head_dim))
         return F.dropout(out, self.dropout, self.training)
@@ -231,13 +324,51 @@ class CausalGQAttention(nn.Module):
                 f"rotary_base={self.rotary_base:g}",
                 f"rotary_dim={self.rotary_dim}",
             ]
-        for name, default in (("window", None), ("dropout", 0.0), ("scale", None)):
-            value = getattr(self, name)
-            if value != default:
+        for name, value in self._repr_values().items():
+            if value:
                 parts.append(f"{name}={value}")
         if self.backend is not None:
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)
+
+    def _repr_values(self) -> dict[str, Any]:
+        """Constructor arguments that are shown where they are not None, 0 or False."""
+        table = self.relative_bias
+        return {
+            "window": self.window,
+            "keep_first": self.keep_first,
+            "qk_norm": self.qk_norm,
+            "alibi": self.alibi_slopes is not None,
+            "relative_bias": None if table is None else table.shape[0],
+            "relative_max_distance": None if table is None else self.relative_max_distance,
+            "softcap": self.softcap,
+            "sinks": self.sinks is not None,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "scale": self.scale,
+        }
+
+    def _scoring(self) -> "ScoreArguments":
+        """What `attention` is told in every call of this layer, with a cache or without."""
+        bias, reach = self.relative_bias, self.relative_max_distance
+        if bias is not None:
+            bias = t5_relative_bias(bias, reach, bidirectional=False, max_distance=reach)
+        return {
+            "causal": True,
+            # Open ahead, where causal and prefix_lengths say what is seen.
+            "window": None if self.window is None else (self.window - 1, None),
+            "keep_first": self.keep_first,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "relative_bias": bias,
+            "sinks": self.sinks,
+        }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
+        super()._apply(fn, recurse)
+        _place_slopes(self)
+        return self
 
     def _default_tables(
         self, x: Tensor, positions: Tensor | None, cache: LayerCache | None
@@ -249,3 +380,12 @@ class CausalGQAttention(nn.Module):
                 n = cache.uniform_length
                 positions = positions + (cache.lengths.unsqueeze(1) if n is None else n)
         return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
+
+
+def _place_slopes(layer: CausalGQAttention, _keys: object = None) -> None:
+    """Make ALiBi's slopes anew beside the parameters, which have moved or are another dtype.
+
+    The slopes stay fp32: rounded they would be others. From the meta device they come as nothing.
+    """
+    if layer.alibi_slopes is not None:
+        layer.alibi_slopes = alibi_slopes(layer.num_heads, device=layer.qkv_proj.weight.device)

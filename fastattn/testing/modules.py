@@ -29,21 +29,53 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
         "rotary_dim": 6,
         "scale": 0.5,
     },
+    "first-softcap-gqa": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "window": 3,
+        "keep_first": 2,
+        "softcap": 1.5,
+    },
+    "alibi-sinks": {"num_heads": 3, "head_dim": 16, "alibi": True, "sinks": True},
+    "norm-rotary-buckets": {
+        "num_heads": 2,
+        "qk_norm": True,
+        "rotary": "half",
+        "relative_bias": 6,
+        "relative_max_distance": 10,
+    },
 }
 
 # Few and small: without a GPU these run in Triton's interpreter.
 TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
     "mqa-rotary": {"num_heads": 2, "num_kv_heads": 1, "rotary": "half"},
     "mha-window": {"num_heads": 2, "window": 4, "qkv_bias": True},
+    "mqa-all-scores": {
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "window": 3,
+        "keep_first": 1,
+        "qk_norm": True,
+        "alibi": True,
+        "relative_bias": 6,
+        "relative_max_distance": 10,
+        "softcap": 2.0,
+        "sinks": True,
+    },
 }
 
 
 def make_layer(
     device: torch.device | str = "cpu", backend: str = "torch", **kwargs: Any
 ) -> CausalGQAttention:
-    """A layer of width WIDTH, always with the same parameters."""
+    """A layer of width WIDTH, always with the same parameters, none of them at 0 or 1."""
     torch.manual_seed(0)
-    return CausalGQAttention(WIDTH, backend=backend, device=device, **kwargs)
+    layer = CausalGQAttention(WIDTH, backend=backend, device=device, **kwargs)
+    norms = [layer.q_norm.weight, layer.k_norm.weight] if layer.qk_norm else []
+    for parameter in (*norms, layer.sinks, layer.relative_bias):
+        if parameter is not None:
+            torch.nn.init.normal_(parameter)
+    return layer
 
 
 def naive_layer(
@@ -52,6 +84,8 @@ def naive_layer(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     positions: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """What `layer(x, ...)` computes, without fusion, sharing of heads or cache.
 
@@ -67,24 +101,66 @@ def naive_layer(
         for weight, bias in zip(torch.split(layer.qkv_proj.weight, sizes), biases, strict=True)
     )
     step = torch.arange(T, device=x.device)
+    if layer.qk_norm:
+        q, k = (
+            heads * (heads.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+            for heads, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
     if layer.rotary is not None:
         q, k = (_turned(heads, step if positions is None else positions, layer) for heads in (q, k))
     k, v = (heads.repeat_interleave(H_q // H_k, dim=2) for heads in (k, v))
     scale = D**-0.5 if layer.scale is None else layer.scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = _scored(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
 
     i, j = step[:, None], step
-    visible = (j <= i) & (j > i - (T if layer.window is None else layer.window))
-    visible = visible.expand(B, 1, T, T)
+    near = (j > i - (T if layer.window is None else layer.window)) | (j < layer.keep_first)
+    behind = j <= i
+    if prefix_lengths is not None:
+        behind = behind | (j < prefix_lengths[:, None, None, None])
+    visible = (near & behind).expand(B, 1, T, T)
+    if documents is not None:
+        same = documents[:, :, None] == documents[:, None, :]
+        visible = visible & (same & (documents >= 0)[:, None, :])[:, None]
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
     # A row that sees nothing gets uniform weights before they are zeroed, so that no NaN arises.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1).masked_fill(~visible, 0)
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(x.dtype)[:, None, None].expand(B, H_q, T, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :T].masked_fill(~visible, 0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v)
     return layer.out_proj(out.flatten(2))
+
+
+def _scored(layer: CausalGQAttention, scores: Tensor) -> Tensor:
+    """Scores [B, H_q, T, T] with the layer's cap and its biases by distance."""
+    if layer.softcap is not None:
+        scores = layer.softcap * (scores / layer.softcap).tanh()
+    T = scores.shape[-1]
+    step = torch.arange(T, device=scores.device)
+    distance = step[:, None] - step
+    if layer.alibi_slopes is not None:
+        scores = scores - layer.alibi_slopes.to(scores.dtype)[:, None, None] * distance.abs()
+    table = layer.relative_bias
+    if table is not None:
+        last = layer.relative_max_distance
+        buckets = [_bucket(max(0, d), len(table), last) for d in distance.flatten().tolist()]
+        bias = table[torch.tensor(buckets, device=table.device)].view(T, T, -1)
+        scores = scores + bias.permute(2, 0, 1)
+    return scores
+
+
+def _bucket(distance: int, buckets: int, last: int) -> int:
+    """The T5 bucket of a key so far back: the last one that starts at this distance or before."""
+    exact = buckets // 2
+    starts = [
+        *range(exact),
+        *(exact * (last / exact) ** (n / (buckets - exact)) for n in range(buckets - exact)),
+    ]
+    return sum(start <= distance for start in starts) - 1
 
 
 def _turned(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
