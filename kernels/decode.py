@@ -321,11 +321,16 @@ def launch_decode(
         _in_one_page(cache, tile.BLOCK_N),
         mask.stride is None and mask.attn_mask_ptr is None and mask.mod is None,
         dot_precision(q.dtype), cache.k_scale is not None and _reads_e4m3(),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=_stages(cache, tile),
     )  # fmt: skip
     if out is not o:
         launch_combine(out, out_lse, o, lse, D_v)
     return o, lse
+
+
+def _stages(cache: CacheTensors, tile: config.TileConfig) -> int:
+    """Stages of the load pipeline, of which the block table takes as many as keys and values."""
+    return tile.num_stages if cache.block_table is None else 2 * tile.num_stages - 1
 
 
 def _reads_e4m3() -> bool:

@@ -1,0 +1,126 @@
+"""Caches of every kind that hold the same tokens, and what decoding from them has to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..cache import KVCache
+from ..cache_view import CacheView
+from ..decode import decode_attention
+from ..paged_cache import PagedKVCache
+from ..quantization import quantize_rows
+from .budget import assert_within_budget
+
+# Constructor arguments of each kind beside sizes; "pages" of so many tokens.
+KINDS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "left-padded": {"starts": (2, 0, 1)},
+    "some-rows": {"batch_index": (3, 0, 2)},
+    "pages-of-1": {"page_size": 1},
+    "pages-of-3": {"page_size": 3},
+    "pages-of-16": {"page_size": 16},
+    "int8": {"quantize": "int8"},
+    "fp8": {"quantize": "fp8"},
+    "pages-int8": {"page_size": 5, "quantize": "int8"},
+    "ring": {"window": 9},
+    "ring-keep-first": {"window": 7, "keep_first": 2},
+    "ring-int8": {"window": 9, "quantize": "int8"},
+}
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A cache of B rows, and what it holds.
+
+    view: of the rows in order. k, v: [B, H_k, T, D], by position, as attention is to see them:
+    codes as the numbers they stand for. masks: what `reference.attention` needs beside the lengths.
+    """
+
+    view: CacheView
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    masks: dict[str, Any]
+
+
+def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
+    """A cache of one of KINDS after the first lengths[b] of the tokens k, v [B, H_k, T, D]."""
+    options = dict(KINDS[kind])
+    starts, index = options.pop("starts", None), options.pop("batch_index", None)
+    page_size = options.pop("page_size", None)
+    B, H_k, T, D = k.shape
+    sizes = {"value_dim": v.shape[3], "dtype": k.dtype, "device": k.device}
+    masks: dict[str, Any] = {}
+    if page_size is not None:
+        paged = PagedKVCache(2 * B * T // page_size + B, page_size, H_k, D, **sizes, **options)
+        rows = [paged.allocate() for _ in range(B)]
+        # Page by page of each row, so that neighbours in a row are none in the pool.
+        for first in range(0, T, page_size):
+            counts = (lengths - first).clamp(0, page_size).tolist()
+            part = slice(first, first + page_size)
+            paged.append(rows, k[:, :, part], v[:, :, part], counts, backend="torch")
+        view = paged.view(rows)
+    else:
+        window = options.get("window")
+        slots = T + 3 if window is None else window + options.get("keep_first", 0) + 2
+        cache = KVCache(B if index is None else 4, H_k, slots, D, **sizes, **options)
+        on_device = None if index is None else torch.tensor(index[:B], device=k.device)
+        cache.append(k, v, lengths, batch_index=on_device, backend="torch")
+        if starts is not None:
+            begin = torch.tensor(starts[:B], device=k.device)
+            cache.set_starts(begin)
+            masks["key_padding_mask"] = torch.arange(T, device=k.device) >= begin[:, None]
+        if window is not None:
+            masks.update(window=(window - 1, None), keep_first=options.get("keep_first", 0))
+        view = cache.view(on_device)
+    if view.k_scale is not None:
+        k, v = (_read_back(x, options["quantize"]) for x in (k, v))
+    return Filled(view, k, v, lengths, masks)
+
+
+def _read_back(x: Tensor, quantize: Any) -> Tensor:
+    codes, scale = quantize_rows(x, quantize)
+    return codes.float() * scale[..., None]
+
+
+def assert_decodes(
+    q: Tensor,
+    filled: Filled,
+    *,
+    decode: Callable[..., Any] = decode_attention,
+    how: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """decode(q, view, **how, **options) is within the error budget of the oracle, lse too.
+
+    Raises:
+        AssertionError: a result that is not finite, or past its budget.
+    """
+    o, lse = decode(q, filled.view, return_lse=True, **(how or {}), **options)
+    for name, got, *both in zip(
+        ("o", "lse"), (o, lse), *expected(q, filled, **options), strict=True
+    ):
+        assert_within_budget(name, got, *both)
+
+
+def expected(q: Tensor, filled: Filled, **options: Any) -> tuple[Any, Any]:
+    """(o, lse) of the oracle in fp64, and in q's dtype."""
+    offset = filled.lengths - q.shape[2]
+    arguments = {
+        "causal": True,
+        "key_lengths": filled.lengths,
+        "query_offset": offset,
+        **filled.masks,
+        **options,
+    }
+    found = []
+    for dtype in (torch.float64, q.dtype):
+        tensors = (x.to(dtype) for x in (q, filled.k, filled.v))
+        found.append(reference.attention(*tensors, return_lse=True, **arguments))
+    return found[0], found[1]

@@ -1,0 +1,342 @@
+"""Decoding: every cache, option and split against the oracle, on both backends."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import fastattn
+from fastattn import KVCache, PagedKVCache, decode_attention, reference
+from fastattn.kernels import config, decode
+from fastattn.kernels.config import TileConfig
+from fastattn.quantization import quantize_rows
+from fastattn.testing import assert_within_budget
+from fastattn.testing.decoding import KINDS, Filled, assert_decodes, fill
+
+BACKENDS = ("triton", "torch")
+
+
+def tokens(
+    device: str,
+    lengths: tuple[int, ...] = (13, 21),
+    T_q: int = 1,
+    H_q: int = 4,
+    H_k: int = 2,
+    D: int = 16,
+    D_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q of the newest T_q tokens, k and v of all, and how many of them each row has."""
+    generator = torch.Generator().manual_seed(seed)
+    B, T = len(lengths), max(lengths)
+
+    def draw(H: int, T: int, width: int) -> torch.Tensor:
+        return torch.randn(B, H, T, width, generator=generator).to(device, dtype)
+
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    D_v = D if D_v is None else D_v
+    return draw(H_q, T_q, D), draw(H_k, T, D), draw(H_k, T, D_v), counts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cache(kind: str, backend: str, device: str) -> None:
+    """Unused slots, pages and scales are NaN here: every empty tensor is."""
+    T_q = 2 if kind in ("contiguous", "pages-of-3", "ring-keep-first") else 1
+    q, k, v, lengths = tokens(device, (13, 27, 4), T_q)
+    assert_decodes(q, fill(kind, k, v, lengths), how={"backend": backend})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["pages-of-3", "int8", "fp8"])
+def test_narrow_dtypes(kind: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v, lengths = tokens(device, dtype=dtype)
+    assert_decodes(q, fill(kind, k, v, lengths), how={"backend": "triton"})
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e3])
+def test_codes_of_tiny_and_of_large_numbers_in_fp16(factor: float, device: str) -> None:
+    q, k, v, lengths = tokens(device)
+    q, k, v = (x.half() for x in (q, k, factor * v))
+    assert_decodes(q, fill("int8", k, v, lengths), how={"backend": "triton"})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("D", "D_v"), [(20, 12), (16, 32), (40, 16)])
+def test_head_dims(D: int, D_v: int, backend: str, device: str) -> None:
+    """20 and 12 fp16 numbers are no whole 16 bytes."""
+    q, k, v, lengths = tokens(device, D=D, D_v=D_v, dtype=torch.float16)
+    assert_decodes(q, fill("contiguous", k, v, lengths), how={"backend": backend})
+    o = decode_attention(q, fill("pages-of-3", k, v, lengths).view, backend=backend)
+    assert o.shape == (2, 4, 1, D_v)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 40])
+def test_splits(splits: int, device: str) -> None:
+    """40 are more than there are blocks; one row is empty."""
+    q, k, v, lengths = tokens(device, (35, 0), H_q=2, H_k=1)
+    filled = fill("contiguous", k, v, lengths)
+    assert_decodes(q, filled, how={"backend": "triton", "num_splits": splits})
+
+
+def test_rows_of_several_tiles(device: str) -> None:
+    """3 heads of 15 tokens are 45 rows of a K/V head: two tiles, the second with rows to spare."""
+    q, k, v, lengths = tokens(device, (33, 15), 15, H_q=3, H_k=1)
+    assert_decodes(q, fill("contiguous", k, v, lengths), how={"backend": "triton"})
+
+
+@triton.jit
+def in_tree(b, h, q_pos, k_pos, parents_ptr, lengths_ptr):
+    """Two new tokens that are children of the same last token: the second does not see the first.
+
+    parents: of each new token, the one that it does not see, or -1.
+    """
+    first = tl.load(lengths_ptr + b) - 2
+    hidden = tl.load(parents_ptr + tl.maximum(q_pos - first, 0))
+    return (k_pos < first) | (k_pos - first != hidden)
+
+
+@triton.jit
+def halved_far_away(x, b, h, q_pos, k_pos):
+    return tl.where(q_pos - k_pos > 5, x * 0.5 + h, x)
+
+
+def options_of(names: tuple[str, ...], device: str, lengths: torch.Tensor) -> dict:
+    """Arguments of decode_attention and of the oracle, for H_q = 4 and rows of up to 21 tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    known = {
+        "window": {"window": (4, None)},
+        "keep_first": {"window": 5, "keep_first": 3},
+        "stride": {"stride": 3},
+        "softcap": {"softcap": 1.5},
+        "alibi": {"alibi_slopes": draw(2, 4).abs()},
+        "relative_bias": {"relative_bias": draw(4, 13)},
+        "bias": {"attn_bias": draw(4, 1, 21)},
+        "mask": {"attn_mask": draw(2, 1, 2, 21) > -0.5},
+        "tree": {
+            "mask_mod": in_tree,
+            "mod_tensors": (torch.tensor([-1, 0], dtype=torch.int32, device=device), lengths),
+        },
+        "score_mod": {"score_mod": halved_far_away},
+        "sinks": {"sinks": draw(4)},
+        "scale": {"scale": 0.7},
+        "uncausal": {"causal": False},
+    }
+    return {key: value for name in names for key, value in known[name].items()}
+
+
+ALONE = (
+    "window", "keep_first", "stride", "softcap", "alibi", "relative_bias", "bias", "mask", "tree",
+    "score_mod", "sinks", "uncausal",
+)  # fmt: skip
+TOGETHER = [
+    ("window", "sinks"), ("keep_first", "alibi"), ("softcap", "tree"), ("alibi", "mask"),
+    ("stride", "bias"), ("keep_first", "score_mod", "sinks", "softcap", "scale"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("names", [*((name,) for name in ALONE), *TOGETHER], ids="-".join)
+def test_options(names: tuple[str, ...], backend: str, device: str) -> None:
+    q, k, v, lengths = tokens(device, (9, 21), 2)
+    kind = "pages-of-3" if len(names) % 2 else "int8"
+    how = {"backend": backend}
+    if backend == "triton":
+        how["num_splits"] = 2
+    assert_decodes(q, fill(kind, k, v, lengths), how=how, **options_of(names, device, lengths))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("names", [("alibi",), ("score_mod",), ("sinks", "softcap"), ("mask",)])
+def test_options_in_a_ring(names: tuple[str, ...], backend: str, device: str) -> None:
+    """Of 21 tokens the ring has lost most; distances to the pinned ones count as they are."""
+    q, k, v, lengths = tokens(device, (9, 21), 2)
+    filled = fill("ring-keep-first", k, v, lengths)
+    assert_decodes(q, filled, how={"backend": backend}, **options_of(names, device, lengths))
+
+
+def test_a_narrower_window_in_a_ring(device: str) -> None:
+    q, k, v, lengths = tokens(device)
+    filled = fill("ring", k, v, lengths)
+    filled.masks["window"] = (3, None)
+    for backend in BACKENDS:
+        assert_decodes(q, filled, how={"backend": backend}, window=(3, None))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_at_a_time_equals_the_rows_of_the_full_forward(backend: str, device: str) -> None:
+    _, k, v, _ = tokens(device, (6, 6))
+    q, _, _, _ = tokens(device, (6, 6), T_q=6)
+    cache = KVCache(2, 2, 8, 16, device=device)
+    steps = []
+    for t in range(6):
+        now = slice(t, t + 1)
+        cache.append(k[:, :, now], v[:, :, now], backend="torch")
+        steps.append(decode_attention(q[:, :, now], cache, backend=backend))
+    exact, naive = (
+        reference.attention(*(x.to(dtype) for x in (q, k, v)), causal=True)
+        for dtype in (torch.float64, q.dtype)
+    )
+    assert_within_budget("steps", torch.cat(steps, 2), exact, naive)
+
+
+@pytest.mark.parametrize("kind", ["pages-of-1", "pages-of-3", "pages-of-16"])
+def test_pages_change_no_bit(kind: str, device: str) -> None:
+    q, k, v, lengths = tokens(device, (13, 40), H_q=2, H_k=1, dtype=torch.bfloat16)
+    plain, paged = (fill(name, k, v, lengths).view for name in ("contiguous", kind))
+    for splits in (1, 3):
+        how = {"backend": "triton", "num_splits": splits, "return_lse": True}
+        for x, y in zip(
+            decode_attention(q, plain, **how), decode_attention(q, paged, **how), strict=True
+        ):
+            assert torch.equal(x, y)
+
+
+def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone, in batches, in larger caches and in pages: the same bits."""
+    monkeypatch.setattr(decode, "INVARIANT_SPLIT", 16)
+    q, k, v, lengths = tokens(device, (50, 5), H_q=2, H_k=1, dtype=torch.bfloat16)
+    invariant = {"backend": "triton", "batch_invariant": True, "return_lse": True}
+    in_batch = decode_attention(q, fill("contiguous", k, v, lengths).view, **invariant)
+    for row in range(2):
+        one = slice(row, row + 1)
+        n = int(lengths[row])
+        for kind in ("contiguous", "pages-of-16"):
+            view = fill(kind, k[one, :, :n], v[one, :, :n], lengths[one]).view
+            alone = decode_attention(q[one], view, **invariant)
+            assert all(torch.equal(x, y[one]) for x, y in zip(alone, in_batch, strict=True))
+    # Parts that are cut elsewhere give other bits, so the comparison above could have failed.
+    view = fill("contiguous", k, v, lengths).view
+    other = decode_attention(q, view, backend="triton", num_splits=2, return_lse=True)
+    assert not all(torch.equal(x, y) for x, y in zip(other, in_batch, strict=True))
+
+
+def test_batch_invariant_results_are_right(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "INVARIANT_SPLIT", 16)
+    q, k, v, lengths = tokens(device, (70, 5))
+    how = {"backend": "triton", "batch_invariant": True}
+    assert_decodes(q, fill("contiguous", k, v, lengths), how=how, window=20, keep_first=2)
+
+
+def test_every_tile_divides_the_invariant_split() -> None:
+    for name in config.TABLES:
+        for row in config.table(name):
+            if row["kernel"].startswith("decode"):
+                assert decode.INVARIANT_SPLIT % row["BLOCK_N"] == 0
+
+
+def test_one_launch_serves_lengths_that_grow(device: str) -> None:
+    """What a CUDA graph replays: nothing but tensors may change between calls."""
+    q, k, v, lengths = tokens(device, (13, 21))
+    filled = fill("contiguous", k, v, lengths)
+    filled.view.lengths.copy_(lengths - 9)
+    stale = filled.view._replace(length_bound=12)
+    shorter = Filled(stale, filled.k, filled.v, lengths - 9, {})
+    assert_decodes(q, shorter, how={"backend": "triton", "num_splits": 2})
+    stale.lengths.copy_(lengths)
+    assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
+
+
+def test_lengths_past_the_end_read_nothing_there(device: str) -> None:
+    """A graph that is replayed too often: tokens that had no room do not exist."""
+    q, k, v, lengths = tokens(device, (13, 24))
+    filled = fill("contiguous", k, v, lengths)  # of 27 slots, the last three NaN
+    filled.view.k[:, :, 24:], filled.view.v[:, :, 24:] = 0, 0
+    filled.view.lengths[1] = 40
+    o = decode_attention(q, filled.view, backend="triton")
+    assert o.isfinite().all()
+
+
+def test_the_quantised_result_keeps_its_bound(device: str) -> None:
+    """With x_j the scores' change and w the weights: |do| <= (e^(2 max x) - 1) max|v| + max dv."""
+    q, k, v, lengths = tokens(device, (21, 21), D=32)
+    exact, _ = reference.attention(q.double(), k.double(), v.double(), causal=True, return_lse=True)
+    for quantize in ("int8", "fp8"):
+        errors = []
+        for x in (k, v):
+            _, scale = quantize_rows(x, quantize)
+            step = scale[..., None] / 2 if quantize == "int8" else scale[..., None] / 1024
+            relative = 0.0 if quantize == "int8" else x.abs() / 16
+            errors.append(
+                torch.maximum(step.expand_as(x), torch.as_tensor(relative, device=device))
+            )
+        dk, dv = (x * (1 + 2**-16) for x in errors)
+        dk = dk.repeat_interleave(2, dim=1)
+        change = 32**-0.5 * torch.einsum("bhqd,bhkd->bhqk", q.abs(), dk).max()
+        bound = (torch.exp(2 * change) - 1) * v.abs().max() + dv.max()
+        for backend in BACKENDS:
+            view = fill(quantize, k, v, lengths).view
+            o = decode_attention(q, view, backend=backend)
+            assert (o - exact).abs().max() <= bound
+            assert not torch.equal(o.double(), exact)
+
+
+@pytest.mark.parametrize("bug", ["length", "window", "scale", "row"])
+def test_the_budget_catches(bug: str, device: str) -> None:
+    q, k, v, lengths = tokens(device, (13, 21))
+    filled = fill("int8" if bug == "scale" else "contiguous", k, v, lengths)
+
+    def wrong(q: torch.Tensor, view: fastattn.CacheView, **options) -> torch.Tensor:
+        if bug == "length":
+            view = view._replace(lengths=view.lengths - 1)
+        elif bug == "window":
+            options["window"] = 20
+        elif bug == "scale":
+            view = view._replace(v_scale=view.k_scale)
+        else:
+            view = view._replace(batch_index=torch.tensor([1, 0], device=device))
+        return decode_attention(q, view, **options)
+
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_decodes(q, filled, decode=wrong, how={"backend": "triton"})
+
+
+def test_caches_themselves_are_taken(device: str) -> None:
+    q, k, v, _ = tokens(device, (6, 6))
+    plain = KVCache(2, 2, 8, 16, device=device)
+    paged = PagedKVCache(8, 4, 2, 16, device=device)
+    plain.append(k, v, backend="torch")
+    paged.append([paged.allocate(), paged.allocate()], k, v, backend="torch")
+    expected = decode_attention(q, plain.view(), backend="torch")
+    for cache, backend in itertools.product((plain, paged), BACKENDS):
+        o = decode_attention(q, cache, backend=backend)
+        torch.testing.assert_close(o, expected)
+
+
+def test_tensors_of_ones_own(device: str) -> None:
+    q, k, v, lengths = tokens(device)
+    view = fastattn.view_of_tensors(k.contiguous(), v.contiguous(), lengths)
+    assert_decodes(q, Filled(view, k, v, lengths, {}), how={"backend": "triton"})
+    table = torch.tensor([[2, 0], [1, 3]], device=device)
+    pages = torch.empty(4, 2, 11, 16, device=device)
+    for row, column in itertools.product(range(2), range(2)):
+        part = k[row, :, 11 * column : 11 * column + 11]
+        pages[table[row, column], :, : part.shape[1]] = part
+    view = fastattn.view_of_tensors(pages, pages, lengths, block_table=table)
+    for backend in BACKENDS:
+        assert_decodes(q, Filled(view, k, k, lengths, {}), how={"backend": backend})
+
+
+def test_forced_tiles_reach_the_kernel(device: str) -> None:
+    """Blocks wider than pages, narrower ones, and as wide."""
+    q, k, v, lengths = tokens(device, (40, 21))
+    filled = fill("pages-of-16", k, v, lengths)
+    for BLOCK_N in (16, 32, 64):
+        with config.forced(decode=TileConfig(16, BLOCK_N)):
+            assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
+
+
+def test_nothing_to_do(device: str) -> None:
+    q, k, v, lengths = tokens(device)
+    view = fill("contiguous", k, v, lengths).view
+    for backend in BACKENDS:
+        o, lse = decode_attention(q[:, :, :0], view, backend=backend, return_lse=True)
+        assert o.shape == (2, 4, 0, 16)
+        assert lse.shape == (2, 4, 0)

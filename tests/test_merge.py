@@ -1,0 +1,217 @@
+"""Merging attention over parts of the keys, and prefixes that a batch shares."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn import (
+    KVCache,
+    PagedKVCache,
+    cascade_attention,
+    decode_attention,
+    merge,
+    reference,
+)
+from fastattn.testing import assert_within_budget
+
+BACKENDS = ("triton", "torch")
+
+
+def parts_and_whole(
+    dtype: torch.dtype, device: str, cut: int = 3
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
+    """(o1, lse1, o2, lse2) over keys before and from `cut` on, and (o, lse) over all, in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, T, 12, generator=generator, dtype=torch.float64).to(device)
+        for T in (3, 8, 8)
+    )
+    first = reference.attention(q, k[:, :, :cut], v[:, :, :cut], return_lse=True)
+    second = reference.attention(q, k[:, :, cut:], v[:, :, cut:], return_lse=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    parts = (first[0].to(dtype), first[1].to(wide), second[0].to(dtype), second[1].to(wide))
+    return parts, reference.attention(q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_parts_are_the_whole(dtype: torch.dtype, backend: str, device: str) -> None:
+    parts, (o, lse) = parts_and_whole(dtype, device)
+    merged = merge(*parts, backend=backend)
+    assert merged[0].dtype == dtype
+    assert_within_budget("o", merged[0], o, o.to(dtype))
+    assert_within_budget("lse", merged[1], lse, lse.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_that_saw_nothing(backend: str, device: str) -> None:
+    """Their output is not read: here it is NaN."""
+    (o1, lse1, o2, lse2), _ = parts_and_whole(torch.float32, device)
+    lse1[0, 0, 0] = lse2[0, 0, 1] = lse1[0, 0, 2] = lse2[0, 0, 2] = -math.inf
+    o1[0, 0, 0] = o2[0, 0, 1] = o1[0, 0, 2] = o2[0, 0, 2] = math.nan
+    o, lse = merge(o1, lse1, o2, lse2, backend=backend)
+    torch.testing.assert_close(o[0, 0, 0], o2[0, 0, 0])
+    torch.testing.assert_close(o[0, 0, 1], o1[0, 0, 1])
+    torch.testing.assert_close(lse[0, 0, :2], torch.stack((lse2[0, 0, 0], lse1[0, 0, 1])))
+    assert torch.equal(o[0, 0, 2], torch.zeros(12, device=device))
+    assert lse[0, 0, 2] == -math.inf
+
+
+def test_gradients(device: str) -> None:
+    parts, _ = parts_and_whole(torch.float64, device)
+    parts = tuple(x[:1, :1].detach().clone().requires_grad_() for x in parts)
+    assert torch.autograd.gradcheck(merge, parts)
+    assert torch.autograd.gradgradcheck(merge, parts)
+
+
+def test_gradients_of_parts_that_saw_nothing_are_zero(device: str) -> None:
+    (o1, lse1, o2, lse2), _ = parts_and_whole(torch.float32, device)
+    lse1[0, 0, 0] = lse1[0, 0, 1] = lse2[0, 0, 1] = -math.inf
+    o1[0, 0, 0] = math.nan
+    leaves = [x.requires_grad_() for x in (o1, lse1, o2, lse2)]
+    o, lse = merge(*leaves)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    grads = torch.autograd.grad((o.sum(), lse.sum()), leaves)
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert not grad[0, 0, 1].any()
+    assert not grads[0][0, 0, 0].any()
+    assert not grads[1][0, 0, 0].any()
+
+
+def test_many_parts_in_any_grouping(device: str) -> None:
+    """Merging one part after the other, as ring attention does, or pairs of pairs: the same."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, 1, T, 8, generator=generator, dtype=torch.float64).to(device)
+        for T in (2, 8, 8)
+    )
+    o, lse = reference.attention(q, k, v, return_lse=True)
+    parts = [
+        reference.attention(q, k[:, :, i : i + 2], v[:, :, i : i + 2], return_lse=True)
+        for i in range(0, 8, 2)
+    ]
+    in_turn = parts[0]
+    for part in parts[1:]:
+        in_turn = merge(*in_turn, *part)
+    in_pairs = merge(*merge(*parts[0], *parts[1]), *merge(*parts[2], *parts[3]))
+    for found in (in_turn, in_pairs):
+        assert_within_budget("o", found[0], o, o)
+        assert_within_budget("lse", found[1], lse, lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"o1": 1.0}, TypeError, "o1 must be a float tensor"),
+        ({"o2": torch.zeros(2, 3, dtype=torch.float16)}, TypeError, "o2 must have the dtype of o1"),
+        ({"o2": torch.zeros(2, 4)}, ValueError, r"o2 must have shape \[2, 3\]"),
+        ({"lse2": torch.zeros(3)}, ValueError, r"lse2 must have shape \[2\]"),
+        ({"lse1": torch.zeros(2).half()}, TypeError, "lse1 must be float32 or float64"),
+        ({"lse2": torch.zeros(2).double()}, TypeError, "lse2 must be .* as lse1 is"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_arguments_are_checked(change: dict, error: type[Exception], match: str) -> None:
+    good = {
+        "o1": torch.zeros(2, 3), "lse1": torch.zeros(2),
+        "o2": torch.zeros(2, 3), "lse2": torch.zeros(2),
+    }  # fmt: skip
+    merge(**good)
+    with pytest.raises(error, match=match):
+        merge(**{**good, **change})
+
+
+def test_a_forced_kernel_says_why_it_cannot(device: str) -> None:
+    parts, _ = parts_and_whole(torch.float64, device)
+    with pytest.raises(ValueError, match=r"cannot merge: .* float64"):
+        merge(*parts, backend="triton")
+
+
+def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
+    from fastattn import decode_ops
+
+    parts, _ = parts_and_whole(torch.float32, device)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(decode_ops.merge_forward, parts, test_utils=tests)
+
+
+def prompt_and_rows(
+    device: str, lengths: tuple[int, ...] = (5, 2, 3)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of a prefix of 10 tokens, and of those that follow it in each row."""
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(B: int, T: int) -> torch.Tensor:
+        return torch.randn(B, 1, T, 16, generator=generator).to(device)
+
+    return draw(1, 10), draw(1, 10), draw(len(lengths), 5), draw(len(lengths), 5)
+
+
+def whole_attention(
+    q: torch.Tensor, tokens: tuple[torch.Tensor, ...], lengths: torch.Tensor, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exact, naive) o over prefix and row behind one another."""
+    prefix_k, prefix_v, k, v = tokens
+    B = q.shape[0]
+    k = torch.cat((prefix_k.expand(B, -1, -1, -1), k), 2)
+    v = torch.cat((prefix_v.expand(B, -1, -1, -1), v), 2)
+    exact, naive = (
+        reference.attention(
+            *(x.to(dtype) for x in (q, k, v)), causal=True, key_lengths=lengths + 10,
+            query_offset=lengths + 10 - q.shape[2], **options,
+        )
+        for dtype in (torch.float64, q.dtype)
+    )  # fmt: skip
+    return exact, naive
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "scale": 0.4}, {"sinks": True}])
+def test_a_prefix_in_a_cache_of_its_own(options: dict, backend: str, device: str) -> None:
+    tokens = prompt_and_rows(device)
+    lengths = torch.tensor([5, 2, 3], dtype=torch.int32, device=device)
+    prefix, own = KVCache(1, 1, 10, 16, device=device), KVCache(3, 1, 8, 16, device=device)
+    prefix.append(*tokens[:2], backend="torch")
+    own.append(*tokens[2:], lengths, backend="torch")
+    q = torch.randn(3, 2, 2, 16, generator=torch.Generator().manual_seed(3)).to(device)
+    if "sinks" in options:
+        options = {"sinks": torch.tensor([0.5, -1.0], device=device)}
+    o = cascade_attention(q, prefix, own, backend=backend, **options)
+    assert_within_budget("o", o, *whole_attention(q, tokens, lengths, **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
+    tokens = prompt_and_rows(device)
+    lengths = torch.tensor([5, 2, 3], dtype=torch.int32, device=device)
+    cache = PagedKVCache(20, 4, 1, 16, device=device)
+    prompt = cache.allocate()
+    cache.append([prompt], *tokens[:2], backend="torch")
+    rows = [cache.fork(prompt) for _ in range(3)]
+    cache.append(rows, *tokens[2:], lengths.tolist(), backend="torch")
+    q = torch.randn(3, 2, 1, 16, generator=torch.Generator().manual_seed(3)).to(device)
+    o, lse = cascade_attention(
+        q, cache.view([prompt]), cache.view(rows), forked=True, backend=backend, return_lse=True
+    )
+    assert_within_budget("o", o, *whole_attention(q, tokens, lengths))
+    _, expected = decode_attention(q, cache.view(rows), backend="torch", return_lse=True)
+    torch.testing.assert_close(lse, expected)
+    # Without `forked` the prefix would count twice.
+    twice = cascade_attention(q, cache.view([prompt]), cache.view(rows), backend=backend)
+    assert (twice - o).abs().max() > 0.01
+
+
+def test_cascades_are_checked(device: str) -> None:
+    cache = KVCache(2, 1, 8, 16, device=device)
+    k = torch.zeros(2, 1, 3, 16, device=device)
+    cache.append(k, k, backend="torch")
+    q = torch.zeros(2, 1, 1, 16, device=device)
+    with pytest.raises(ValueError, match="prefix must have one row, got 2"):
+        cascade_attention(q, cache, cache)
+    with pytest.raises(TypeError, match="cascade_attention takes no window"):
+        cascade_attention(q, cache, cache, window=3)
+    ring = KVCache(1, 1, 8, 16, window=4, device=device)
+    with pytest.raises(ValueError, match="forked: the cache's rows begin with padding"):
+        cascade_attention(q[:1], ring, ring, forked=True)
