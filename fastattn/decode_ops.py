@@ -31,7 +31,7 @@ def _decode(
     lengths: Tensor,
     starts: Tensor | None,
     batch_index: Tensor | None,
-    keep_first: int | None,
+    pinned: int | None,
     splits: int | None,
     invariant: bool,
     options: Options,
@@ -39,7 +39,7 @@ def _decode(
     """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
     kernel = _kernels().decode
     tensors = kernel.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, keep_first
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned
     )
     with ops._device_of(q):
         o, lse = kernel.launch_decode(
@@ -52,7 +52,7 @@ decode_forward = ops._op(
     "decode_forward",
     _decode,
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
-    "Tensor lengths, Tensor? starts, Tensor? batch_index, SymInt? keep_first, int? splits, "
+    "Tensor lengths, Tensor? starts, Tensor? batch_index, SymInt? pinned, int? splits, "
     "bool invariant",
     "(Tensor, Tensor)",
 )
