@@ -9,99 +9,116 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from fastattn.kernels.hopper.backward import launch_hopper_backward
 from fastattn.kernels.hopper.config import HEAD_DIMS, forward_config
 from fastattn.kernels.hopper.forward import launch_hopper_forward
+from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool
 from fastattn.testing.cross_compile import CompiledFacts, count_compilations
 from fastattn.testing.sass import Loop, exponentials_under_wgmma, read_sass
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CONSUMERS = 2
 # Sides of the band, and whether rows have lengths of their own.
 MASKS = {"full": (None, None, False), "causal": (None, 0, False), "all": (9, 9, True)}
 FORWARD = [
-    *itertools.product(HEAD_DIMS, ("bf16",), ("causal",)),
-    (64, "fp16", "full"),
-    (128, "bf16", "all"),
-    (256, "bf16", "all"),
+    *itertools.product(HEAD_DIMS, ("causal",)),
+    (64, "full"),
+    (128, "all"),
 ]
-# With a band and lengths some of a tile's scalars go to the stack: bytes a thread, none in a loop.
-SPILL_BYTES = {"full": 0, "causal": 0, "all": 16}
-# Instructions of the loop over full blocks, and of the one over masked blocks.
-FORWARD_BUDGET = {64: (500, 1000), 128: (540, 1010), 256: (465, 800)}
+BACKWARD = [(64, "causal"), (128, "causal"), (128, "all")]
+# Some scalars of a tile go to the stack: bytes a thread, most of them of the producer.
+SPILL_BYTES = {"forward": 48, "backward": 64}
+# Instructions of the loop over full blocks.
+BUDGET = {
+    ("hopper_forward_kernel", 64): 500,
+    ("hopper_forward_kernel", 128): 550,
+    ("hopper_forward_kernel", 256): 470,
+    ("hopper_backward_dq_kernel", 64): 400,
+    ("hopper_backward_dq_kernel", 128): 430,
+    ("hopper_backward_dkv_kernel", 64): 380,
+    ("hopper_backward_dkv_kernel", 128): 430,
+}
 
 
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch_forward(D: int, dtype: str = "bf16", mask: str = "causal", T: int = 1000) -> None:
+def launch(kernel: str, D: int, mask: str, T: int = 1000) -> None:
     left, right, lengths = MASKS[mask]
-    q, k = meta(2, 4, T, D, dtype=DTYPES[dtype]), meta(2, 2, T, D, dtype=DTYPES[dtype])
-    launch_hopper_forward(
-        q, k, k, left=left, right=right, query_offset=0, scale=0.1,
-        key_lengths=meta(2, dtype=torch.int32) if lengths else None,
-    )  # fmt: skip
+    q, k = meta(2, 4, T, D), meta(2, 2, T, D)
+    key_lengths = meta(2, dtype=torch.int32) if lengths else None
+    options = Options(left=left, right=right, key_lengths=key_lengths, scale=0.1)
+    if kernel == "forward":
+        launch_hopper_forward(q, k, k, options)
+    else:
+        lse = meta(2, 4, T, dtype=torch.float32)
+        launch_hopper_backward(q, lse, q, k, k, q, lse, options)
 
 
 def compilations_for_new_lengths() -> list[int]:
-    return [count_compilations(lambda T=T: launch_forward(64, T=T)) for T in (1000, 1, 4096, 77)]
+    def both(T: int) -> None:
+        launch("forward", 64, "causal", T)
+        launch("backward", 64, "causal", T)
+
+    return [count_compilations(lambda T=T: both(T)) for T in (1000, 1, 4096, 77)]
 
 
 @pytest.fixture(scope="module")
-def forward(compile_pool: CompilePool) -> dict[tuple, Future]:
+def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
     """All cases, submitted at once so that every worker has something to do."""
+    cases = [("forward", *case) for case in FORWARD] + [("backward", *case) for case in BACKWARD]
     return {
-        case: compile_pool.submit(
-            f"{__file__}:launch_forward", "sm_90", D=case[0], dtype=case[1], mask=case[2]
+        (kernel, D, mask): compile_pool.submit(
+            f"{__file__}:launch", "sm_90", kernel=kernel, D=D, mask=mask
         )
-        for case in FORWARD
+        for kernel, D, mask in cases
     }
 
 
-def only(facts: list[CompiledFacts]) -> CompiledFacts:
-    (fact,) = facts
-    return fact
-
-
-def in_loops(loops: tuple[Loop, ...], *names: str) -> int:
-    return sum(loop.count(*names) for loop in loops)
-
-
-def check_resources(fact: CompiledFacts, spill_bytes: int) -> None:
-    spilled = max(fact.spill_store_bytes, fact.spill_load_bytes)
-    assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {spilled} bytes"
-    assert in_loops(fact.loops, "LDL", "STL") == 0, f"{fact.name} spills inside of a loop"
+def check(fact: CompiledFacts, D: int, spill_bytes: int) -> tuple[list[Loop], list[Loop]]:
+    """What holds for every kernel; its loops over full and over masked blocks, by consumer."""
+    assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
     assert fact.warnings == (), fact.name
     assert fact.mma == {"wgmma"}
+    assert fact.wgmma_register_a > 0, f"{fact.name}: weights go through shared memory"
+    loops = sorted(fact.loops, key=lambda loop: loop.total)
+    full, masked = loops[: len(loops) // 2], loops[len(loops) // 2 :]
+    assert len(full) == len(masked) == CONSUMERS
+    for loop in loops:
+        assert loop.overlap is not None and loop.overlap >= 0.9, f"{fact.name}: {loop.overlap}"
+    for loop in full:
+        assert loop.count("LDL", "STL") == 0, f"{fact.name} spills in its loop"
+        assert loop.count("FSEL") == 0, f"{fact.name} masks full blocks"
+        assert loop.total <= BUDGET[fact.name, D], f"{fact.name}: {loop.total} instructions"
+        assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
+    for loop in masked:
+        assert loop.count("FSEL") > 0
+    return full, masked
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: "-".join(map(str, case)))
-def test_forward_compiles_well(case: tuple, forward: dict[tuple, Future]) -> None:
-    D, _, mask = case
-    fact = only(forward[case].result())
-    config = forward_config(D, MASKS[mask][2])
-    check_resources(fact, SPILL_BYTES[mask])
-    assert fact.wgmma_register_a > 0, "the weights go through shared memory"
+def test_forward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
+    D, mask = case
+    (fact,) = compiled["forward", D, mask].result()
+    full, _ = check(fact, D, SPILL_BYTES["forward"] if mask == "all" else 0)
+    scores = 64 * forward_config(D, mask == "all").BLOCK // 128  # a thread
+    assert all(loop.count("MUFU.EX2") >= scores for loop in full)
 
-    loops = sorted(fact.loops, key=lambda loop: loop.total)
-    full, masked = loops[: config.CONSUMERS], loops[config.CONSUMERS :]
-    assert len(full) == len(masked) == config.CONSUMERS
-    scores = 64 * config.BLOCK // 128  # a thread
-    for loop in loops:
-        assert loop.count("MUFU.EX2") >= scores
-        assert loop.overlap is not None and loop.overlap >= 0.9, f"{fact.name}: {loop.overlap}"
-    for loop in full:
-        assert loop.count("FSEL", "ISETP") == 0, "the loop over full blocks masks"
-        assert loop.total <= FORWARD_BUDGET[D][0], f"{fact.name}: {loop.total} instructions"
-    for loop in masked:
-        assert loop.count("FSEL") >= scores
-        assert loop.total <= FORWARD_BUDGET[D][1], f"{fact.name}: {loop.total} instructions"
+
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: "-".join(map(str, case)))
+def test_backward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
+    D, mask = case
+    facts = compiled["backward", D, mask].result()
+    assert [f.name for f in facts] == ["hopper_backward_dq_kernel", "hopper_backward_dkv_kernel"]
+    for fact in facts:
+        check(fact, D, SPILL_BYTES["backward"])
 
 
 def test_a_new_length_compiles_nothing(compile_pool: CompilePool) -> None:
     counts = compile_pool.call(f"{__file__}:compilations_for_new_lengths", "sm_90")
-    assert counts == [1, 0, 0, 0]
+    assert counts == [3, 0, 0, 0]
 
 
 SASS = """

@@ -7,40 +7,33 @@ Two kernels compute the scores twice, seven products in place of five; but no su
 order in which programs run, dQ needs no fp32 buffer, and no pass before or after.
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from ..arguments import blocks, empty_in_layout, strides
+from ..arguments import blocks, empty_in_layout, kernel_mask, strides
 from ..softmax import LOG2E
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .config import backward_config
-from .host import bounded, describe, heads_in_l2, multiprocessors
+from .host import describe, heads_in_l2, multiprocessors, tile_order
 from .pipeline import ROWS
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
 
 
 def launch_hopper_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    left: int | None,
-    right: int | None,
-    query_offset: int,
-    query_offsets: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    scale: float,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options, programs: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v.
 
     do [B, H_q, T_q, D] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
-    o and lse as a forward returned them for the same q, k, v and arguments, which are those of
-    `launch_hopper_forward`. `why_not_hopper(..., backward=True)` says what is served.
+    o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
+    options. `why_not_hopper(..., backward=True)` is None; programs as in `launch_hopper_forward`.
     """
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
@@ -50,31 +43,26 @@ def launch_hopper_backward(
     dv = empty_in_layout(v, H_k, T_k, D)
     if B * H_q * T_q == 0:
         return dq, dk.zero_(), dv.zero_()
-    delta = torch.empty_like(lse)
     programs = programs or multiprocessors(q.device)
-    band = (query_offset, bounded(left), bounded(right), scale, scale * LOG2E.value)
+    mask, scales = kernel_mask(options), (options.scale, options.scale * LOG2E.value)
     rows = 2 * ROWS.value
-    config = backward_config("dq", D, key_lengths is not None)
-    order = _order(B * H_q, blocks(T_q, rows), heads_in_l2(k, v) * G)
+    stats = lse.new_empty(2, B * H_q, blocks(T_q, rows) * rows)
+    config = backward_config("dq", D, options.key_lengths is not None)
+    order = tile_order(B * H_q, blocks(T_q, rows), heads_in_l2(k, v) * G)
     hopper_backward_dq_kernel[(min(order[0], programs),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(do, ROWS.value), describe(dq, ROWS.value), o, strides(o), lse, dlse, delta,
-        query_offsets, key_lengths, T_q, T_k, H_q, G, *order, *band,
+        describe(do, ROWS.value), describe(dq, ROWS.value), o, strides(o), lse, dlse, *stats,
+        stats.stride(1), mask, T_q, T_k, H_q, G, *order, *scales,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
-    config = backward_config("dkv", D, False)
-    order = _order(B * H_k, blocks(T_k, rows), max(1, heads_in_l2(q, do) // G))
+    config = backward_config("dkv", D, options.key_lengths is not None)
+    order = tile_order(B * H_k, blocks(T_k, rows), max(1, heads_in_l2(q, do) // G))
     hopper_backward_dkv_kernel[(min(order[0], programs),)](
         describe(q, config.BLOCK), describe(k, ROWS.value), describe(v, ROWS.value),
         describe(do, config.BLOCK), describe(dk, ROWS.value), describe(dv, ROWS.value),
-        lse, delta, query_offsets, key_lengths, T_q, T_k, H_k, G, *order, *band,
+        *stats, stats.stride(1), mask, T_q, T_k, H_k, G, *order, *scales,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
     return dq, dk, dv
-
-
-def _order(heads: int, tiles: int, group: int) -> tuple[int, int, int, int, int]:
-    """Numbers of all tiles, heads, tiles a head, heads a group and tiles a group: see `locate`."""
-    return heads * tiles, heads, tiles, group, group * tiles

@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..mask import batch_row
 from ..softmax import weights
-from .band import block_number, query_plan, row_facts, sees
+from .band import block_number, plan_of_keys, sees
 from .pipeline import (
     ROWS,
     accumulator_layout,
@@ -35,72 +36,73 @@ from .pipeline import (
 
 
 @gluon.jit
-def _tile_facts(i, order, problem, lengths, BLOCK_M: gl.constexpr):
-    """Of this program's i-th tile of 128 keys: b, h_k, first key, offset, end, plan of blocks."""
-    T_q, T_k, H_k, G, query_offset, left, right = problem
-    offsets_ptr, lengths_ptr = lengths
+def _tile_facts(i, work, BLOCK_M: gl.constexpr):
+    """Of this program's i-th tile of 128 keys: h_k, first key, its batch row, its plan of blocks.
+
+    The plan is that of the first query head, as of all others.
+    """
+    order, T_q, T_k, H_k, G, mask, _total = work
     tile, head = locate(tile_number(i), order, False)
     b = head // H_k
+    h = head - b * H_k
+    row = batch_row(b, T_q, T_k, mask)
     first = tile * (2 * ROWS)
-    offset, end = row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr)
-    last = gl.minimum(first + 2 * ROWS, end) - 1
-    blocks, masked, ranges = query_plan(first, last, offset, T_q, left, right, BLOCK_M)
-    return b, head - b * H_k, first, offset, end, blocks, masked, ranges
+    return h, first, row, plan_of_keys(tile, first, h * G, row, mask, 2 * ROWS, BLOCK_M)
 
 
 @gluon.jit
 def _produce(inputs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     """Load K and V of each tile, then the blocks of queries of all its heads."""
     q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work = inputs
-    order, problem, lengths, total = work
+    _order, _T_q, _T_k, _H_k, G, mask, total = work
     n = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, _offset, _end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, BLOCK_M
-        )
+        h, first, batch, plan = _tile_facts(i, work, BLOCK_M)
+        masked, blocks, at = plan
+        b = batch.b
         for consumer in gl.static_range(2):
             load_slot(k_slots, i, k_desc, b, h, first, consumer)
         for consumer in gl.static_range(2):
             load_slot(v_slots, i, v_desc, b, h, first, consumer)
-        for g in range(problem[3]):
+        for g in range(G):
             for j in range(blocks):
-                row = block_number(j, masked, ranges) * BLOCK_M
-                load(q_ring, n, q_desc, b, h * problem[3] + g, row, STAGES)
-                load(do_ring, n, do_desc, b, h * problem[3] + g, row, STAGES)
+                row = block_number(j, masked, at, mask) * BLOCK_M
+                load(q_ring, n, q_desc, b, h * G + g, row, STAGES)
+                load(do_ring, n, do_desc, b, h * G + g, row, STAGES)
                 n += 1
 
 
 @gluon.jit
 def _step(
-    dk, dv, k, v, q_ring, do_ring, n, stats, row, keys, offset, end, problem, scale_log2,
+    dk, dv, k, v, q_ring, do_ring, n, stats, row, keys, h, batch, mask, scale_log2,
     MASKED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """dk += dS^T q and dv += P^T do of one block of queries, from row `row` on."""
+    """dk += dS^T q and dv += P^T do of one block of queries, from row `row` on.
+
+    A row past the last starts from -inf, so its weights are 0 and need no mask.
+    """
     LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
-    lse_ptr, delta_ptr = stats
-    T_q, _T_k, _H_k, _G, _query_offset, left, right = problem
+    minus_lse_ptr, minus_delta_ptr = stats
     rows = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
-    # A row past the last has lse = inf, so its weights are 0 and need no mask.
-    lse = gl.load(lse_ptr + rows, mask=rows < T_q, other=float("inf"))
-    delta = gl.load(delta_ptr + rows, mask=rows < T_q, other=0.0)
-    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
-    # dO V^T starts from -delta, so that no delta has to be kept until dS. No key is negative, but
-    # were it plain that all rows are equal they would be copied between the products, which ptxas
-    # answers with a wait.
-    minus_delta = gl.where(keys < 0, 1.0, 0.0)[:, None] - delta[None, :]
+    # Both products start from what their result needs subtracted, so that neither lse nor delta
+    # has to be kept beside them. Keys that do not exist start elsewhere: were all rows plainly
+    # equal they would be copied from one another between the products, and ptxas would wait there.
+    elsewhere = gl.where(keys < batch.end, 0.0, 1.0)[:, None]
+    s_start = elsewhere + gl.load(minus_lse_ptr + rows)[None, :]
+    dp_start = elsewhere + gl.load(minus_delta_ptr + rows)[None, :]
 
     wait_full(q_ring, n, True, STAGES)
     q = tile_of(q_ring, n, BLOCK_M, D, STAGES)
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(k, q.permute((1, 0)), s_start, is_async=True)
     wait_full(do_ring, n, True, STAGES)
     do = tile_of(do_ring, n, BLOCK_M, D, STAGES)
-    dp = warpgroup_mma(v, do.permute((1, 0)), minus_delta, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp_start, is_async=True)
 
     s = warpgroup_mma_wait(1, deps=[s])
-    p = weights(s, lse[None, :], scale_log2)
+    p = weights(s, 0.0, scale_log2)
     if MASKED:
-        keep = sees(rows[None, :], keys[:, None], offset, end, left, right)
+        keep = sees(rows[None, :], keys[:, None], h, batch, mask)
         p = gl.where(keep, p, 0.0)
     dv = warpgroup_mma(as_operand(p, dtype, D), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -128,18 +130,17 @@ def _consume(
     """dK and dV of 64 keys of each tile."""
     dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work = outputs
     scale, scale_log2 = scales
-    order, problem, lengths, total = work
-    lse_ptr, delta_ptr = stats
-    T_q, _T_k, H_k, G, _query_offset, _left, _right = problem
+    _order, _T_q, _T_k, H_k, G, mask, total = work
+    minus_lse_ptr, minus_delta_ptr, stats_stride = stats
     LAYOUT: gl.constexpr = accumulator_layout(D)
     dtype: gl.constexpr = dk_desc.dtype
     k = k_slots[0].index(CONSUMER).reshape([ROWS, D])
     v = v_slots[0].index(CONSUMER).reshape([ROWS, D])
     n = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, BLOCK_M
-        )
+        h, first, batch, plan = _tile_facts(i, work, BLOCK_M)
+        masked, blocks, at = plan
+        b = batch.b
         first += CONSUMER * ROWS
         keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(BLOCK_M)))
         dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
@@ -147,24 +148,24 @@ def _consume(
         wait_slot(k_slots, i, CONSUMER)
         wait_slot(v_slots, i, CONSUMER)
         for g in range(G):
-            row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * T_q
-            head_stats = (lse_ptr + row_of_stats, delta_ptr + row_of_stats)
+            row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * stats_stride
+            head_stats = (minus_lse_ptr + row_of_stats, minus_delta_ptr + row_of_stats)
             for j in range(masked):
-                row = block_number(j, masked, ranges) * BLOCK_M
+                row = block_number(j, masked, at, mask) * BLOCK_M
                 dk, dv = _step(
-                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, offset, end,
-                    problem, scale_log2, True, BLOCK_M, D, STAGES, dtype,
+                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
+                    batch, mask, scale_log2, True, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
             for j in range(masked, blocks):
-                row = block_number(j, masked, ranges) * BLOCK_M
+                row = block_number(j, masked, at, mask) * BLOCK_M
                 dk, dv = _step(
-                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, offset, end,
-                    problem, scale_log2, False, BLOCK_M, D, STAGES, dtype,
+                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
+                    batch, mask, scale_log2, False, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
             n += blocks
 
         # The weights of keys that no query may see were never masked: they end here.
-        exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < end)[:, None]
+        exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < batch.end)[:, None]
         _store(dk_desc, k_slots, gl.where(exists, dk * scale, 0.0), b, h, first, CONSUMER, D)
         _store(dv_desc, v_slots, gl.where(exists, dv, 0.0), b, h, first, CONSUMER, D)
         tma.store_wait(pendings=0)
@@ -173,27 +174,26 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=[
-    "T_q", "T_k", "H_k", "G", "total", "heads", "tiles", "group", "group_tiles", "query_offset",
-    "left", "right",
+    "stats_stride", "T_q", "T_k", "H_k", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_backward_dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, offsets_ptr,
-    lengths_ptr,
-    T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles, query_offset, left, right,
-    scale, scale_log2,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, minus_lse_ptr, minus_delta_ptr,
+    stats_stride, mask,
+    T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles, scale, scale_log2,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent grid of any size over `tiles` tiles of 128 keys of each K/V head."""
+    """Persistent grid of any size over `tiles` tiles of 128 keys of each K/V head.
+
+    minus_lse, minus_delta: rows of stats_stride numbers, a head each, of `backward_dq`.
+    """
     k_slots = allocate_ring(k_desc, 2, 1)
     v_slots = allocate_ring(v_desc, 2, 1)
     q_ring = allocate_ring(q_desc, STAGES, 2)
     do_ring = allocate_ring(do_desc, STAGES, 2)
-    order = (heads, tiles, group, group_tiles)
-    problem = (T_q, T_k, H_k, G, query_offset, left, right)
-    work = (order, problem, (offsets_ptr, lengths_ptr), total)
+    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_k, G, mask, total)
     inputs = (q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work)
-    stats = (lse_ptr, delta_ptr)
+    stats = (minus_lse_ptr, minus_delta_ptr, stats_stride)
     scales = (scale, scale_log2)
     outputs = (dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work)
     gl.warp_specialize([

@@ -1,6 +1,7 @@
-"""dQ for Hopper, and the delta of each row: consumers of 64 queries, K and V stream by.
+"""dQ for Hopper: two consumers of 64 queries each, K and V stream by.
 
-The scores, as in forward, then dS as the register operand of dS K.
+The scores as in forward, then dS as the register operand of dS K. The lse and delta of each row are
+written as dK/dV takes them.
 """
 
 from triton.experimental import gluon
@@ -12,8 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..mask import batch_row
+from ..number import value
 from ..softmax import weights
-from .band import block_number, key_plan, row_facts, sees
+from .band import block_number, plan_of_queries, sees
 from .pipeline import (
     ROWS,
     accumulator_layout,
@@ -34,49 +37,47 @@ from .pipeline import (
 
 
 @gluon.jit
-def _tile_facts(i, order, problem, lengths, BLOCK_N: gl.constexpr):
-    """Of this program's i-th tile of 128 queries: b, h, first query, offset, end, its plan."""
-    T_q, T_k, H_q, G, query_offset, left, right = problem
-    offsets_ptr, lengths_ptr = lengths
+def _tile_facts(i, work, BLOCK_N: gl.constexpr):
+    """Of this program's i-th tile of 128 queries: h, first query, its batch row, its plan."""
+    order, T_q, T_k, H_q, _G, mask, _total = work
     tile, head = locate(tile_number(i), order, True)
     b = head // H_q
+    h = head - b * H_q
+    row = batch_row(b, T_q, T_k, mask)
     first = tile * (2 * ROWS)
-    last = gl.minimum(first + 2 * ROWS, T_q) - 1
-    offset, end = row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr)
-    blocks, masked, ranges = key_plan(first, last, offset, end, left, right, BLOCK_N)
-    return b, head - b * H_q, first, offset, end, blocks, masked, ranges
+    return h, first, row, plan_of_queries(tile, first, h, row, mask, 2 * ROWS, BLOCK_N)
 
 
 @gluon.jit
 def _produce(inputs, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """Load Q and dO of each tile, then its K and V blocks."""
     q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, work = inputs
-    order, problem, lengths, total = work
+    _order, _T_q, _T_k, _H_q, G, mask, total = work
     n = 0
     scrubs = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, _offset, end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, BLOCK_N
-        )
+        h, first, row, plan = _tile_facts(i, work, BLOCK_N)
+        masked, blocks, at = plan
+        b = row.b
         for consumer in gl.static_range(2):
             load_slot(q_slots, i, q_desc, b, h, first, consumer)
             load_slot(do_slots, i, do_desc, b, h, first, consumer)
         for j in range(blocks):
-            key = block_number(j, masked, ranges) * BLOCK_N
+            key = block_number(j, masked, at, mask) * BLOCK_N
             scrubs = load_keys(
-                k_ring, n, k_desc, b, h // problem[3], key, end, landed, scrubs,
-                BLOCK_N, D, STAGES, lengths[1] is not None,
+                k_ring, n, k_desc, b, h // G, key, row.end, landed, scrubs,
+                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
             )  # fmt: skip
             scrubs = load_keys(
-                v_ring, n, v_desc, b, h // problem[3], key, end, landed, scrubs,
-                BLOCK_N, D, STAGES, lengths[1] is not None,
+                v_ring, n, v_desc, b, h // G, key, row.end, landed, scrubs,
+                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
             )  # fmt: skip
             n += 1
 
 
 @gluon.jit
 def _step(
-    dq, q, do, lse, delta, k_ring, v_ring, n, more, rows, key, offset, end, left, right,
+    dq, q, do, lse, delta, k_ring, v_ring, n, more, rows, key, h, row, mask,
     scale_log2,
     MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     dtype: gl.constexpr,
@@ -93,7 +94,7 @@ def _step(
     p = weights(s, lse[:, None], scale_log2)
     if MASKED:
         keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        keep = sees(rows[:, None], keys[None, :], offset, end, left, right)
+        keep = sees(rows[:, None], keys[None, :], h, row, mask)
         p = gl.where(keep, p, 0.0)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(k_ring, n + 1, more, STAGES)
@@ -125,9 +126,8 @@ def _consume(
     dq_desc, q_slots, do_slots, k_ring, v_ring, o_rows, stats, scales, work = outputs
     o_ptr, o_strides = o_rows
     scale, scale_log2 = scales
-    order, problem, lengths, total = work
-    lse_ptr, dlse_ptr, delta_ptr = stats
-    T_q, _T_k, H_q, _G, _query_offset, left, right = problem
+    _order, T_q, _T_k, H_q, _G, mask, total = work
+    lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride = stats
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     dtype: gl.constexpr = dq_desc.dtype
     q_tile = q_slots[0].index(CONSUMER)
@@ -135,35 +135,38 @@ def _consume(
     do = do_slots[0].index(CONSUMER).reshape([ROWS, D])
     n = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, BLOCK_N
-        )
+        h, first, row, plan = _tile_facts(i, work, BLOCK_N)
+        masked, blocks, at = plan
+        b = row.b
         first += CONSUMER * ROWS
         rows = first + gl.arange(0, ROWS, layout=S_ROWS)
         of_head = (b * H_q + h).to(gl.int64) * T_q + rows
         lse = gl.load(lse_ptr + of_head, mask=rows < T_q, other=float("inf"))
         wait_slot(q_slots, i, CONSUMER)
         wait_slot(do_slots, i, CONSUMER)
-        o_head = o_ptr + b.to(gl.int64) * o_strides[0] + h.to(gl.int64) * o_strides[1]
-        o_head += first.to(gl.int64) * o_strides[2]
-        delta = _row_dot(o_head, o_strides[2], do, T_q - first, D)
+        o_head = o_ptr + b.to(gl.int64) * value(o_strides[0])
+        o_head += h.to(gl.int64) * value(o_strides[1])
+        o_head += first.to(gl.int64) * value(o_strides[2])
+        delta = _row_dot(o_head, value(o_strides[2]), do, T_q - first, D)
         delta = gl.convert_layout(delta, S_ROWS)
         if dlse_ptr is not None:
             delta -= gl.load(dlse_ptr + of_head, mask=rows < T_q, other=0.0)
-        gl.store(delta_ptr + of_head, delta, mask=rows < T_q)
+        of_head = (b * H_q + h).to(gl.int64) * stats_stride + rows
+        gl.store(minus_delta_ptr + of_head, -delta)
+        gl.store(minus_lse_ptr + of_head, -lse / scale)
 
         dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
         wait_full(k_ring, n, True, STAGES)
         for j in range(masked):
-            key = block_number(j, masked, ranges) * BLOCK_N
+            key = block_number(j, masked, at, mask) * BLOCK_N
             dq = _step(
-                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key, offset, end, left, right,
-                scale_log2, True, BLOCK_N, D, STAGES, dtype,
+                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+                h, row, mask, scale_log2, True, BLOCK_N, D, STAGES, dtype,
             )  # fmt: skip
         for j in range(masked, blocks):
             dq = _step(
-                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0, offset, end, left, right,
-                scale_log2, False, BLOCK_N, D, STAGES, dtype,
+                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0,
+                h, row, mask, scale_log2, False, BLOCK_N, D, STAGES, dtype,
             )  # fmt: skip
         n += blocks
 
@@ -176,28 +179,28 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=[
-    "o_strides", "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
-    "query_offset", "left", "right",
+    "stats_stride", "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_backward_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, o_ptr, o_strides, lse_ptr, dlse_ptr, delta_ptr,
-    offsets_ptr, lengths_ptr,
-    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, query_offset, left, right,
-    scale, scale_log2,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, o_ptr, o_strides, lse_ptr, dlse_ptr,
+    minus_lse_ptr, minus_delta_ptr, stats_stride, mask,
+    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, scale, scale_log2,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent grid of any size over `tiles` tiles of 128 queries of each head."""
+    """Persistent grid of any size over `tiles` tiles of 128 queries of each head.
+
+    Writes beside dQ what the scores and dP of each row start from in dK/dV: minus_lse = -lse /
+    scale and minus_delta, heads stats_stride apart and whole tiles, -inf and 0 past the last row.
+    """
     q_slots = allocate_ring(q_desc, 2, 1)
     do_slots = allocate_ring(do_desc, 2, 1)
     k_ring = allocate_ring(k_desc, STAGES, 2)
     v_ring = allocate_ring(v_desc, STAGES, 2)
     landed = allocate_barriers(1, 1).index(0)  # see load_keys
-    order = (heads, tiles, group, group_tiles)
-    problem = (T_q, T_k, H_q, G, query_offset, left, right)
-    work = (order, problem, (offsets_ptr, lengths_ptr), total)
+    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, G, mask, total)
     inputs = (q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, work)
-    stats = (lse_ptr, dlse_ptr, delta_ptr)
+    stats = (lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride)
     outputs = (
         dq_desc, q_slots, do_slots, k_ring, v_ring, (o_ptr, o_strides), stats, (scale, scale_log2),
         work,

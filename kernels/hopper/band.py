@@ -1,61 +1,53 @@
-"""The mask of `kernels.mask` as the Hopper kernels need it: ranges of blocks, and one tile's rule.
+"""The mask of `kernels.mask` as the Hopper kernels take it: a tile's plan of blocks, and its rule.
 
-Key blocks are visited boundary blocks first: those are masked, and the loop over the full blocks
-that follows holds no mask at all.
+Boundary blocks come first: those are masked, and the loop over the full blocks that follows holds
+no mask at all.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..mask import batch_row, boundary_block, key_blocks, query_blocks, visible
+from ..mask import full_block, key_plan, masked_block, query_plan, visible
 
-# Farther than any side of a band (2^30 at most) from any position, and not too far for int32.
+# Farther than any side of a band (2^28 at most) from any position, and not too far for int32.
 _OUT_OF_SIGHT = gl.constexpr(3 << 29)
 
 
 @gluon.jit
-def row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr):
-    """Batch row b: the position of its query 0, and how many keys it has."""
-    offset, _start, end, _solid = batch_row(b, T_k, query_offset, offsets_ptr, lengths_ptr, None)
-    return offset, end
-
-
-@gluon.jit
-def key_plan(m_first, m_last, offset, end, left, right, BLOCK_N: gl.constexpr):
-    """Key blocks that queries m_first..m_last visit: (how many, how many are masked, ranges).
+def plan_of_queries(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Key blocks of the TILE queries from `first` on: (boundary blocks, all blocks, their place).
 
     At least one, masked if need be: a tile that sees nothing still has an output to write.
     """
-    lo, full_lo, full_hi, hi = key_blocks(
-        m_first + offset, m_last + offset, 0, end, True, left, right, BLOCK_N
-    )
-    boundary = (full_lo - lo) + (hi - full_hi)
-    number = gl.maximum(hi - lo, 1)
-    return number, gl.where(hi > lo, boundary, 1), (lo, full_lo, full_hi)
+    last = gl.minimum(first + TILE, row.T_q) - 1
+    full, boundary, at = key_plan(tile, first, last, h, row, mask, BLOCK_N)
+    boundary = gl.where(full + boundary > 0, boundary, 1)
+    return boundary, full + boundary, at
 
 
 @gluon.jit
-def query_plan(k_first, k_last, offset, T_q, left, right, BLOCK_M: gl.constexpr):
-    """Query blocks that keys k_first..k_last visit, as `key_plan` but possibly none."""
-    lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, offset, T_q, left, right, BLOCK_M)
-    return hi - lo, (full_lo - lo) + (hi - full_hi), (lo, full_lo, full_hi)
+def plan_of_keys(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Query blocks of the TILE keys from `first` on, as `plan_of_queries` but possibly none."""
+    last = gl.minimum(first + TILE, row.end) - 1
+    full, boundary, at = query_plan(tile, first, last, h, row, mask, BLOCK_M)
+    return boundary, full + boundary, at
 
 
 @gluon.jit
-def block_number(i, masked, ranges):
+def block_number(i, boundary, at, mask):
     """Number of the i-th block of a plan."""
-    lo, full_lo, full_hi = ranges
-    return gl.where(i < masked, boundary_block(i, lo, full_lo, full_hi), full_lo + i - masked)
+    return gl.where(i < boundary, masked_block(i, at, mask), full_block(i - boundary, at, mask))
 
 
 @gluon.jit
-def sees(rows, k_pos, offset, end, left, right):
+def sees(rows, k_pos, h, row, mask):
     """True where query `rows` sees key k_pos; the two broadcast to the shape of a tile.
 
     A key past the end is moved out of sight of the band, a step a column, not one an element.
     """
-    if right is None:
-        keep = visible(rows + offset, k_pos, left, right) & (k_pos < end)
+    if mask.right is None and mask.causal is None:
+        keep = visible(rows, k_pos, h, row, mask) & (k_pos < row.end)
     else:
-        keep = visible(rows + offset, gl.where(k_pos < end, k_pos, _OUT_OF_SIGHT), left, right)
+        k_pos = gl.where(k_pos < row.end, k_pos, _OUT_OF_SIGHT)
+        keep = visible(rows, k_pos, h, row, mask)
     return keep

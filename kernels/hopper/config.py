@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 HEAD_DIMS = (64, 128, 256)
+# dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice.
+BACKWARD_HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ def forward_config(D: int, lengths: bool) -> HopperConfig:
 
 def backward_config(kernel: str, D: int, lengths: bool) -> HopperConfig:
     """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO."""
+    if kernel == "dkv":
+        return HopperConfig(64, 2)
     registers = (232, 40) if lengths else (240, 24)
     return {
-        ("dq", 64): HopperConfig(128, 2, 2, *registers),
-        ("dq", 128): HopperConfig(64, 2, 2, *registers),
-        ("dkv", 64): HopperConfig(64, 2, 2, *registers),
-        ("dkv", 128): HopperConfig(64, 2, 2, *registers),
-    }[kernel, D]
+        64: HopperConfig(128, 2, 2, *registers),
+        # With lengths a block of 128 keys does not fit the registers.
+        128: HopperConfig(64 if lengths else 128, 2, 2, *registers),
+    }[D]

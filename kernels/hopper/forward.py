@@ -4,6 +4,10 @@ A consumer issues Q K^T of the next block before it takes the softmax of this on
 overlaps with P V of the block before. README.md draws it.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -16,11 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import blocks as number_of_blocks
-from ..arguments import empty_in_layout
+from ..arguments import empty_in_layout, kernel_mask
+from ..mask import batch_row
 from ..softmax import LOG2E, finish, online_step
-from .band import block_number, key_plan, row_facts, sees
+from .band import block_number, plan_of_queries, sees
 from .config import forward_config
-from .host import bounded, describe, heads_in_l2, multiprocessors
+from .host import describe, heads_in_l2, multiprocessors, tile_order
 from .pipeline import (
     ROWS,
     accumulator_layout,
@@ -40,19 +45,21 @@ from .pipeline import (
     wait_slot,
 )
 
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
 
 @gluon.jit
-def _tile_facts(i, order, problem, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of this program's i-th tile: b, h, first query, where its keys end, its plan of blocks."""
-    T_q, T_k, H_q, query_offset, left, right = problem
-    offsets_ptr, lengths_ptr = lengths
+def _tile_facts(i, work, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of this program's i-th tile: h, first query, its batch row, its plan of blocks."""
+    order, T_q, T_k, H_q, mask, _total = work
     tile, head = locate(tile_number(i), order, True)
     b = head // H_q
+    h = head - b * H_q
+    row = batch_row(b, T_q, T_k, mask)
     first = tile * (CONSUMERS * ROWS)
-    last = gl.minimum(first + CONSUMERS * ROWS, T_q) - 1
-    offset, end = row_facts(b, T_k, query_offset, offsets_ptr, lengths_ptr)
-    blocks, masked, ranges = key_plan(first, last, offset, end, left, right, BLOCK_N)
-    return b, head - b * H_q, first, offset, end, blocks, masked, ranges
+    plan = plan_of_queries(tile, first, h, row, mask, CONSUMERS * ROWS, BLOCK_N)
+    return h, first, row, plan
 
 
 @gluon.jit
@@ -61,23 +68,23 @@ def _produce(
 ):
     """Load the queries of each tile, and its K and V blocks in the order they are used."""
     q_desc, k_desc, v_desc, queries, k_ring, v_ring, landed, G, work = inputs
-    order, problem, lengths, total = work
+    _order, _T_q, _T_k, _H_q, mask, total = work
     n = 0
     scrubs = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, _offset, end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, CONSUMERS, BLOCK_N
-        )
+        h, first, row, plan = _tile_facts(i, work, CONSUMERS, BLOCK_N)
+        masked, blocks, at = plan
+        b = row.b
         load_slot(queries, i, q_desc, b, h, first, 0)
         for j in range(blocks):
-            key = block_number(j, masked, ranges) * BLOCK_N
+            key = block_number(j, masked, at, mask) * BLOCK_N
             load(k_ring, n, k_desc, b, h // G, key, STAGES)
             if j == 0:
                 for consumer in gl.static_range(1, CONSUMERS):
                     load_slot(queries, i, q_desc, b, h, first, consumer)
             scrubs = load_keys(
-                v_ring, n, v_desc, b, h // G, key, end, landed, scrubs,
-                BLOCK_N, D, STAGES, lengths[1] is not None,
+                v_ring, n, v_desc, b, h // G, key, row.end, landed, scrubs,
+                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
             )  # fmt: skip
             n += 1
 
@@ -91,15 +98,15 @@ def _start_scores(q, k_ring, n, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def _mask(s, rows, key, offset, end, left, right, BLOCK_N: gl.constexpr):
+def _mask(s, rows, key, h, row, mask, BLOCK_N: gl.constexpr):
     cols = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, accumulator_layout(BLOCK_N)))
-    keep = sees(rows[:, None], cols[None, :], offset, end, left, right)
+    keep = sees(rows[:, None], cols[None, :], h, row, mask)
     return gl.where(keep, s, float("-inf"))
 
 
 @gluon.jit
 def _step(
-    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, offset, end, left, right, scale_log2,
+    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, h, row, mask, scale_log2,
     MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n and values of block n - 1, whose weights are p, at the same time."""
@@ -110,7 +117,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     release(k_ring, n, STAGES)
     if MASKED:
-        s = _mask(s, rows, key, offset, end, left, right, BLOCK_N)
+        s = _mask(s, rows, key, h, row, mask, BLOCK_N)
     weights, rescale, m, l = online_step(s, m, l, scale_log2, MASKED)
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
@@ -131,16 +138,15 @@ def _consume(
     O_LAYOUT: gl.constexpr = accumulator_layout(D)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, scale_log2, work = outputs
-    order, problem, lengths, total = work
-    T_q, _T_k, H_q, _query_offset, left, right = problem
+    _order, T_q, _T_k, H_q, mask, total = work
     dtype: gl.constexpr = o_desc.dtype
     q_tile = queries[0].index(CONSUMER)
     q = q_tile.reshape([ROWS, D])
     n = 0
     for i in range(number_of_tiles(total)):
-        b, h, first, offset, end, blocks, masked, ranges = _tile_facts(
-            i, order, problem, lengths, CONSUMERS, BLOCK_N
-        )
+        h, first, row, plan = _tile_facts(i, work, CONSUMERS, BLOCK_N)
+        masked, blocks, at = plan
+        b = row.b
         first += CONSUMER * ROWS
         rows = first + gl.arange(0, ROWS, layout=S_ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -152,21 +158,21 @@ def _consume(
         s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
         s = warpgroup_mma_wait(0, deps=[s])
         release(k_ring, n, STAGES)
-        key = block_number(0, masked, ranges) * BLOCK_N
-        s = _mask(s, rows, key, offset, end, left, right, BLOCK_N)
+        key = block_number(0, masked, at, mask) * BLOCK_N
+        s = _mask(s, rows, key, h, row, mask, BLOCK_N)
         weights, _rescale, m, l = online_step(s, m, l, scale_log2, True)
         p = as_operand(weights, dtype, D)
         wait_full(k_ring, n + 1, blocks > 1, STAGES)
         for j in range(1, masked):
-            key = block_number(j, masked, ranges) * BLOCK_N
+            key = block_number(j, masked, at, mask) * BLOCK_N
             acc, p, m, l = _step(
                 acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                offset, end, left, right, scale_log2, True, BLOCK_N, D, STAGES,
+                h, row, mask, scale_log2, True, BLOCK_N, D, STAGES,
             )  # fmt: skip
         for j in range(gl.maximum(masked, 1), blocks):
             acc, p, m, l = _step(
                 acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0,
-                offset, end, left, right, scale_log2, False, BLOCK_N, D, STAGES,
+                h, row, mask, scale_log2, False, BLOCK_N, D, STAGES,
             )  # fmt: skip
         n += blocks
         wait_full(v_ring, n - 1, True, STAGES)
@@ -196,13 +202,11 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=[
-    "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles", "query_offset",
-    "left", "right",
+    "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, offsets_ptr, lengths_ptr,
-    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, query_offset, left, right,
-    scale_log2,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, mask,
+    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, scale_log2,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
@@ -216,10 +220,7 @@ def hopper_forward_kernel(
     o_tiles = q_ring[0]
     if O_APART:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
-    order = (heads, tiles, group, group_tiles)
-    problem = (T_q, T_k, H_q, query_offset, left, right)
-    lengths = (offsets_ptr, lengths_ptr)
-    work = (order, problem, lengths, total)
+    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
     inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
     outputs = (o_desc, lse_ptr, q_ring, o_tiles, k_ring, v_ring, scale_log2, work)
     if CONSUMERS == 2:
@@ -238,43 +239,26 @@ def hopper_forward_kernel(
 
 
 def launch_hopper_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    left: int | None,
-    right: int | None,
-    query_offset: int,
-    query_offsets: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    scale: float,
-    programs: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
-    Args:
-        q: [B, H_q, T_q, D], k and v: [B, H_k, T_k, D], of which `why_not_hopper` says None.
-        left, right: sides of the band around each query's position; None = unbounded.
-        query_offset: position of query 0 among the keys, unless query_offsets, int [B], says it.
-        key_lengths: int [B], the keys of each batch row; what lies behind them may be NaN.
-        scale: multiplies q k^T, > 0.
-        programs: size of the persistent grid; default one for each multiprocessor.
+    q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None. programs:
+    size of the persistent grid, by default one for each multiprocessor.
     """
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
     o = empty_in_layout(q, H_q, T_q, D)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    config = forward_config(D, key_lengths is not None)
-    heads, tiles = B * H_q, number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
-    if heads * tiles == 0:
+    config = forward_config(D, options.key_lengths is not None)
+    tiles = number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
+    order = tile_order(B * H_q, tiles, heads_in_l2(k, v) * (H_q // H_k))
+    if order[0] == 0:
         return o, lse
-    group = heads_in_l2(k, v) * (H_q // H_k)
-    programs = min(heads * tiles, programs or multiprocessors(q.device))
-    hopper_forward_kernel[(programs,)](
+    hopper_forward_kernel[(min(order[0], programs or multiprocessors(q.device)),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(o, ROWS.value), lse, query_offsets, key_lengths,
-        T_q, T_k, H_q, H_q // H_k, heads * tiles, heads, tiles, group, group * tiles,
-        query_offset, bounded(left), bounded(right), scale * LOG2E.value,
+        describe(o, ROWS.value), lse, kernel_mask(options),
+        T_q, T_k, H_q, H_q // H_k, *order, options.scale * LOG2E.value,
         D, config.BLOCK, config.STAGES, config.CONSUMERS,
         config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,
         num_warps=4,

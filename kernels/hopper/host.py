@@ -1,40 +1,60 @@
 """What the launchers of the Hopper kernels tell them: descriptors, grid, and what they serve."""
 
+from __future__ import annotations
+
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..arguments import UNBOUNDED, aligned
-from .config import HEAD_DIMS
+from ..arguments import aligned
+from .config import BACKWARD_HEAD_DIMS, HEAD_DIMS
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
 _L2_BYTES = 32 << 20
 # Where nothing else is known: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
-# TMA coordinates and the kernels' positions are int32, and sides of a band are added to them.
-_MAX_LENGTH = 1 << 29
+# Positions and sides of a band are added in int32.
+_MAX_LENGTH = 1 << 28
+# What the kernels know of an Options record; the rest has to be as in an empty one.
+_SERVED = {
+    "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
+    "keep_first", "scale",
+}  # fmt: skip
 
 
-def why_not_hopper(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Hopper kernels cannot take these tensors, whatever GPU they are on; None if they can.
+def why_not_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False
+) -> str | None:
+    """Why the Hopper kernels cannot serve this call, whatever GPU it is on; None if they can.
 
-    The caller knows of the GPU, and of options beside the band, offsets and lengths.
+    The caller sees to the GPU (sm_90). Where the answer for `backward` alone is a reason, any
+    other backward serves o and lse of the forward.
     """
-    D, D_v, T_k = q.shape[3], v.shape[3], k.shape[2]
+    D, D_v, T_k = q.shape[-1], v.shape[-1], k.shape[-2]
     if q.dtype not in _DTYPES:
         return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
     if D_v != D:
         return f"head dims of q and v differ ({D} and {D_v})"
-    if D not in HEAD_DIMS:
-        return f"head dim {D} is none of {', '.join(map(str, HEAD_DIMS))}"
+    served = BACKWARD_HEAD_DIMS if backward else HEAD_DIMS
+    if D not in served:
+        return f"head dim {D} is none of {', '.join(map(str, served))}"
+    defaults = options._field_defaults
+    for name, value in options._asdict().items():
+        if name not in _SERVED and value is not defaults[name] and value != defaults[name]:
+            return f"they do not know {name}"
+    longest = max(T_k, q.shape[-2])
     if T_k == 0:
         return "there are no keys"
-    if max(T_k, q.shape[2]) >= _MAX_LENGTH:
-        return f"{max(T_k, q.shape[2])} positions; they count to {_MAX_LENGTH}"
+    if longest >= _MAX_LENGTH:
+        return f"{longest} positions; they count to {_MAX_LENGTH}"
     return None
 
 
@@ -55,9 +75,9 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
-def bounded(side: int | None) -> int | None:
-    """A side of the band that can be added to positions in int32."""
-    return None if side is None else min(side, UNBOUNDED)
+def tile_order(heads: int, tiles: int, group: int) -> tuple[int, int, int, int, int]:
+    """All tiles, heads, tiles of a head, heads of a group, its tiles: `pipeline.locate`."""
+    return heads * tiles, heads, tiles, group, group * tiles
 
 
 def heads_in_l2(k: Tensor, v: Tensor) -> int:

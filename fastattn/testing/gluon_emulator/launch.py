@@ -62,7 +62,7 @@ def launch(
 
 def _argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        return Pointer(x)
+        return Pointer(x.detach())
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, bool) or x is None:

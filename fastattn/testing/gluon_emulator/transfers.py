@@ -27,7 +27,7 @@ class Descriptor:
         self.block_shape = list(host.block_shape)
         self.shape = list(host.shape)
         base: TorchTensor = host.base
-        self._global = base.as_strided(host.shape, host.strides)
+        self._global = base.detach().as_strided(host.shape, host.strides)
 
     @property
     def dtype(self) -> Any:

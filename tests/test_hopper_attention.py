@@ -1,0 +1,200 @@
+"""The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.arguments import dense_options
+from fastattn.kernels.hopper import backward, forward
+from fastattn.kernels.hopper.host import why_not_hopper
+from fastattn.options import Options
+from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+from fastattn.testing.gluon_emulator import Emulated
+
+# Tiles are too small to share between threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = {
+    "hopper_forward_kernel": forward,
+    "hopper_backward_dq_kernel": backward,
+    "hopper_backward_dkv_kernel": backward,
+}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The launchers launch into the emulator; each test has an order of events of its own."""
+    seed = sum(map(ord, request.node.name))
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, Emulated(getattr(module, name), seed))
+
+
+class HopperAttention(torch.autograd.Function):
+    """The launchers as an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, programs: int) -> Any:
+        o, lse = forward.launch_hopper_forward(q, k, v, options, programs)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options, ctx.programs = options, programs
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = backward.launch_hopper_backward(
+            do, dlse.contiguous(), q, k, v, o, lse, ctx.options, ctx.programs
+        )
+        return *grads, None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, programs: int = 3, **arguments: Any
+) -> Any:
+    options = dense_options(q, k, v, **arguments)
+    assert return_lse
+    assert why_not_hopper(q, k, v, options, backward=True) is None
+    return HopperAttention.apply(q, k, v, options, programs)
+
+
+def check(
+    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
+    dtype: torch.dtype = torch.bfloat16, layout: str = "bhtd", programs: int = 3,
+    key_lengths: list[int] | None = None, **arguments: Any,
+) -> None:  # fmt: skip
+    """Results and gradients against the oracle's; what lies behind key_lengths is NaN."""
+    clean = make_qkv(B, H_q, H_k, T_q, T_k, D, dtype=dtype, layout=layout)
+    q, k, v = (x.detach().clone().requires_grad_() for x in clean)
+    if key_lengths is not None:
+        arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
+        for b, length in enumerate(key_lengths):
+            k.data[b, :, length:] = v.data[b, :, length:] = float("nan")
+    assert_matches_reference(
+        lambda *qkv, **named: attention(*qkv, programs=programs, **named),
+        q, k, v, clean=clean, **({"causal": True} | arguments),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(dict(T_q=256), id="causal-whole-tiles"),
+        pytest.param(dict(T_q=1, T_k=300), id="one-query"),
+        pytest.param(dict(T_q=300, T_k=1), id="one-key"),
+        pytest.param(dict(T_q=200, T_k=333), id="fewer-queries"),
+        pytest.param(dict(T_q=333, T_k=200), id="rows-before-the-first-key"),
+        pytest.param(dict(causal=False, T_q=70, T_k=640), id="full-every-stage-used-again"),
+        pytest.param(dict(T_q=400, window=(70, None)), id="window"),
+        pytest.param(dict(T_q=300, causal=False, window=(0, 140)), id="window-ahead"),
+        pytest.param(dict(T_q=200, window=(0, 0)), id="own-key-only"),
+        pytest.param(dict(T_q=300, window=(20, 0), keep_first=3), id="first-keys-kept"),
+        pytest.param(dict(B=2, T_q=200, prefix_lengths=torch.tensor([90, 0])), id="prefix"),
+        pytest.param(dict(B=2, H_q=6, H_k=2, T_q=140), id="gqa"),
+        pytest.param(dict(H_q=3, H_k=1, T_q=140, layout="bthd"), id="mqa-strided"),
+        pytest.param(dict(dtype=torch.float16), id="fp16"),
+        pytest.param(dict(D=128, T_q=290, programs=2), id="d128"),
+        pytest.param(dict(D=128, T_q=130, T_k=290, causal=False), id="d128-full"),
+        pytest.param(dict(B=3, T_k=300, key_lengths=[300, 170, 0]), id="lengths"),
+        pytest.param(
+            dict(B=2, T_k=200, key_lengths=[128, 1], causal=False, D=128), id="d128-lengths"
+        ),
+        pytest.param(dict(B=2, T_k=300, query_offset=torch.tensor([5, 250])), id="offset-a-row"),
+        pytest.param(dict(T_k=200, query_offset=-40), id="negative-offset"),
+        pytest.param(dict(T_k=200, query_offset=1000, window=(20, None)), id="past-every-key"),
+        pytest.param(dict(T_q=70, scale=0.5), id="scale"),
+    ],
+)
+def test_matches_the_reference(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 100])
+def test_any_grid_covers_all_tiles(programs: int) -> None:
+    """6 tiles of queries and 3 of keys: `programs` deal them out among themselves."""
+    check(H_q=2, T_q=290, programs=programs)
+
+
+def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "heads_in_l2", lambda k, v: 1)
+    check(B=3, H_q=2, H_k=2, T_q=140, programs=4)
+
+
+def test_many_orders_of_events() -> None:
+    for seed in range(4):
+        for name, module in KERNELS.items():
+            getattr(module, name).seed = 1000 * seed
+        check(H_q=1, T_q=300, programs=2)
+
+
+def test_widest_heads_forward() -> None:
+    """256 columns: the output leaves through the memory of its queries."""
+    q, k, v = make_qkv(1, 2, 1, 150, 200, 256, dtype=torch.bfloat16, requires_grad=False)
+    lengths = torch.tensor([170], dtype=torch.int32)
+    options = dense_options(q, k, v, causal=True, key_lengths=lengths)
+    o, lse = forward.launch_hopper_forward(q, k, v, options, 2)
+    visible = torch.arange(200) <= torch.arange(150)[:, None] + 50
+    hidden = ~(visible & (torch.arange(200) < 170))
+
+    def naive(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scores = (q.to(dtype) @ k.to(dtype).mT / 16).masked_fill(hidden, float("-inf"))
+        return scores.softmax(-1) @ v.to(dtype), scores.logsumexp(-1)
+
+    exact, plain = naive(torch.float64), naive(torch.bfloat16)
+    assert_within_budget("o", o, exact[0], plain[0])
+    assert_within_budget("lse", lse, exact[1], plain[1])
+
+
+def test_gradients_repeat_bit_for_bit() -> None:
+    """Whatever the order of events and the size of the grid."""
+
+    def gradients(seed: int, programs: int) -> tuple[Tensor, ...]:
+        for name, module in KERNELS.items():
+            getattr(module, name).seed = seed
+        q, k, v = make_qkv(1, 4, 2, 200, None, 64, dtype=torch.bfloat16)
+        o, _ = attention(q, k, v, return_lse=True, programs=programs, causal=True)
+        return torch.autograd.grad(o.float().square().sum(), (q, k, v))
+
+    for once, again in zip(gradients(1, 1), gradients(2, 7), strict=True):
+        assert torch.equal(once, again)
+
+
+def test_no_queries() -> None:
+    q, k, v = make_qkv(1, 2, 2, 0, 8, 64, dtype=torch.bfloat16)
+    o, lse = attention(q, k, v, return_lse=True)
+    assert o.shape == (1, 2, 0, 64)
+    assert lse.shape == (1, 2, 0)
+    dk, dv = torch.autograd.grad(o.sum(), (k, v))
+    assert not dk.any() and not dv.any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "reason"),
+    [
+        (dict(dtype=torch.float32), {}, "q is float32; they take bfloat16 and float16"),
+        (dict(D=64, D_v=128), {}, r"head dims of q and v differ \(64 and 128\)"),
+        (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
+        (dict(T_k=0), {}, "there are no keys"),
+        (dict(), {"softcap": 5.0}, "they do not know softcap"),
+        (dict(T_k=64), {"key_padding_mask": torch.ones(1, 64, dtype=torch.bool)}, "key_padding"),
+    ],
+)
+def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:
+    q, k, v = make_qkv(**(dict(B=1, D=64, dtype=torch.bfloat16) | sizes))
+    options = dense_options(q, k, v, **arguments)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(why_not_hopper(q, k, v, options))
+
+
+def test_widest_heads_have_another_backward() -> None:
+    q, k, v = make_qkv(D=256, dtype=torch.bfloat16)
+    options = dense_options(q, k, v)
+    assert why_not_hopper(q, k, v, options) is None
+    assert why_not_hopper(q, k, v, options, backward=True) == "head dim 256 is none of 64, 128"
+
+
+def test_too_long_to_count() -> None:
+    q = torch.empty(1, 1, 1 << 28, 64, dtype=torch.bfloat16, device="meta")
+    assert "they count to" in str(why_not_hopper(q, q, q, Options()))
