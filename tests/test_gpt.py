@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import alibi_slopes, reference
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget
@@ -23,6 +23,15 @@ VARIANTS = {
     "gqa-bias": {"num_kv_heads": 2, "bias": True},
     "mqa-rotary-window": {"num_kv_heads": 1, "positions": "rotary", "window": 3},
     "untied": {"tie_weights": False},
+    "alibi-sinks": {"positions": "alibi", "sinks": True},
+    "norm-softcap-first": {
+        "positions": "rotary",
+        "num_kv_heads": 2,
+        "window": 3,
+        "keep_first": 2,
+        "softcap": 3.0,
+        "qk_norm": True,
+    },
 }
 
 
@@ -58,12 +67,27 @@ def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) 
         block = f"blocks.{i}"
         qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv_proj")
         q, k, v = qkv.view(B, T, -1, config.head_dim).transpose(1, 2).split([H_q, H_k, H_k], dim=1)
+        if config.qk_norm:
+            q, k = (
+                F.rms_norm(part, part.shape[-1:], weights[f"{block}.attention.{name}.weight"], 1e-6)
+                for part, name in ((q, "q_norm"), (k, "k_norm"))
+            )
         if config.positions == "rotary":
             cos, sin = rotary_tables(
                 T, config.head_dim, base=config.rotary_base, device=x.device, dtype=torch.float64
             )
             q, k = (apply_rotary(part, cos, sin, style=config.rotary_style) for part in (q, k))
-        o = reference.attention(q, k, v, causal=True, window=config.window)
+        o = reference.attention(
+            q,
+            k,
+            v,
+            causal=True,
+            window=config.window,
+            keep_first=config.keep_first,
+            softcap=config.softcap,
+            alibi_slopes=alibi_slopes(H_q) if config.positions == "alibi" else None,
+            sinks=weights.get(f"{block}.attention.sinks"),
+        )
         x = x + linear(o.transpose(1, 2).reshape(B, T, -1), f"{block}.attention.out_proj")
         hidden = F.gelu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up_proj"))
         x = x + linear(hidden, f"{block}.mlp.down_proj")
@@ -127,7 +151,7 @@ def test_cached_steps_equal_the_full_forward(changes):
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, naive)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
 @torch.no_grad()
 def test_ragged_rows_in_a_cache_equal_each_row_alone(positions):
     model = make_model(positions=positions)
@@ -195,14 +219,16 @@ def test_tied_head_has_no_parameters_of_its_own():
     assert tied.num_parameters() == 11 * C + 12 * C + L * per_layer + C
 
 
-@pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
+@pytest.mark.parametrize("place", ["embedding", "attention", "weights", "mlp"])
 def test_dropout_acts_in_training_alone(place):
-    model = make_model(dropout=0.5)
+    model = make_model(dropout=0.5, attention_dropout=0.5)
     if place != "embedding":
         model.dropout.p = 0.0
     for block in model.blocks:
         if place != "attention":
             block.attention.dropout = 0.0
+        if place != "weights":
+            block.attention.attention_dropout = 0.0
         if place != "mlp":
             block.mlp.dropout.p = 0.0
     tokens = torch.randint(11, (1, 12))
@@ -212,7 +238,8 @@ def test_dropout_acts_in_training_alone(place):
 
 
 def test_config_survives_json():
-    config = GPTConfig(**SMALL, **VARIANTS["mqa-rotary-window"], dropout=0.1)
+    changes = VARIANTS["norm-softcap-first"]
+    config = GPTConfig(**SMALL, **changes, sinks=True, dropout=0.1, attention_dropout=0.2)
     assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -227,16 +254,27 @@ def test_config_survives_json():
         ({"num_kv_heads": 0}, "num_kv_heads must be a positive integer, got 0"),
         ({"embed_dim": 30}, "embed_dim must be a multiple of num_heads=4, got 30"),
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=4, got 3"),
-        ({"positions": "none"}, "positions must be 'learned' or 'rotary', got 'none'"),
+        ({"positions": "none"}, "positions must be 'learned', 'rotary' or 'alibi', got 'none'"),
         ({"rotary_style": "x"}, "rotary_style must be 'half' or 'interleaved', got 'x'"),
         ({"positions": "rotary", "embed_dim": 20}, "must be even .* 20 / 4 = 5"),
         ({"rotary_base": 0}, "rotary_base must be positive, got 0"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"attention_dropout": -0.5}, r"attention_dropout must be in \[0, 1\), got -0.5"),
+        ({"keep_first": 1}, "keep_first=1 keeps keys that a window or stride hides"),
+        ({"softcap": -1.0}, "softcap must be positive and finite, got -1.0"),
     ],
 )
 def test_wrong_config_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{**SMALL, **changes})
+
+
+def test_a_config_without_later_fields_has_their_defaults():
+    fields = GPTConfig(**SMALL).to_dict()
+    for name in ("keep_first", "softcap", "sinks", "qk_norm", "attention_dropout"):
+        del fields[name]
+    assert GPTConfig.from_dict(fields) == GPTConfig(**SMALL)
+    assert make_model().state_dict().keys() == GPT(GPTConfig.from_dict(fields)).state_dict().keys()
 
 
 def test_wrong_config_fields_are_named():
@@ -275,9 +313,10 @@ def test_a_full_cache_is_named_and_left_as_it_was():
     assert [layer.uniform_length for layer in cache] == [8, 8]
 
 
+@pytest.mark.parametrize("positions", ["rotary", "alibi"])
 @torch.no_grad()
-def test_rotary_positions_reach_past_the_context_in_a_cache():
-    model = make_model(positions="rotary", window=4)
+def test_positions_by_distance_reach_past_the_context_in_a_cache(positions):
+    model = make_model(positions=positions, window=4)
     tokens = torch.randint(11, (1, 20))
     cache = model.new_cache(1, 20)
     steps = [model(part, cache=cache) for part in tokens.split(10, dim=1)]

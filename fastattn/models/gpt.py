@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import checks
 from ..cache import KVCache
 from ..modules import CausalGQAttention, LayerCache
 from ..paged_cache import PagedKVCache
@@ -35,12 +36,17 @@ class GPTConfig:
         num_kv_heads: key/value heads a layer, a divisor of num_heads; None = num_heads.
         embed_dim: width C of the residual stream, a multiple of num_heads.
         positions: "learned" adds a trained vector a position to the token embedding; "rotary"
-            rotates queries and keys instead.
+            rotates queries and keys instead; "alibi" lowers scores in proportion to the distance.
         rotary_style: pairs of features that are rotated together, "half" or "interleaved".
         rotary_base: the rotation's longest wavelength is about 2 * pi * rotary_base positions.
         window: keys a query sees, itself included; None = all up to itself.
+        keep_first: first keys that stay visible outside the window, which it needs.
+        softcap: bound of the attention scores; None = none.
+        sinks: give every head a learned share of attention that goes to no key.
+        qk_norm: normalise queries and keys, with learned weights.
         dropout: probability of zeroing an element of the embedding and of each layer's outputs
-            while training; attention weights are never dropped.
+            while training.
+        attention_dropout: probability of dropping an attention weight while training.
         bias: give linear layers and layer norms a bias.
         tie_weights: use the token embedding as the output layer's weight too.
 
@@ -54,11 +60,16 @@ class GPTConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     embed_dim: int = 128
-    positions: Literal["learned", "rotary"] = "learned"
+    positions: Literal["learned", "rotary", "alibi"] = "learned"
     rotary_style: RotaryStyle = "half"
     rotary_base: float = 10000.0
     window: int | None = None
+    keep_first: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: bool = False
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     bias: bool = False
     tie_weights: bool = True
 
@@ -76,8 +87,10 @@ class GPTConfig:
             raise ValueError(
                 f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}"
             )
-        if self.positions not in ("learned", "rotary"):
-            raise ValueError(f"positions must be 'learned' or 'rotary', got {self.positions!r}")
+        if self.positions not in ("learned", "rotary", "alibi"):
+            raise ValueError(
+                f"positions must be 'learned', 'rotary' or 'alibi', got {self.positions!r}"
+            )
         if self.rotary_style not in ("half", "interleaved"):
             raise ValueError(
                 f"rotary_style must be 'half' or 'interleaved', got {self.rotary_style!r}"
@@ -89,8 +102,12 @@ class GPTConfig:
             )
         if not self.rotary_base > 0:
             raise ValueError(f"rotary_base must be positive, got {self.rotary_base}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        checks.check_keep_first(self.keep_first, self.window is not None)
+        if self.softcap is not None:
+            checks.check_positive("softcap", self.softcap)
 
     @property
     def head_dim(self) -> int:
@@ -117,7 +134,7 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer: pre-LN layers, GELU, learned or rotary positions, MHA or GQA.
+    """Decoder-only transformer: pre-LN layers, GELU, MHA or GQA, positions as `GPTConfig` says.
 
     Weights start as GPT-2's do: normal with standard deviation 0.02, biases 0, and the layers
     that write to the residual stream scaled by 1 / sqrt(2 * num_layers), so that the stream's
@@ -178,9 +195,9 @@ class GPT(nn.Module):
         self._check_inputs(tokens, targets, cache, last_only)
         x = self.token_embedding(tokens)
         tables = None
-        if self.position_embedding is None:
+        if self.config.positions == "rotary":
             tables = self._rotary_tables(tokens, cache)
-        else:
+        if self.position_embedding is not None:
             x = x + self._position_vectors(tokens, cache)
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
@@ -323,9 +340,15 @@ def _block(config: GPTConfig) -> Block:
         qkv_bias=config.bias,
         out_bias=config.bias,
         window=config.window,
+        keep_first=config.keep_first,
         rotary=config.rotary_style if config.positions == "rotary" else None,
         rotary_base=config.rotary_base,
+        qk_norm=config.qk_norm,
+        alibi=config.positions == "alibi",
+        softcap=config.softcap,
+        sinks=config.sinks,
         dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
     )
     mlp = MLP(config.embed_dim, bias=config.bias, dropout=config.dropout)
     return Block(attention, mlp, config.embed_dim, bias=config.bias)
