@@ -36,13 +36,15 @@ class DecodeArguments(TypedDict, total=False):
 
 @overload
 def decode_attention(
-    q: Tensor, cache: Any, *, num_splits: int | None = ..., batch_invariant: bool = ...,
+    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
+    batch_invariant: bool = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
     **options: "Unpack[DecodeArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
-    q: Tensor, cache: Any, *, num_splits: int | None = ..., batch_invariant: bool = ...,
+    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
+    batch_invariant: bool = ...,
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[DecodeArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -50,6 +52,7 @@ def decode_attention(
     q: Tensor,
     cache: Any,
     *,
+    new_lengths: Tensor | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -76,6 +79,10 @@ def decode_attention(
             a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
             queries that see nothing. A ring brings its window and first positions with it, and
             T_q is at most its max_step.
+        new_lengths: int32 or int64 [B], taken within [0, T_q], as the cache's `append` was given
+            it: only the first new_lengths[b] queries of row b are tokens. Token i stands at
+            lengths[b] - new_lengths[b] + i then; what comes out for the others is unspecified,
+            though finite. None: all T_q count.
         num_splits: into how many parts the keys of a row are split. Default: as many as keep the
             GPU busy, by the batch, the heads and the room in the cache. The result depends on it
             in the last bits.
@@ -104,14 +111,14 @@ def decode_attention(
         RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
     """
     view, uniform = _view(cache)
-    checked = _checked(q, view, num_splits, batch_invariant, options)
+    checked = _checked(q, view, new_lengths, num_splits, batch_invariant, options)
     choice = dispatch.choose(q, view.k, view.v, checked, backend)
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            return decode_torch.attend(q, view, checked, return_lse, uniform)
-        o, lse = decode_ops.attend(q, view, checked, num_splits, batch_invariant)
+            return decode_torch.attend(q, view, new_lengths, checked, return_lse, uniform)
+        o, lse = decode_ops.attend(q, view, new_lengths, checked, num_splits, batch_invariant)
     return (o, lse) if return_lse else o
 
 
@@ -119,6 +126,7 @@ def explain_decode(
     q: Tensor,
     cache: Any,
     *,
+    new_lengths: Tensor | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -130,7 +138,7 @@ def explain_decode(
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
     view, _ = _view(cache)
-    checked = _checked(q, view, num_splits, batch_invariant, dict(options))
+    checked = _checked(q, view, new_lengths, num_splits, batch_invariant, dict(options))
     return dispatch.choose(q, view.k, view.v, checked, backend)
 
 
@@ -245,9 +253,13 @@ def _view(cache: Any) -> tuple[CacheView, int | None]:
 
 
 def _checked(
-    q: Tensor, view: CacheView, num_splits: int | None, invariant: bool, options: dict[str, Any]
-) -> Options:
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, num_splits: int | None,
+    invariant: bool, options: dict[str, Any],
+) -> Options:  # fmt: skip
     _check_query(q, view)
+    if new_lengths is not None:
+        checks.check_integers("new_lengths", new_lengths)
+        checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
     if num_splits is not None:
         checks.check_count("num_splits", num_splits, 1)
         if invariant:

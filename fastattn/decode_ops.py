@@ -30,6 +30,7 @@ def _decode(
     block_table: Tensor | None,
     lengths: Tensor,
     starts: Tensor | None,
+    new_lengths: Tensor | None,
     batch_index: Tensor | None,
     pinned: int | None,
     splits: int | None,
@@ -43,7 +44,7 @@ def _decode(
     )
     with ops._device_of(q):
         o, lse = kernel.launch_decode(
-            q, tensors, starts, options, splits=splits, invariant=invariant
+            q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
         )
     return o, lse
 
@@ -52,8 +53,8 @@ decode_forward = ops._op(
     "decode_forward",
     _decode,
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
-    "Tensor lengths, Tensor? starts, Tensor? batch_index, SymInt? pinned, int? splits, "
-    "bool invariant",
+    "Tensor lengths, Tensor? starts, Tensor? new_lengths, Tensor? batch_index, SymInt? pinned, "
+    "int? splits, bool invariant",
     "(Tensor, Tensor)",
 )
 
@@ -68,13 +69,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    q: Tensor, view: CacheView, options: Options, splits: int | None, invariant: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
+    invariant: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, H_q, T_q, D_v] and lse, by the op where something traces, else by the kernel itself."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     arguments = (
         q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
-        view.batch_index, view.keep_first, splits, invariant,
+        new_lengths, view.batch_index, view.keep_first, splits, invariant,
     )  # fmt: skip
     options = ops._in_order(options)
     if ops._may_be_traced(q):

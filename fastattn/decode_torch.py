@@ -10,31 +10,37 @@ from .quantization import dequantize_rows
 
 
 def attend(
-    q: Tensor, view: CacheView, options: Options, return_lse: bool, uniform: int | None
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, return_lse: bool,
+    uniform: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """o, or (o, lse); uniform: the length of every row, where the host knows it and none is padded.
 
     A cache with pages, codes, a ring or a batch index is copied for the call.
     """
-    k, v, options = _in_order(view, options, q.shape[2], uniform)
+    T_q = q.shape[2]
+    counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
+    k, v, options = _in_order(view, options, counts, uniform)
     return torch_backend.attention(q, k, v, options, return_lse)
 
 
 def _in_order(
-    view: CacheView, options: Options, T_q: int, uniform: int | None
+    view: CacheView, options: Options, counts: int | Tensor, uniform: int | None
 ) -> tuple[Tensor, Tensor, Options]:
-    """Keys and values by position, and the options of `attention` over them."""
+    """Keys and values by position, and the options of `attention` over them.
+
+    counts: how many of the queries of a row are tokens.
+    """
     if view.keep_first is not None:
-        return _ring_in_order(view, options, T_q)
+        return _ring_in_order(view, options, counts)
     n = view.length_bound
     if view.block_table is None:
         n = min(n, view.page_size)
     options = _over_keys(options, n)
     plain = view.block_table is None and view.k_scale is None and view.batch_index is None
-    if plain and uniform is not None:
-        return view.k[:, :, :n], view.v[:, :, :n], options._replace(query_offset=uniform - T_q)
+    if plain and uniform is not None and isinstance(counts, int):
+        return view.k[:, :, :n], view.v[:, :, :n], options._replace(query_offset=uniform - counts)
     lengths = view.of_batch(view.lengths)
-    options = options._replace(key_lengths=lengths, query_offsets=lengths - T_q)
+    options = options._replace(key_lengths=lengths, query_offsets=lengths - counts)
     if view.starts is not None:
         positions = torch.arange(n, device=lengths.device)
         exists = positions >= view.of_batch(view.starts).unsqueeze(1)
@@ -45,7 +51,9 @@ def _in_order(
     return k[:, :, :n], v[:, :, :n], options
 
 
-def _ring_in_order(view: CacheView, options: Options, T_q: int) -> tuple[Tensor, Tensor, Options]:
+def _ring_in_order(
+    view: CacheView, options: Options, counts: int | Tensor
+) -> tuple[Tensor, Tensor, Options]:
     """What is left of a ring: the pinned positions, and behind them the latest ones.
 
     With base the distance between the two, key j stands at position j or, behind the pinned ones,
@@ -74,7 +82,7 @@ def _ring_in_order(view: CacheView, options: Options, T_q: int) -> tuple[Tensor,
     options = _over_keys(options, n)._replace(
         key_padding_mask=lasting,
         key_lengths=lengths - base,
-        query_offsets=lengths - T_q - base,
+        query_offsets=lengths - counts - base,
     )
     k = _rows_at(view.k, view.k_scale, page, slot, view.dtype)
     v = _rows_at(view.v, view.v_scale, page, slot, view.dtype)

@@ -66,9 +66,10 @@ class _Rows(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """What the rows of the cache hold; indexed by row."""
+    """What the rows of the cache hold, by row; and how many queries are tokens, by batch row."""
 
     ptr: Any
+    new_ptr: Any
     starts_ptr: Any
     batch_index_ptr: Any
     capacity: int | None  # in the form of `number`
@@ -90,12 +91,15 @@ def _cache_row(b, T_q, lengths):
     if lengths.batch_index_ptr is not None:
         cache_row = tl.load(lengths.batch_index_ptr + b).to(tl.int32)
     length = tl.load(lengths.ptr + cache_row).to(tl.int32)
+    count = T_q
+    if lengths.new_ptr is not None:
+        count = tl.minimum(tl.maximum(tl.load(lengths.new_ptr + b), 0), T_q).to(tl.int32)
     start = 0
     if lengths.starts_ptr is not None:
         start = tl.maximum(tl.load(lengths.starts_ptr + cache_row), 0).to(tl.int32)
     # A replayed graph may count past the end, where nothing is stored.
     end = tl.minimum(tl.maximum(length, 0), value(lengths.capacity))
-    return cache_row, Row(b, T_q, end, length - T_q, start, end, True, 0)
+    return cache_row, Row(b, T_q, end, length - count, start, end, True, 0)
 
 
 @triton.jit
@@ -271,6 +275,7 @@ def launch_decode(
     q: Tensor,
     cache: CacheTensors,
     starts: Tensor | None,
+    new_lengths: Tensor | None,
     options: Options,
     *,
     splits: int | None = None,
@@ -279,11 +284,12 @@ def launch_decode(
     """o [B, H_q, T_q, D_v'] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
     q [B, H_q, T_q, D], last dim contiguous. Token i of batch row b stands at position
-    lengths[row] - T_q + i of its row of the cache. D_v' is D_v rounded up to whole 16 bytes, the
-    columns past D_v being undefined.
+    lengths[row] - new_lengths[b] + i of its row of the cache. D_v' is D_v rounded up to whole 16
+    bytes, the columns past D_v being undefined.
 
     Args:
-        starts: int32 [rows]: the positions before are padding; None: there is none.
+        starts: int [rows]: the positions before are padding; None: there is none.
+        new_lengths: int [B], taken within [0, T_q]: later queries are padding; None: all T_q count.
         options: masks and scores; those of its fields that place queries and keys are not read.
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by INVARIANT_SPLIT positions instead.
@@ -314,7 +320,7 @@ def launch_decode(
     decode_kernel[(programs, splits)](
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
         stored(cache.v, cache.v_scale), pages_of(cache),
-        _Lengths(cache.lengths, starts, cache.batch_index, number(capacity)),
+        _Lengths(cache.lengths, new_lengths, starts, cache.batch_index, number(capacity)),
         mask, kernel_score(options),
         B, H_q, G, T_q, tiles, INVARIANT_SPLIT // tile.BLOCK_N if invariant else 0,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV, _alignment(q),
@@ -329,8 +335,9 @@ def launch_decode(
 
 
 def _stages(cache: CacheTensors, tile: config.TileConfig) -> int:
-    """Stages of the load pipeline, of which the block table takes as many as keys and values."""
-    return tile.num_stages if cache.block_table is None else 2 * tile.num_stages - 1
+    """Stages of the load pipeline, of which NVIDIA's gives a block table half."""
+    deeper = cache.block_table is not None and config.current_arch().startswith("sm_")
+    return 2 * tile.num_stages - 1 if deeper else tile.num_stages
 
 
 def _reads_e4m3() -> bool:

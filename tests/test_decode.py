@@ -333,6 +333,24 @@ def test_forced_tiles_reach_the_kernel(device: str) -> None:
             assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["contiguous", "ring"])
+def test_queries_that_are_padding(kind: str, backend: str, device: str) -> None:
+    """Of three queries the rows have appended two, none and all: these stand at the end."""
+    q, k, v, lengths = tokens(device, (13, 9, 21), 3)
+    counts = torch.tensor([2, 0, 3], device=device)
+    filled = fill(kind, k, v, lengths)
+    how = {"backend": backend, "return_lse": True}
+    o, lse = decode_attention(q, filled.view, new_lengths=counts, **how)
+    assert o.isfinite().all()
+    for row, count in ((0, 2), (2, 3)):
+        view = filled.view._replace(batch_index=torch.tensor([row], device=device))
+        one = slice(row, row + 1)
+        alone = decode_attention(q[one, :, :count], view, **how)
+        torch.testing.assert_close(o[one, :, :count], alone[0])
+        torch.testing.assert_close(lse[one, :, :count], alone[1])
+
+
 def test_nothing_to_do(device: str) -> None:
     q, k, v, lengths = tokens(device)
     view = fill("contiguous", k, v, lengths).view

@@ -40,6 +40,8 @@ REFUSED = [
     ({"q": Q.to("meta")}, ValueError, "q must be on cpu, got meta"),
     ({"cache": [1]}, TypeError, "cache must be a KVCache, a PagedKVCache or a CacheView, got list"),
     ({"cache": Q}, TypeError, "cache must be .* got Tensor"),
+    ({"new_lengths": torch.zeros(2)}, TypeError, "new_lengths must be an int32 or int64 tensor"),
+    ({"new_lengths": torch.zeros(3).int()}, ValueError, r"new_lengths must have shape \[2\]"),
     ({"num_splits": 0}, ValueError, "num_splits must be at least 1, got 0"),
     ({"num_splits": 2.0}, TypeError, "num_splits must be an int"),
     ({"num_splits": 2, "batch_invariant": True}, ValueError, "give one of them"),
@@ -175,7 +177,7 @@ def test_the_choice_is_explained(cache: KVCache, monkeypatch: pytest.MonkeyPatch
 def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
     return (
         q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
-        view.batch_index, view.keep_first, None, False,
+        None, view.batch_index, view.keep_first, None, False,
     )  # fmt: skip
 
 
