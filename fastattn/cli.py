@@ -99,17 +99,26 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_model_options(group: Any) -> None:
-    def add(option: str, field: str, text: str, **keywords: Any) -> None:
-        group.add_argument(option, dest=f"model.{field}", help=text, **keywords)
+    def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
+        to.add_argument(option, dest=f"model.{field}", help=text, **keywords)
 
     add("--layers", "num_layers", "(4)", type=int)
     add("--heads", "num_heads", "query heads (4)", type=int)
     add("--kv-heads", "num_kv_heads", "key/value heads (as many as query heads)", type=int)
     add("--embed-dim", "embed_dim", "width (128)", type=int)
     add("--context", "context_length", "tokens (64)", type=int)
-    add("--positions", "positions", "(learned)", choices=("learned", "rotary"))
+    one = group.add_mutually_exclusive_group()
+    known = ("learned", "rotary", "alibi")
+    add("--positions", "positions", "(learned)", to=one, choices=known)
+    text = "the same as --positions alibi: lower scores in proportion to the distance"
+    add("--alibi", "positions", text, to=one, action="store_const", const="alibi")
     add("--window", "window", "keys a token sees, itself included (all)", type=int)
-    add("--dropout", "dropout", "(0)", type=float)
+    add("--keep-first", "keep_first", "first keys that stay visible beside --window (0)", type=int)
+    add("--softcap", "softcap", "bound of the attention scores (none)", type=float)
+    add("--sinks", "sinks", "learn a share of attention that goes nowhere", action="store_true")
+    add("--qk-norm", "qk_norm", "normalise queries and keys", action="store_true")
+    add("--dropout", "dropout", "of embeddings and outputs of layers (0)", type=float)
+    add("--attention-dropout", "attention_dropout", "of attention weights (0)", type=float)
     add("--bias", "bias", "give linear layers and norms a bias", action="store_true")
 
 

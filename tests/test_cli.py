@@ -175,6 +175,9 @@ def test_options_reach_the_run(text, tmp_path):
         "kv-heads": ("model", "num_kv_heads", 1),
         "positions": ("model", "positions", "rotary"),
         "window": ("model", "window", 5),
+        "keep-first": ("model", "keep_first", 2),
+        "softcap": ("model", "softcap", 20.0),
+        "attention-dropout": ("model", "attention_dropout", 0.2),
         "dropout": ("model", "dropout", 0.1),
         "accumulate": ("training", "accumulation", 2),
         "lr": ("training", "learning_rate", 0.01),
@@ -186,12 +189,13 @@ def test_options_reach_the_run(text, tmp_path):
         "dtype": ("training", "dtype", "bfloat16"),
     }
     arguments = [word for name, (*_, value) in options.items() for word in (f"--{name}", value)]
-    command = ["train", "--text", text, "--out", out, "--bias", *QUICK, "--steps", 2, *arguments]
+    flags = ["--bias", "--sinks", "--qk-norm"]
+    command = ["train", "--text", text, "--out", out, *flags, *QUICK, "--steps", 2, *arguments]
     assert main([str(word) for word in command]) == 0
     config = load_checkpoint(out).config
     for part, field, value in options.values():
         assert config[part][field] == value, field
-    assert config["model"]["bias"]
+    assert config["model"]["bias"] and config["model"]["sinks"] and config["model"]["qk_norm"]
     assert config["model"]["num_heads"] == 2
     assert config["training"]["steps"] == 2
 
@@ -326,6 +330,9 @@ def test_an_unusable_text_is_named(content, message, tmp_path, capsys):
         ("--heads 3", "embed_dim must be a multiple of num_heads=3, got 16"),
         ("--steps 0", "steps must be at least 1, got 0"),
         ("--device tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', got 'tpu'"),
+        ("--softcap 0", "softcap must be positive and finite, got 0.0"),
+        ("--keep-first 2", "keep_first=2 keeps keys that a window or stride hides"),
+        ("--attention-dropout 1", "attention_dropout must be in [0, 1), got 1.0"),
         ("--dtype float16", "dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'"),
         ("--tokenizer absent.json", "cannot read tokenizer absent.json: No such file or directory"),
         ("--tokenizer bpe --vocab-size 9", "vocab_size must be at least 256"),

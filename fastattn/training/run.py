@@ -25,6 +25,12 @@ _CHANGEABLE = {
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
 
+_MODEL_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(GPTConfig)
+    if field.default is not dataclasses.MISSING
+}
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -183,6 +189,9 @@ def _continued(options: Options, checkpoint: Checkpoint) -> Options:
     merged: dict[str, dict[str, Any]] = {}
     for part in ("model", "training", "data"):
         saved = dict(checkpoint.config.get(part, {}))
+        if part == "model":
+            # Fields that the run's version did not have yet.
+            saved = _MODEL_DEFAULTS | saved
         asked = getattr(options, part)
         for name, value in asked.items():
             value = list(value) if isinstance(value, tuple) else value
