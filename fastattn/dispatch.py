@@ -63,6 +63,10 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     widest = max(q.shape[-1], v.shape[-1])
     if widest > ops.MAX_HEAD_DIM:
         return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM}"
+    if widest > ops.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
+        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM_NARROW}, the limit for float32"
+    if widest > ops.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
+        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM_NARROW}, the limit on AMD"
     if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
     return None

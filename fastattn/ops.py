@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import formula, functions
 from .options import MAX_MOD_TENSORS, Options
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+# What fits the registers of a program without matrix units for fp32, or with those of AMD.
+MAX_HEAD_DIM_NARROW = 256
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.

@@ -4,11 +4,13 @@ Nothing here runs on a GPU: the launchers themselves compile in worker processes
 """
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from fastattn.kernels import config
 from fastattn.kernels.backward import launch_backward
@@ -19,13 +21,19 @@ from fastattn.testing.cross_compile import TARGETS, CompiledFacts, count_compila
 
 SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-# wgmma and tcgen05 need tiles of 64 rows. With two accumulators of 256 columns those spill.
+# wgmma and tcgen05 need tiles of 64 rows. With two accumulators of 256 columns, with 512 columns or
+# with every mask and score at once those spill.
 NARROW_BACKWARD = {("sm_90", 256), ("sm_90", 160), ("sm_100", 256)}
 # Triton 3.6 runs ptxas with other options than 3.7, for which the tiles were chosen.
 USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 # fp32 rows of 256 columns have no matrix units and fit the registers in no tile: the smallest
 # spills that were found.
-SPILL_BYTES = {("sm_90", "forward", 256, "fp32"): 16, ("sm_90", "backward", 256, "fp32"): 64}
+SPILL_BYTES = {
+    ("sm_90", "forward", 256, "fp32"): 16,
+    ("sm_90", "backward", 256, "fp32"): 64,
+    # Two accumulators of 512 columns.
+    ("sm_90", "backward", 512, "bf16"): 32,
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,12 +58,43 @@ def launch(
             meta(B, T, dtype=torch.bool), per_row, per_row,
             left=9, right=9, query_offset=0, scale=0.1,
         )  # fmt: skip
+    if masks == "heavy":
+        options = heavy(meta, B, T)
     q, k, v = meta(B, 4, T, D), meta(B, H_k, T, D), meta(B, H_k, T, D)
     if kernel == "forward":
         launch_forward(q, k, v, options)
     else:
         lse = meta(B, 4, T, dtype=torch.float32)
         launch_backward(q, lse if masks == "all" else None, q, k, v, q, lse, options)
+
+
+@triton.jit
+def mask_mod(b, h, q_pos, k_pos, limits_ptr):
+    return tl.load(limits_ptr + k_pos) <= q_pos
+
+
+@triton.jit
+def score_mod(x, b, h, q_pos, k_pos, limits_ptr):
+    return 1.5 * x
+
+
+@triton.jit
+def score_mod_grad(dx, x, b, h, q_pos, k_pos, limits_ptr):
+    return 1.5 * dx
+
+
+def heavy(meta: Callable[..., torch.Tensor], B: int, T: int) -> Options:
+    """Every mask and score at once, but relative keys."""
+    documents, floats = meta(B, T, dtype=torch.int32), torch.float32
+    return Options(
+        prefix_lengths=meta(B, dtype=torch.int32), q_documents=documents, k_documents=documents,
+        attn_mask=meta(B, 1, T, T, dtype=torch.bool), alibi_slopes=meta(4, dtype=floats),
+        dropout_seed=meta(2, dtype=torch.int64), attn_bias=meta(1, 4, T, T),
+        relative_bias=meta(4, 257, dtype=floats), sinks=meta(4, dtype=floats),
+        mod_tensors=(meta(T, dtype=torch.int32),), left=9, causal=True, keep_first=4, stride=7,
+        scale=0.1, softcap=30.0, dropout=0.1, mask_mod=mask_mod, score_mod=score_mod,
+        score_mod_grad=score_mod_grad,
+    )  # fmt: skip
 
 
 def compilations_for_new_shapes() -> list[int]:
@@ -78,6 +117,9 @@ CASES = [
     *itertools.product(SHIPPED, KERNELS, (128,), ("bf16",), ("causal",)),
     *itertools.product(("sm_90",), KERNELS, (16, 40, 80, 160), ("bf16",), ("all",)),
     *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
+    *itertools.product(("sm_90",), KERNELS, (512,), ("bf16",), ("causal",)),
+    *itertools.product(("sm_90",), KERNELS, (64, 128), ("bf16",), ("heavy",)),
+    *itertools.product(("sm_80", "gfx942"), KERNELS, (64,), ("bf16",), ("heavy",)),
     *itertools.product(("sm_80", "sm_90", "gfx942"), KERNELS, (64, 128), ("fp32",), ("all",)),
     *itertools.product(("sm_86", "sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
     *itertools.product(("sm_90",), KERNELS, (256,), ("fp32",), ("all",)),
@@ -101,7 +143,7 @@ def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
-    target, kernel, D, dtype, _ = case
+    target, kernel, D, dtype, masks = case
     facts = attention_kernels(compiled[case].result())
     assert len(facts) == {"forward": 1, "backward": 2}[kernel]
     for fact in facts:
@@ -111,6 +153,7 @@ def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
         assert fact.warnings == ()
         if dtype != "fp32":
             narrow = kernel == "backward" and (target, D) in NARROW_BACKWARD
+            narrow = narrow or masks == "heavy" or D == 512
             assert fact.mma & {MATRIX_OP.get(target, "mma.sync"), "mma.sync" if narrow else ""}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastattn import ops
 from fastattn.kernels import config
 from fastattn.kernels.config import TileConfig
 
@@ -33,6 +34,12 @@ def test_rows_are_well_formed(name: str) -> None:
 def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
     tile = config._lookup(name, kernel, element_size, BLOCK_D)
     assert isinstance(tile, TileConfig)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY)
+def test_the_widest_heads_have_tiles_where_they_are_served(name: str, kernel: str) -> None:
+    assert isinstance(config._lookup(name, kernel, 2, ops.MAX_HEAD_DIM), TileConfig)
 
 
 def test_lookup_takes_the_next_wider_row() -> None:

@@ -25,8 +25,9 @@ def test_kernels_serve_when_interpreting() -> None:
 
 REASONS = [
     ({"dtype": torch.float64}, "q is float64; kernels exist for float16, bfloat16 and float32"),
-    ({"D": 264}, "head dim 264 is larger than 256"),
-    ({"D": 16, "D_v": 300}, "head dim 300 is larger than 256"),
+    ({"D": 264}, "head dim 264 is larger than 256, the limit for float32"),
+    ({"D": 16, "D_v": 300}, "head dim 300 is larger than 256, the limit for float32"),
+    ({"D": 520, "dtype": torch.bfloat16}, "head dim 520 is larger than 512"),
     ({"device": "meta"}, "q is on meta; kernels exist for CUDA and ROCm devices"),
 ]
 
