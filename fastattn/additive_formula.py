@@ -31,15 +31,14 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, u, options)
     B, H_q, _, D = q.shape
-    T_k, D_v = v.shape[2:]
+    T_k = v.shape[2]
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, u = (x.to(wide) for x in (q, k, v, u))
     exists = formula.existing_keys(options, T_k, q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
-    outputs = [q.new_empty(B, H_q, 0, D_v)]
-    lses = [q.new_empty(B, H_q, 0)]
+    outputs, lses = [], []
     for rows, own in chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN):
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
         if torch.is_grad_enabled():

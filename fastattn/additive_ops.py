@@ -71,15 +71,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ]
     masks = (getattr(options, name) for name in ctx.names)
     ctx.save_for_backward(q, k, v, u, *output, *masks, *options.mod_tensors)
-    ctx.options = options._replace(**dict.fromkeys(ctx.names), mod_tensors=())
+    absent: dict[str, Any] = dict.fromkeys(ctx.names)
+    ctx.options = options._replace(**absent, mod_tensors=())
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, u, o, lse, *tensors = ctx.saved_tensors
     count = len(ctx.names)
-    masks = dict(zip(ctx.names, tensors[:count], strict=True))
-    options = ctx.options._replace(**masks, mod_tensors=tuple(tensors[count:]))
+    masks: dict[str, Any] = dict(zip(ctx.names, tensors[:count], strict=True))
+    saved: Options = ctx.options
+    options = saved._replace(**masks, mod_tensors=tuple(tensors[count:]))
     others = (None,) * (len(ctx.needs_input_grad) - 4)
     if torch.is_grad_enabled():
         needed = ctx.needs_input_grad[:4]

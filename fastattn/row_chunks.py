@@ -12,11 +12,11 @@ def chunks(
 ) -> Iterator[tuple[slice, Options]]:
     """Slices of the queries, in order, and the options of each by itself.
 
-    elements: how many numbers one query takes. limit: about how many are held at once; a slice has
-    at least one query.
+    elements: how many numbers one query takes. limit: about how many are held at once. There is at
+    least one slice, and it is empty only where there are no queries.
     """
     count = max(1, limit // max(1, elements))
-    for start in range(0, T_q, count):
+    for start in range(0, max(T_q, 1), count):
         rows = slice(start, min(start + count, T_q))
         yield rows, _of_rows(options, rows)
 

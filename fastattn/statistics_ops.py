@@ -99,9 +99,7 @@ def torch_statistics(
     T_k = k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     received = torch.zeros(B, H_q, T_k, dtype=wide, device=q.device)
-    entropies = [received.new_empty(B, H_q, 0)]
-    largest = [received.new_empty(B, H_q, 0, top)]
-    positions = [torch.empty(B, H_q, 0, top, dtype=torch.int64, device=q.device)]
+    entropies, largest, positions = [], [], []
     for rows, own in chunks(options, T_q, B * H_q * T_k, _SCORES):
         x, p, own_lse = _torch_weights(
             q[:, :, rows], k, None if lse is None else lse[:, :, rows], own

@@ -1,0 +1,360 @@
+"""Dot-product, multiplicative and additive attention, against their formulas written out."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn import additive_formula, reference
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.budget import assert_within_budget
+
+B, H_q, H_k, T_q, T_k, HIDDEN = 2, 2, 1, 18, 21, 3
+NAMES = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "window-lengths": {"window": (6, 1), "key_lengths": torch.tensor([T_k, 0])},
+    "padding-offset": {
+        "key_padding_mask": torch.arange(B * T_k).reshape(B, T_k) % 5 != 3,
+        "causal": True,
+        "query_offset": torch.tensor([1, -4]),
+    },
+    "mask": {"attn_mask": (torch.arange(T_q)[:, None] + torch.arange(T_k)) % 3 != 0},
+}
+
+
+def inputs(
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    projected: bool = False,
+    per_head: bool = False,
+) -> list[Tensor]:
+    """q, k, v, u, and where they are not projected already w_query and w_key."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator).to(device, dtype)
+        return x.detach().requires_grad_()
+
+    if projected:
+        q, k = draw(B, H_q, T_q, HIDDEN), draw(B, H_k, T_k, HIDDEN)
+        return [q, k, draw(B, H_k, T_k, 3), draw(H_q, HIDDEN)]
+    q, k, v, u = draw(B, H_q, T_q, 4), draw(B, H_k, T_k, 6), draw(B, H_k, T_k, 3), draw(HIDDEN)
+    heads = ((H_q,), (H_k,)) if per_head else ((), ())
+    return [q, k, v, u, draw(*heads[0], HIDDEN, 4), draw(*heads[1], HIDDEN, 6)]
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
+) -> tuple[Tensor, Tensor]:
+    """The formula as it is written, [B, H_q, T_q, T_k, hidden] and all."""
+    a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
+    b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
+    b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
+    u = u.expand(q.shape[1], u.shape[-1])
+    x = ((a[:, :, :, None] + b[:, :, None]).tanh() * u[:, None, None]).sum(-1)
+    masks = dict(masks)
+    attn_mask = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
+    keep = reference.visible_mask(q.shape[2], k.shape[2], device=q.device, **masks) & attn_mask
+    x = x.masked_fill(~keep, -math.inf)
+    blind = ~keep.expand(x.shape).any(-1)
+    x = x.masked_fill(blind[..., None], 0.0)
+    weights = x.softmax(-1).masked_fill(blind[..., None], 0.0)
+    return weights @ v, x.logsumexp(-1).masked_fill(blind, -math.inf)
+
+
+def results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
+    """o, lse and all gradients; those of o and lse are the same numbers in every dtype."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    o, lse = function(*tensors, **arguments)
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (
+        torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
+    )
+    grads = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    return [o.detach(), lse.detach(), *grads]
+
+
+def assert_additive(tensors: list[Tensor], backend: str, masks: dict[str, Any]) -> None:
+    masks = {
+        name: x.to(tensors[0].device) if isinstance(x, Tensor) else x for name, x in masks.items()
+    }
+    ours = results(fastattn.additive_attention, tensors, return_lse=True, backend=backend, **masks)
+    ref = results(naive, [x.double() for x in tensors], **masks)
+    plain = results(naive, tensors, **masks)
+    for name, x, exact, rough in zip(NAMES, ours, ref, plain, strict=True):
+        assert_within_budget(name, x, exact, rough)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_additive_kernels_match_the_formula(name: str, device: str) -> None:
+    assert_additive(inputs(device=device), "triton", MASKS[name])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_additive_on_torch_matches_the_formula(name: str) -> None:
+    assert_additive(inputs(), "torch", MASKS[name])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_additive_in_bf16(backend: str, device: str) -> None:
+    assert_additive(inputs(torch.bfloat16, device), backend, MASKS["causal"])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_additive_with_weights_of_each_head(backend: str, device: str) -> None:
+    assert_additive(inputs(device=device, per_head=True), backend, MASKS["causal"])
+
+
+def test_additive_in_fp64_is_exact() -> None:
+    tensors = [x.double() for x in inputs()]
+    ours = results(fastattn.additive_attention, tensors, return_lse=True, causal=True)
+    for x, y in zip(ours, results(naive, tensors, causal=True), strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-6 if x is ours[1] else 1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_projected_inputs_and_a_vector_of_each_head(backend: str, device: str) -> None:
+    q, k, v, u = inputs(device=device, projected=True)
+    eye = torch.eye(HIDDEN, device=device)
+    ours = results(
+        fastattn.additive_attention, [q, k, v, u], return_lse=True, backend=backend, causal=True
+    )
+    ref = results(naive, [x.double() for x in (q, k, v, u, eye, eye)], causal=True)
+    plain = results(naive, [q, k, v, u, eye, eye], causal=True)
+    for name, x, exact, rough in zip(NAMES, ours, ref, plain, strict=False):
+        assert_within_budget(name, x, exact, rough)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nan_in_padding_reaches_no_result_and_no_gradient(backend: str, device: str) -> None:
+    q, k, v, u, w_query, w_key = inputs(device=device)
+    lengths = torch.tensor([7, 17], device=device)
+    padded = torch.arange(T_k, device=device)[:, None] >= lengths[:, None, None, None]
+    clean = [q, k.detach().masked_fill(padded, 0), v.detach().masked_fill(padded, 0)]
+    dirty = [q, *(x.detach().masked_fill(padded, math.nan) for x in (k, v))]
+    arguments = {"return_lse": True, "backend": backend, "key_lengths": lengths}
+    weights = [u, w_query, w_key]
+    ours = results(fastattn.additive_attention, dirty + weights, **arguments)
+    expected = results(fastattn.additive_attention, clean + weights, **arguments)
+    for name, x, y in zip(NAMES, ours, expected, strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_gradients_of_additive_kernels_repeat_to_the_bit(device: str) -> None:
+    arguments = {"return_lse": True, "backend": "triton", "causal": True}
+    tensors = [x[:1] if x.dim() == 4 else x for x in inputs(device=device, projected=True)]
+    first = results(fastattn.additive_attention, tensors, **arguments)
+    again = results(fastattn.additive_attention, tensors, **arguments)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_gradient_of_o_alone_and_of_lse_alone(device: str) -> None:
+    """Each is the part of their sum that the other does not have."""
+    tensors = [x[:1] if x.dim() == 4 else x for x in inputs(device=device, projected=True)]
+    q, k, v, u = (x.detach().requires_grad_() for x in tensors)
+    o, lse = fastattn.additive_attention(q, k, v, u, return_lse=True, backend="triton")
+    both = torch.autograd.grad((o.sum(), lse.sum()), (q, k, u), retain_graph=True)
+    of_o = torch.autograd.grad(o.sum(), (q, k, u), retain_graph=True)
+    of_lse = torch.autograd.grad(lse.sum(), (q, k, u))
+    for whole, x, y in zip(both, of_o, of_lse, strict=True):
+        torch.testing.assert_close(x + y, whole)
+        assert x.abs().max() > 1e-3
+        assert y.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_second_derivatives(backend: str, device: str) -> None:
+    def penalty(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
+        o, lse = function(*tensors, causal=True, **arguments)
+        grads = torch.autograd.grad(o.square().sum() + lse.sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), tensors)
+
+    tensors = [x[:, :, :6] if x.dim() == 4 else x for x in inputs(device=device)]
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    ours = penalty(fastattn.additive_attention, tensors, return_lse=True, backend=backend)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    plain, ref = penalty(naive, tensors), penalty(naive, wide)
+    for n, (x, exact, rough) in enumerate(zip(ours, ref, plain, strict=True)):
+        assert_within_budget(f"input {n}", x, exact, rough)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many numbers the largest storage behind an output of any operation had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                size = x.untyped_storage().nbytes() // x.element_size()
+                self.largest = max(self.largest, size)
+        return out
+
+
+def test_torch_never_holds_all_hidden_values(monkeypatch) -> None:
+    tensors = inputs()
+    whole = results(fastattn.additive_attention, tensors, return_lse=True, causal=True)
+    rows = 2
+    monkeypatch.setattr(additive_formula, "_HIDDEN", rows * B * H_q * T_k * HIDDEN)
+    with Sizes() as sizes:
+        parts = results(
+            fastattn.additive_attention, tensors, return_lse=True, causal=True, backend="torch"
+        )
+    for name, x, y in zip(NAMES, parts, whole, strict=True):
+        torch.testing.assert_close(x, y, msg=name)
+    assert rows * B * H_q * T_k * HIDDEN <= sizes.largest < B * H_q * T_q * T_k * HIDDEN / 4
+
+
+@pytest.fixture
+def allocations(monkeypatch) -> Iterator[list[Tensor]]:
+    """Every tensor that is allocated by a torch.empty in the test."""
+    made: list[Tensor] = []
+    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+        allocate = getattr(owner, name)
+
+        def noting(*args, allocate=allocate, **kwargs):
+            made.append(allocate(*args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setattr(owner, name, noting)
+    yield made
+
+
+def test_additive_kernels_allocate_nothing_of_all_scores(allocations, device: str) -> None:
+    T = 64
+    q, k, v = make_qkv(1, 1, 1, T, T, 4, device=device)
+    u = torch.ones(4, device=device, requires_grad=True)
+    o = fastattn.additive_attention(q, k, v, u, window=9, backend="triton")
+    torch.autograd.grad(o.sum(), (q, k, v, u))
+    assert len(allocations) >= 7
+    assert max(x.numel() for x in allocations) <= q.numel()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
+def test_no_queries_or_no_keys(queries: int, keys: int, backend: str, device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, queries, keys, 4, device=device)
+    u = torch.ones(4, device=device, requires_grad=True)
+    o, lse = fastattn.additive_attention(q, k, v, u, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(o.sum(), (q, k, v, u))
+    assert o.shape == (1, 2, queries, 4)
+    assert torch.all(lse == -math.inf)
+    assert all(torch.all(x == 0) for x in (o, *grads))
+
+
+def test_additive_operators_tell_tracers_what_they_return(device: str) -> None:
+    tensors = inputs(device=device)
+    wanted = results(
+        fastattn.additive_attention, tensors, return_lse=True, backend="triton", causal=True
+    )
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in tensors]
+        o, lse = fastattn.additive_attention(*fakes, return_lse=True, backend="triton", causal=True)
+        found = [o, lse, *torch.autograd.grad((o.sum(), lse.sum()), fakes)]
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+
+
+def test_concat_of_luong_is_additive() -> None:
+    """u^T tanh(W [q; k]) with W = [W_q, W_k]."""
+    q, k, v, u, w_query, w_key = (x.detach() for x in inputs())
+    w = torch.cat((w_query, w_key), 1)
+    pairs = torch.cat(
+        (
+            q[:, :, :, None].expand(-1, -1, -1, T_k, -1),
+            k[:, :, None].expand(-1, H_q, T_q, -1, -1),
+        ),
+        -1,
+    )
+    weights = ((pairs @ w.T).tanh() @ u).softmax(-1)
+    o = fastattn.additive_attention(q, k, v, u, w_query, w_key)
+    torch.testing.assert_close(o, weights @ v)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_dot_product_is_not_scaled(backend: str, device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 9, 12, 8, device=device)
+
+    def ours(*tensors: Tensor, scale: float, **arguments: Any) -> Any:
+        return fastattn.dot_product_attention(*tensors, backend=backend, **arguments)
+
+    def oracle(*tensors: Tensor, **arguments: Any) -> Any:
+        return reference.attention(*tensors, **arguments)
+
+    assert_matches_reference(ours, q, k, v, oracle=oracle, causal=True, scale=1.0)
+    o = fastattn.dot_product_attention(q, k, v, backend=backend)
+    expected = (q @ k.mT).softmax(-1) @ v
+    torch.testing.assert_close(o, expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_multiplicative_is_a_bilinear_form(backend: str, per_head: bool, device: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, v = torch.randn(1, 2, 9, 5), torch.randn(1, 1, 12, 7)
+    k = torch.randn(1, 1, 12, 8)
+    weight = torch.randn(*((2,) if per_head else ()), 8, 5, generator=generator)
+    tensors = [x.to(device).requires_grad_() for x in (q, k, v, weight)]
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.expand(2, 8, 5)
+        x = torch.einsum("bkjc,hcd,bhid->bhij", k, weight, q)
+        x = x.masked_fill(torch.ones_like(x[0, 0]).triu(4).bool(), -math.inf)
+        return x.softmax(-1) @ v, x.logsumexp(-1)
+
+    ours = results(
+        fastattn.multiplicative_attention, tensors, causal=True, return_lse=True, backend=backend
+    )
+    ref = results(formula, [x.double() for x in tensors])
+    plain = results(formula, tensors)
+    for name, x, exact, rough in zip(
+        ("o", "lse", "dq", "dk", "dv", "dweight"), ours, ref, plain, strict=True
+    ):
+        assert_within_budget(name, x, exact, rough)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"u": None}, TypeError, "u must be a float tensor, got NoneType"),
+        ({"u": torch.ones(3, HIDDEN)}, ValueError, r"u must have .* \[2, hidden\], got \[3, 3\]"),
+        ({"u": torch.ones(0)}, ValueError, r"u must have shape .*, got \[0\]"),
+        ({"w_query": None}, ValueError, "w_query must be given where q is not as wide"),
+        ({"w_key": None}, ValueError, "w_key must be given where k .* got widths 6"),
+        ({"w_key": torch.ones(HIDDEN, 4)}, ValueError, r"w_key must have .* \[1, 3, 6\]"),
+        ({"w_query": torch.ones(4, HIDDEN, 4)}, ValueError, r"w_query must have .* \[2, 3, 4\]"),
+        ({"w_query": torch.ones(HIDDEN, 4).half()}, TypeError, "w_query must have the dtype of q"),
+        ({"w_key": 3}, TypeError, "w_key must be a float tensor, got int"),
+        ({"scale": 1.0}, TypeError, "additive_attention takes no scale"),
+        ({"attn_bias": torch.ones(T_q, T_k)}, TypeError, "additive_attention takes no attn_bias"),
+        ({"attn_mask": torch.ones(T_q, T_k)}, TypeError, "attn_mask must be a bool tensor"),
+        ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+        ({"v": torch.ones(B, H_k, T_k + 1, 3)}, ValueError, "v must have shape"),
+        ({"v": torch.ones(B, H_k, T_k, 3).half()}, TypeError, "v must have the dtype of q"),
+        ({"backend": "gpu"}, ValueError, "backend must be one of auto, triton, torch"),
+    ],
+)  # fmt: skip
+def test_bad_input_of_additive(change: dict[str, Any], error: type, message: str) -> None:
+    names = ("q", "k", "v", "u", "w_query", "w_key")
+    arguments = dict(zip(names, inputs(), strict=True)) | change
+    with pytest.raises(error, match=message):
+        fastattn.additive_attention(**arguments)
+
+
+def test_bad_input_of_the_others() -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 4, 8)
+    with pytest.raises(TypeError, match="dot_product_attention takes no scale"):
+        fastattn.dot_product_attention(q, k, v, scale=2.0)
+    with pytest.raises(TypeError, match="multiplicative_attention takes no scale"):
+        fastattn.multiplicative_attention(q, k, v, torch.eye(8), scale=2.0)
+    with pytest.raises(ValueError, match=r"weight must have shape \[8, 8\] or \[2, 8, 8\], got"):
+        fastattn.multiplicative_attention(q, k, v, torch.eye(7))

@@ -1,0 +1,344 @@
+"""Statistics of attention weights, by kernels and by torch, against the oracle's own weights."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn import reference, statistics_ops
+from fastattn.kernels import config
+from fastattn.kernels.config import TileConfig
+from fastattn.testing import make_qkv
+from fastattn.testing.budget import assert_within_budget
+
+B, H_q, H_k, T_q, T_k, D = 2, 2, 1, 21, 25, 12
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    """Several blocks in every direction, full ones and others, at small lengths."""
+    tile = TileConfig(16, 16)
+    with config.forced(forward=tile, backward_dq=tile, backward_dkv=tile, relative=tile):
+        yield
+
+
+@triton.jit
+def odd_or_first(b, h, q_pos, k_pos):
+    return (k_pos % 2 == 1) | (k_pos < h)
+
+
+@triton.jit
+def square(x, b, h, q_pos, k_pos):
+    return tl.where(k_pos > q_pos - 3, x, x * x * 0.3)
+
+
+def draw(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "lengths-window": {"window": (9, 2), "key_lengths": torch.tensor([T_k, 9])},
+    "padding-offset": {"key_padding_mask": draw(B, T_k) > 0, "query_offset": 3, "causal": True},
+    "mask-bias": {"attn_mask": draw(T_q, T_k) > 0, "attn_bias": draw(H_q, T_q, 1)},
+    "stride-first": {"window": 4, "stride": 5, "keep_first": 2},
+    "documents-alibi": {
+        "documents": (draw(B, T_q).long(), draw(B, T_k).long()),
+        "alibi_slopes": draw(H_q).abs(),
+    },
+    "softcap-sinks": {"softcap": 2.0, "sinks": draw(H_q), "causal": True},
+    "relative": {"relative_keys": draw(H_k, 9, D), "relative_bias": draw(H_q, 7)},
+    "mods": {"mask_mod": odd_or_first, "score_mod": square},
+}
+
+
+def make(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    q, k, _ = make_qkv(B, H_q, H_k, T_q, T_k, D, dtype=dtype, device=device, requires_grad=False)
+    return q, k
+
+
+def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Float options in the dtype of the inputs; slopes stay fp32."""
+    return {
+        name: x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and name != "alibi_slopes"
+        else x
+        for name, x in options.items()
+    }
+
+
+def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    def moved(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(moved, x))
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return {name: moved(x) for name, x in options.items()}
+
+
+def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, weight received and weights, from the output of the oracle for unit vectors."""
+    T = k.shape[2]
+    v = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:2], T, T)
+    weights, lse = reference.attention(q, k, v, return_lse=True, **options)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)
+    if "sinks" in options:
+        sink = torch.exp(options["sinks"][:, None] - lse)
+        entropy = entropy - torch.special.xlogy(sink, sink)
+    return entropy, weights.sum(-2), weights
+
+
+def assert_statistics(q: Tensor, k: Tensor, backend: str, options: dict[str, Any]) -> None:
+    """Every statistic within the error budget; the largest weights are the largest."""
+    top = 3
+    options = in_dtype(options, q.dtype)
+    exact = oracle(q.double(), k.double(), **in_dtype(options, torch.float64))
+    naive = oracle(q, k, **options)
+    found = fastattn.attention_statistics(q, k, top=top, backend=backend, **options)
+    weights = fastattn.attention_weights(q, k, backend=backend, **options)
+    names = ("entropy", "received", "weights")
+    ours = (found.entropy, found.received, weights)
+    for name, x, ref, plain in zip(names, ours, exact, naive, strict=True):
+        assert_within_budget(name, x, ref, plain)
+
+    largest = exact[2].sort(-1, descending=True)
+    rounded = naive[2].sort(-1, descending=True).values[..., :top]
+    assert_within_budget("top_weights", found.top_weights, largest.values[..., :top], rounded)
+    seen = largest.values[..., :top] > 0
+    assert torch.equal(found.top_positions == -1, ~seen)
+    assert torch.all(found.top_weights[~seen] == 0)
+    if q.dtype == torch.float32:
+        # No two scores are so close that fp32 would take one for the other.
+        expected = torch.where(seen, largest.indices[..., :top], -1)
+        assert torch.equal(found.top_positions, expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_kernels_match_the_oracle(name: str, device: str) -> None:
+    assert_statistics(*make(device=device), "triton", on(device, OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_torch_matches_the_oracle(name: str) -> None:
+    assert_statistics(*make(), "torch", OPTIONS[name])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_bf16(backend: str, device: str) -> None:
+    q, k = make(torch.bfloat16, device)
+    assert_statistics(q, k, backend, on(device, OPTIONS["softcap-sinks"]))
+
+
+def test_torch_keeps_fp64() -> None:
+    q, k = (x.double() for x in make())
+    found = fastattn.attention_statistics(q, k, top=1, causal=True)
+    entropy, received, _ = oracle(q, k, causal=True)
+    torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.received, received, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_equal_scores_share_the_weight_evenly(backend: str, device: str) -> None:
+    q = torch.zeros(1, 1, 4, 16, device=device)
+    found = fastattn.attention_statistics(q, q, causal=True, top=2, backend=backend)
+    expected = [math.log(n) for n in (1, 2, 3, 4)]
+    torch.testing.assert_close(found.entropy.cpu(), torch.tensor([[expected]]))
+    expected = [sum(1 / n for n in range(first, 5)) for first in (1, 2, 3, 4)]
+    torch.testing.assert_close(found.received.cpu(), torch.tensor([[expected]]))
+    assert found.top_positions.tolist() == [[[[0, -1], [0, 1], [0, 1], [0, 1]]]]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_of_equal_scores_the_first_keys_are_listed(backend: str, device: str) -> None:
+    """Blocks at the left edge of a window are visited after those inside it."""
+    T, left = 60, 40
+    q, k, _ = make_qkv(1, 1, 1, T, T, 16, device=device, requires_grad=False)
+    k = k[:, :, :1].expand(1, 1, T, 16)
+    found = fastattn.attention_statistics(q, k, window=(left, 0), top=3, backend=backend)
+    first = (torch.arange(T) - left).clamp(min=0)[:, None] + torch.arange(3)
+    expected = torch.where(first <= torch.arange(T)[:, None], first, -1)
+    assert torch.equal(found.top_positions[0, 0].cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_queries_without_keys_and_keys_without_queries(backend: str, device: str) -> None:
+    q, k = make(device=device)
+    lengths = torch.tensor([0, 5], device=device)
+    found = fastattn.attention_statistics(q, k, key_lengths=lengths, top=7, backend=backend)
+    assert torch.all(found.entropy[0] == 0)
+    assert torch.all(found.received[0] == 0)
+    assert torch.all(found.received[1, :, 5:] == 0)
+    assert torch.all(found.top_positions[0] == -1)
+    assert torch.all(found.top_positions[1, :, :, 5:] == -1)
+    assert torch.all(found.top_positions[1, :, :, :5].sort(-1).values.cpu() == torch.arange(5))
+    rows = fastattn.attention_weights(q, k, key_lengths=lengths, backend=backend).sum(-1)
+    assert torch.all(rows[0] == 0)
+    torch.testing.assert_close(rows[1], torch.ones_like(rows[1]))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_scores_of_minus_infinity_are_not_seen(backend: str, device: str) -> None:
+    q, k = make(device=device)
+    bias = torch.zeros(T_q, T_k, device=device)
+    bias[:, 3:] = -math.inf
+    bias[0] = -math.inf
+    found = fastattn.attention_statistics(q, k, attn_bias=bias, top=4, backend=backend)
+    alone = fastattn.attention_statistics(q, k[:, :, :3], top=3, query_offset=0, backend=backend)
+    assert torch.all(found.top_positions[..., 3] == -1)
+    assert torch.all(found.top_positions[:, :, 0] == -1)
+    assert torch.equal(found.top_positions[:, :, 1:, :3], alone.top_positions[:, :, 1:])
+    assert torch.all(found.entropy[:, :, 0] == 0)
+    torch.testing.assert_close(found.entropy[:, :, 1:], alone.entropy[:, :, 1:])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nan_in_padding_reaches_nothing(backend: str, device: str) -> None:
+    q, k = make(device=device)
+    padding = torch.ones(B, T_k, dtype=torch.bool, device=device)
+    padding[0, 18:] = False
+    padding[1, 2:20:3] = False
+    dirty = torch.where(padding[:, None, :, None], k, math.nan)
+    clean = fastattn.attention_statistics(q, k, key_padding_mask=padding, top=2, backend=backend)
+    found = fastattn.attention_statistics(
+        q, dirty, key_padding_mask=padding, top=2, backend=backend
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, clean, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_parts_under_a_common_lse_add_up(backend: str, device: str) -> None:
+    """Keys divided in two, as among devices: the lse of all makes each side a part of the whole."""
+    q, k = make(device=device)
+    whole = fastattn.attention_statistics(q, k, backend=backend)
+    _, lse = fastattn.attention(q, k, k, return_lse=True, backend=backend)
+    parts = [
+        fastattn.attention_statistics(q, half, lse=lse, backend=backend)
+        for half in k.split((18, T_k - 18), dim=2)
+    ]
+    torch.testing.assert_close(parts[0].entropy + parts[1].entropy, whole.entropy)
+    received = torch.cat([part.received for part in parts], -1)
+    torch.testing.assert_close(received, whole.received)
+    part = fastattn.attention_weights(q, k[:, :, :18], lse=lse, backend=backend)
+    torch.testing.assert_close(part, fastattn.attention_weights(q, k, backend=backend)[..., :18])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
+def test_no_queries_or_no_keys(queries: int, keys: int, backend: str, device: str) -> None:
+    q, k, _ = make_qkv(1, 2, 1, queries, keys, 16, device=device, requires_grad=False)
+    found = fastattn.attention_statistics(q, k, top=2, backend=backend)
+    shapes = [tuple(x.shape) for x in found]
+    assert shapes == [(1, 2, queries), (1, 2, keys), *2 * [(1, 2, queries, 2)]]
+    assert torch.all(found.entropy == 0)
+    assert torch.all(found.received == 0)
+    assert torch.all(found.top_positions == -1)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_inputs_that_require_grad_are_read_as_if_detached(backend: str, device: str) -> None:
+    q, k, _ = make_qkv(1, 1, 1, 5, 5, 16, device=device)
+    found = fastattn.attention_statistics(q, k, score_mod=square, top=1, backend=backend)
+    weights = fastattn.attention_weights(q, k, score_mod=square, backend=backend)
+    assert not any(x.requires_grad for x in (*found, weights))
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many numbers the largest output of any operation had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            # A broadcast takes no memory.
+            self.largest = max(self.largest, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def test_torch_holds_the_scores_of_some_queries_at_a_time(monkeypatch) -> None:
+    q, k = make()
+    options = OPTIONS["padding-offset"] | {
+        "attn_mask": draw(B, 1, T_q, 1) > -1,
+        "attn_bias": draw(T_q, T_k),
+        "documents": (draw(B, T_q).long(), draw(B, T_k).long()),
+        "relative_keys": draw(1, 9, D),
+        "relative_query": draw(B, H_q, T_q, D),
+        "query_offset": torch.tensor([3, 0]),
+    }
+    whole = fastattn.attention_statistics(q, k, top=3, backend="torch", **options)
+    rows = 3
+    monkeypatch.setattr(statistics_ops, "_SCORES", rows * B * H_q * T_k)
+    with Sizes() as sizes:
+        parts = fastattn.attention_statistics(q, k, top=3, backend="torch", **options)
+    for x, y in zip(parts, whole, strict=True):
+        torch.testing.assert_close(x, y)
+    assert rows * B * H_q * T_k <= sizes.largest < B * H_q * T_q * T_k / 2
+
+
+def test_kernels_allocate_nothing_of_all_scores(monkeypatch, device: str) -> None:
+    q, k, _ = make_qkv(1, 1, 1, 100, 100, 16, device=device, requires_grad=False)
+    made = []
+    for name in ("empty", "zeros"):
+        allocate = getattr(torch, name)
+
+        def noting(*args, allocate=allocate, **kwargs):
+            made.append(allocate(*args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setattr(torch, name, noting)
+    fastattn.attention_statistics(q, k, causal=True, top=2, backend="triton")
+    assert len(made) >= 4
+    assert max(x.numel() for x in made) <= q.numel()
+
+
+def test_operators_tell_tracers_what_they_return(device: str) -> None:
+    q, k = make(device=device)
+    options = {"causal": True, "backend": "triton"}
+    for top in (0, 3):
+        wanted = fastattn.attention_statistics(q, k, top=top, **options)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fakes = mode.from_tensor(q), mode.from_tensor(k)
+            found = fastattn.attention_statistics(*fakes, top=top, **options)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+    with torch._subclasses.FakeTensorMode() as mode:
+        found = fastattn.attention_weights(mode.from_tensor(q), mode.from_tensor(k), **options)
+    assert (found.shape, found.dtype) == ((B, H_q, T_q, T_k), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"top": -1}, ValueError, "top must be at least 0, got -1"),
+        ({"top": 65}, ValueError, "top must be at most 64, got 65"),
+        ({"top": 1.5}, TypeError, "top must be an int, got float"),
+        ({"dropout": 0.1}, TypeError, "attention_statistics takes no dropout"),
+        ({"lse": torch.zeros(B, H_q, T_k)}, ValueError, r"lse must have shape \[2, 2, 21\], got"),
+        ({"lse": torch.zeros(B, dtype=torch.int64)}, TypeError, "lse must be a float tensor"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, got -1.0"),
+        ({"backend": "fast"}, ValueError, "backend must be one of auto, triton, torch"),
+    ],
+)
+def test_bad_input(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        fastattn.attention_statistics(*make(), **arguments)
+
+
+def test_weights_of_large_shapes_are_refused() -> None:
+    q, k = make()
+    elements = B * H_q * T_q * T_k
+    assert fastattn.attention_weights(q, k, max_elements=elements).numel() == elements
+    message = rf"shape \[2, 2, 21, 25\], {elements} numbers, more than max_elements={elements - 1}"
+    with pytest.raises(ValueError, match=message):
+        fastattn.attention_weights(q, k, max_elements=elements - 1)
+    with pytest.raises(TypeError, match="max_elements must be an int, got NoneType"):
+        fastattn.attention_weights(q, k, max_elements=None)
+    with pytest.raises(TypeError, match="attention_weights takes no dropout"):
+        fastattn.attention_weights(q, k, dropout=0.5)
