@@ -1,6 +1,5 @@
 """Every option on the torch backend against the oracle: alone, in pairs, packed, twice derived."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import arguments, formula, reference
 from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.pairs import sets_that_cover_pairs, together
 
 B, H_q, H_k, T_q, T_k, D, R = 2, 4, 2, 9, 13, 8, 5
 EVERY = tl.constexpr(3)
@@ -73,31 +73,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": draw(H_q)},
     "dropout": {"dropout": 0.4, "dropout_seed": torch.tensor([3, 1 << 40])},
 }
-LARGEST_SET = 5
-
-
-def fit(a: str, b: str) -> bool:
-    """Whether two options can be given at once: they name no argument twice."""
-    names = OPTIONS[a].keys() | OPTIONS[b].keys()
-    twice = (OPTIONS[a].keys() & OPTIONS[b].keys()) - {"causal", "mod_tensors"}
-    return not twice and not {"attn_mask", "attn_bias"} <= names
-
-
-def sets_that_cover_pairs() -> list[tuple[str, ...]]:
-    """Sets of options in which every pair that fits is found together, drawn greedily."""
-    missing = {pair for pair in itertools.combinations(OPTIONS, 2) if fit(*pair)}
-    sets = []
-    while missing:
-        chosen = list(min(missing))
-        while len(chosen) < LARGEST_SET:
-            more = [x for x in OPTIONS if x not in chosen and all(fit(x, y) for y in chosen)]
-            gain = {x: sum((x, y) in missing or (y, x) in missing for y in chosen) for x in more}
-            if not gain or not max(gain.values()):
-                break
-            chosen.append(max(gain, key=lambda x: gain[x]))
-        missing -= {pair for pair in itertools.permutations(chosen, 2)}
-        sets.append(tuple(chosen))
-    return sets
 
 
 def torch_attention(q, k, v, **options):
@@ -123,10 +98,10 @@ def test_each_option(option: str, dtype: torch.dtype) -> None:
     assert_matches_reference(without_lse, q, k, v, **in_dtype(OPTIONS[option], dtype))
 
 
-@pytest.mark.parametrize("names", sets_that_cover_pairs(), ids="+".join)
+@pytest.mark.parametrize("names", sets_that_cover_pairs(OPTIONS, 5), ids="+".join)
 def test_options_that_meet(names: tuple[str, ...]) -> None:
     """In fp64, where the budget is a few roundings."""
-    options = {key: x for name in names for key, x in OPTIONS[name].items()}
+    options = together(OPTIONS, names)
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, 6, dtype=torch.float64)
     assert_matches_reference(without_lse, q, k, v, **in_dtype(options, torch.float64))
 

@@ -1,5 +1,9 @@
-"""The error budget itself: right results pass it, and bugs that attention has had do not."""
+"""The error budget itself: right results pass it, and bugs that attention has had do not.
 
+And the sets of options that tests draw to let every pair meet.
+"""
+
+import itertools
 import math
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from fastattn import reference
 from fastattn.testing import assert_matches_reference, assert_within_budget, error_budget, make_qkv
 from fastattn.testing.compare import results
+from fastattn.testing.pairs import sets_that_cover_pairs, together
 
 T, D, BLOCK = 96, 32, 16
 
@@ -116,3 +121,20 @@ def test_make_qkv() -> None:
     assert all(x.is_leaf and x.requires_grad and x.dtype == torch.float16 for x in (q, k, v))
     again = make_qkv(2, 6, 3, 5, 7, 8, 4, dtype=torch.float16, layout="bthd")
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))
+
+
+def test_sets_cover_every_pair_that_fits() -> None:
+    names = ("causal", "window", "prefix", "mask", "bias", "float-mask", "softcap", "sinks")
+    options = {name: {name: 1} for name in names}
+    options["prefix"] = {"causal": True, "prefix_lengths": 3}
+    options["mask"] = options["float-mask"] = {"attn_mask": 1}
+    options["bias"] = {"attn_bias": 1}
+    sets = sets_that_cover_pairs(options, 4)
+    met = {frozenset(pair) for chosen in sets for pair in itertools.combinations(chosen, 2)}
+    apart = {frozenset(x) for x in itertools.combinations(("mask", "bias", "float-mask"), 2)}
+    assert met == {frozenset(x) for x in itertools.combinations(options, 2)} - apart
+    assert max(map(len, sets)) == 4
+    assert len(sets) < len(met) / 2
+    assert together(options, ("prefix", "bias")) == {
+        "causal": True, "prefix_lengths": 3, "attn_bias": 1,
+    }  # fmt: skip
