@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..mask import batch_row
+from ..mask import batch_row, full_block, masked_block
 from ..softmax import weights
 from .band import block_number, plan_of_keys, sees
 from .pipeline import (
@@ -151,15 +151,15 @@ def _consume(
             row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * stats_stride
             head_stats = (minus_lse_ptr + row_of_stats, minus_delta_ptr + row_of_stats)
             for j in range(masked):
-                row = block_number(j, masked, at, mask) * BLOCK_M
+                row = masked_block(j, at, mask) * BLOCK_M
                 dk, dv = _step(
                     dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
                     batch, mask, scale_log2, True, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
-            for j in range(masked, blocks):
-                row = block_number(j, masked, at, mask) * BLOCK_M
+            for j in range(blocks - masked):
+                row = full_block(j, at, mask) * BLOCK_M
                 dk, dv = _step(
-                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
+                    dk, dv, k, v, q_ring, do_ring, n + masked + j, head_stats, row, keys, h * G + g,
                     batch, mask, scale_log2, False, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
             n += blocks

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..mask import batch_row
+from ..mask import batch_row, masked_block
 from ..number import value
 from ..softmax import weights
 from .band import block_number, plan_of_queries, sees
@@ -158,7 +158,7 @@ def _consume(
         dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
         wait_full(k_ring, n, True, STAGES)
         for j in range(masked):
-            key = block_number(j, masked, at, mask) * BLOCK_N
+            key = masked_block(j, at, mask) * BLOCK_N
             dq = _step(
                 dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
                 h, row, mask, scale_log2, True, BLOCK_N, D, STAGES, dtype,
