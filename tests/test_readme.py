@@ -1,5 +1,6 @@
 """What the documents tell a reader to type works as written."""
 
+import inspect
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattn import cli
+from fastattn import attention, cli
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -49,6 +50,9 @@ EXAMPLES = [
     for document in DOCUMENTS
     for line, code in find_blocks(read(document), "python")
 ]
+FEATURE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
+SETUP, *_ = find_blocks(read("README.md").partition("## Features")[2], "python")
+FEATURES = FEATURE.findall(read("README.md").partition("## Features")[2])
 COMMANDS = [
     pytest.param(arguments, id=f"{document}: fastattn {' '.join(arguments)}")
     for document in DOCUMENTS
@@ -56,20 +60,40 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_python_example_runs(tmp_path, code):
+def run_as_a_program(folder: Path, code: str) -> None:
+    # A file, because Triton reads the source of its functions.
+    (folder / "example.py").write_text(code, encoding="utf-8")
     # The plain path of a machine without a GPU: not the interpreter that the kernel tests run in.
     environment = os.environ | {"FASTATTN_BACKEND": "torch"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=tmp_path,
+        [sys.executable, "-W", "error", "example.py"],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_python_example_runs(tmp_path, code):
+    run_as_a_program(tmp_path, code)
+
+
+def test_a_line_for_every_feature_runs(tmp_path):
+    shown = "".join(line for _, line in FEATURES)
+    parameters = inspect.signature(attention).parameters.values()
+    options = {x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY}
+    hidden = {name for name in options if f"{name}=" not in shown}
+    assert hidden == {"backend", "dropout_seed", "key_padding_mask"}
+    run_as_a_program(tmp_path, SETUP[1] + "\n".join(line for _, line in FEATURES))
+
+
+def test_a_feature_that_fails_is_seen(tmp_path):
+    with pytest.raises(AssertionError, match="window as an int counts visible keys"):
+        run_as_a_program(tmp_path, SETUP[1] + "attention(q, k, v, window=0)")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
