@@ -3,6 +3,8 @@
 from .cache import KVCache as KVCache
 from .cache import QuantizedKVCache as QuantizedKVCache
 from .cache_view import CacheView as CacheView
+from .compat.patch import patch_sdpa as patch_sdpa
+from .compat.patch import unpatch_sdpa as unpatch_sdpa
 from .decode import decode_attention as decode_attention
 from .decode import explain_decode as explain_decode
 from .decode import view_of_tensors as view_of_tensors
@@ -52,6 +54,8 @@ __all__ = [
     "explain_decode",
     "merge",
     "multiplicative_attention",
+    "patch_sdpa",
     "t5_relative_bias",
+    "unpatch_sdpa",
     "view_of_tensors",
 ]

@@ -6,9 +6,11 @@ torch lets a NaN in them through, and a mask is built only where torch has no fl
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# By name: it stays torch's own where the attribute of torch's module is patched.
+from torch.nn.functional import scaled_dot_product_attention
 
 from . import formula
 from .options import Options
@@ -63,7 +65,7 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
+    return scaled_dot_product_attention(
         q, k, v, attn_mask=shown, is_causal=is_causal, scale=scale, enable_gqa=gqa
     )
 

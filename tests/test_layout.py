@@ -21,9 +21,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.cli", "fastattn.cli_bench", "fastattn.cli_generate"),
     ("fastattn.bench.training_step", "fastattn.bench.facts"),
     ("fastattn.training", "fastattn.generation"),
-    ("fastattn.models", "fastattn.compat"),
+    ("fastattn.models",),
     ("fastattn",),
-    ("fastattn.modules", "fastattn.module_checks", "fastattn.cache", "fastattn.paged_cache"),
+    ("fastattn.compat",),
+    (
+        "fastattn.modules", "fastattn.module_checks", "fastattn.layer_cache", "fastattn.cache",
+        "fastattn.paged_cache",
+    ),  # fmt: skip
     (
         "fastattn.functional",
         "fastattn.decode",

@@ -5,10 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastattn
-from fastattn import reference
+from fastattn import reference, torch_backend
 from fastattn.testing import assert_within_budget, make_qkv
 from fastattn.testing.compare import assert_matches_reference
 
@@ -80,13 +79,13 @@ def test_padded_keys_reach_nothing(return_lse: bool, poison: float) -> None:
 
 def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = F.scaled_dot_product_attention
+    original = torch_backend.scaled_dot_product_attention
 
     def recorded(*inputs, **options):
         seen.append((options["attn_mask"] is None, options["is_causal"], options["enable_gqa"]))
         return original(*inputs, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", recorded)
     square = make_qkv(1, 4, 2, 6, D=8)
     torch_attention(*square, causal=True)
     torch_attention(*square)

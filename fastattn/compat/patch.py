@@ -1,0 +1,112 @@
+"""The switch that makes torch.nn.functional.scaled_dot_product_attention this library's."""
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .sdpa import _torch_attention, scaled_dot_product_attention
+
+_NAME = "scaled_dot_product_attention"
+_lock = threading.RLock()
+# Patches in force, each with how many `with` blocks are inside it.
+_open: dict["SdpaPatch", int] = {}
+# What compiled code guards on: a graph that was traced with or without the patch is not mistaken.
+_active = False
+_before: Any = _torch_attention
+
+
+def _patched_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # Not active where someone took hold of this function and kept it after the patch was undone.
+    serve = scaled_dot_product_attention if _active else _torch_attention
+    return serve(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+class SdpaPatch:
+    """A patch in force, as `patch_sdpa` returns it; ends with its `with` block or `undo`."""
+
+    def __enter__(self) -> "SdpaPatch":
+        with _lock:
+            _open[self] = _open.get(self, 0) + 1
+            _apply()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            depth = _open.get(self, 0)
+            if depth > 1:
+                _open[self] = depth - 1
+            else:
+                self.undo()
+
+    def undo(self) -> None:
+        """End this patch. torch's function is back once no other patch is in force."""
+        with _lock:
+            _open.pop(self, None)
+            _apply()
+
+
+def patch_sdpa() -> SdpaPatch:
+    """Make `torch.nn.functional.scaled_dot_product_attention` the one of `fastattn.compat.sdpa`.
+
+    From the call on, until `unpatch_sdpa`, or as a context manager until its block ends:
+
+        fastattn.patch_sdpa()           with fastattn.patch_sdpa():
+        model(x)                            model(x)
+        fastattn.unpatch_sdpa()
+
+    It holds for all threads: activation checkpointing recomputes a layer in a thread of autograd's
+    own, where it has to find the same function. Patches may nest and overlap, also between threads;
+    the function is torch's again when the last one ends. Code that took torch's function by name
+    before (`from torch.nn.functional import scaled_dot_product_attention`) keeps torch's.
+    Compiled code is traced again when the patch comes or goes; inside a region that torch.compile
+    traces, neither can be done.
+
+    Returns:
+        The patch, a context manager with a method `undo`.
+    """
+    patch = SdpaPatch()
+    with _lock:
+        _open[patch] = 0
+        _apply()
+    return patch
+
+
+def unpatch_sdpa() -> None:
+    """End every patch that `patch_sdpa` put in force, those of open `with` blocks included."""
+    with _lock:
+        _open.clear()
+        _apply()
+
+
+def _apply() -> None:
+    """Make torch's module say what _open says."""
+    global _active, _before
+    current = getattr(F, _NAME)
+    _active = bool(_open)
+    if _active and current is not _patched_attention:
+        _before = current
+        setattr(F, _NAME, _patched_attention)
+    elif not _active and current is _patched_attention:
+        # Where another library has put its function over ours, it stays, and ours passes calls on.
+        setattr(F, _NAME, _before)
+        _before = _torch_attention

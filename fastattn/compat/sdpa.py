@@ -1,0 +1,281 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, served by the kernels where they can.
+
+The contract is torch's to the letter: its alignment of causal masks (top-left), its broadcasting,
+its errors. A call that the kernels cannot serve, and every call that torch would refuse, goes to
+torch's own function with the arguments as they came.
+"""
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import dispatch
+from ..dispatch import Explanation
+from ..functional import attention
+from ..options import Options
+
+# Kept from before any patch, for whatever is not served here.
+_torch_attention = F.scaled_dot_product_attention
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_NO_OPTIONS = Options()
+_LOWEST_BIAS = -1e38
+
+
+class _Call(NamedTuple):
+    """A call in the terms of `fastattn.attention`, and the shape that torch gives its result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` by the kernels, else by torch itself.
+
+    Args:
+        query: [..., H_q, L, E]; any number of leading dims, or none, that broadcast as torch's do.
+        key: [..., H, S, E].
+        value: [..., H, S, E_v].
+        attn_mask: bool (True = attend) or float (added to the scores; differentiable), broadcasting
+            to [..., H_q, L, S]; or a `torch.nn.attention.bias.CausalBias`.
+        dropout_p: probability to drop a weight, applied whenever it is above 0. The kernels draw
+            other bits than torch, from the same generator.
+        is_causal: query i sees keys j <= i, for any L and S.
+        scale: factor on the products; default E ** -0.5.
+        enable_gqa: query head h reads key and value head h // (H_q // H).
+
+    Returns:
+        [..., H_q, L, E_v] in query's dtype. A query that sees no key has 0.
+
+    Raises:
+        What torch raises.
+    """
+    call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(call, str):
+        return _torch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """Whether kernels serve this call of `scaled_dot_product_attention`, and else why not.
+
+    Here "torch" means torch's own function. Computes nothing.
+    """
+    call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return (
+        Explanation("torch", {"triton": call})
+        if isinstance(call, str)
+        else Explanation("triton", {})
+    )
+
+
+def _translated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> _Call | str:
+    """The call in our terms, or why torch's own function has to serve it."""
+    reason = _not_plain(query, key, value, attn_mask)
+    reason = reason or _odd_numbers(dropout_p, is_causal, scale, enable_gqa)
+    if reason is None and os.environ.get(dispatch.ENVIRONMENT) == "torch":
+        reason = f'{dispatch.ENVIRONMENT} is "torch"'
+    reason = reason or dispatch.why_not_triton(query, key, value, _NO_OPTIONS)
+    if reason is not None:
+        return reason
+    heads = _in_four_dims(query, key, value, enable_gqa)
+    if isinstance(heads, str):
+        return heads
+    q, k, v, batch = heads
+    options: dict[str, Any] = {"causal": is_causal, "query_offset": 0}
+    if attn_mask is not None:
+        # What torch adds the mask to; leading dims of value alone come later.
+        if enable_gqa:
+            leading = (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3]), query.shape[-3])
+        else:
+            leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        scores = (*leading, query.shape[-2], key.shape[-2])
+        masked = _mask_options(attn_mask, is_causal, query, scores, batch)
+        if isinstance(masked, str):
+            return masked
+        options.update(masked)
+    if scale is not None:
+        options["scale"] = scale
+    if dropout_p:
+        options["dropout"] = dropout_p
+    heads_dim = (q.shape[1],) if query.dim() > 2 else ()
+    return _Call(q, k, v, options, (*batch, *heads_dim, q.shape[2], v.shape[3]))
+
+
+def _not_plain(*tensors: Tensor | None) -> str | None:
+    """Why these arguments are for torch's dispatcher to take apart, or None."""
+    for x in tensors:
+        if type(x) in (Tensor, nn.Parameter, CausalBias, type(None)):
+            if x is not None and (x.is_nested or x.layout is not torch.strided):
+                return "an argument is nested or sparse"
+        elif not isinstance(x, Tensor):
+            return "an argument is no tensor"
+        elif is_traceable_wrapper_subclass(x) or has_torch_function((x,)):
+            return f"an argument is a {type(x).__name__}"
+    if forward_ad._current_level >= 0:
+        return "the kernels have no forward-mode derivatives"
+    if torch.compiler.is_compiling() or not torch._C._is_torch_function_mode_enabled():
+        return None
+    modes = torch.overrides._get_current_function_mode_stack()
+    if all(isinstance(mode, DeviceContext) for mode in modes):
+        return None
+    return "a TorchFunctionMode wants to see the call"
+
+
+def _odd_numbers(
+    dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> str | None:
+    """Why the arguments that are no tensors are not for the kernels, or None."""
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return "is_causal or enable_gqa is no bool"
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        return "dropout_p is no float"
+    if not 0 <= dropout_p < 1:
+        return f"dropout_p is {dropout_p}"
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return "scale is no float"
+    return None if 0 < scale < math.inf else f"scale is {scale}"
+
+
+def _in_four_dims(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | str:
+    """q, k, v as [B, H, T, D] and the leading dims that B stands for, or why that cannot be."""
+    dims = query.dim()
+    if dims < 2 or key.dim() != dims or value.dim() != dims:
+        return "query, key and value differ in dimensions, or have fewer than 2"
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        return "query, key and value differ in dtype"
+    if key.device != query.device or value.device != query.device:
+        return "query, key and value differ in device"
+    if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
+        return "query, key and value do not fit together"
+    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
+        return "an argument is empty"
+    if dims == 2:
+        if enable_gqa:
+            return "enable_gqa without a dimension of heads"
+        return query[None, None], key[None, None], value[None, None], ()
+    heads = _head_counts(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
+    batch = _common(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    if heads is None or batch is None:
+        return "heads or leading dimensions do not fit together"
+    leading = [(*batch, count) for count in heads]
+    q, k, v = (
+        x if x.shape[:-2] == sizes else x.expand(*sizes, *x.shape[-2:])
+        for x, sizes in zip((query, key, value), leading, strict=True)
+    )
+    if dims == 4:
+        return q, k, v, batch
+    if dims == 3:
+        return q[None], k[None], v[None], batch
+    return q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4), batch
+
+
+def _head_counts(H_q: int, H_k: int, H_v: int, enable_gqa: bool) -> tuple[int, int, int] | None:
+    """To how many heads q, k and v are expanded; None = not for the kernels, or an error."""
+    if enable_gqa:
+        return (H_q, H_k, H_v) if H_k == H_v and H_q % H_k == 0 else None
+    # Broadcasting over one key and value head is what multi-query attention does by itself.
+    if H_k == H_v == 1:
+        return H_q, 1, 1
+    common = _common((H_q,), (H_k,), (H_v,))
+    return None if common is None else common * 3
+
+
+def _common(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """What shapes of equal length broadcast to, or None."""
+    found = []
+    for sizes in zip(*shapes, strict=True):
+        size = next((size for size in sizes if size != 1), 1)
+        if any(other not in (1, size) for other in sizes):
+            return None
+        found.append(size)
+    return tuple(found)
+
+
+def _mask_options(
+    mask: Tensor,
+    is_causal: bool,
+    query: Tensor,
+    scores: tuple[int, ...],
+    batch: tuple[int, ...],
+) -> dict[str, Any] | str:
+    """attn_mask as options of `attention`; scores is the shape that torch adds it to."""
+    if is_causal:
+        return "attn_mask and is_causal are both given"
+    if isinstance(mask, CausalBias):
+        if (mask.seq_len_q, mask.seq_len_kv) != scores[-2:]:
+            return "attn_mask is a CausalBias of other lengths"
+        aligned_right = mask.variant == CausalVariant.LOWER_RIGHT
+        return {"causal": True, "query_offset": scores[-1] - scores[-2] if aligned_right else 0}
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return f"attn_mask is {mask.dtype}"
+    if mask.device != query.device:
+        return f"attn_mask is on {mask.device}"
+    if not 2 <= mask.dim() <= len(scores):
+        return f"attn_mask has {mask.dim()} dimensions"
+    sizes = zip(mask.shape, scores[-mask.dim() :], strict=True)
+    if any(size not in (1, full) for size, full in sizes):
+        return "attn_mask does not broadcast to the scores"
+    if mask.dim() > 3 and len(batch) > 1:
+        mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+    if mask.dtype == torch.bool:
+        return {"attn_mask": mask}
+    return {"attn_bias": bounded_bias(mask)}
+
+
+def bounded_bias(bias: Tensor) -> Tensor:
+    """A bias whose finite entries stay finite in the kernels.
+
+    Models mask with the lowest number of a dtype, and torch gives a row of nothing else the mean of
+    its values. The kernels multiply a bias by log2(e), which would take that number to -inf.
+    """
+    if bias.dtype == torch.float16:
+        return bias
+    return torch.where(bias == -math.inf, bias, bias.clamp(min=_LOWEST_BIAS))

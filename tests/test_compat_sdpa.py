@@ -1,0 +1,444 @@
+"""`fastattn.compat.sdpa` against torch's own function, over torch's own space of arguments.
+
+Most of what this file tests is translation. There, the formula stands in for the kernels, which is
+many times as fast as interpreting them; a few calls of each kind go through the kernels themselves.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import dispatch, formula, functional
+from fastattn.compat import sdpa
+from fastattn.testing import assert_within_budget
+
+torch_attention = F.scaled_dot_product_attention
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Calls as if kernels existed for the CPU, their results by the formula; lists q's shapes."""
+    calls: list[tuple[int, ...]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any) -> Any:
+        calls.append(tuple(q.shape))
+        return formula.attention(q, k, v, options, return_lse=True)
+
+    def why_not(q: Tensor, *_: Any) -> str | None:
+        return "float64" if q.dtype == torch.float64 else None
+
+    monkeypatch.setattr(dispatch, "why_not_triton", why_not)
+    monkeypatch.setattr(functional.ops, "attend", attend)
+    return calls
+
+
+def tensors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """kwargs with its floating tensors in dtype, as leaves that take gradients."""
+    return {
+        name: x.detach().to(dtype).requires_grad_()
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for name, x in kwargs.items()
+    }
+
+
+def results(function: Callable[..., Tensor], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The output and the gradients of every floating input."""
+    o = function(**kwargs)
+    leaves = [x for x in kwargs.values() if isinstance(x, Tensor) and x.requires_grad]
+    upstream = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).reshape(o.shape)
+    return [o, *torch.autograd.grad(o, leaves, upstream.to(o.dtype))]
+
+
+def plain(**kwargs: Any) -> Tensor:
+    """torch's own formula: its fused kernel for CPUs has a result for fewer calls."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch_attention(**kwargs)
+
+
+def assert_equals_torch(kwargs: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    """Output and gradients within the budget, torch's formula in fp64 being the reference."""
+    ref = results(plain, tensors(kwargs, torch.float64))
+    kwargs = tensors(kwargs, dtype)
+    ours = results(sdpa.scaled_dot_product_attention, kwargs)
+    mask = kwargs.get("attn_mask")
+    # Of a row of lowest numbers, the log of the denominator tells nothing about the denominator:
+    # torch's fused kernels lose its gradients too.
+    lowest = mask is not None and mask.dtype != torch.bool and bool((mask == LOWEST).any())
+    for i, triple in enumerate(zip(ours, ref, results(plain, kwargs), strict=True)):
+        if i == 0 or not lowest:
+            assert_within_budget(f"result {i}", *triple)
+        assert triple[0].dtype == dtype
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments that torch accepts: dims, broadcasting, grouped heads, masks, scales."""
+    dims = draw(st.integers(2, 5))
+    L, S = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    E, E_v = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    batch = [draw(st.integers(1, 3)) for _ in range(max(0, dims - 3))]
+    H = [draw(st.sampled_from([1, 2, 4]))] if dims > 2 else []
+    enable_gqa = dims > 2 and draw(st.booleans())
+
+    def thinned(sizes: list[int]) -> list[int]:
+        return [1 if draw(st.integers(0, 3)) == 0 else size for size in sizes]
+
+    divisors = [count for count in (1, 2, 4) if H and H[0] % count == 0]
+    groups = [draw(st.sampled_from(divisors))] if enable_gqa else None
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads = [groups] * 2 if groups else [thinned(H), thinned(H)]
+    kwargs: dict[str, Any] = {
+        "query": normal(*thinned(batch), *(H if enable_gqa else thinned(H)), L, E),
+        "key": normal(*thinned(batch), *heads[0], S, E),
+        "value": normal(*thinned(batch), *heads[1], S, E_v),
+        "enable_gqa": enable_gqa,
+    }
+    if draw(st.booleans()):
+        kwargs["scale"] = draw(st.sampled_from([0.3, 2, -0.5, 0.0]))
+    kind = draw(st.sampled_from(["none", "causal", "bool", "float", "both"]))
+    kwargs["is_causal"] = kind in ("causal", "both")
+    if kind in ("bool", "float", "both"):
+        three = [kwargs[name].shape[:-2] for name in ("query", "key", "value")]
+        if enable_gqa:
+            leading = [*torch.broadcast_shapes(*(shape[:-1] for shape in three)), *H]
+        else:
+            leading = [*torch.broadcast_shapes(*three)]
+        shape = thinned([*leading, L, S])[draw(st.integers(0, len(leading))) :]
+        mask = normal(*shape)
+        kwargs["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+        if kind == "float" and draw(st.booleans()):
+            lowest = draw(st.sampled_from([float("-inf"), LOWEST]))
+            kwargs["attn_mask"] = torch.where(mask > -0.5, mask, lowest)
+    return kwargs
+
+
+bounded = settings(
+    max_examples=120,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@bounded
+@given(kwargs=calls())
+def test_equals_torch_over_its_arguments(served, kwargs):
+    served.clear()
+    try:
+        expected = torch_attention(**kwargs)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            sdpa.scaled_dot_product_attention(**kwargs)
+        return
+    o = sdpa.scaled_dot_product_attention(**kwargs)
+    if served:
+        assert_equals_torch(kwargs)
+    else:
+        assert torch.allclose(o, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_every_kind_of_call_is_served(served, dims, mask):
+    shapes = {"query": (2, 3, 4, 5, 8), "key": (2, 3, 4, 6, 8), "value": (2, 3, 4, 6, 7)}
+    generator = torch.Generator().manual_seed(0)
+    kwargs: dict[str, Any] = {
+        name: torch.randn(shape[5 - dims :], generator=generator) for name, shape in shapes.items()
+    }
+    if mask in ("bool", "float"):
+        scores = torch.randn(*(2, 3, 4)[5 - dims :], 5, 6, generator=generator)
+        kwargs["attn_mask"] = scores > 0 if mask == "bool" else scores
+    assert_equals_torch({**kwargs, "is_causal": mask == "causal"})
+    assert len(served) == 1
+
+
+def qkv(L: int = 5, S: int = 7, H_k: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 4, L, 16), "key": (2, H_k, S, 16), "value": (2, H_k, S, 16)}
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+def lowest_rows(lowest: float) -> Tensor:
+    """A bias [5, 7] whose row 2 is `lowest`, and row 1 in part."""
+    bias = torch.zeros(5, 7)
+    bias[2] = bias[1, 3:] = lowest
+    return bias
+
+
+KERNEL_CASES = {
+    "causal-short": {"is_causal": True},
+    "causal-tall": {**qkv(7, 3), "is_causal": True},
+    "grouped-causal": {**qkv(H_k=2), "enable_gqa": True, "is_causal": True},
+    "one-head-broadcast": qkv(H_k=1),
+    "bool-mask-with-empty-row": {"attn_mask": lowest_rows(-1.0) == 0},
+    "float-mask": {"attn_mask": torch.linspace(-2, 2, 70).reshape(2, 1, 5, 7)},
+    "row-of-minus-inf": {"attn_mask": lowest_rows(float("-inf"))},
+    "row-of-lowest-number": {"attn_mask": lowest_rows(LOWEST)},
+    "three-dims": {n: x[0] for n, x in qkv().items()} | {"scale": 0.7},
+    "two-dims": {n: x[0, 0] for n, x in qkv().items()} | {"attn_mask": lowest_rows(-1.0) == 0},
+    "five-dims-broadcast": {
+        "query": qkv()["query"][:, None].expand(2, 3, 4, 5, 16),
+        "key": qkv()["key"][:, None],
+        "value": qkv()["value"][:1, None],
+        "attn_mask": (torch.arange(2 * 5 * 7).reshape(2, 1, 1, 5, 7) % 3 > 0),
+    },
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_kernels_equal_torch(monkeypatch, device, name):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    case = {**qkv(), **KERNEL_CASES[name]}
+    case = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in case.items()}
+    assert sdpa.explain(**case).backend == "triton"
+    assert_equals_torch(case)
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["upper-left", "lower-right"])
+def test_causal_bias_objects(served, right):
+    inputs = qkv(3, 7)
+    bias = (causal_lower_right if right else causal_upper_left)(3, 7)
+    ours = sdpa.scaled_dot_product_attention(**inputs, attn_mask=bias)
+    assert len(served) == 1
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4 if right else 0)
+    exact = torch_attention(**{n: x.double() for n, x in inputs.items()}, attn_mask=mask)
+    assert_within_budget("o", ours, exact, torch_attention(**inputs, attn_mask=mask))
+
+
+def test_dropout_drops_with_torchs_seed(served):
+    inputs = qkv(64, 64) | {"value": torch.ones(2, 4, 64, 16)}
+
+    def draw() -> Tensor:
+        torch.manual_seed(3)
+        return sdpa.scaled_dot_product_attention(**inputs, dropout_p=0.5)
+
+    o = draw()
+    assert torch.equal(o, draw())
+    assert len(served) == 2
+    # Each row sums its kept weights, doubled: 1 in expectation, and 1 in none.
+    assert 0.9 < o.mean() < 1.1
+    assert o.std() > 0.05
+
+
+def test_all_weights_dropped_is_torchs():
+    assert torch.equal(
+        sdpa.scaled_dot_product_attention(**qkv(), dropout_p=1.0), torch.zeros(2, 4, 5, 16)
+    )
+
+
+# What torch refuses. Every entry replaces arguments of qkv().
+REFUSED: dict[str, dict[str, Any]] = {
+    "list": {"query": [1.0]},
+    "one-dim": {n: x[0, 0, 0] for n, x in qkv().items()},
+    "dtypes": {"key": qkv()["key"].double()},
+    "heads": {"key": qkv(H_k=2)["key"], "value": qkv(H_k=2)["value"]},
+    "heads-not-divisible": {**qkv(H_k=3), "enable_gqa": True},
+    "width": {"key": qkv()["key"][..., :8]},
+    "int-mask": {"attn_mask": torch.ones(5, 7, dtype=torch.int32)},
+    "double-mask": {"attn_mask": torch.ones(5, 7).double()},
+    "mask-shape": {"attn_mask": torch.ones(5, 6)},
+    "mask-one-dim": {"attn_mask": torch.ones(7)},
+    "mask-more-dims": {"attn_mask": torch.ones(1, 2, 4, 5, 7)},
+    "mask-larger-batch": {
+        **{n: x[:1] for n, x in qkv().items()},
+        "attn_mask": torch.ones(2, 1, 5, 7),
+    },
+    "dropout": {"dropout_p": 2.0},
+    "is-causal": {"is_causal": 1},
+    "grouped-without-heads": {**{n: x[0, 0] for n, x in qkv().items()}, "enable_gqa": True},
+    "unknown": {"window": 3},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_torchs(served, name):
+    arguments = {**qkv(), **REFUSED[name]}
+    errors = []
+    for attend in (torch_attention, sdpa.scaled_dot_product_attention):
+        try:
+            attend(**arguments)
+        except (TypeError, RuntimeError, IndexError) as error:
+            errors.append(type(error))
+    assert len(errors) == 2
+    assert errors[0] is errors[1]
+    assert served == []
+
+
+def test_scale_is_given_by_name_alone():
+    with pytest.raises(TypeError):
+        sdpa.scaled_dot_product_attention(*qkv().values(), None, 0.0, False, 0.5)
+
+
+TORCH_SERVES = {
+    "float64": {n: x.double() for n, x in qkv().items()},
+    "negative-scale": {"scale": -0.5},
+    "zero-scale": {"scale": 0.0},
+    "mask-and-causal": {"attn_mask": torch.zeros(5, 7), "is_causal": True},
+    "no-queries": {"query": torch.empty(2, 4, 0, 16)},
+    "mixed-dims": {"key": qkv()["key"][0], "value": qkv()["value"][0]},
+    "uneven-groups": {"key": qkv(H_k=2)["key"], "value": qkv()["value"], "enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", TORCH_SERVES)
+def test_the_rest_is_torchs_bit_for_bit(served, name):
+    arguments = {**qkv(), **TORCH_SERVES[name]}
+    ours = sdpa.scaled_dot_product_attention(**arguments)
+    assert torch.equal(ours, torch_attention(**arguments))
+    assert served == []
+    assert sdpa.explain(**arguments).reasons["triton"]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_tensors_are_torchs(served):
+    parts = [torch.randn(n, 2, 8) for n in (3, 5)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    o = sdpa.scaled_dot_product_attention(x, x, x)
+    assert o.is_nested
+    assert served == []
+
+
+def test_tensor_subclasses_see_the_call(served):
+    class Counting(Tensor):
+        seen = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.seen += func is torch_attention
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(1, 2, 4, 8)
+    sdpa.scaled_dot_product_attention(x.as_subclass(Counting), x, x)
+    assert Counting.seen == 1
+    assert served == []
+
+
+def test_function_modes_see_the_call_but_for_a_default_device(served):
+    class Watching(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Watching.seen += func is torch_attention
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        sdpa.scaled_dot_product_attention(**qkv())
+    assert Watching.seen == 1
+    assert served == []
+    with torch.device("cpu"):
+        sdpa.scaled_dot_product_attention(**qkv())
+    assert len(served) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_forward_mode_derivatives_are_torchs(served):
+    inputs = {n: x.double().float() for n, x in qkv().items()}
+
+    def of_query(query: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return sdpa.scaled_dot_product_attention(query, inputs["key"], inputs["value"])
+
+    query = inputs["query"]
+    o, tangent = torch.func.jvp(of_query, (query,), (torch.ones_like(query),))
+    assert served == []
+    assert tangent.isfinite().all()
+    assert o.shape == query.shape
+
+
+def test_environment_leaves_all_to_torch(served, monkeypatch):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "torch")
+    sdpa.scaled_dot_product_attention(**qkv())
+    assert served == []
+    assert "FASTATTN_BACKEND" in sdpa.explain(**qkv()).reasons["triton"]
+
+
+def test_autocast(served):
+    inputs = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = sdpa.scaled_dot_product_attention(**inputs)
+        naive = torch_attention(**inputs)
+    assert ours.dtype == naive.dtype == torch.bfloat16
+    assert_within_budget(
+        "o", ours, torch_attention(**{n: x.bfloat16().double() for n, x in inputs.items()}), naive
+    )
+    assert len(served) == 1
+
+
+def test_vmap_over_the_batch(monkeypatch, device):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    inputs = [x.to(device) for x in qkv().values()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    assert torch.equal(torch.vmap(attend)(*inputs), attend(*inputs))
+
+
+def test_checkpointed_gradients_are_the_same(monkeypatch, device):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    inputs = [x.to(device).requires_grad_() for x in qkv(6, 6).values()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square()
+
+    with fastattn.patch_sdpa():
+        plain = torch.autograd.grad(attend(*inputs).sum(), inputs)
+        o = checkpoint(attend, *inputs, use_reentrant=False)
+        again = torch.autograd.grad(o.sum(), inputs)
+    assert all(map(torch.equal, plain, again))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_once_for_all_lengths(fresh_dynamo, monkeypatch):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return sdpa.scaled_dot_product_attention(q, k, v, mask)
+
+    for length in (5, 6, 9, 17):
+        inputs = list(qkv(length, length).values())
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        o = attend(*inputs, mask)
+        assert_within_budget(
+            "o",
+            o,
+            torch_attention(*(x.double() for x in inputs), mask),
+            torch_attention(*inputs, mask),
+        )
+    assert counter.frame_count == 1
+
+
+def test_warnings_are_not_raised_for_plain_calls():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa.scaled_dot_product_attention(**qkv())
