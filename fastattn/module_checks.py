@@ -64,14 +64,23 @@ def check_positions(
 
 
 def check_cache_use(
-    x: Tensor, key_padding_mask: Tensor | None, key_lengths: Tensor | None, cache: LayerCache
+    x: Tensor,
+    key_padding_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    cache: LayerCache,
+    in_order: bool,
 ) -> None:
-    """Raise on what `attention` would only see after the append, when the cache has changed."""
+    """Raise on what `attention` would only see after the append, when the cache has changed.
+
+    in_order: the call asks for more than `decode_attention` has, and reads the cache in place.
+    """
     B, T, _ = x.shape
-    if isinstance(cache, KVCache) and not cache.is_plain:
+    in_order = in_order or torch.is_grad_enabled()
+    if in_order and isinstance(cache, KVCache) and not cache.is_plain:
         raise ValueError(
-            "cache must keep every token as it is, without window, quantize or starts: what it "
-            f"holds is read in place, got {cache!r}"
+            "cache must keep every token as it is, without window, quantize or starts, except "
+            "under torch.no_grad() and without key_padding_mask, prefix_lengths and "
+            f"attention_dropout, got {cache!r}"
         )
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from . import checks, module_checks
 from .cache import KVCache
+from .decode import decode_attention
 from .functional import attention
+from .layer_cache import append_and_read, decodes
 from .module_checks import LayerCache as LayerCache
 from .positions import alibi_slopes, t5_relative_bias
 from .rotary import RotaryStyle, apply_rotary, rotary_tables
@@ -241,8 +243,11 @@ class CausalGQAttention(nn.Module):
         module_checks.check_positions(
             x, positions, rotary_tables, None if self.rotary is None else self.rotary_dim
         )
+        # An int where there is none: torch.compile would make a float dynamic.
+        dropout = self.attention_dropout if self.training else 0
+        masked = key_padding_mask is not None or prefix_lengths is not None or dropout > 0
         if cache is not None:
-            module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache)
+            module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache, masked)
             module_checks.check_groups_in_cache(x, prefix_lengths, documents, cache)
         B, T, _ = x.shape
         H_q, H_k = self.num_heads, self.num_kv_heads
@@ -257,15 +262,16 @@ class CausalGQAttention(nn.Module):
             qk = apply_rotary(qk, cos, sin, style=self.rotary)
         q, k = qk.split((H_q, H_k), dim=1)  # [B, H_q, T, D], [B, H_k, T, D]
 
+        scoring = self._scoring()
         query_offset = None
         if cache is not None:
-            # While all rows are equally long the newest query stands at the last key, as it does
-            # without a cache, and no lengths are needed.
-            ragged = cache.uniform_length is None or key_lengths is not None
-            query_offset = cache.lengths.clone() if ragged else None
-            cache.append(k, v, key_lengths)
-            k, v = cache.k[:, :, : cache.length_bound], cache.v[:, :, : cache.length_bound]
-            key_lengths = cache.lengths if ragged else None
+            if not masked and decodes(T * H_q // H_k, cache):
+                cache.append(k, v, key_lengths)
+                out = decode_attention(
+                    q, cache, new_lengths=key_lengths, backend=self.backend, **scoring
+                )
+                return self._project(out)
+            k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
         out = attention(
             q,
             k,
@@ -275,12 +281,15 @@ class CausalGQAttention(nn.Module):
             prefix_lengths=prefix_lengths,
             documents=documents,
             query_offset=query_offset,
-            # An int where there is none: torch.compile would make a float dynamic.
-            dropout=self.attention_dropout if self.training else 0,
+            dropout=dropout,
             backend=self.backend,
-            **self._scoring(),
+            **scoring,
         )
-        out = self.out_proj(out.transpose(1, 2).reshape(B, T, H_q * self.head_dim))
+        return self._project(out)
+
+    def _project(self, out: Tensor) -> Tensor:
+        """[B, H_q, T, D] to [B, T, C]."""
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout, self.training)
 
     def new_cache(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..cache_view import CacheView
 from ..paged_cache import PagedKVCache
 
 
@@ -14,7 +15,7 @@ class PagedRows:
     """One layer of some rows of a paged cache, for one step of a model; see `layers_of`.
 
     Attributes:
-        k, v: [B, H_k, length_bound, D], gathered from the pages by `append`.
+        k, v: [B, H_k, length_bound, D], gathered from the pages when asked for.
         lengths: int32 [B].
         length_bound: what no row's length exceeds.
         uniform_length: None: the rows count as being of different lengths.
@@ -28,16 +29,35 @@ class PagedRows:
         self.lengths = lengths
         self.length_bound = self.max_length = bound
         self._cache, self._rows, self._layer = cache, rows, layer
+        self._gathered: tuple[Tensor, Tensor] | None = None
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> None:
         """Write each row's new tokens, layer by layer from the first; as `KVCache.append`."""
         counts = None if new_lengths is None else new_lengths.tolist()
         self._cache.append(self._rows, k, v, counts, layer=self._layer)
-        view = self._cache.view(self._rows, self._layer)
         # Out of place: the layers share the lengths before the step.
         self.lengths = self.lengths + (k.shape[2] if new_lengths is None else new_lengths)
-        self.length_bound = view.length_bound
-        self.k, self.v, _ = view.gather()
+        self.length_bound = self.view().length_bound
+        self._gathered = None
+
+    def view(self) -> CacheView:
+        """What a kernel reads: the pages as they are."""
+        return self._cache.view(self._rows, self._layer)
+
+    @property
+    def k(self) -> Tensor:
+        return self._gather()[0]
+
+    @property
+    def v(self) -> Tensor:
+        return self._gather()[1]
+
+    def _gather(self) -> tuple[Tensor, Tensor]:
+        if self._gathered is None:
+            k, v, _ = self.view().gather()
+            n = self.length_bound
+            self._gathered = k[:, :, :n], v[:, :, :n]
+        return self._gathered
 
 
 def layers_of(cache: PagedKVCache, rows: Sequence[int]) -> list[PagedRows]:

@@ -1,0 +1,88 @@
+"""Layers and the caches they read: by the decode kernel for few queries, else in order."""
+
+import pytest
+import torch
+
+from fastattn import KVCache, PagedKVCache, layer_cache, modules
+from fastattn.generation.paged import layers_of
+from fastattn.layer_cache import decodes
+from fastattn.testing import assert_within_budget
+from fastattn.testing.modules import WIDTH, exact_and_naive, make_layer
+
+
+def test_few_queries_and_caches_that_hold_no_plain_keys_are_decoded() -> None:
+    plain, ring = KVCache(1, 1, 9, 8), KVCache(1, 1, 9, 8, window=4)
+    codes = KVCache(1, 1, 9, 8, quantize="int8")
+    assert not decodes(1, plain), "grad mode is on"
+    with torch.no_grad():
+        assert decodes(layer_cache._FEW_ROWS, plain)
+        assert not decodes(layer_cache._FEW_ROWS + 1, plain)
+        assert decodes(1000, ring)
+        assert decodes(1000, codes)
+        assert not decodes(1, object())
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many queries each call of decode_attention by a layer had."""
+    counts: list[int] = []
+
+    def counted(q: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        counts.append(q.shape[2])
+        return original(q, *arguments, **options)
+
+    original = modules.decode_attention
+    monkeypatch.setattr(modules, "decode_attention", counted)
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+def test_steps_equal_the_layer_without_a_cache(
+    kind: str, backend: str, decoded: list[int], device: str
+) -> None:
+    window = 4 if kind == "ring" else None
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "rotary": "half", "window": window}
+    layer = make_layer(device, backend, **sizes)
+    x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    exact, naive = exact_and_naive(layer, x)
+    if kind == "paged":
+        pages = PagedKVCache(10, 3, 2, layer.head_dim, device=device)
+        rows = [pages.allocate(), pages.allocate()]
+    else:
+        cache = KVCache(2, 2, 9, layer.head_dim, window=window, device=device)
+    steps = []
+    with torch.no_grad():
+        for part in x.split([3, 1, 2, 1], dim=1):
+            if kind == "paged":
+                (cache,) = layers_of(pages, rows)
+            steps.append(layer(part, cache=cache))
+    assert_within_budget("steps", torch.cat(steps, 1), exact, naive)
+    assert decoded == [3, 1, 2, 1]
+
+
+def test_what_is_not_kept_in_order_is_not_read_in_order(device: str) -> None:
+    layer = make_layer(device, num_heads=2)
+    ring = KVCache(1, 2, 9, layer.head_dim, window=4, device=device)
+    x = torch.zeros(1, 1, WIDTH, device=device)
+    with pytest.raises(ValueError, match="cache must keep every token as it is"):
+        layer(x, cache=ring)
+    with torch.no_grad(), pytest.raises(ValueError, match="cache must keep every token as it is"):
+        layer(x, cache=ring, key_padding_mask=torch.ones(1, 1, dtype=torch.bool, device=device))
+    assert ring.length_bound == 0
+
+
+def test_new_tokens_that_are_padding(decoded: list[int], device: str) -> None:
+    layer = make_layer(device, num_heads=2, rotary="half")
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    exact, naive = exact_and_naive(layer, x)
+    cache = layer.new_cache(2, 8)
+    with torch.no_grad():
+        first = layer(x[:, :3], cache=cache, key_lengths=torch.tensor([3, 1], device=device))
+        # Row 1 goes on with its second token.
+        rest = torch.stack((x[0, 3:5], x[1, 1:3]))
+        second = layer(rest, cache=cache)
+    assert_within_budget("row 0", torch.cat((first[0], second[0])), exact[0], naive[0])
+    row = torch.cat((first[1, :1], second[1]))
+    assert_within_budget("row 1", row, exact[1, :3], naive[1, :3])
+    assert decoded == [3, 2]
