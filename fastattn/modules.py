@@ -19,7 +19,7 @@ from .rotary import RotaryStyle, apply_rotary, rotary_tables
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .options import ScoreArguments
+    from .decode import DecodeArguments
 
 
 class HeadNorm(nn.RMSNorm):
@@ -192,7 +192,7 @@ class CausalGQAttention(nn.Module):
         slopes = alibi_slopes(H_q, device=self.qkv_proj.weight.device) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if alibi:
-            self.register_load_state_dict_post_hook(_place_slopes)
+            self.register_load_state_dict_post_hook(_place_slopes)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -357,11 +357,11 @@ class CausalGQAttention(nn.Module):
             "scale": self.scale,
         }
 
-    def _scoring(self) -> "ScoreArguments":
+    def _scoring(self) -> "DecodeArguments":
         """What `attention` is told in every call of this layer, with a cache or without."""
-        bias, reach = self.relative_bias, self.relative_max_distance
-        if bias is not None:
-            bias = t5_relative_bias(bias, reach, bidirectional=False, max_distance=reach)
+        bias, table, reach = None, self.relative_bias, self.relative_max_distance
+        if table is not None:
+            bias = t5_relative_bias(table, reach, bidirectional=False, max_distance=reach)
         return {
             "causal": True,
             # Open ahead, where causal and prefix_lengths say what is seen.
@@ -375,7 +375,7 @@ class CausalGQAttention(nn.Module):
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         _place_slopes(self)
         return self
 
