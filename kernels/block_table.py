@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import kernel_mask
 from .config import TileConfig
-from .mask import Mask, batch_row, key_blocks, query_blocks, valid_keys, visible
+from .mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
 from .number import number
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def block_table_kernel(
         k_last = tl.minimum(tile * BLOCK_N + BLOCK_N, row.end) - 1
         valid = valid_keys(k_pos, row, mask)
         lo, _, _, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
+        # A tile without keys has no pairs to ask the user's function about.
+        hi = tl.where(any_key(valid), hi, lo)
         for block in range(lo, hi):
             rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
             keep = visible(rows[:, None], k_pos[None, :], h, row, mask)

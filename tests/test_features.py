@@ -1,0 +1,249 @@
+"""Every mask, bias and dropout on the kernels against the oracle: alone, in pairs, packed.
+
+Outputs, lse and every gradient, within the error budget. Runs in Triton's interpreter without a GPU
+and compiled on one. Tiles are small, so that a few rows meet full blocks, boundary blocks and
+blocks that are skipped. Relative keys have tests of their own.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import fastattn
+from fastattn import reference
+from fastattn.kernels import config
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.pairs import sets_that_cover_pairs, together
+
+B, H_q, H_k, T_q, T_k, D, D_v, R = 2, 2, 1, 21, 37, 16, 8, 6
+EVERY = tl.constexpr(3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    wide, long = config.TileConfig(32, 16), config.TileConfig(16, 32)
+    with config.forced(forward=wide, backward_dq=long, backward_dkv=long, relative=long):
+        yield
+
+
+@triton.jit
+def near_or_striped(b, h, q_pos, k_pos, table, ends):
+    # A query that stands before every key has a position below 0.
+    end = tl.load(ends + tl.maximum(q_pos, 0)) + tl.load(ends + k_pos) % 2
+    close = tl.abs(q_pos - k_pos) <= tl.load(table + h).to(tl.int32)
+    return (close | (k_pos % EVERY == b)) & (k_pos < end)
+
+
+@triton.jit
+def striped(b, h, q_pos, k_pos):
+    return (k_pos // 16) % 2 == 0
+
+
+@triton.jit
+def squash(x, b, h, q_pos, k_pos, table, ends):
+    known = tl.load(ends + k_pos) - tl.load(ends + tl.maximum(q_pos, 0))
+    return tl.where(k_pos % 2 == 0, x * tl.sigmoid(x), x) + tl.load(table + h) * (b + 1) * known
+
+
+@triton.jit
+def squash_grad(dx, x, b, h, q_pos, k_pos, table, ends):
+    s = tl.sigmoid(x)
+    return dx * tl.where(k_pos % 2 == 0, s + x * s * (1 - s), 1.0)
+
+
+@triton.jit
+def hide_far(x, b, h, q_pos, k_pos):
+    """A score that is itself -inf, and NaN where a key of another parity is far."""
+    return tl.where(tl.abs(q_pos - k_pos) > 9, float("-inf"), 2 * x)
+
+
+@triton.jit
+def hide_far_grad(dx, x, b, h, q_pos, k_pos):
+    return 2 * dx
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chance(*shape: int) -> torch.Tensor:
+    return draw(*shape, seed=2) < 0.3
+
+
+def holes(x: torch.Tensor) -> torch.Tensor:
+    """A bias with -inf among its entries, and rows of nothing else."""
+    x = x.masked_fill(chance(*x.shape), -math.inf)
+    x[..., -4, :] = -math.inf
+    return x
+
+
+def ids(T: int) -> torch.Tensor:
+    ends = torch.tensor([[9, 20, T, T], [20, 25, 31, T - 2]])
+    found = (torch.arange(T)[None, :, None] >= ends[:, None, :]).sum(-1)
+    return torch.where(found == 3, -1, found).to(torch.int32)
+
+
+MOD_TENSORS = (torch.tensor([5.0, 0.5]), torch.arange(T_k) % 5 + 30)
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "prefix": {"causal": True, "prefix_lengths": torch.tensor([22, 3])},
+    "window": {"window": (17, 1)},
+    "window-first": {"window": 5, "keep_first": 3},
+    "first-ahead": {"window": (3, 2), "keep_first": 34, "query_offset": 0},
+    "stride": {"stride": 5},
+    "stride-window-first": {"window": (4, 4), "stride": 17, "keep_first": 2},
+    "padding": {"key_padding_mask": ~chance(B, T_k)},
+    "lengths": {"key_lengths": torch.tensor([18, 33], dtype=torch.int32)},
+    "offsets": {"query_offset": torch.tensor([2, 20]), "causal": True},
+    "documents": {"documents": (ids(T_q + 16)[:, 16:], ids(T_k))},
+    "mask": {"attn_mask": ~chance(B, H_q, T_q, T_k)},
+    "mask-of-keys": {"attn_mask": torch.arange(T_k).expand(B, 1, 1, T_k) < 20},
+    "mask-of-queries": {"attn_mask": torch.arange(T_q).expand(H_q, T_q)[..., None] % 9 > 0},
+    "mask-mod": {"mask_mod": near_or_striped, "mod_tensors": MOD_TENSORS},
+    "softcap": {"softcap": 0.7, "scale": 0.9},
+    "alibi": {"alibi_slopes": draw(H_q).abs()},
+    "alibi-rows": {"alibi_slopes": draw(B, H_q).abs()},
+    "relative-bias": {"relative_bias": draw(H_q, 2 * R + 1)},
+    "bias": {"attn_bias": draw(B, H_q, T_q, T_k)},
+    "bias-with-holes": {"attn_bias": holes(draw(1, H_q, T_q, T_k))},
+    "bias-of-pairs": {"attn_mask": draw(T_q, T_k)},
+    "bias-of-rows": {"attn_bias": draw(B, 1, 1, T_k)},
+    "bias-of-heads": {"attn_bias": draw(H_q, T_q, 1)},
+    "score-mod": {"score_mod": squash, "score_mod_grad": squash_grad, "mod_tensors": MOD_TENSORS},
+    "sinks": {"sinks": draw(H_q)},
+    "dropout": {"dropout": 0.4, "dropout_seed": torch.tensor([3 << 40 | 7, 1 << 33 | 5])},
+}
+
+
+def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    return {name: move(x) for name, x in options.items()}
+
+
+def triton_attention(q, k, v, **options):
+    return fastattn.attention(q, k, v, backend="triton", **options)
+
+
+def triton_varlen(q, k, v, *starts, **options):
+    return fastattn.attention_varlen(q, k, v, *starts, backend="triton", **options)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature(feature: str, device: str) -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
+    assert_matches_reference(triton_attention, q, k, v, **on(device, FEATURES[feature]))
+
+
+# One of each kind: what sets the others of a kind apart is broadcasting, or how far they reach.
+MEETING = {
+    name: FEATURES[name]
+    for name in (
+        "causal", "prefix", "first-ahead", "stride-window-first", "padding", "lengths", "documents",
+        "mask", "mask-mod", "softcap", "alibi-rows", "relative-bias", "bias", "score-mod", "sinks",
+        "dropout",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", sets_that_cover_pairs(MEETING, 8), ids="+".join)
+def test_features_that_meet(names: tuple[str, ...], device: str) -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
+    assert_matches_reference(triton_attention, q, k, v, **on(device, together(MEETING, names)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("softcap", "relative-bias"), ("stride-window-first", "bias"), ("score-mod", "dropout")],
+    ids="+".join,
+)
+def test_in_16_bits(names: tuple[str, ...], dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, dtype=dtype, device=device)
+    options = on(device, together(FEATURES, names))
+    assert_matches_reference(
+        triton_attention, q, k, v, causal=True, sinks=draw(H_q).to(device, dtype), **options
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_float_options_of_another_dtype(dtype: torch.dtype, device: str) -> None:
+    """Read as fp32; their gradients come in their own dtype."""
+    shapes = {"attn_bias": (H_q, 1, T_k), "relative_bias": (H_q, 2 * R + 1), "sinks": (H_q,)}
+    options = {name: draw(*shape).to(device, dtype) for name, shape in shapes.items()}
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in options.items()}
+        o = triton_attention(q, k, v, **leaves)
+        return torch.autograd.grad(o.square().sum(), list(leaves.values()))
+
+    for x, expected in zip(gradients(dtype), gradients(torch.float32), strict=True):
+        assert x.dtype == dtype
+        assert torch.equal(x, expected.to(dtype))
+
+
+PACKED_Q, PACKED_K = (0, 20, 20, 21, 42), (0, 37, 40, 40, 61)
+NOT_PACKED = {"key_padding_mask", "documents", "attn_mask", "attn_bias", "query_offset"}
+# For each of the four sequences, in place of each of the batch rows.
+OF_SEQUENCES: dict[str, Any] = {
+    "key_lengths": torch.tensor([33, 2, 5, 0]),
+    "prefix_lengths": torch.tensor([22, 0, 9, 5]),
+}
+PACKED = {
+    name: {n: OF_SEQUENCES.get(n, x) for n, x in options.items()}
+    for name, options in FEATURES.items()
+    if name in MEETING and not options.keys() & NOT_PACKED
+}
+PACKED["alibi-rows"] = {"alibi_slopes": draw(4, H_q).abs()}
+
+
+@pytest.mark.parametrize("names", sets_that_cover_pairs(PACKED, 8), ids="+".join)
+def test_packed_sequences(names: tuple[str, ...], device: str) -> None:
+    """One without queries, one without keys, more keys than queries and as many."""
+    q, k, v = (
+        x[0].transpose(0, 1).detach()
+        for x in make_qkv(1, H_q, H_k, PACKED_Q[-1], PACKED_K[-1], D, D_v, device=device)
+    )
+    starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in (PACKED_Q, PACKED_K)]
+    options = on(device, together(PACKED, names))
+    assert_matches_reference(
+        triton_varlen, q, k, v, *starts, oracle=reference.attention_varlen, **options
+    )
+
+
+def test_a_promise_about_a_mask_changes_nothing(device: str) -> None:
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+    promised = fastattn.BlockMask(striped, per_batch=False, per_head=False)
+    assert_matches_reference(triton_attention, q, k, v, mask_mod=promised)
+    o, expected = (triton_attention(q, k, v, mask_mod=mod) for mod in (promised, striped))
+    assert torch.equal(o, expected)
+
+
+def test_scores_that_hide_by_themselves(device: str) -> None:
+    """A score_mod that returns -inf, for whole rows in some blocks and for one row everywhere."""
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+    assert_matches_reference(
+        triton_attention, q, k, v, score_mod=hide_far, score_mod_grad=hide_far_grad, query_offset=26
+    )
+
+
+def test_rows_of_nothing_but_minus_infinity(device: str) -> None:
+    """A bias that hides every key of a row, in full blocks: o = 0, lse = -inf, no gradients."""
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+    bias = draw(B, 1, T_q, T_k).to(device)
+    bias[:, :, 3] = -math.inf
+    bias[1] = -math.inf
+    for sinks in (None, draw(H_q).to(device)):
+        assert_matches_reference(triton_attention, q, k, v, attn_bias=bias, sinks=sinks)
+    o, lse = triton_attention(q, k, v, attn_bias=bias, return_lse=True)
+    assert (o[1] == 0).all() and (lse[1] == -math.inf).all()
+    assert (o[0, :, 3] == 0).all() and lse[0, :, 4].isfinite().all()
