@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from fastattn.arguments import dense_options
 from fastattn.kernels.hopper import backward, forward
-from fastattn.kernels.hopper.host import why_not_hopper
+from fastattn.kernels.hopper.host import tile_order, why_not_hopper
+from fastattn.kernels.hopper.pipeline import locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.gluon_emulator import Emulated
@@ -114,6 +117,27 @@ def test_matches_the_reference(case: dict[str, Any]) -> None:
 def test_any_grid_covers_all_tiles(programs: int) -> None:
     """6 tiles of queries and 3 of keys: `programs` deal them out among themselves."""
     check(H_q=2, T_q=290, programs=programs)
+
+
+@gluon.jit
+def order_kernel(out_ptr, total, heads, tiles, group, group_tiles):
+    program = gl.program_id(0)
+    for i in range(number_of_tiles(total)):
+        number = tile_number(i)
+        tile, head = locate(number, (heads, tiles, group, group_tiles), True)
+        gl.store(out_ptr + 3 * number, program)
+        gl.store(out_ptr + 3 * number + 1, tile)
+        gl.store(out_ptr + 3 * number + 2, head)
+
+
+def test_longest_tiles_come_first_and_are_dealt_to_and_fro() -> None:
+    """3 heads of 3 tiles, two heads in L2 at a time, 4 programs."""
+    out = torch.full((9, 3), -1, dtype=torch.int32)
+    Emulated(order_kernel)[(4,)](out, *tile_order(3, 3, 2))
+    programs, tiles, heads = out.T.tolist()
+    assert programs == [0, 1, 2, 3, 3, 2, 1, 0, 0]
+    assert tiles == [2, 2, 1, 1, 0, 0, 2, 1, 0]
+    assert heads == [0, 1, 0, 1, 0, 1, 2, 2, 2]
 
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
