@@ -7,13 +7,13 @@ torch's own function with the arguments as they came.
 
 import math
 import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -148,7 +148,7 @@ def _translated(
 def _not_plain(*tensors: Tensor | None) -> str | None:
     """Why these arguments are for torch's dispatcher to take apart, or None."""
     for x in tensors:
-        if type(x) in (Tensor, nn.Parameter, CausalBias, type(None)):
+        if type(x) in (Tensor, nn.Parameter, type(None)) or _causal_bias(x) is not None:
             if x is not None and (x.is_nested or x.layout is not torch.strided):
                 return "an argument is nested or sparse"
         elif not isinstance(x, Tensor):
@@ -249,10 +249,10 @@ def _mask_options(
     """attn_mask as options of `attention`; scores is the shape that torch adds it to."""
     if is_causal:
         return "attn_mask and is_causal are both given"
-    if isinstance(mask, CausalBias):
+    if (bias := _causal_bias(mask)) is not None:
         if (mask.seq_len_q, mask.seq_len_kv) != scores[-2:]:
             return "attn_mask is a CausalBias of other lengths"
-        aligned_right = mask.variant == CausalVariant.LOWER_RIGHT
+        aligned_right = mask.variant == bias.CausalVariant.LOWER_RIGHT
         return {"causal": True, "query_offset": scores[-1] - scores[-2] if aligned_right else 0}
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return f"attn_mask is {mask.dtype}"
@@ -268,6 +268,16 @@ def _mask_options(
     if mask.dtype == torch.bool:
         return {"attn_mask": mask}
     return {"attn_bias": bounded_bias(mask)}
+
+
+def _causal_bias(mask: object) -> Any:
+    """torch.nn.attention.bias if mask is one of its CausalBias, else None.
+
+    Importing that module imports torch._dynamo, which takes a second: whoever has a CausalBias has
+    done it already.
+    """
+    bias = sys.modules.get("torch.nn.attention.bias")
+    return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
 
 
 def bounded_bias(bias: Tensor) -> Tensor:
