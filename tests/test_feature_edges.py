@@ -1,0 +1,333 @@
+"""The kernels where shapes, memory and values are unusual, with masks, biases and dropout at once.
+
+Runs in Triton's interpreter without a GPU and compiled on one.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import reference
+from fastattn.kernels import backward, config, forward
+from fastattn.testing import assert_matches_reference, make_qkv
+
+SEED = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    tile = config.TileConfig(16, 16)
+    with config.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
+        yield
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def triton_attention(q, k, v, **options):
+    return fastattn.attention(q, k, v, backend="triton", **options)
+
+
+def triton_varlen(q, k, v, *starts, **options):
+    return fastattn.attention_varlen(q, k, v, *starts, backend="triton", **options)
+
+
+def packed_inputs(
+    H_q: int, H_k: int, T_q: int, T_k: int, D: int, device: str
+) -> list[torch.Tensor]:
+    """q, k, v as [total, H, D]."""
+    dense = make_qkv(1, H_q, H_k, T_q, T_k, D, device=device)
+    return [x[0].transpose(0, 1).detach() for x in dense]
+
+
+def everything(B: int, H_q: int, T_q: int, T_k: int, device: str) -> dict[str, Any]:
+    """Options of most kinds at once."""
+    options = {
+        "causal": True, "window": 9, "keep_first": 2, "stride": 11, "softcap": 2.0, "dropout": 0.3,
+        "dropout_seed": SEED, "key_lengths": torch.arange(B) + T_k // 2,
+        "documents": (torch.arange(T_q).expand(B, -1) // 20, torch.arange(T_k).expand(B, -1) // 20),
+        "attn_bias": draw(H_q, T_q, T_k), "relative_bias": draw(H_q, 7), "sinks": draw(H_q),
+        "alibi_slopes": draw(B, H_q).abs(),
+    }  # fmt: skip
+    return {
+        name: tuple(y.to(device) for y in x)
+        if isinstance(x, tuple)
+        else x.to(device)
+        if isinstance(x, torch.Tensor)
+        else x
+        for name, x in options.items()
+    }
+
+
+# B, H_q, H_k, T_q, T_k, D, D_v
+SHAPES = [
+    (1, 2, 1, 0, 5, 4, 4),
+    (2, 2, 1, 5, 0, 4, 4),
+    (1, 2, 2, 0, 0, 4, 4),
+    (0, 2, 1, 3, 4, 4, 4),
+    (1, 3, 3, 1, 33, 1, 5),
+    (1, 4, 2, 18, 5, 6, 1),
+    (1, 6, 2, 3, 17, 16, 24),
+]
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_shapes(sizes: tuple[int, ...], device: str) -> None:
+    B, H_q, _, T_q, T_k, _, _ = sizes
+    options = everything(B, H_q, T_q, T_k, device)
+    if B == 0:
+        o, lse = triton_attention(*make_qkv(*sizes, device=device), return_lse=True, **options)
+        assert (o.shape, lse.shape) == ((0, H_q, T_q, 4), (0, H_q, T_q))
+        return
+    assert_matches_reference(triton_attention, *make_qkv(*sizes, device=device), **options)
+
+
+@pytest.mark.parametrize("lengths", [((), ()), ((0, 0), (0, 0)), ((0, 3), (4, 0)), ((0,), (7,))])
+def test_packed_sequences_of_nothing(lengths: tuple[Any, Any], device: str) -> None:
+    q, k, v = packed_inputs(2, 1, sum(lengths[0]), sum(lengths[1]), 4, device)
+    starts = [torch.tensor((0, *x), device=device).cumsum(0) for x in lengths]
+    sinks = draw(2).to(device).requires_grad_()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = triton_varlen(*inputs, *starts, causal=True, sinks=sinks, return_lse=True)
+    assert (o.shape, lse.shape) == (q.shape, (2, q.shape[0]))
+    assert (o == 0).all(), "no sequence has both"
+    assert torch.equal(lse, sinks.detach()[:, None].expand_as(lse))
+    grads = torch.autograd.grad(o.sum() + lse.sum(), (*inputs, sinks))
+    assert all((x == 0).all() for x in grads[:3])
+    assert torch.equal(grads[3], torch.full_like(sinks, q.shape[0]))
+
+
+VIEWS = {
+    "batch": lambda x: x[:1].expand_as(x),
+    "head": lambda x: x[:, :1].expand_as(x),
+    "rows": lambda x: x[:, :, :1].expand_as(x),
+    "last-dim": lambda x: x.mT.contiguous().mT,
+    "every-second": lambda x: x.repeat_interleave(2, 3)[..., ::2],
+    "unaligned": lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view: str, device: str) -> None:
+    """Of q, k, v, and of the tensors that masks and biases are read from."""
+    B, H, T = 2, 2, 19
+    q, k, v = (VIEWS[view](x.detach()) for x in make_qkv(B, H, H, T, D=8, device=device))
+    bias = VIEWS[view](draw(B, H, T, T).to(device))
+    mask = VIEWS[view](draw(B, H, T, T, seed=1).to(device)) < 1
+    assert_matches_reference(
+        triton_attention, q, k, v, attn_bias=bias, mask_mod=None, attn_mask=mask,
+        relative_bias=VIEWS[view](draw(1, 1, H, 9).to(device).expand(B, H, H, 9))[0, 0],
+        sinks=VIEWS[view](draw(1, 1, 1, 2 * H).to(device).expand(B, H, 1, -1))[0, 0, 0, ::2],
+        key_lengths=torch.tensor([9, 5, 18, 3], device=device)[::2],
+    )  # fmt: skip
+
+
+def poisoned(by: str, B: int, T_k: int, device: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Options, and which keys they say do not exist."""
+    key = torch.arange(T_k, device=device)
+    if by == "padding":
+        mask = (key % 5 != 2) & (key > torch.tensor([[3], [20]], device=device))
+        return {"key_padding_mask": mask}, ~mask
+    if by == "lengths":
+        lengths = torch.tensor([T_k - 5, 7], device=device)
+        return {"key_lengths": lengths}, key >= lengths[:, None]
+    ids = torch.where(key >= torch.tensor([[T_k - 3], [15]], device=device), -1, key // 12)
+    return {"documents": ids}, ids < 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("by", ["padding", "lengths", "documents"])
+def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: str) -> None:
+    B, H, T = 2, 2, 35
+    clean = make_qkv(B, H, 1, T, D=8, device=device)
+    options, hidden = poisoned(by, B, T, device)
+    k, v = (x.detach().masked_fill(hidden[:, None, :, None], poison) for x in clean[1:])
+    assert_matches_reference(
+        triton_attention, clean[0], k, v, clean=clean, **options,
+        attn_bias=draw(H, T, T).to(device), softcap=3.0, dropout=0.2,
+        dropout_seed=SEED.to(device), sinks=draw(H).to(device), relative_bias=draw(H, 5).to(device),
+    )  # fmt: skip
+
+
+def test_packed_keys_past_their_lengths_reach_nothing(device: str) -> None:
+    q, k, v = packed_inputs(2, 1, 40, 40, 8, device)
+    starts = torch.tensor([0, 19, 19, 40], device=device)
+    lengths = torch.tensor([7, 0, 18], device=device)
+    hidden = torch.ones(40, dtype=torch.bool, device=device)
+    hidden[:7] = hidden[19:37] = False
+    bad = [x.masked_fill(hidden[:, None, None], math.nan) for x in (k, v)]
+    assert_matches_reference(
+        triton_varlen, q, *bad, starts, starts, clean=(q, k, v), key_lengths=lengths, causal=True,
+        oracle=reference.attention_varlen, relative_bias=draw(2, 5).to(device),
+    )  # fmt: skip
+
+
+def test_neighbours_in_the_pack_reach_nothing(device: str) -> None:
+    """NaN in one sequence stays in it."""
+    q, k, v = packed_inputs(2, 1, 41, 41, 8, device)
+    starts = torch.tensor([0, 20, 41], device=device)
+    k = k.index_fill(0, torch.arange(20, 41, device=device), math.nan)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o = triton_varlen(*inputs, starts)
+    grads = torch.autograd.grad(o.sum(), inputs)
+    for x in (o, *grads[:2]):
+        assert x[:20].isfinite().all()
+        assert x[20:].isnan().any()
+
+
+def test_dropout_drops_what_the_keep_mask_says(device: str) -> None:
+    """The values are unit vectors, so the output is the matrix of weights."""
+    B, H, T = 2, 2, 36
+    q, k, _ = make_qkv(B, H, 1, T, D=8, device=device)
+    v = torch.eye(T, device=device).expand(B, 1, T, T)
+    seed = SEED.to(device)
+    weights = triton_attention(q, k, v, dropout=0.4, dropout_seed=seed)
+    keep = fastattn.dropout_keep_mask(seed, 0.4, B, H, T, T)
+    assert torch.equal(weights != 0, keep)
+    plain = triton_attention(q, k, v)
+    torch.testing.assert_close(weights, plain * keep / 0.6)
+    assert not torch.equal(keep[0], keep[1])
+    assert not torch.equal(keep[:, 0], keep[:, 1])
+
+
+def test_dropout_follows_torchs_generator_and_checkpointing(device: str) -> None:
+    inputs = make_qkv(1, 2, 1, 20, D=8, device=device)
+
+    def call(q, k, v):
+        return triton_attention(q, k, v, dropout=0.5)
+
+    def run(function):
+        torch.manual_seed(7)
+        o = function(*inputs)
+        return (o, *torch.autograd.grad(o.sin().sum(), inputs))
+
+    first, again = run(call), run(call)
+    saved = run(lambda *inputs: checkpoint(call, *inputs, use_reentrant=False))
+    for x, y, z in zip(first, again, saved, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
+    assert not torch.equal(first[0], call(*inputs)), "another call draws another seed"
+
+
+@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@given(data=st.data())
+def test_drawn_calls(data: st.DataObject) -> None:
+    device = "cuda" if torch.cuda.is_available() and not config._INTERPRETING else "cpu"
+
+    def drawn(strategy: Any) -> Any:
+        return data.draw(strategy)
+
+    B, H_k, G = (drawn(st.integers(1, 2)) for _ in range(3))
+    T_q, T_k = drawn(st.integers(1, 33)), drawn(st.integers(1, 33))
+    D, D_v = drawn(st.integers(1, 20)), drawn(st.integers(1, 20))
+    H_q = G * H_k
+    options: dict[str, Any] = {}
+    if drawn(st.booleans()):
+        options["causal"] = True
+    if drawn(st.booleans()):
+        sides = st.none() | st.integers(0, 20)
+        options["window"] = (drawn(sides), drawn(sides))
+    if drawn(st.booleans()):
+        options["stride"] = drawn(st.integers(1, 20))
+    if "stride" in options or options.get("window", (None, None)) != (None, None):
+        options["keep_first"] = drawn(st.integers(0, 30))
+    if options.get("causal") and drawn(st.booleans()):
+        options["prefix_lengths"] = drawn(st.integers(0, 35))
+    if drawn(st.booleans()):
+        options["query_offset"] = drawn(st.integers(-10, 40))
+    if drawn(st.booleans()):
+        lengths = drawn(st.lists(st.integers(-1, 35), min_size=B, max_size=B))
+        options["key_lengths"] = torch.tensor(lengths, device=device)
+    if drawn(st.booleans()):
+        options["key_padding_mask"] = draw(B, T_k).to(device) < 1
+    if drawn(st.booleans()):
+        ids = st.integers(-1, 2)
+        options["documents"] = tuple(
+            torch.tensor(drawn(st.lists(ids, min_size=T, max_size=T)), device=device).expand(B, T)
+            for T in (T_q, T_k)
+        )
+    broadcast = [drawn(st.sampled_from((1, size))) for size in (B, H_q, T_q, T_k)]
+    kind = drawn(st.sampled_from(("none", "mask", "bias")))
+    if kind == "mask":
+        options["attn_mask"] = draw(*broadcast).to(device) < 1
+    if kind == "bias":
+        options["attn_bias"] = draw(*broadcast).to(device)
+    if drawn(st.booleans()):
+        options["softcap"] = drawn(st.floats(0.3, 30))
+    if drawn(st.booleans()):
+        options["alibi_slopes"] = draw(H_q).abs().to(device)
+    if drawn(st.booleans()):
+        options["relative_bias"] = draw(H_q, 2 * drawn(st.integers(0, 20)) + 1).to(device)
+    if drawn(st.booleans()):
+        options["sinks"] = draw(H_q).to(device)
+    if drawn(st.booleans()):
+        options |= {"dropout": drawn(st.floats(0.01, 0.9)), "dropout_seed": SEED.to(device)}
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
+    assert_matches_reference(triton_attention, q, k, v, **options)
+
+
+class Sparse:
+    """Tensors in files of many GiB, of which only those pages exist that were written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.count = 0
+
+    def __call__(self, *sizes: int, strides: tuple[int, ...]) -> torch.Tensor:
+        """fp16, zero where it was not written."""
+        elements = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        assert elements > 2**31, "the point of it"
+        self.count += 1
+        path = self.folder / str(self.count)
+        memory = torch.from_file(str(path), shared=True, size=elements, dtype=torch.float16)
+        return memory.as_strided(sizes, strides)
+
+    def filled(self, x: torch.Tensor, *strides: int) -> torch.Tensor:
+        view = self(*x.shape, strides=strides)
+        view.copy_(x)
+        return view
+
+
+FAR = 2**31 + 2**20
+# Strides of batch, head and row of [2, 2, 20, 8], one of them past 2^31 elements in all.
+FAR_STRIDES = {
+    "batch": (FAR, 160, 8),
+    "head": (160, FAR, 8),
+    "row": (8, 16, FAR // 16),
+}
+
+
+@pytest.mark.skipif(not config._INTERPRETING, reason="a GPU cannot read a file's pages")
+@pytest.mark.parametrize("dim", FAR_STRIDES)
+def test_offsets_past_two_to_the_31(dim: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Inputs, outputs and gradients spread over more than 2^31 elements, in files with holes.
+
+    Every address that the kernels compute is read or written, and int32 wraps in the interpreter
+    as it does on a GPU, where it would end outside of the file or in a hole. lse and delta are not
+    spread: they are contiguous, and would have to be that long.
+    """
+    sparse = Sparse(tmp_path)
+    strides = FAR_STRIDES[dim]
+
+    def far(like: torch.Tensor, heads: int, rows: int, cols: int) -> torch.Tensor:
+        return sparse(like.shape[0], heads, rows, cols, strides=(*strides, 1))
+
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "empty_in_layout", far)
+    clean = make_qkv(2, 2, 2, 20, D=8, dtype=torch.float16)
+    q, k, v = (sparse.filled(x.detach(), *strides, 1) for x in clean)
+    mask = draw(2, 2, 20, 20) < 1
+    bias = draw(2, 2, 20, 20).half()
+    far_bias = sparse.filled(bias, *(FAR if s == FAR else s * 20 for s in strides), 1)
+    assert_matches_reference(triton_attention, q, k, v, clean=clean, attn_mask=mask, attn_bias=bias)
+    o, expected = (triton_attention(q, k, v, attn_bias=x) for x in (far_bias, bias))
+    assert torch.equal(o, expected)
