@@ -3,8 +3,10 @@
 from .cache import KVCache as KVCache
 from .cache import QuantizedKVCache as QuantizedKVCache
 from .cache_view import CacheView as CacheView
+from .compat.multihead import MultiheadAttention as MultiheadAttention
 from .compat.patch import patch_sdpa as patch_sdpa
 from .compat.patch import unpatch_sdpa as unpatch_sdpa
+from .compat.swap import swap as swap
 from .decode import decode_attention as decode_attention
 from .decode import explain_decode as explain_decode
 from .decode import view_of_tensors as view_of_tensors
@@ -36,6 +38,7 @@ __all__ = [
     "CausalGQAttention",
     "Explanation",
     "KVCache",
+    "MultiheadAttention",
     "OutOfPages",
     "PagedKVCache",
     "QuantizedKVCache",
@@ -55,6 +58,7 @@ __all__ = [
     "merge",
     "multiplicative_attention",
     "patch_sdpa",
+    "swap",
     "t5_relative_bias",
     "unpatch_sdpa",
     "view_of_tensors",

@@ -1,0 +1,301 @@
+"""`torch.nn.MultiheadAttention`, served by the kernels."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import arguments, checks, formula, functional, statistics
+from ..options import Options
+from .sdpa import bounded_bias
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with fused attention; a subclass, so `isinstance` holds.
+
+    Constructor, parameters, state_dict, `forward` and the meaning of masks (True = masked out) are
+    torch's. What differs:
+
+    - A query that may see no key, such as in a row that is all padding, gets attention 0 (the
+      output projection's bias is its output) and weights 0, where torch gives NaN.
+    - NaN in keys and values that key_padding_mask hides reaches nothing.
+    - With is_causal=True, need_weights=False and no float key_padding_mask, the causal mask is
+      taken from the flag and attn_mask is not read. torch calls the flag such a promise.
+    - Layers of torch such as nn.TransformerEncoderLayer do not go around this module in eval mode.
+
+    Calls that torch refuses are refused by torch's own code, with its errors.
+
+    Args:
+        embed_dim: width E of queries and outputs, divided by num_heads.
+        num_heads: H.
+        dropout: probability to drop an attention weight in training mode.
+        bias: whether the projections have a bias.
+        add_bias_kv: a learned key and value are appended to every sequence.
+        add_zero_attn: a key and value of zeros are appended to every sequence.
+        kdim, vdim: widths of keys and values; default embed_dim.
+        batch_first: inputs are [N, L, E] in place of [L, N, E].
+        device, dtype: of the parameters.
+        backend: as for `fastattn.attention`.
+
+    Raises:
+        ValueError, AssertionError: as torch's; ValueError for an unknown backend.
+
+    Example:
+        >>> layer = MultiheadAttention(64, num_heads=4, batch_first=True)
+        >>> x = torch.randn(2, 10, 64)
+        >>> out, _ = layer(x, x, x, need_weights=False)  # [2, 10, 64]
+    """
+
+    # Objects that `fastattn.swap` made of torch's modules have no attribute of their own.
+    backend: str | None = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        checks.check_backend(backend)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
+            batch_first, device, dtype,
+        )  # fmt: skip
+        self.backend = backend
+        self.register_forward_pre_hook(stay_on_path)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of query to key and value, and its weights if they are wanted.
+
+        Args:
+            query: [L, N, E], with batch_first [N, L, E], or unbatched [L, E].
+            key: likewise [S, N, kdim].
+            value: likewise [S, N, vdim].
+            key_padding_mask: [N, S] ([S] unbatched), bool (True = masked out) or float (added to
+                the scores).
+            need_weights: also return the weights, which takes memory for [N, H, L, S].
+            attn_mask: [L, S] or [N * H, L, S], bool (True = masked out) or float (added).
+            average_attn_weights: average the weights over the heads.
+            is_causal: says that attn_mask, which must be given, is the causal mask.
+
+        Returns:
+            (output as query, weights). Weights are [N, L, S], with average_attn_weights=False
+            [N, H, L, S], and None without need_weights. They are differentiable, and what dropout
+            dropped is 0 in them, as in torch's.
+
+        Raises:
+            What torch raises, where it raises. A NestedTensor (strided) is taken for
+            self-attention without masks and weights, as nn.TransformerEncoder makes one of padded
+            inputs in eval mode; elsewhere torch refuses it.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            plain = key_padding_mask is None and attn_mask is None and not need_weights
+            if plain and query is key and key is value and query.layout is torch.strided:
+                return self._nested(query), None
+            fits = False
+        else:
+            fits = self._fits(query, key, value, key_padding_mask, attn_mask, is_causal)
+        if not fits:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = _same(lambda x: x[None], query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = _same(lambda x: x.transpose(0, 1), query, key, value)
+        q, k, v = self._project(query, key, value)
+        masks = self._masks(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
+        p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            o, weights = self._with_weights(q, k, v, masks, p)
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            o = functional.attention(q, k, v, dropout=p, backend=self.backend, **masks)
+        out = self.out_proj(o.transpose(1, 2).flatten(2))
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _fits(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> bool:
+        """Whether torch would take these arguments."""
+        dims = query.dim()
+        if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
+            return False
+        widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+        if widths != (self.embed_dim, self.kdim, self.vdim) or key.shape[:-1] != value.shape[:-1]:
+            return False
+        if dims == 2:
+            N, L, S = 1, query.shape[0], key.shape[0]
+        else:
+            batch = 0 if self.batch_first else 1
+            N, L, S = query.shape[batch], query.shape[1 - batch], key.shape[1 - batch]
+            if key.shape[batch] != N:
+                return False
+        if (self.bias_k is None) != (self.bias_v is None) or (is_causal and attn_mask is None):
+            return False
+        shapes = ((L, S), (N * self.num_heads, L, S))
+        return _is_mask(attn_mask, *shapes) and _is_mask(
+            key_padding_mask, (S,) if dims == 2 else (N, S)
+        )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, H, L, D], k and v [N, H, S, D] of [N, L, E] inputs, with the appended keys."""
+        E, bias = self.embed_dim, self.in_proj_bias
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif query is key and key is value:
+            q, k, v = torch.split(F.linear(query, self.in_proj_weight, bias), E, dim=-1)
+            return self._heads(q), *self._appended(k, v)
+        else:
+            weights = torch.split(self.in_proj_weight, E)
+        biases = (None, None, None) if bias is None else torch.split(bias, E)
+        q, k, v = (
+            F.linear(x, weight, b)
+            for x, weight, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        return self._heads(q), *self._appended(k, v)
+
+    def _nested(self, x: Tensor) -> Tensor:
+        """Self-attention within each sequence of a strided NestedTensor [N, *, E]."""
+        padded = x.to_padded_tensor(0.0)
+        lengths = [part.shape[0] for part in x.unbind()]
+        q, k, v = self._project(padded, padded, padded)
+        key_lengths = torch.tensor(lengths, device=padded.device)
+        p = self.dropout if self.training else 0.0
+        o = functional.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=self.backend)
+        out = self.out_proj(o.transpose(1, 2).flatten(2))
+        parts = [row[:length] for row, length in zip(out, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(parts)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        N = k.shape[0]
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat((k, self.bias_k.to(k.dtype).expand(N, 1, -1)), dim=1)
+            v = torch.cat((v, self.bias_v.to(v.dtype).expand(N, 1, -1)), dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return self._heads(k), self._heads(v)
+
+    def _masks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        causal: bool,
+    ) -> dict[str, Any]:
+        """torch's masks as options of `fastattn.attention`; every query sees appended keys."""
+        N, H, L, _ = q.shape
+        more = int(self.bias_k is not None) + int(self.add_zero_attn)
+        options: dict[str, Any] = {}
+        causal = causal and not more
+        if causal and (key_padding_mask is None or key_padding_mask.dtype == torch.bool):
+            options, attn_mask = {"causal": True, "query_offset": 0}, None
+        padding, mask = (
+            x if x is None or not more else F.pad(x, (0, more))
+            for x in (key_padding_mask, attn_mask)
+        )
+        if mask is not None and mask.dim() == 3:
+            mask = mask.view(N, H, L, -1)
+        if padding is not None and padding.dtype == torch.bool:
+            options["key_padding_mask"] = ~padding
+            padding = None
+        if mask is not None and mask.dtype == torch.bool:
+            options["attn_mask"] = ~mask
+            mask = None
+        biases = [
+            x for x in (mask, None if padding is None else padding[:, None, None]) if x is not None
+        ]
+        if biases:
+            options["attn_bias"] = sum(map(bounded_bias, biases))
+        return options
+
+    def _with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
+    ) -> tuple[Tensor, Tensor]:
+        """o and the weights [N, H, L, S], which a loss may use and dropout has passed over."""
+        # Autocast on CUDA has a softmax in fp32, and so torch's weights are.
+        narrow = torch.float32 if q.is_cuda and formula.autocasting(q.device) else q.dtype
+        inputs = (q, k, v, masks.get("attn_bias"))
+        wants_gradient = any(x is not None and x.requires_grad for x in inputs)
+        if not p and not (wants_gradient and torch.is_grad_enabled()):
+            o, lse = functional.attention(q, k, v, return_lse=True, backend=self.backend, **masks)
+            weights = statistics.attention_weights(
+                q, k, lse=lse, max_elements=2**63, backend=self.backend, **masks
+            )
+            return o, weights.to(narrow)
+        q, k, v, _, _ = functional._autocast(q, k, v, None, None)
+        options = arguments.dense_options(q, k, v, **masks)
+        return _formula_with_weights(q, k, v, options, p, narrow)
+
+
+def _formula_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, p: float, narrow: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if formula.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return _formula_with_weights(q, k, v, options, p, narrow)
+    weights, _ = formula.normalised(formula.scores(q, k, options), None)
+    weights = F.dropout(weights, p)
+    exists = formula.existing_keys(options, k.shape[2], q.device)
+    shown = v.to(weights.dtype)
+    if exists is not None:
+        shown = torch.where(exists[:, None, :, None], shown, 0.0)
+    return (weights @ shown).to(q.dtype), weights.to(narrow)
+
+
+def stay_on_path(module: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing: torch's layers call modules that have one.
+
+    In eval mode nn.TransformerEncoderLayer computes attention itself from the parameters of its
+    self_attn, unless that has a hook.
+    """
+
+
+def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
+    if mask is None:
+        return True
+    known = mask.dtype == torch.bool or mask.is_floating_point()
+    return known and tuple(mask.shape) in shapes
+
+
+def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three changed; one tensor that stands for several stays one."""
+    changed = change(query)
+    new_key = changed if key is query else change(key)
+    return changed, new_key, new_key if value is key else change(value)

@@ -1,0 +1,373 @@
+"""`fastattn.MultiheadAttention` against `torch.nn.MultiheadAttention`."""
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn.testing import assert_within_budget
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+N, L, S, E, H = 2, 4, 6, 16, 4
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no-bias-batch-first": {"bias": False, "batch_first": True},
+    "widths": {"kdim": 12, "vdim": 10},
+    "appended": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    "appended-widths": {"add_bias_kv": True, "kdim": 12, "vdim": 10},
+    "zero": {"add_zero_attn": True, "bias": False},
+}
+
+
+def pair(**kwargs: Any) -> tuple[nn.MultiheadAttention, fastattn.MultiheadAttention]:
+    """torch's layer and ours with the same weights."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, **kwargs)
+    ours = fastattn.MultiheadAttention(E, H, **kwargs)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    return theirs, ours
+
+
+def inputs(layer: nn.MultiheadAttention, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((L, E), (S, layer.kdim), (S, layer.vdim))
+    tensors = [torch.randn(N, T, width, generator=generator) for T, width in sizes]
+    return tensors if layer.batch_first else [x.transpose(0, 1) for x in tensors]
+
+
+def masks() -> dict[str, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def hidden(*shape: int) -> Tensor:
+        # The first key stays visible: torch gives NaN where none is.
+        return (torch.rand(shape, generator=generator) > 0.6) & (torch.arange(shape[-1]) > 0)
+
+    def added(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": hidden(N, S)},
+        "padding-added": {"key_padding_mask": added(N, S)},
+        "mask": {"attn_mask": hidden(L, S)},
+        "mask-per-head": {"attn_mask": hidden(N * H, L, S)},
+        "mask-added": {"attn_mask": added(L, S)},
+        "both": {"key_padding_mask": hidden(N, S), "attn_mask": hidden(N * H, L, S)},
+        "both-added": {"key_padding_mask": added(N, S), "attn_mask": added(N * H, L, S)},
+    }
+
+
+def results(layer: nn.MultiheadAttention, tensors: list[Tensor], kwargs: Any) -> list[Tensor]:
+    """Output, weights, and the gradients of inputs and parameters through both."""
+    tensors = [x.detach().clone().requires_grad_() for x in tensors]
+    o, weights = layer(*tensors, **kwargs)
+    loss = o.square().sum() if weights is None else o.square().sum() + weights.square().sum()
+    grads = torch.autograd.grad(loss, [*tensors, *layer.parameters()])
+    return [o, *([] if weights is None else [weights]), *grads]
+
+
+def doubled(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in kwargs.items()
+    }
+
+
+def assert_equals_torch(theirs, ours, tensors, kwargs) -> None:
+    exact = copy.deepcopy(theirs).double()
+    found = results(ours, tensors, kwargs)
+    naive = results(theirs, tensors, kwargs)
+    ref = results(exact, [x.double() for x in tensors], doubled(kwargs))
+    for i, triple in enumerate(zip(found, ref, naive, strict=True)):
+        assert_within_budget(f"result {i}", *triple)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_torch(on_torch, name):
+    theirs, ours = pair(**LAYERS[name])
+    cases = itertools.product(masks().values(), (True, False), (True, False))
+    for kwargs, need_weights, average in cases:
+        more = {"need_weights": need_weights, "average_attn_weights": average}
+        assert_equals_torch(theirs, ours, inputs(theirs), kwargs | more)
+
+
+@pytest.mark.parametrize("name", ["padding", "mask-per-head", "both-added"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_kernels_equal_torch(device, name, need_weights):
+    theirs, ours = (x.to(device) for x in pair(batch_first=True))
+    ours.backend = "triton"
+    kwargs = {n: x.to(device) for n, x in masks()[name].items()} | {"need_weights": need_weights}
+    tensors = [x.to(device) for x in inputs(theirs)]
+    assert_equals_torch(theirs, ours, tensors, kwargs)
+    with torch.no_grad():
+        plain, weights = ours(*tensors, **kwargs)
+    exact = copy.deepcopy(theirs).double()
+    ref = exact(*(x.double() for x in tensors), **doubled(kwargs))
+    naive = theirs(*tensors, **kwargs)
+    assert_within_budget("o", plain, ref[0], naive[0])
+    if need_weights:
+        assert_within_budget("weights", weights, ref[1], naive[1])
+
+
+def test_unbatched_inputs(on_torch):
+    theirs, ours = pair()
+    tensors = [x[:, 0] for x in inputs(theirs)]
+    for kwargs in (
+        {},
+        {"need_weights": False},
+        {"key_padding_mask": masks()["padding"]["key_padding_mask"][0]},
+        {"attn_mask": masks()["mask-per-head"]["attn_mask"][:H], "average_attn_weights": False},
+    ):
+        assert_equals_torch(theirs, ours, tensors, kwargs)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_causal_hint(on_torch, need_weights, padded):
+    theirs, ours = pair(batch_first=True)
+    x = inputs(theirs)[0]
+    kwargs: dict[str, Any] = {
+        "attn_mask": torch.ones(L, L, dtype=torch.bool).triu(1),
+        "is_causal": True,
+        "need_weights": need_weights,
+    }
+    if padded:
+        kwargs["key_padding_mask"] = torch.tensor([[False] * 4, [False, False, True, True]])
+    assert_equals_torch(theirs, ours, [x, x, x], kwargs)
+
+
+def test_causal_hint_without_a_mask_is_refused():
+    theirs, ours = pair()
+    for layer in (theirs, ours):
+        with pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
+            layer(*inputs(layer), is_causal=True)
+
+
+def test_masks_of_different_kinds(on_torch):
+    theirs, ours = pair()
+    kwargs = {**masks()["padding"], **masks()["mask-added"]}
+    with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask"):
+        expected = results(theirs, inputs(theirs), kwargs)
+        exact = results(
+            copy.deepcopy(theirs).double(),
+            [x.double() for x in inputs(theirs)],
+            doubled(kwargs),
+        )
+    for triple in zip(results(ours, inputs(ours), kwargs), exact, expected, strict=True):
+        assert_within_budget("result", *triple)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_all_padded_rows_have_zero_attention(on_torch, need_weights, training):
+    _, ours = pair(batch_first=True)
+    ours.train(training)
+    nn.init.ones_(ours.out_proj.bias)
+    query, key, value = inputs(ours)
+    padding = torch.zeros(N, S, dtype=torch.bool)
+    padding[1] = True
+    key[1] = value[1] = torch.nan
+    query.requires_grad_()
+    o, weights = ours(query, key, value, key_padding_mask=padding, need_weights=need_weights)
+    assert torch.equal(o[1], torch.ones(L, E))
+    o.sum().backward()
+    assert query.grad is not None
+    assert torch.equal(query.grad[1], torch.zeros(L, E))
+    assert query.grad[0].isfinite().all()
+    assert weights is None or torch.equal(weights[1], torch.zeros(L, S))
+
+
+def test_weights_show_what_dropout_dropped(on_torch):
+    _, ours = pair(dropout=0.5, batch_first=True)
+    o, weights = ours(*inputs(ours), average_attn_weights=False)
+    assert (weights == 0).float().mean() > 0.2
+    v = torch.nn.functional.linear(inputs(ours)[2], ours.in_proj_weight[2 * E :])
+    again = ours.out_proj(
+        (weights @ v.unflatten(-1, (H, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+    )
+    torch.testing.assert_close(o, again)
+    ours.eval()
+    _, weights = ours(*inputs(ours))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(N, L))
+
+
+def test_dropout_without_weights(on_torch):
+    _, ours = pair(dropout=0.5)
+    torch.manual_seed(0)
+    first, _ = ours(*inputs(ours), need_weights=False)
+    second, _ = ours(*inputs(ours), need_weights=False)
+    assert not torch.equal(first, second)
+    ours.eval()
+    once, again = (ours(*inputs(ours), need_weights=False)[0] for _ in range(2))
+    assert torch.equal(once, again)
+
+
+REFUSED = {
+    "dims": lambda q, k, v: ((q[None], k, v), {}),
+    "width": lambda q, k, v: ((q[..., :8], k, v), {}),
+    "keys-and-values": lambda q, k, v: ((q, k, v[:-1]), {}),
+    "mask-shape": lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(L, S + 1)}),
+    "mask-kind": lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(L, S, dtype=torch.int32)}),
+    "padding-shape": lambda q, k, v: ((q, k, v), {"key_padding_mask": torch.zeros(N, S - 1)}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_torchs(name):
+    errors = []
+    for layer in pair():
+        args, kwargs = REFUSED[name](*inputs(layer))
+        try:
+            layer(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            errors.append((type(error), str(error)))
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+
+
+def test_constructor_errors():
+    with pytest.raises(AssertionError, match="divisible"):
+        fastattn.MultiheadAttention(10, 4)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        fastattn.MultiheadAttention(16, 4, backend="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_tensors(on_torch):
+    _, ours = pair(batch_first=True)
+    ours.eval()
+    parts = [torch.randn(3, E), torch.randn(5, E)]
+    x = torch.nested.nested_tensor(parts)
+    with torch.no_grad():
+        o, weights = ours(x, x, x, need_weights=False)
+        assert weights is None
+        for got, part in zip(o.unbind(), parts, strict=True):
+            torch.testing.assert_close(got, ours(part, part, part, need_weights=False)[0])
+    ours.train()
+    with pytest.raises(AssertionError, match="does not support NestedTensor"):
+        ours(x, x, x)
+
+
+def encoder(**kwargs: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, **kwargs)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often our layer's forward ran."""
+    calls: list[int] = []
+    forward = fastattn.MultiheadAttention.forward
+
+    def counting(self, *args, **kwargs):
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(fastattn.MultiheadAttention, "forward", counting)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_inside_torchs_encoder(on_torch, counted, training, padded, causal):
+    theirs = encoder().train(training)
+    ours = copy.deepcopy(theirs)
+    for layer in ours.layers:
+        mine = fastattn.MultiheadAttention(E, H, batch_first=True)
+        mine.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = mine.train(training)
+    ours = copy.deepcopy(ours)
+    kwargs: dict[str, Any] = {}
+    if padded:
+        kwargs["src_key_padding_mask"] = torch.arange(L) >= torch.tensor([[4], [2]])
+    if causal:
+        kwargs["mask"] = torch.ones(L, L, dtype=torch.bool).triu(1)
+    x = torch.randn(N, L, E)
+    exact = copy.deepcopy(theirs).double()
+    with torch.set_grad_enabled(training):
+        o = ours(x, **kwargs)
+        # Rows of padding are nobody's, and torch's fast path leaves other numbers there.
+        kept = ~kwargs["src_key_padding_mask"] if padded else torch.ones(N, L, dtype=torch.bool)
+        ref, naive = exact(x.double(), **doubled(kwargs)), theirs(x, **kwargs)
+    assert_within_budget("encoder", o[kept], ref[kept], naive[kept])
+    assert len(counted) == 2
+
+
+def test_inside_torchs_decoder(on_torch, counted):
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    theirs = nn.TransformerDecoder(layer, 1).eval()
+    ours = copy.deepcopy(theirs)
+    fastattn.swap(ours)
+    tgt, memory = torch.randn(N, L, E), torch.randn(N, S, E)
+    mask = nn.Transformer.generate_square_subsequent_mask(L)
+    kwargs = {"tgt_mask": mask, "memory_key_padding_mask": masks()["padding"]["key_padding_mask"]}
+    ref = copy.deepcopy(theirs).double()(tgt.double(), memory.double(), **doubled(kwargs))
+    assert_within_budget("o", ours(tgt, memory, **kwargs), ref, theirs(tgt, memory, **kwargs))
+    assert len(counted) == 2
+
+
+def test_copies_and_pickles(on_torch):
+    _, ours = pair(batch_first=True)
+    expected, _ = ours(*inputs(ours))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(twin) is fastattn.MultiheadAttention
+        assert torch.equal(twin(*inputs(twin))[0], expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_compiled_once_for_all_lengths(on_torch, need_weights):
+    torch._dynamo.reset()
+    _, ours = pair(batch_first=True)
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def attend(x: Tensor, padding: Tensor) -> Tensor:
+        return ours(x, x, x, key_padding_mask=padding, need_weights=need_weights)[0]
+
+    for length in (4, 5, 9, 17):
+        x = torch.randn(2, length, E)
+        padding = torch.arange(length) >= torch.tensor([[length], [2]])
+        got = attend(x, padding)
+        torch.testing.assert_close(
+            got, ours(x, x, x, key_padding_mask=padding, need_weights=need_weights)[0]
+        )
+    assert counter.frame_count == 1
+
+
+def test_checkpointed_gradients_are_the_same(on_torch):
+    _, ours = pair(batch_first=True)
+    x = torch.randn(N, L, E, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        return ours(x, x, x, need_weights=False)[0].square().sum()
+
+    (plain,) = torch.autograd.grad(attend(x), x)
+    (again,) = torch.autograd.grad(checkpoint(attend, x, use_reentrant=False), x)
+    assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_autocast(on_torch, need_weights):
+    theirs, ours = pair(batch_first=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        naive = theirs(*inputs(theirs), need_weights=need_weights)
+        got = ours(*inputs(ours), need_weights=need_weights)
+    ref = theirs.double()(*(x.double() for x in inputs(theirs)), need_weights=need_weights)
+    for i, x in enumerate(got):
+        if x is not None:
+            assert x.dtype == naive[i].dtype
+            assert_within_budget(f"result {i}", x, ref[i], naive[i])
