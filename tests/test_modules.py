@@ -96,19 +96,21 @@ def test_attention_gets_views_and_shared_heads(monkeypatch, device):
     storages = {heads.untyped_storage().data_ptr() for heads in (q, k, v)}
     assert len(storages) == 1
 
-    cache = layer.new_cache(2, 9)
+    # Steps of so many tokens that decode_attention is not asked.
+    x = torch.randn(2, 40, WIDTH, device=device)
+    cache = layer.new_cache(2, 120)
     with torch.no_grad():
         layer(x, cache=cache)
-        layer(x[:, :1], cache=cache)
+        layer(x[:, :35], cache=cache)
         _, k, v, kwargs = calls[-1]
         assert kwargs["key_lengths"] is None and kwargs["query_offset"] is None
-        assert k.shape[2] == v.shape[2] == 6
+        assert k.shape[2] == v.shape[2] == 75
         assert (k.data_ptr(), v.data_ptr()) == (cache.k.data_ptr(), cache.v.data_ptr())
-        layer(x[:, :2], cache=cache, key_lengths=torch.tensor([1, 2], device=device))
+        layer(x, cache=cache, key_lengths=torch.tensor([1, 40], device=device))
     _, k, _, kwargs = calls[-1]
-    assert kwargs["key_lengths"].tolist() == [7, 8]
-    assert kwargs["query_offset"].tolist() == [6, 6]
-    assert k.shape[2] == 8
+    assert kwargs["key_lengths"].tolist() == [76, 115]
+    assert kwargs["query_offset"].tolist() == [75, 75]
+    assert k.shape[2] == 115
 
 
 @pytest.mark.parametrize("rotary", [None, "half", "interleaved"])

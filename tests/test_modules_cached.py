@@ -17,7 +17,6 @@ from fastattn.testing.modules import (
     naive_layer,
 )
 
-
 # keep_first counts from the start of a row, so that padding on the left takes the place of tokens.
 COUNTED_FROM_QUERIES = {
     name: kwargs for name, kwargs in LAYER_CASES.items() if "keep_first" not in kwargs
