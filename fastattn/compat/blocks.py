@@ -151,12 +151,12 @@ def recognise(module: nn.Module) -> Plan | str:
         return f"forward takes {', '.join(needed) or 'nothing'}; x and rotary tables are known"
     forms = _FORMS[len(needed) - 1]
     styles: tuple[RotaryStyle, ...] = ("half", "interleaved")
-    rotaries = [Rotary(form, style) for form in forms for style in styles] or [None]
+    rotaries: list[Rotary | None] = [Rotary(form, style) for form in forms for style in styles]
     if forms and D % 2:
         return f"its head dim {D} is odd, so its other arguments are no rotary tables"
     plans = [
         Plan(projections, heads, kv_heads, D, causal, rotary, tuple(needed))
-        for rotary in rotaries
+        for rotary in rotaries or [None]
         for causal in (True, False)
     ]
     return _tried(module, plans)

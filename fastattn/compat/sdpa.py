@@ -128,11 +128,10 @@ def _translated(
     options: dict[str, Any] = {"causal": is_causal, "query_offset": 0}
     if attn_mask is not None:
         # What torch adds the mask to; leading dims of value alone come later.
-        if enable_gqa:
-            leading = (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3]), query.shape[-3])
-        else:
-            leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-        scores = (*leading, query.shape[-2], key.shape[-2])
+        leading = _common(query.shape[:-3], key.shape[:-3])
+        assert leading is not None, "value fits too"
+        H = () if query.dim() == 2 else (max(query.shape[-3], key.shape[-3]),)
+        scores = (*leading, *H, query.shape[-2], key.shape[-2])
         masked = _mask_options(attn_mask, is_causal, query, scores, batch)
         if isinstance(masked, str):
             return masked
@@ -159,7 +158,7 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
         return "the kernels have no forward-mode derivatives"
     if torch.compiler.is_compiling() or not torch._C._is_torch_function_mode_enabled():
         return None
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if all(isinstance(mode, DeviceContext) for mode in modes):
         return None
     return "a TorchFunctionMode wants to see the call"
@@ -224,8 +223,8 @@ def _head_counts(H_q: int, H_k: int, H_v: int, enable_gqa: bool) -> tuple[int, i
     # Broadcasting over one key and value head is what multi-query attention does by itself.
     if H_k == H_v == 1:
         return H_q, 1, 1
-    common = _common((H_q,), (H_k,), (H_v,))
-    return None if common is None else common * 3
+    common = max(H_q, H_k, H_v)
+    return (common,) * 3 if _common((H_q,), (H_k,), (H_v,)) is not None else None
 
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -240,7 +239,7 @@ def _common(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _mask_options(
-    mask: Tensor,
+    mask: Any,
     is_causal: bool,
     query: Tensor,
     scores: tuple[int, ...],
