@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastattn import attention as attend
 from fastattn import reference
 from fastattn.bench import attention, correctness
 from fastattn.bench.attention import Bench, DeviceLost, prepare, run_case
@@ -225,3 +226,27 @@ def test_flex_passes_the_check_or_says_why():
     case = replace(BACKWARD, T_q=256, T_k=256, D=64, device="cuda", dtype="bfloat16")
     found = run_case(case, [i for i in side_by_side("cuda") if i.name == "flex"], BENCH)
     assert found[0]["status"] == "timed", found
+
+
+def test_decoding_reads_a_case_as_a_cache() -> None:
+    """The call under the timer is decode_attention, on the case's own memory."""
+    case = replace(
+        CASE, family="decode", direction="forward", T_q=1, causal=True, layout="bhtd", lengths=None
+    )
+    inputs = make_inputs(case)
+    ours = next(i for i in IMPLEMENTATIONS if i.name == "fastattn-torch")
+    call = ours.prepare(case, inputs)
+    found = call(inputs.q, inputs.k, inputs.v)
+    expected = attend(inputs.q, inputs.k, inputs.v, causal=True, backend="torch")
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        inputs.k[:, :, -1] += 1
+    assert not torch.equal(call(inputs.q, inputs.k, inputs.v), found)
+
+
+def test_decoding_covers_batches_caches_and_heads_with_and_without_graphs() -> None:
+    cases = [case for case in gpu_cases("full") if case.family == "decode"]
+    grid = {(c.B, c.T_k, c.H_q, c.graph) for c in cases}
+    assert len(grid) == len(cases) == 64
+    assert {c.name for c in cases if c.graph}.isdisjoint(c.name for c in cases if not c.graph)
+    assert {c.dtype for c in cases} == {"bfloat16"}

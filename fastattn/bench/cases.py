@@ -39,9 +39,10 @@ class Case:
         padding_side: "right" states the padding as key_lengths, "left" as key_padding_mask.
         dtype: name of a torch dtype.
         layout: memory order of q, k, v and the output's gradient. "bthd" is what projections
-            leave: transposed views of [B, T, H, D].
+            leave: transposed views of [B, T, H, D]. "bhtd" is that of a cache.
         device: "cuda" or "cpu".
         label: tells cases of equal sizes apart.
+        graph: replay the call as a CUDA graph, which leaves the host's share of its time out.
         slow_peers: also measure the peers that compile for a long time before their first call.
     """
 
@@ -61,6 +62,7 @@ class Case:
     layout: Literal["bthd", "bhtd"] = "bthd"
     device: str = "cuda"
     label: str = ""
+    graph: bool = False
     slow_peers: bool = True
 
     @property
@@ -76,6 +78,7 @@ class Case:
             left, right = ("inf" if side is None else side for side in self.window)
             parts.append(f"window{left}:{right}")
         parts += [self.label] if self.label else []
+        parts += ["graph"] if self.graph else []
         parts += [self.dtype] if self.dtype != "bfloat16" else []
         parts += [self.layout] if self.layout != "bthd" else []
         parts += [self.device] if self.device != "cuda" else []
@@ -109,9 +112,14 @@ def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
     return Case("padded", direction, 16, 32, 8, T, T, 128, causal, lengths=lengths, label=kind)
 
 
-def decode(B: int, T_k: int) -> Case:
+def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
     """One token for each of B sequences, against a full cache of T_k keys."""
-    return Case("decode", "forward", B, 32, 8, 1, T_k, 128, causal=True)
+    # Peers that compile for long do so for every shape.
+    slow_peers = H_q == 32 and T_k == 4096 and not graph
+    return Case(
+        "decode", "forward", B, H_q, 8, 1, T_k, 128, causal=True, layout="bhtd", graph=graph,
+        slow_peers=slow_peers,
+    )  # fmt: skip
 
 
 def masks(direction: Direction, T: int) -> Iterator[Case]:
@@ -137,8 +145,9 @@ def _important() -> Iterator[Case]:
         yield sweep(direction, 128, 4096, causal=False)
     for kind in ("dense", "half", "documents"):
         yield padded("forward", kind, 4096, causal=False)
-    yield decode(32, 4096)
-    yield decode(1, 4096)
+    for B in (32, 1):
+        for graph in (True, False):
+            yield decode(B, 4096, graph=graph)
     for direction in _BOTH:
         yield grouped(direction, 8192, causal=True)
     yield from masks("forward", 8192)
@@ -162,8 +171,11 @@ def _remaining() -> Iterator[Case]:
         for T in (2048, 4096, 8192, 16384, 32768):
             for direction in _BOTH:
                 yield grouped(direction, T, causal)
-    for B, T_k in ((1, 1024), (8, 8192), (64, 8192), (1, 32768), (8, 32768)):
-        yield decode(B, T_k)
+    for graph in (True, False):
+        for H_q in (32, 64):
+            for T_k in (1024, 4096, 32768, 131072):
+                for B in (1, 8, 32, 128):
+                    yield decode(B, T_k, H_q, graph)
     yield from masks("backward", 8192)
     for T in (2048, 8192):
         for causal in (True, False):
@@ -206,7 +218,7 @@ def cpu_cases() -> list[Case]:
         replace(backward, direction="forward_backward", causal=True),
         replace(base, family="padded", lengths=(256, 128), label="half"),
         replace(base, family="masks", causal=True, window=(63, 0)),
-        replace(base, family="decode", T_q=1, H_k=2, causal=True),
+        replace(base, family="decode", T_q=1, H_k=2, causal=True, layout="bhtd"),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import reference
+from ..decode import decode_attention, view_of_tensors
 from ..functional import attention
 from .cases import Case
 from .inputs import Inputs, visible_mask
@@ -42,6 +43,9 @@ def _fastattn(backend: str) -> Implementation:
         return None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
+        if case.family == "decode":
+            return _decode(case, inputs, backend)
+
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(
                 q,
@@ -56,6 +60,19 @@ def _fastattn(backend: str) -> Implementation:
         return call
 
     return Implementation(f"fastattn-{backend}", serves, prepare)
+
+
+def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
+    """decode_attention, to which the keys and values of the case are a cache."""
+    lengths = inputs.key_lengths
+    if lengths is None:
+        lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
+    view = view_of_tensors(inputs.k, inputs.v, lengths)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decode_attention(q, view, window=case.window, backend=backend)
+
+    return call
 
 
 def _naive() -> Implementation:

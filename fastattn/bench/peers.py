@@ -149,21 +149,44 @@ def _flashinfer_serves(case: Case) -> str | None:
         return "it needs a GPU"
     if case.direction != "forward":
         return "it has no backward"
-    if case.B != 1 or case.lengths is not None or case.window is not None:
-        return "compared on one sequence without padding or window only"
+    if case.lengths is not None or case.window is not None:
+        return "compared without padding and window only"
+    if case.family == "decode":
+        return None if case.layout == "bhtd" else "compared on caches in the order of pages only"
+    if case.B != 1:
+        return "compared on one sequence only"
     return None
 
 
 def _flashinfer_prepare(case: Case, inputs: Inputs) -> Attention:
     flashinfer = import_module("flashinfer")
+    if case.family == "decode":
+        return _flashinfer_decode(flashinfer, case, inputs)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
-        if case.T_q == 1:
-            o: Tensor = flashinfer.single_decode_with_kv_cache(q[0], k, v)
-            return o[None, :, None]
-        o = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=case.causal)
+        o: Tensor = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=case.causal)
         return o.transpose(0, 1)[None]
+
+    return call
+
+
+def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention:
+    """Its batched decoding, planned beforehand, with a page for every sequence."""
+    device = inputs.q.device
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
+    pages = torch.arange(case.B + 1, dtype=torch.int32, device=device)
+    last = torch.full((case.B,), case.T_k, dtype=torch.int32, device=device)
+    dtype = inputs.q.dtype
+    wrapper.plan(
+        pages, pages[:-1], last, case.H_q, case.H_k, case.D, case.T_k,
+        q_data_type=dtype, kv_data_type=dtype,
+    )  # fmt: skip
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = wrapper.run(q[:, :, 0], (k, v))
+        return o[:, :, None]
 
     return call
 
