@@ -1,0 +1,131 @@
+"""A mask that knows its rule, and becomes a tensor of booleans only if somebody computes with it.
+
+Model code passes masks on from where they are made to the attention function, mostly untouched. A
+`LazyMask` is a tensor to that code: it has a shape and a dtype, can be sliced, joined and changed.
+Only the first such use makes its entries. An attention function that finds it untouched reads the
+rule instead, which costs a kernel far less than an entry for every query and key.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Rule(NamedTuple):
+    """Who sees whom, in the terms of `fastattn.attention`.
+
+    Attributes:
+        causal: a query sees no key behind its own position.
+        left, right: neighbours that it sees on each side, None = all.
+        query_offset: position of query 0 among the keys, an int or an integer tensor of no dims.
+        padding: bool [B, T_k], True = attend, or None.
+        documents: integers [B, T]: a query sees the keys of its own number; or None.
+    """
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    query_offset: int | Tensor = 0
+    padding: Tensor | None = None
+    documents: Tensor | None = None
+
+    def options(self, batch_size: int) -> dict[str, Any]:
+        """Keyword arguments of `fastattn.attention` for a batch of this size."""
+        offset = self.query_offset
+        if isinstance(offset, Tensor):
+            offset = offset.reshape(1).expand(batch_size)
+        found: dict[str, Any] = {"causal": self.causal, "query_offset": offset}
+        if self.left is not None or self.right is not None:
+            found["window"] = (self.left, self.right)
+        if self.padding is not None:
+            found["key_padding_mask"] = self.padding
+        if self.documents is not None:
+            found["documents"] = self.documents
+        return found
+
+
+# What a tensor tells of itself without its entries.
+_METADATA = frozenset(
+    (
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        Tensor.device.__get__,  # type: ignore[attr-defined]
+        Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        Tensor.layout.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        Tensor.dim,
+        Tensor.size,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+    )
+)
+# What makes another tensor of the same entries, or none where there is nothing to do.
+_COPIES = frozenset((Tensor.clone, Tensor.contiguous, Tensor.detach, torch.clone))
+
+
+class LazyMask(Tensor):
+    """bool [B, 1, T_q, T_k], True = attend, made from a rule when it is first computed with.
+
+    Args:
+        rule: what the entries say.
+        entries: makes them.
+        shape: of the entries.
+        device: of the entries.
+    """
+
+    _rule: Rule
+    _entries: Callable[[], Tensor]
+    _made: Tensor | None
+    _version_made: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        rule: Rule,
+        entries: Callable[[], Tensor],
+        shape: tuple[int, ...],
+        device: torch.device | str,
+    ) -> "LazyMask":
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
+        return mask
+
+    def rule(self) -> Rule | None:
+        """The rule, or None once the entries have been changed in place."""
+        if self._made is not None and self._made._version != self._version_made:
+            return None
+        return self._rule
+
+    def entries(self) -> Tensor:
+        """The mask as an ordinary tensor."""
+        if self._made is None:
+            # Of its own: what a rule makes may be an expanded view, which cannot be written to.
+            self._made = self._entries().contiguous()
+            self._version_made = self._made._version
+        return self._made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Metadata as it is; anything else on the entries."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _COPIES and isinstance(mask := args[0], LazyMask) and mask._made is None:
+                return LazyMask(mask._rule, mask._entries, tuple(mask.shape), mask.device)
+            if func not in _METADATA:
+                args, kwargs = _with_entries(args, kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """For code that calls operators below torch's Python interface."""
+        args, kwargs = _with_entries(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+def _with_entries(args: Any, kwargs: Any) -> Any:
+    return tree_map_only(LazyMask, LazyMask.entries, (args, kwargs))
