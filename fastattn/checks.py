@@ -9,7 +9,7 @@ from torch import Tensor
 from .options import Window
 
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "hopper", "triton", "torch")
 
 
 def check_tensors(q: object, k: object, v: object) -> None:

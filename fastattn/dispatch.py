@@ -29,9 +29,18 @@ class Explanation(NamedTuple):
 
 
 def choose(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    backend: str | None = None,
+    *,
+    hopper: bool = False,
 ) -> Explanation:
     """The first backend of triton, torch that serves the call, or the forced one.
+
+    hopper: whether the caller has Hopper kernels. They have to be asked for until a run on that GPU
+    in bench/results/ shows them right and faster.
 
     Raises:
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
@@ -42,11 +51,23 @@ def choose(
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v, options)
+    if forced == "hopper":
+        if reason is None:
+            reason = ops.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
+        if reason is None:
+            return Explanation("hopper", {}, forced=True)
+        raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
     if reason is None:
-        return Explanation("triton", {}, forced=forced == "triton")
+        return Explanation("triton", _why_not_hopper_first(q, hopper), forced=forced == "triton")
     if forced == "triton":
         raise ValueError(f'backend "triton" cannot serve this call: {reason}')
     return Explanation("torch", {"triton": reason})
+
+
+def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
+    if not hopper or q.is_cpu or not ops.on_hopper(q.device):
+        return {}
+    return {"hopper": 'not yet verified on a GPU; backend="hopper" takes it'}
 
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

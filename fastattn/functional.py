@@ -133,8 +133,9 @@ def attention(
         dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device,
             so torch.manual_seed repeats it. `dropout_keep_mask` shows what a seed drops.
         return_lse: also return the log of the softmax denominators.
-        backend: "triton", "torch" or "auto" (default; the environment variable FASTATTN_BACKEND
-            replaces it). `fastattn.explain` takes the same arguments and tells which one serves.
+        backend: "hopper" (has to be asked for), "triton", "torch" or "auto" (default; the
+            environment variable FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same
+            arguments and tells which one serves.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
@@ -248,7 +249,8 @@ def explain(
     checks.check_tensors(q, k, v)
     keys, query = options.get("relative_keys"), options.get("relative_query")
     q, k, v, options["relative_keys"], options["relative_query"] = _autocast(q, k, v, keys, query)
-    return dispatch.choose(q, k, v, arguments.dense_options(q, k, v, **options), backend)
+    checked = arguments.dense_options(q, k, v, **options)
+    return dispatch.choose(q, k, v, checked, backend, hopper=True)
 
 
 def _compute(
@@ -257,7 +259,7 @@ def _compute(
     """o, or (o, lse), from the backend that serves the checked call."""
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
-    choice = dispatch.choose(q, k, v, options, backend)
+    choice = dispatch.choose(q, k, v, options, backend, hopper=True)
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
@@ -269,7 +271,8 @@ def _compute(
             if options.relative_query is None
             else _kernel_rows(options.relative_query),
         )
-    o, lse = ops.attend(_kernel_rows(q), _kernel_rows(k), _kernel_rows(v), options)
+    rows = (_kernel_rows(q), _kernel_rows(k), _kernel_rows(v))
+    o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

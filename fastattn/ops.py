@@ -11,7 +11,7 @@ This is the only file of the package that knows the kernels. They are imported o
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
@@ -35,6 +35,24 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", 
 def interpreting() -> bool:
     """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1 at import."""
     return TRITON_INSTALLED and _INTERPRETING
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9.0, which the Hopper kernels are written for."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # Of torch's questions about a device this is the one that torch.compile folds into a constant.
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)
+
+
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why the Hopper kernels cannot serve a call that the portable ones can, or None."""
+    if not on_hopper(q.device):
+        return "its kernels are written for GPUs of compute capability 9.0"
+    from .kernels.hopper.host import why_not_hopper
+
+    return why_not_hopper(q, k, v, options)
 
 
 @cache
@@ -72,6 +90,29 @@ def _backward(
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
     with _device_of(q):
         return _kernels().backward.launch_backward(do, dlse, q, k, v, o, lse, options)
+
+
+def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """`_forward` by the kernels for Hopper."""
+    from .kernels.hopper.forward import launch_hopper_forward
+
+    with _device_of(q):
+        return launch_hopper_forward(q, k, v, options)
+
+
+def _hopper_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_backward` by the kernels for Hopper, where they serve it."""
+    from .kernels.hopper.backward import launch_hopper_backward
+    from .kernels.hopper.host import why_not_hopper
+
+    if why_not_hopper(q, k, v, options, backward=True) is not None:
+        return _backward(do, dlse, q, k, v, o, lse, options)
+    with _device_of(q):
+        grads = launch_hopper_backward(do, dlse, q, k, v, o, lse, options)
+    return (*grads, torch.empty_like(lse), q.new_empty(0))
 
 
 def _backward_bias(
@@ -151,13 +192,15 @@ def _op(name: str, function: Callable[..., Any], tensors: str, returns: str) -> 
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-attention_forward = _op("attention_forward", _forward, _QKV, "(Tensor, Tensor)")
-attention_backward = _op(
-    "attention_backward",
-    _backward,
+_FORWARD = (_QKV, "(Tensor, Tensor)")
+_BACKWARD = (
     f"Tensor do, Tensor? dlse, {_QKV}, Tensor o, Tensor lse",
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+attention_forward = _op("attention_forward", _forward, *_FORWARD)
+attention_backward = _op("attention_backward", _backward, *_BACKWARD)
+hopper_forward = _op("hopper_forward", _hopper_forward, *_FORWARD)
+hopper_backward = _op("hopper_backward", _hopper_backward, *_BACKWARD)
 _GRADIENT_INPUTS = f"Tensor do, {_QKV}, Tensor lse, Tensor delta"
 attention_backward_bias = _op("attention_backward_bias", _backward_bias, _GRADIENT_INPUTS, "Tensor")
 attention_backward_relative = _op(
@@ -165,6 +208,7 @@ attention_backward_relative = _op(
 )
 
 
+@hopper_forward.register_fake
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H_q, T_q, _D = q.shape
@@ -172,6 +216,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_in_layout(q, H_q, T_q, v.shape[3]), lse
 
 
+@hopper_backward.register_fake
 @attention_backward.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
@@ -214,8 +259,9 @@ def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
 
 
 class _Ways(NamedTuple):
-    """How a backward pass reaches its kernels: by their ops where it is traced, else directly."""
+    """How a call reaches its kernels: by their ops where it is traced, else directly."""
 
+    forward: Callable[..., Any]
     backward: Callable[..., Any]
     backward_bias: Callable[..., Any]
     backward_relative: Callable[..., Any]
@@ -225,11 +271,18 @@ def _through_op(op: Any) -> Callable[..., Any]:
     return lambda *arguments: op(*arguments[:-1], *flat(arguments[-1]))
 
 
-_DIRECT = _Ways(_backward, _backward_bias, _backward_relative)
+_DIRECT = _Ways(_forward, _backward, _backward_bias, _backward_relative)
+_HOPPER = _DIRECT._replace(forward=_hopper_forward, backward=_hopper_backward)
 _BY_OPS = _Ways(
+    _through_op(attention_forward),
     _through_op(attention_backward),
     _through_op(attention_backward_bias),
     _through_op(attention_backward_relative),
+)
+
+
+_HOPPER_BY_OPS = _BY_OPS._replace(
+    forward=_through_op(hopper_forward), backward=_through_op(hopper_backward)
 )
 
 
@@ -316,17 +369,22 @@ def _setup_context(ctx: Any, inputs: _Flat, output: tuple[Tensor, Tensor]) -> No
     _save(ctx, q, k, v, _unflat(tuple(flat)), output)
 
 
-def _op_gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _op_gradients(
+    ways: _Ways, ctx: Any, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     places = [0, 1, 2, *(3 + Options._fields.index(name) for name in _DIFFERENTIABLE)]
     assert max(places) < 3 + _MOD_PLACE, "before the fields that take several places"
     needed = [ctx.needs_input_grad[place] for place in places]
     grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-    for place, grad in zip(places, _gradients(_BY_OPS, ctx, needed, do, dlse), strict=True):
+    for place, grad in zip(places, _gradients(ways, ctx, needed, do, dlse), strict=True):
         grads[place] = grad
     return tuple(grads)
 
 
-attention_forward.register_autograd(_op_gradients, setup_context=_setup_context)
+attention_forward.register_autograd(partial(_op_gradients, _BY_OPS), setup_context=_setup_context)
+hopper_forward.register_autograd(
+    partial(_op_gradients, _HOPPER_BY_OPS), setup_context=_setup_context
+)
 
 
 class _Attention(torch.autograd.Function):
@@ -334,42 +392,52 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
+        ctx: Any, ways: _Ways, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        output = _forward(q, k, v, options)
+        ctx.ways = ways
+        output: tuple[Tensor, Tensor] = ways.forward(q, k, v, options)
         _save(ctx, q, k, v, options, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_gradients(_DIRECT, ctx, ctx.needs_input_grad[1:], do, dlse))
+        return (None, None, *_gradients(ctx.ways, ctx, ctx.needs_input_grad[2:], do, dlse))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, hopper: bool = False
+) -> tuple[Tensor, Tensor]:
     """o and lse, by the op where something traces or transforms, else by the kernels themselves.
 
     Both ways give the same bits and the same gradients. q, k, v (and relative keys and queries)
     have contiguous last dims that are whole multiples of 16 bytes; packed ones have three dims.
+    hopper: by the kernels for Hopper, for which `why_not_hopper` is None.
     """
     options = _in_order(options)
     if options.cu_seqlens_q is None:
-        return _attend(q, k, v, options)
+        return _attend(q, k, v, options, hopper)
     query = options.relative_query
     if query is not None:
         options = options._replace(relative_query=_as_batch(query))
-    o, lse = _attend(_as_batch(q), _as_batch(k), _as_batch(v), options)
+    o, lse = _attend(_as_batch(q), _as_batch(k), _as_batch(v), options, hopper)
     return _as_packed(o), lse[0]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool
+) -> tuple[Tensor, Tensor]:
+    output: tuple[Tensor, Tensor]
     if _may_be_traced(q):
-        return attention_forward(q, k, v, *flat(options))
+        output = (_HOPPER_BY_OPS if hopper else _BY_OPS).forward(q, k, v, options)
+        return output
+    ways = _HOPPER if hopper else _DIRECT
     if torch.is_grad_enabled():
         inputs = (q, k, v, *options.differentiable)
         if any(x is not None and x.requires_grad for x in inputs):
-            output: tuple[Tensor, Tensor] = _Attention.apply(options, *inputs)  # type: ignore[no-untyped-call]
+            output = _Attention.apply(ways, options, *inputs)  # type: ignore[no-untyped-call]
             return output
-    return _forward(q, k, v, options)
+    output = ways.forward(q, k, v, options)
+    return output
 
 
 def _as_batch(x: Tensor) -> Tensor:

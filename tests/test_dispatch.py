@@ -126,3 +126,33 @@ def test_auto_is_torch_in_a_plain_cpu_process() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+HOPPER_REASONS = [
+    ({"D": 64, "dtype": torch.float32}, {}, "q is float32; they take bfloat16 and float16"),
+    ({"D": 96, "dtype": torch.bfloat16}, {}, "head dim 96 is none of 64, 128, 256"),
+    ({"D": 64, "dtype": torch.bfloat16}, {"softcap": 3.0}, "they do not know softcap"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "reason"), HOPPER_REASONS)
+def test_hopper_says_what_it_does_not_serve(
+    sizes, options, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
+        fastattn.attention(*make_qkv(**sizes), **options, backend="hopper")
+
+
+def test_hopper_needs_its_gpu() -> None:
+    inputs = make_qkv(D=64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"written for GPUs of compute capability 9\.0"):
+        fastattn.attention(*inputs, backend="hopper")
+    assert "hopper" not in fastattn.explain(*inputs).reasons
+
+
+def test_hopper_is_no_backend_of_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    q, k, _ = make_qkv(D=64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="it has no such kernel"):
+        fastattn.attention_weights(q, k, backend="hopper")

@@ -324,16 +324,51 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
         assert_within_budget("second derivative", x, ref, naive)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
+def test_hopper_kernels_are_reached_when_asked_for(
+    traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Their launchers, replaced by the portable ones: the way to them and back is under test."""
+    from fastattn.kernels import backward, forward
+    from fastattn.kernels.hopper import backward as hopper_backward
+    from fastattn.kernels.hopper import forward as hopper_forward
+
+    called = []
+
+    def launch_forward(*arguments):
+        called.append("forward")
+        return forward.launch_forward(*arguments)
+
+    def launch_backward(*arguments):
+        called.append("backward")
+        return backward.launch_backward(*arguments)[:3]
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
+    monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(ops, "_may_be_traced", lambda q: traced)
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
+
+    def run(backend):
+        o = fastattn.attention(*inputs, causal=True, backend=backend)
+        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+    for ours, theirs in zip(run("hopper"), run("triton"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert called == ["forward", "backward"]
+    assert fastattn.explain(*inputs, backend="hopper").backend == "hopper"
+
+
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    op = ops.attention_forward
+    by_ops = ops._BY_OPS
 
     def counted(*arguments):
         seen.append("op")
-        return op(*arguments)
+        return by_ops.forward(*arguments)
 
-    monkeypatch.setattr(ops, "attention_forward", counted)
+    monkeypatch.setattr(ops, "_BY_OPS", by_ops._replace(forward=counted))
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []
