@@ -2,12 +2,13 @@
 # make test   run the whole test suite
 #
 # Each makes its own virtual environment first; a second run skips what is done.
-# Variables to override: PYTHON (the interpreter to build on), VENV, PIP_ARGS, PYTEST_ARGS, DEMO_*.
+# Variables to override: PYTHON (the interpreter to build on), VENV, PIP_ARGS, PYTEST_ARGS, TEST_WORKERS, DEMO_*.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+TEST_WORKERS ?= auto
 
 DEMO_OUT ?= runs/demo
 DEMO_TRAIN_ARGS ?= --tokenizer bpe --steps 1500
@@ -34,7 +35,7 @@ demo: $(VENV)/.installed-gpt
 	@echo "checkpoint and loss curve: $(DEMO_OUT)"
 
 test: $(VENV)/.installed-test
-	$(bin)/pytest $(PYTEST_ARGS)
+	$(bin)/pytest -n $(TEST_WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

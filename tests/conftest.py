@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
+# Workers of one machine share its cores.
+if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
+
 _HAS_GPU = torch.cuda.is_available()
 if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
