@@ -35,7 +35,7 @@ from .arguments import (
 from .combine import launch_combine
 from .mask import Row, key_blocks, valid_keys, visible
 from .number import number, value
-from .pages import CacheTensors, lasting, locate, pages_of, slot_rows, stored
+from .pages import CacheTensors, locate, pages_of, slot_rows, stored
 from .product import add_weighted_rows, rows_by_rows
 from .quantize import numbers_of
 from .score import first_state, modified
@@ -249,7 +249,7 @@ def decode_kernel(
         visit = tl.where(i < before, first + i, full_last + i - before)
         n_first = tl.where(visit < kept, visit, lo + visit - kept) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask) & lasting(k_pos, row.end, pages)
+        valid = valid_keys(k_pos, row, mask)
         keep = valid[None, :] & visible(t[:, None], k_pos[None, :], h[:, None], row, mask)
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,

@@ -157,7 +157,7 @@ def prepare(
 
 def as_cuda_graph(work: Function) -> Function:
     """A replay of what `work` launches, recorded now."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Some libraries set themselves up at their first call on a stream.

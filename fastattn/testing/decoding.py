@@ -55,7 +55,7 @@ def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
     starts, index = options.pop("starts", None), options.pop("batch_index", None)
     page_size = options.pop("page_size", None)
     B, H_k, T, D = k.shape
-    sizes = {"value_dim": v.shape[3], "dtype": k.dtype, "device": k.device}
+    sizes: dict[str, Any] = {"value_dim": v.shape[3], "dtype": k.dtype, "device": k.device}
     masks: dict[str, Any] = {}
     if page_size is not None:
         paged = PagedKVCache(2 * B * T // page_size + B, page_size, H_k, D, **sizes, **options)
