@@ -146,6 +146,14 @@ def test_causal_hint(on_torch, need_weights, padded):
     assert_equals_torch(theirs, ours, [x, x, x], kwargs)
 
 
+def test_causal_hint_leaves_appended_keys_visible(on_torch):
+    theirs, ours = pair(add_bias_kv=True, add_zero_attn=True)
+    mask = torch.ones(L, S, dtype=torch.bool).triu(1)
+    hinted, _ = ours(*inputs(ours), attn_mask=mask, is_causal=True, need_weights=False)
+    exact, _ = copy.deepcopy(theirs).double()(*(x.double() for x in inputs(theirs)), attn_mask=mask)
+    assert_within_budget("o", hinted, exact, theirs(*inputs(theirs), attn_mask=mask)[0])
+
+
 def test_causal_hint_without_a_mask_is_refused():
     theirs, ours = pair()
     for layer in (theirs, ours):
