@@ -1,0 +1,45 @@
+"""Between padded batches and packed tokens: flash_attn.bert_padding, differentiable."""
+
+import torch
+from torch import Tensor
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x [N, ...] at int64 indices [M]: [M, ...]."""
+    return x.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """[first_axis_dim, ...] with values [M, ...] in the rows of int64 indices [M], else 0."""
+    whole = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return whole.index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Take the padding out of a batch. Waits for the device.
+
+    Args:
+        hidden_states: [B, T, ...].
+        attention_mask: [B, T], bool or integers, nonzero = a token.
+        unused_mask: likewise: places to keep in the result though they are no tokens.
+
+    Returns:
+        tokens [total, ...]; int64 [total], their places in the flattened batch; int32 [B + 1],
+        where each row starts, and the total; the longest row; int32 [B], tokens of each row without
+        those of unused_mask.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.bool().sum(dim=-1, dtype=torch.int32)
+    used = attention_mask.bool().sum(dim=-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The way back from `unpad_input`: tokens [total, ...] to [batch, seqlen, ...], 0 elsewhere."""
+    whole = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return whole.unflatten(0, (batch, seqlen))
