@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Calls as if kernels existed for the CPU, their results by the formula; lists q's shapes."""
     calls: list[tuple[int, ...]] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, **_: Any) -> Any:
         calls.append(tuple(q.shape))
         return formula.attention(q, k, v, options, return_lse=True)
 

@@ -18,9 +18,8 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import dispatch
+from .. import dispatch, functional
 from ..dispatch import Explanation
-from ..functional import attention
 from ..options import Options
 
 # Kept from before any patch, for whatever is not served here.
@@ -77,7 +76,7 @@ def scaled_dot_product_attention(
         return _torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+    return functional.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
 def explain(
@@ -91,16 +90,14 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Explanation:
-    """Whether kernels serve this call of `scaled_dot_product_attention`, and else why not.
+    """Which backend serves this call of `scaled_dot_product_attention`, and why not a faster one.
 
     Here "torch" means torch's own function. Computes nothing.
     """
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return (
-        Explanation("torch", {"triton": call})
-        if isinstance(call, str)
-        else Explanation("triton", {})
-    )
+    if isinstance(call, str):
+        return Explanation("torch", {"triton": call})
+    return functional.explain(call.q, call.k, call.v, **call.options)
 
 
 def _translated(
