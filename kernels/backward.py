@@ -81,7 +81,7 @@ def _grow_dq(
     )  # fmt: skip
     dq = add_weighted_rows(dq, ds, k, PRECISION)
     if score.keys_ptr is not None:
-        by_distance = unskewed(ds.to(vectors.dtype), vectors.shape[0])
+        by_distance = unskewed(ds.to(query.dtype))
         if score.query_ptr is None:
             dq = add_weighted_rows(dq, by_distance, vectors, PRECISION)
         else:

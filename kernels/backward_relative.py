@@ -198,7 +198,8 @@ def launch_backward_relative(
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     dbias, dkeys = _folded(options.relative_bias, *bias), _folded(options.relative_keys, *keys)
-    return tuple(lse.new_empty(0) if x is None else x for x in (dbias, dkeys))
+    empty = lse.new_empty(0)
+    return empty if dbias is None else dbias, empty if dkeys is None else dkeys
 
 
 def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:

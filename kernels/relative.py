@@ -74,9 +74,10 @@ def skewed(x, COLS: tl.constexpr):
 
 
 @triton.jit
-def unskewed(x, W: tl.constexpr):
+def unskewed(x):
     """The transpose of `skewed`, [ROWS, W]: entries under their distances, else 0."""
     COLS: tl.constexpr = x.shape[1]
+    W: tl.constexpr = triton.next_power_of_2(x.shape[0] + COLS - 1)
     r = tl.arange(0, x.shape[0])[:, None]
     c = r - tl.arange(0, W)[None, :] + (COLS - 1)
     wrapped = c & (COLS - 1)
