@@ -1,4 +1,4 @@
-"""The `fastattn` command: train, generate, info, bench. Each is a thin call into the packages.
+"""The `fastattn` command. Each of its commands is a thin call into the packages.
 
 Torch and what needs it are imported by the command that uses them, so that wrong options are
 answered at once.
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .cli_bench import add_bench
+from .cli_convert import add_convert
 from .cli_generate import add_generate
 
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show devices, backends and versions")
     info.set_defaults(command=_info)
     add_bench(commands)
+    add_convert(commands)
     return parser
 
 

@@ -262,6 +262,8 @@ def test_config_survives_json():
         ({"attention_dropout": -0.5}, r"attention_dropout must be in \[0, 1\), got -0.5"),
         ({"keep_first": 1}, "keep_first=1 keeps keys that a window or stride hides"),
         ({"softcap": -1.0}, "softcap must be positive and finite, got -1.0"),
+        ({"activation": "relu"}, "activation must be 'gelu' or 'gelu_tanh', got 'relu'"),
+        ({"hidden_dim": 0}, "hidden_dim must be a positive integer, got 0"),
     ],
 )
 def test_wrong_config_is_named(changes, message):

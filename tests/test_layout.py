@@ -18,16 +18,19 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # import from its own floor and from those below, and every module must have a floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.testing", "fastattn.bench"),
-    ("fastattn.cli", "fastattn.cli_bench", "fastattn.cli_generate"),
+    ("fastattn.cli", "fastattn.cli_bench", "fastattn.cli_convert", "fastattn.cli_generate"),
     ("fastattn.bench.training_step", "fastattn.bench.facts"),
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),
     ("fastattn",),
     ("fastattn.compat",),
     (
-        "fastattn.modules", "fastattn.module_checks", "fastattn.layer_cache", "fastattn.cache",
+        "fastattn.modules",
+        "fastattn.module_checks",
+        "fastattn.layer_cache",
+        "fastattn.cache",
         "fastattn.paged_cache",
-    ),  # fmt: skip
+    ),
     (
         "fastattn.functional",
         "fastattn.decode",
@@ -43,6 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.reference",
         "fastattn.formula",
         "fastattn.functions",
+        "fastattn.op_schema",
         "fastattn.additive_formula",
         "fastattn.additive_ops",
         "fastattn.statistics_ops",

@@ -18,7 +18,7 @@ from ..modules import CausalGQAttention, LayerCache
 from ..paged_cache import PagedKVCache
 from ..quantization import Quantize
 from ..rotary import RotaryStyle, rotary_tables
-from .layers import MLP, Block
+from .layers import MLP, Activation, Block
 
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.
 _INIT_STD = 0.02
@@ -48,6 +48,9 @@ class GPTConfig:
             while training.
         attention_dropout: probability of dropping an attention weight while training.
         bias: give linear layers and layer norms a bias.
+        activation: of the layers between attention: "gelu", or "gelu_tanh", its approximation by a
+            hyperbolic tangent, which GPT-2 has.
+        hidden_dim: width between the two linear layers behind attention; None = 4 * embed_dim.
         tie_weights: use the token embedding as the output layer's weight too.
 
     Raises:
@@ -71,12 +74,14 @@ class GPTConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     bias: bool = False
+    activation: Activation = "gelu"
+    hidden_dim: int | None = None
     tie_weights: bool = True
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "num_layers", "num_heads", "embed_dim"):
             _check_positive_int(name, getattr(self, name))
-        for name in ("num_kv_heads", "window"):
+        for name in ("num_kv_heads", "window", "hidden_dim"):
             if getattr(self, name) is not None:
                 _check_positive_int(name, getattr(self, name))
         if self.embed_dim % self.num_heads:
@@ -100,6 +105,8 @@ class GPTConfig:
                 "embed_dim / num_heads must be even for positions='rotary', "
                 f"got {self.embed_dim} / {self.num_heads} = {self.head_dim}"
             )
+        if self.activation not in ("gelu", "gelu_tanh"):
+            raise ValueError(f"activation must be 'gelu' or 'gelu_tanh', got {self.activation!r}")
         if not self.rotary_base > 0:
             raise ValueError(f"rotary_base must be positive, got {self.rotary_base}")
         for name in ("dropout", "attention_dropout"):
@@ -350,7 +357,13 @@ def _block(config: GPTConfig) -> Block:
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
     )
-    mlp = MLP(config.embed_dim, bias=config.bias, dropout=config.dropout)
+    mlp = MLP(
+        config.embed_dim,
+        config.hidden_dim,
+        bias=config.bias,
+        dropout=config.dropout,
+        activation=config.activation,
+    )
     return Block(attention, mlp, config.embed_dim, bias=config.bias)
 
 

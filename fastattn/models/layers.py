@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
 from ..modules import CausalGQAttention, LayerCache
+
+Activation = Literal["gelu", "gelu_tanh"]
 
 
 class MLP(nn.Module):
@@ -15,6 +19,7 @@ class MLP(nn.Module):
         hidden_dim: width between the two layers; default 4 * embed_dim.
         bias: give both linear layers a bias.
         dropout: probability of zeroing an output element while training.
+        activation: "gelu", or "gelu_tanh", its approximation by a hyperbolic tangent.
     """
 
     def __init__(
@@ -24,11 +29,12 @@ class MLP(nn.Module):
         *,
         bias: bool = False,
         dropout: float = 0.0,
+        activation: Activation = "gelu",
     ) -> None:
         super().__init__()
         hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
-        self.activation = nn.GELU()
+        self.activation = nn.GELU("tanh" if activation == "gelu_tanh" else "none")
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 

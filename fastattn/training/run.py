@@ -114,6 +114,8 @@ def train(
         say(f"no checkpoint in {out_dir}: starting a new run")
     checkpoint = None if found is None else load_checkpoint(found)
     if checkpoint is not None:
+        if source := checkpoint.state.get("imported"):
+            raise CheckpointError(f"{found} comes from {source}: it is no run that could go on")
         options = _continued(options, checkpoint)
         if checkpoint.state["finished"]:
             loss = checkpoint.state["validation_loss"]

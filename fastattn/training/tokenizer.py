@@ -290,6 +290,28 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return from_json(text, source=f"tokenizer {path}")
 
 
+def byte_level_bpe(vocabulary: str | Path, merges: str | Path) -> BPETokenizer:
+    """Reads the two files of older byte-level tokenizers, GPT-2's vocab.json and merges.txt.
+
+    <|endoftext|> is a special token where the vocabulary has it.
+
+    Raises:
+        TokenizerError: a file is missing, or they are no such tokenizer.
+        ModuleNotFoundError: `tokenizers` is not installed.
+    """
+    hf = _import_tokenizers()
+    try:
+        backend = hf.Tokenizer(hf.models.BPE.from_file(str(vocabulary), str(merges)))
+    # The Rust side raises plain Exception for anything that it cannot read.
+    except Exception as error:
+        raise TokenizerError(f"cannot read tokenizer {vocabulary}, {merges}: {error}") from None
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    if backend.token_to_id("<|endoftext|>") is not None:
+        backend.add_special_tokens(["<|endoftext|>"])
+    return BPETokenizer(backend)
+
+
 def _pieces(text: str) -> Iterator[str]:
     """The text in pieces of about _PIECE_CHARACTERS, cut behind line breaks where there are any."""
     start = 0

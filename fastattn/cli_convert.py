@@ -1,0 +1,67 @@
+"""`fastattn import-hf`, `export-hf` and `import-nanogpt`: checkpoints of other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_convert(commands: Any) -> None:
+    """Add the commands to the parser's subcommands."""
+    parser = commands.add_parser(
+        "import-hf",
+        help="make a checkpoint of a GPT-2 in Hugging Face's layout",
+        description="Make a checkpoint of a folder with config.json, model.safetensors and a "
+        "tokenizer, as Hugging Face transformers saves a GPT-2.",
+    )
+    parser.set_defaults(command=_import_hf)
+    parser.add_argument("folder", metavar="DIR", help="what transformers has saved")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer's JSON, not DIR's own")
+
+    parser = commands.add_parser(
+        "export-hf", help="write a checkpoint as a GPT-2 in Hugging Face's layout"
+    )
+    parser.set_defaults(command=_export_hf)
+    text = "a run's folder or one checkpoint's"
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help=text)
+    parser.add_argument("folder", metavar="DIR", help="where the files go")
+
+    parser = commands.add_parser(
+        "import-nanogpt",
+        help="make a checkpoint of nanoGPT's ckpt.pt",
+        description="Make a checkpoint of nanoGPT's ckpt.pt, running no code that is in it.",
+    )
+    parser.set_defaults(command=_import_nanogpt)
+    parser.add_argument("file", metavar="FILE", help="ckpt.pt")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
+    one = parser.add_mutually_exclusive_group(required=True)
+    one.add_argument("--tokenizer", metavar="FILE", help="a tokenizer's JSON, such as GPT-2's")
+    text = "the text that a model of characters was trained on"
+    one.add_argument("--text", metavar="FILE", help=text)
+
+
+def _import_hf(arguments: argparse.Namespace) -> int:
+    from .training.convert import import_hf
+
+    made = import_hf(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
+    sys.stdout.write(f"checkpoint {made}\n")
+    return 0
+
+
+def _export_hf(arguments: argparse.Namespace) -> int:
+    from .training.convert import export_hf
+
+    sys.stdout.write(f"model {export_hf(arguments.checkpoint, arguments.folder)}\n")
+    return 0
+
+
+def _import_nanogpt(arguments: argparse.Namespace) -> int:
+    from .training.convert import import_nanogpt
+
+    made = import_nanogpt(
+        arguments.file, arguments.out, tokenizer=arguments.tokenizer, text=arguments.text
+    )
+    sys.stdout.write(f"checkpoint {made}\n")
+    return 0

@@ -1,0 +1,215 @@
+"""GPT-2's weights and configuration by other names: Hugging Face's, and nanoGPT's.
+
+All three keep the same numbers. Hugging Face stores the linear layers' weights transposed, as [in,
+out]; names of nanoGPT are Hugging Face's. What `GPT` has no place for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gpt import GPTConfig
+
+_OUTSIDE = {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm"}
+_INSIDE = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.qkv_proj",
+    "attn.c_proj": "attention.out_proj",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+_HEAD = "lm_head.weight"
+# Masks that old files keep beside the weights.
+_BUFFERS = (".attn.bias", ".attn.masked_bias")
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+}  # fmt: skip
+# Fields of a Hugging Face configuration and the only values that GPT computes.
+_REQUIRED = {
+    "model_type": "gpt2", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+class UnsupportedModelError(ValueError):
+    """A model has something that this GPT, or the format asked for, has no place for."""
+
+
+def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
+    """The configuration of a GPT-2, from the fields of Hugging Face's config.json.
+
+    Raises:
+        UnsupportedModelError: it is no GPT-2, or of a kind that `GPT` does not compute.
+    """
+    for name, value in _REQUIRED.items():
+        if fields.get(name, value) != value:
+            raise UnsupportedModelError(f"{name} must be {value!r}, got {fields[name]!r}")
+    activation = _ACTIVATIONS.get(fields.get("activation_function", "gelu_new"))
+    if activation is None:
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModelError(
+            f"activation_function must be one of {known}, got {fields['activation_function']!r}"
+        )
+    dropouts = fields.get("resid_pdrop", 0.1), fields.get("embd_pdrop", 0.1)
+    if dropouts[0] != dropouts[1]:
+        raise UnsupportedModelError(
+            f"resid_pdrop and embd_pdrop must be equal, got {dropouts[0]} and {dropouts[1]}"
+        )
+    try:
+        return GPTConfig(
+            vocab_size=fields["vocab_size"],
+            context_length=fields["n_positions"],
+            num_layers=fields["n_layer"],
+            num_heads=fields["n_head"],
+            embed_dim=fields["n_embd"],
+            hidden_dim=fields.get("n_inner"),
+            activation=activation,  # type: ignore[arg-type]
+            dropout=dropouts[0],
+            attention_dropout=fields.get("attn_pdrop", 0.1),
+            bias=True,
+            tie_weights=fields.get("tie_word_embeddings", True),
+        )
+    except KeyError as error:
+        raise UnsupportedModelError(f"the configuration has no field {error}") from None
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """The fields of Hugging Face's config.json.
+
+    Raises:
+        UnsupportedModelError: GPT-2 has no such attention or positions.
+    """
+    plain = GPTConfig(config.vocab_size)
+    if config.positions != "learned":
+        raise UnsupportedModelError(f"GPT-2 has learned positions only, got {config.positions!r}")
+    if config.num_kv_heads not in (None, config.num_heads):
+        raise UnsupportedModelError(
+            f"GPT-2 has as many key/value heads as query heads, got {config.num_kv_heads} for "
+            f"{config.num_heads}"
+        )
+    for name in ("window", "keep_first", "softcap", "sinks", "qk_norm"):
+        if getattr(config, name) != getattr(plain, name):
+            raise UnsupportedModelError(f"GPT-2 has no {name}, got {getattr(config, name)!r}")
+    activation = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    return {
+        **_REQUIRED,
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context_length,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.embed_dim,
+        "n_inner": config.hidden_dim,
+        "activation_function": activation[config.activation],
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+        "tie_word_embeddings": config.tie_weights,
+        # Ids that GPT-2's tokenizer has may not exist in this vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def weights_from_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """`GPT.state_dict` from Hugging Face's.
+
+    Raises:
+        UnsupportedModelError: a tensor is unknown, or missing.
+    """
+    return _renamed(weights, config, transposed=True)
+
+
+def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Hugging Face's state dict from `GPT.state_dict`; layers without a bias get one of zeros."""
+    found: dict[str, Tensor] = {}
+    for theirs, ours in _modules(config).items():
+        weight = weights[f"{ours}.weight"]
+        linear = theirs.rpartition(".")[2].startswith("c_")
+        found[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
+        if theirs not in ("wte", "wpe"):
+            bias = weights.get(f"{ours}.bias")
+            found[f"transformer.{theirs}.bias"] = (
+                weight.new_zeros(weight.shape[0]) if bias is None else bias
+            )
+    head = "token_embedding.weight" if config.tie_weights else "head.weight"
+    if not config.tie_weights:
+        found[_HEAD] = weights[head]
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
+    """The configuration of a nanoGPT, from the `model_args` of its checkpoint.
+
+    Raises:
+        UnsupportedModelError: a field is missing.
+    """
+    try:
+        return GPTConfig(
+            vocab_size=fields["vocab_size"],
+            context_length=fields["block_size"],
+            num_layers=fields["n_layer"],
+            num_heads=fields["n_head"],
+            embed_dim=fields["n_embd"],
+            dropout=fields.get("dropout", 0.0),
+            attention_dropout=fields.get("dropout", 0.0),
+            bias=fields["bias"],
+        )
+    except KeyError as error:
+        raise UnsupportedModelError(f"model_args has no field {error}") from None
+
+
+def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """`GPT.state_dict` from nanoGPT's, compiled (`_orig_mod.`) or not.
+
+    Raises:
+        UnsupportedModelError: a tensor is unknown, or missing.
+    """
+    plain = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
+    return _renamed(plain, config, transposed=False)
+
+
+def _modules(config: GPTConfig) -> dict[str, str]:
+    """Names of modules here by their names there."""
+    inside = {
+        f"h.{i}.{theirs}": f"blocks.{i}.{ours}"
+        for i in range(config.num_layers)
+        for theirs, ours in _INSIDE.items()
+    }
+    return {**_OUTSIDE, **inside}
+
+
+def _renamed(
+    weights: Mapping[str, Tensor], config: GPTConfig, *, transposed: bool
+) -> dict[str, Tensor]:
+    left = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in weights.items()
+        if not name.endswith(_BUFFERS)
+    }
+    found: dict[str, Tensor] = {}
+    for theirs, ours in _modules(config).items():
+        linear = theirs.rpartition(".")[2].startswith("c_")
+        kinds = ["weight"] + ["bias"] * (config.bias and theirs not in ("wte", "wpe"))
+        for kind in kinds:
+            tensor = left.pop(f"{theirs}.{kind}", None)
+            if tensor is None:
+                raise UnsupportedModelError(f"the weights have no {theirs}.{kind}")
+            turned = transposed and linear and kind == "weight"
+            found[f"{ours}.{kind}"] = tensor.t().contiguous() if turned else tensor
+    head = left.pop(_HEAD, None)
+    if not config.tie_weights:
+        if head is None:
+            raise UnsupportedModelError(f"the weights have no {_HEAD}, and it is not tied")
+        found["head.weight"] = head
+    elif head is not None and not torch.equal(head, found["token_embedding.weight"]):
+        raise UnsupportedModelError(f"{_HEAD} must equal wte.weight, as the two are tied")
+    if left:
+        raise UnsupportedModelError(f"the weights have {min(left)}, which this model has not")
+    return found

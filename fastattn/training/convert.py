@@ -1,0 +1,253 @@
+"""Checkpoints of other libraries: GPT-2 in Hugging Face's layout, in and out; nanoGPT's, in.
+
+Nothing that is read can run code: weights come from safetensors, or from torch's format restricted
+to tensors and plain numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import gpt2
+from ..models.gpt import GPT, GPTConfig
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_model,
+    save_checkpoint,
+)
+from .extras import import_extra
+from .tokenizer import (
+    BPETokenizer,
+    CharacterTokenizer,
+    Tokenizer,
+    byte_level_bpe,
+    load_tokenizer,
+)
+
+_CONFIG = "config.json"
+_WEIGHTS, _SHARDS = "model.safetensors", "model.safetensors.index.json"
+# A character tokenizer has no equal among Hugging Face's, and is kept in a file of its own.
+_CHARACTERS, _TOKENIZER = "characters.json", "tokenizer.json"
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
+
+
+def import_hf(
+    folder: str | Path, out_dir: str | Path, *, tokenizer: str | Path | None = None
+) -> Path:
+    """Makes a checkpoint of a GPT-2 that Hugging Face transformers has saved.
+
+    Args:
+        folder: holds config.json, model.safetensors (or its shards) and a tokenizer: tokenizer.json
+            or vocab.json and merges.txt.
+        out_dir: the folder of the new run.
+        tokenizer: a tokenizer's JSON file, in place of the folder's.
+
+    Returns:
+        The checkpoint's folder; `load_model` reads it.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or out_dir holds a run already.
+        UnsupportedModelError: the model is of a kind that `GPT` does not compute.
+        TokenizerError: the tokenizer is unusable.
+    """
+    folder = Path(folder)
+    config = gpt2.config_from_hf(_read_json(folder / _CONFIG))
+    found = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
+    weights = gpt2.weights_from_hf(_read_weights(folder), config)
+    return _save(config, weights, found, out_dir, source=f"Hugging Face folder {folder.name}")
+
+
+def export_hf(path: str | Path, folder: str | Path) -> Path:
+    """Writes a checkpoint as a GPT-2 for Hugging Face transformers; `import_hf` reads it too.
+
+    A BPE tokenizer is written as tokenizer.json. One of characters is written for `import_hf`
+    alone, as transformers has none of that kind.
+
+    Args:
+        path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
+        folder: where the files go; made if it is not there.
+
+    Returns:
+        folder.
+
+    Raises:
+        CheckpointError: the checkpoint is unreadable, or `folder` holds a model already.
+        UnsupportedModelError: the model has what GPT-2 has not.
+    """
+    checkpoint = load_checkpoint(path, training=False)
+    config = _config_of(checkpoint)
+    fields = gpt2.config_to_hf(config)
+    weights = gpt2.weights_to_hf(checkpoint.model, config)
+    folder = Path(folder)
+    if (folder / _CONFIG).exists():
+        raise CheckpointError(f"{folder} holds a model already")
+    folder.mkdir(parents=True, exist_ok=True)
+    torch_format = import_extra("safetensors.torch", "a checkpoint")
+    torch_format.save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    if isinstance(checkpoint.tokenizer, BPETokenizer):
+        checkpoint.tokenizer.save(folder / _TOKENIZER)
+        _write_json(
+            folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
+        )
+    else:
+        checkpoint.tokenizer.save(folder / _CHARACTERS)
+    _write_json(folder / _CONFIG, fields)
+    return folder
+
+
+def import_nanogpt(
+    path: str | Path,
+    out_dir: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    text: str | Path | None = None,
+) -> Path:
+    """Makes a checkpoint of nanoGPT's ckpt.pt.
+
+    Args:
+        path: the file. It is read with weights_only=True, so that no code in it runs.
+        out_dir: the folder of the new run.
+        tokenizer: a tokenizer's JSON file, such as GPT-2's tokenizer.json.
+        text: instead of it, the text that a character-level nanoGPT was trained on (input.txt),
+            whose sorted characters are its ids. Its meta.pkl is not read: that would run code.
+
+    Returns:
+        The checkpoint's folder; `load_model` reads it.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable or no such checkpoint, or out_dir holds a
+            run already.
+        ValueError: not one of tokenizer and text is given, or its ids do not fit the model.
+        UnsupportedModelError: the weights do not fit the configuration.
+    """
+    if (tokenizer is None) == (text is None):
+        raise ValueError("one of tokenizer and text must be given: the checkpoint has no tokenizer")
+    stored = _read_torch(Path(path))
+    for name in ("model", "model_args"):
+        if not isinstance(stored, dict) or not isinstance(stored.get(name), dict):
+            raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it has no {name!r}")
+    config = gpt2.config_from_nanogpt(stored["model_args"])
+    weights = gpt2.weights_from_nanogpt(stored["model"], config)
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
+    else:
+        assert text is not None
+        found = CharacterTokenizer(_read_text(Path(text)))
+        if found.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"text must have the model's {config.vocab_size} characters, got {found.vocab_size}"
+            )
+    return _save(config, weights, found, out_dir, source=f"nanoGPT checkpoint {Path(path).name}")
+
+
+def _save(
+    config: GPTConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    out_dir: str | Path,
+    *,
+    source: str,
+) -> Path:
+    if latest_checkpoint(out_dir) is not None:
+        raise CheckpointError(f"{out_dir} holds a run already: choose another folder")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    checkpoint = Checkpoint(
+        step=0,
+        model={name: tensor.float() for name, tensor in weights.items()},
+        training={},
+        tokenizer=tokenizer,
+        config={"model": config.to_dict()},
+        state={"imported": source},
+    )
+    with torch.device("meta"):
+        fitting = GPT(config)
+    restore_model(fitting, checkpoint)
+    return save_checkpoint(out_dir, checkpoint)
+
+
+def _config_of(checkpoint: Checkpoint) -> GPTConfig:
+    try:
+        return GPTConfig.from_dict(checkpoint.config["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint has no usable model config: {error}") from None
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer:
+    for name in (_CHARACTERS, _TOKENIZER):
+        if (folder / name).exists():
+            return load_tokenizer(folder / name)
+    if (folder / _VOCABULARY).exists() and (folder / _MERGES).exists():
+        return byte_level_bpe(folder / _VOCABULARY, folder / _MERGES)
+    raise CheckpointError(
+        f"{folder} has no tokenizer: neither {_TOKENIZER} nor {_VOCABULARY} with {_MERGES}"
+    )
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the files that its index names."""
+    torch_format = import_extra("safetensors.torch", "a checkpoint")
+    names = [_WEIGHTS]
+    if (folder / _SHARDS).exists():
+        names = sorted(set(_read_json(folder / _SHARDS).get("weight_map", {}).values()))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / _SHARDS} names a file of another folder: {name!r}")
+        if not (folder / name).exists():
+            raise CheckpointError(
+                f"{folder} has no {name}; other formats than safetensors are not read, as they can "
+                "hold code"
+            )
+        try:
+            found.update(torch_format.load_file(folder / name))
+        # The Rust side raises an exception of its own for a file that it cannot read.
+        except Exception as error:
+            raise CheckpointError(f"cannot read {folder / name}: {error}") from None
+    return found
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read without running code in it: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds no fields")
+    return fields
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is not UTF-8 text") from None
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

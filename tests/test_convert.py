@@ -1,0 +1,368 @@
+"""GPT-2 and nanoGPT checkpoints: the same logits on both sides, in and out."""
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+import transformers as tr
+from torch import nn
+
+from fastattn import cli
+from fastattn.models import gpt2
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.gpt import make_gpt
+from fastattn.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
+from fastattn.training.convert import export_hf, import_hf, import_nanogpt
+from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer, TokenizerError
+
+pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
+
+TEXT = "the cat sat on the mat, and the dog did not\n" * 20
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
+
+
+@pytest.fixture(scope="module")
+def bpe() -> BPETokenizer:
+    return BPETokenizer.train(TEXT, 270)
+
+
+def hf_model(vocab_size: int, **changes) -> tr.GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    given = {**sizes, "bos_token_id": None, "eos_token_id": None, **changes}
+    model = tr.GPT2LMHeadModel(tr.GPT2Config(vocab_size=vocab_size, **given))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def save_hf(model, tokenizer, folder) -> None:
+    """What transformers writes, and a tokenizer.json."""
+    model.save_pretrained(folder)
+    tokenizer.save(folder / "tokenizer.json")
+
+
+@torch.no_grad()
+def assert_same_logits(theirs, ours: GPT) -> None:
+    exact = theirs.double()(TOKENS)
+    naive = theirs.float()(TOKENS)
+    exact, naive = (x if torch.is_tensor(x) else x.logits for x in (exact, naive))
+    assert_within_budget("logits", ours(TOKENS), exact, naive)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="gpt2"),
+        pytest.param({"n_inner": 24, "activation_function": "gelu"}, id="other-mlp"),
+        pytest.param({"tie_word_embeddings": False}, id="own-head"),
+    ],
+)
+def test_hugging_face_and_back(changes, bpe, tmp_path):
+    theirs = hf_model(bpe.vocab_size, **changes)
+    save_hf(theirs, bpe, tmp_path / "hf")
+    made = import_hf(tmp_path / "hf", tmp_path / "run")
+    ours, tokenizer = load_model(tmp_path / "run")
+    assert_same_logits(theirs, ours)
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT)
+    assert load_checkpoint(made).state == {"imported": "Hugging Face folder hf"}
+    again = tr.AutoModelForCausalLM.from_pretrained(export_hf(made, tmp_path / "back"))
+    for name, parameter in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], parameter), name
+    assert tr.AutoTokenizer.from_pretrained(tmp_path / "back").encode("the cat") == (
+        bpe.encode("the cat")
+    )
+
+
+def test_shards_and_older_names(bpe, tmp_path):
+    """Weights in parts, without the prefix, with the masks that old files keep."""
+    theirs = hf_model(bpe.vocab_size)
+    theirs.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    bpe.save(tmp_path / "tokenizer.json")
+    ours, _ = load_model(import_hf(tmp_path, tmp_path / "run"))
+    assert_same_logits(theirs, ours)
+    old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    config = gpt2.config_from_hf(theirs.config.to_dict())
+    renamed = gpt2.weights_from_hf(old, config)
+    assert renamed.keys() == ours.state_dict().keys()
+
+
+def test_vocabulary_and_merges(bpe, tmp_path):
+    save_hf(hf_model(bpe.vocab_size), bpe, tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(stored["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in stored["merges"])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    (tmp_path / "tokenizer.json").unlink()
+    _, tokenizer = load_model(import_hf(tmp_path, tmp_path / "run"))
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT)
+    (tmp_path / "merges.txt").write_text("no merge")
+    with pytest.raises(TokenizerError, match="cannot read tokenizer"):
+        import_hf(tmp_path, tmp_path / "other")
+
+
+def run_of(model: GPT, tokenizer, folder):
+    return save_checkpoint(
+        folder,
+        Checkpoint(7, model.state_dict(), {}, tokenizer, {"model": model.config.to_dict()}, {}),
+    )
+
+
+def test_a_model_of_our_own_is_exported(tmp_path):
+    """Without biases, which GPT-2 then has as zeros, and with a tokenizer of characters."""
+    tokenizer = CharacterTokenizer("abcdefghij")
+    ours = make_gpt(vocab_size=10, bias=False, num_layers=1)
+    folder = export_hf(run_of(ours, tokenizer, tmp_path / "run"), tmp_path / "hf")
+    assert_same_logits(tr.AutoModelForCausalLM.from_pretrained(folder), ours)
+    again, characters = load_model(import_hf(folder, tmp_path / "again"))
+    torch.testing.assert_close(again(TOKENS), ours(TOKENS), rtol=0, atol=0)
+    assert characters.encode("cafe") == tokenizer.encode("cafe")
+    with pytest.raises(CheckpointError, match="holds a model already"):
+        export_hf(tmp_path / "run", folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "rotary"}, "learned positions only, got 'rotary'"),
+        ({"num_kv_heads": 1}, "as many key/value heads as query heads, got 1 for 2"),
+        ({"window": 3}, "GPT-2 has no window, got 3"),
+        ({"softcap": 2.0}, r"GPT-2 has no softcap, got 2\.0"),
+        ({"sinks": True}, "GPT-2 has no sinks, got True"),
+        ({"qk_norm": True}, "GPT-2 has no qk_norm, got True"),
+    ],
+)
+def test_what_gpt2_has_not_is_not_exported(changes, message):
+    with pytest.raises(gpt2.UnsupportedModelError, match=message):
+        gpt2.config_to_hf(GPTConfig(10, num_heads=2, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type must be 'gpt2', got 'llama'"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx must be False",
+        ),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be 1e-05, got 1e-06"),
+        ({"activation_function": "relu"}, "activation_function must be one of .* got 'relu'"),
+        ({"embd_pdrop": 0.3}, r"must be equal, got 0\.1 and 0\.3"),
+    ],
+)
+def test_what_this_gpt_has_not_is_not_imported(changes, message):
+    fields = tr.GPT2Config(n_layer=1).to_dict()
+    with pytest.raises(gpt2.UnsupportedModelError, match=message):
+        gpt2.config_from_hf({**fields, **changes})
+    del fields["n_head"]
+    with pytest.raises(gpt2.UnsupportedModelError, match="no field 'n_head'"):
+        gpt2.config_from_hf(fields)
+
+
+def test_weights_that_do_not_fit_are_named(bpe):
+    theirs = hf_model(bpe.vocab_size)
+    config, weights = gpt2.config_from_hf(theirs.config.to_dict()), theirs.state_dict()
+    for change, message in (
+        ({"transformer.h.1.ln_1.bias": None}, r"no h\.1\.ln_1\.bias"),
+        ({"transformer.h.7.ln_1.bias": torch.ones(16)}, r"have h\.7\.ln_1\.bias, which this"),
+        ({"lm_head.weight": torch.zeros(270, 16)}, r"must equal wte\.weight"),
+    ):
+        changed = {name: x for name, x in {**weights, **change}.items() if x is not None}
+        with pytest.raises(gpt2.UnsupportedModelError, match=message):
+            gpt2.weights_from_hf(changed, config)
+    fields = {**theirs.config.to_dict(), "tie_word_embeddings": False}
+    del weights["lm_head.weight"]
+    with pytest.raises(gpt2.UnsupportedModelError, match="it is not tied"):
+        gpt2.weights_from_hf(weights, gpt2.config_from_hf(fields))
+
+
+def test_unusable_folders_are_refused(bpe, tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json: No such file"):
+        import_hf(tmp_path, tmp_path / "run")
+    save_hf(hf_model(bpe.vocab_size), bpe, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        import_hf(tmp_path, tmp_path / "run")
+    weights.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="as they can hold code"):
+        import_hf(tmp_path, tmp_path / "run")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "../other"}}))
+    with pytest.raises(CheckpointError, match="names a file of another folder"):
+        import_hf(tmp_path, tmp_path / "run")
+    index.unlink()
+    weights.write_bytes(content)
+    import_hf(tmp_path, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        import_hf(tmp_path, tmp_path / "run")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        import_hf(tmp_path, tmp_path / "other")
+    large = tmp_path / "large.json"
+    more = BPETokenizer.train(TEXT, 275)
+    more.save(large)
+    with pytest.raises(ValueError, match=f"has {more.vocab_size} ids, the model 270"):
+        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
+    config = tmp_path / "config.json"
+    config.write_text("[]")
+    with pytest.raises(CheckpointError, match="holds no fields"):
+        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
+    config.write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
+    config.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="is not UTF-8 text"):
+        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
+
+
+class NanoBlock(nn.Module):
+    """A layer of nanoGPT, by its names and formulas."""
+
+    def __init__(self, C: int, heads: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = (nn.LayerNorm(C, bias=bias) for _ in range(2))
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn = nn.Linear(C, 3 * C, bias=bias)
+        self.attn.c_proj = nn.Linear(C, C, bias=bias)
+        self.mlp.c_fc = nn.Linear(C, 4 * C, bias=bias)
+        self.mlp.c_proj = nn.Linear(4 * C, C, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        parts = self.attn.c_attn(self.ln_1(x)).split(C, dim=2)
+        q, k, v = (y.view(B, T, self.heads, -1).transpose(1, 2) for y in parts)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp.c_proj(nn.functional.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, V: int, T: int, C: int, layers: int, heads: int, bias: bool) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(V, C),
+                "wpe": nn.Embedding(T, C),
+                "h": nn.ModuleList(NanoBlock(C, heads, bias) for _ in range(layers)),
+                "ln_f": nn.LayerNorm(C, bias=bias),
+            }
+        )
+        self.lm_head = nn.Linear(C, V, bias=False)
+        self.transformer["wte"].weight = self.lm_head.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        parts = self.transformer
+        x = parts["wte"](tokens) + parts["wpe"].weight[: tokens.shape[1]]
+        for block in parts["h"]:
+            x = block(x)
+        return self.lm_head(parts["ln_f"](x))
+
+
+def nano_checkpoint(bias: bool, prefix: str = "") -> tuple[NanoGPT, dict]:
+    torch.manual_seed(0)
+    V = len(set(TEXT))
+    model = NanoGPT(V, 16, 16, 2, 2, bias)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": bias}
+    return model, {
+        "model": {prefix + name: x for name, x in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": {**sizes, "vocab_size": V, "dropout": 0.2},
+        "iter_num": 5, "best_val_loss": torch.tensor(1.5), "config": {"dataset": "cats"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bias", "prefix"), [(False, "_orig_mod."), (True, "")])
+def test_nanogpt(bias, prefix, tmp_path):
+    theirs, stored = nano_checkpoint(bias, prefix)
+    torch.save(stored, tmp_path / "ckpt.pt")
+    (tmp_path / "input.txt").write_text(TEXT)
+    made = import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run", text=tmp_path / "input.txt")
+    ours, tokenizer = load_model(made)
+    assert ours.config.dropout == 0.2
+    assert_same_logits(theirs, ours)
+    ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
+    assert tokenizer.encode("the cat") == [ids[character] for character in "the cat"]
+
+
+class Payload:
+    """Leaves a trace if it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Payload, "ran", True)
+
+
+def test_nanogpt_runs_no_code(tmp_path):
+    _, stored = nano_checkpoint(False)
+    torch.save({**stored, "config": Payload()}, tmp_path / "ckpt.pt")
+    assert pickle.loads(pickle.dumps(Payload())) is None and Payload.ran
+    Payload.ran = False
+    with pytest.raises(CheckpointError, match="cannot be read without running code"):
+        import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run", text=__file__)
+    assert not Payload.ran
+
+
+def test_unusable_nanogpt_files_are_refused(bpe, tmp_path):
+    file, run, text = tmp_path / "ckpt.pt", tmp_path / "run", tmp_path / "input.txt"
+    text.write_text(TEXT)
+    with pytest.raises(ValueError, match="one of tokenizer and text must be given"):
+        import_nanogpt(file, run)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        import_nanogpt(file, run, text=text)
+    torch.save({"model": {}}, file)
+    with pytest.raises(CheckpointError, match="it has no 'model_args'"):
+        import_nanogpt(file, run, text=text)
+    _, stored = nano_checkpoint(False)
+    torch.save({**stored, "model_args": {"vocab_size": 3}}, file)
+    with pytest.raises(gpt2.UnsupportedModelError, match="model_args has no field 'block_size'"):
+        import_nanogpt(file, run, text=text)
+    torch.save(stored, file)
+    text.write_text("abc")
+    with pytest.raises(ValueError, match=f"the model's {len(set(TEXT))} characters, got 3"):
+        import_nanogpt(file, run, text=text)
+    wrong = {**stored["model_args"], "n_embd": 32}
+    torch.save({**stored, "model_args": wrong}, file)
+    text.write_text(TEXT)
+    with pytest.raises(CheckpointError, match="of another configuration"):
+        import_nanogpt(file, run, text=text)
+
+
+def test_commands(bpe, tmp_path, capsys):
+    save_hf(hf_model(bpe.vocab_size), bpe, tmp_path / "hf")
+    run = str(tmp_path / "run")
+    assert cli.main(["import-hf", str(tmp_path / "hf"), "--out", run]) == 0
+    assert "checkpoint " in capsys.readouterr().out
+    words = ["--prompt", "the cat", "--tokens", "4", "--device", "cpu"]
+    assert cli.main(["generate", "--checkpoint", run, *words]) == 0
+    assert "the cat" in capsys.readouterr().out
+    assert cli.main(["export-hf", "--checkpoint", run, str(tmp_path / "back")]) == 0
+    assert cli.main(["train", "--out", run, "--resume"]) == 1
+    assert "comes from Hugging Face folder hf: it is no run" in capsys.readouterr().err
+    _, stored = nano_checkpoint(False)
+    torch.save(stored, tmp_path / "ckpt.pt")
+    (tmp_path / "input.txt").write_text(TEXT)
+    files = [str(tmp_path / "ckpt.pt"), "--text", str(tmp_path / "input.txt")]
+    assert cli.main(["import-nanogpt", *files, "--out", str(tmp_path / "nano")]) == 0
+    assert load_model(tmp_path / "nano")[0].config.num_layers == 2
