@@ -1,0 +1,185 @@
+"""The decode kernels compile for every GPU: no spills, on matrix units, once for all lengths."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.kernels.combine import launch_merge
+from fastattn.kernels.decode import launch_decode
+from fastattn.kernels.pages import CacheTensors
+from fastattn.options import Options
+from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.cross_compile import CompiledFacts, count_compilations
+
+MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# fp32 rows of 256 columns have no matrix units: the smallest spill that was found.
+SPILL_BYTES = {("sm_90", 256, "fp32"): 16, ("sm_100", 256, "fp32"): 16}
+# Triton 3.6 runs ptxas with other options than 3.7, for which the tiles were chosen.
+USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
+
+
+@triton.jit
+def even_keys(b, h, q_pos, k_pos):
+    return tl.where(h > 0, k_pos % 2 == 0, True)
+
+
+def launch(
+    kind: str = "contiguous",
+    D: int = 128,
+    dtype: str = "bf16",
+    quantize: str | None = None,
+    T: int = 1,
+    options: str = "plain",
+    B: int = 2,
+    H_q: int = 8,
+    H_k: int = 2,
+    slots: int = 4096,
+    table_width: int = 300,
+    splits: int | None = 4,
+) -> None:
+    """Decode from one kind of cache, on meta tensors."""
+
+    def meta(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    per_row = meta(9, dtype=torch.int32)
+    stored = meta(9, H_k, slots, D, dtype=STORAGE.get(quantize, DTYPES[dtype]))
+    scale = None if quantize is None else meta(9, H_k, slots, dtype=torch.float32)
+    paged = kind == "paged"
+    cache = CacheTensors(
+        stored, stored, scale, scale,
+        meta(9, table_width, dtype=torch.int32) if paged else None,
+        per_row, per_row, per_row[:B] if paged else None, 3 if kind == "ring" else None,
+    )  # fmt: skip
+    given = Options(scale=0.1, causal=True)
+    if options == "scores":
+        slopes = meta(H_q, dtype=torch.float32)
+        given = given._replace(
+            left=900, keep_first=4, softcap=30.0, alibi_slopes=slopes, sinks=slopes
+        )
+    elif options == "mod":
+        given = given._replace(mask_mod=even_keys)
+    q = meta(B, T, H_q, D).transpose(1, 2)
+    launch_decode(q, cache, None, None, given, splits=splits)
+
+
+def launch_merging(D: int) -> None:
+    """Merge two parts."""
+    o, lse = (torch.empty(7, n, device="meta") for n in (D, 1))
+    launch_merge(o.bfloat16(), lse[:, 0], o.bfloat16(), lse[:, 0])
+
+
+def compilations_for_new_shapes() -> list[int]:
+    """How many kernels each launch compiled: the first of its kind, then other sizes of each.
+
+    No case below has this head dim: what it compiled in the same worker would not count here.
+    """
+    sizes = [{}, {"B": 1}, {"B": 16}, {"T": 2}, {"H_k": 1}, {"H_q": 2}, {"H_q": 32, "H_k": 16}]
+    sizes += [{"splits": 2}, {"splits": 16}, {"table_width": 1}, {"table_width": 16}]
+    lengths = {"contiguous": (1, 16, 4095), "paged": (128, 512), "ring": (16, 4095)}
+    return [
+        count_compilations(lambda kind=kind, size=size: launch(kind, D=32, **size))
+        for kind in lengths
+        for size in [*sizes, *({"slots": n} for n in lengths[kind])]
+    ]
+
+
+# target, kind of cache, head dim, dtype, codes, new tokens, options
+CASES = [
+    *((target, "contiguous", D, "bf16", None, 1, "plain")
+      for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942") for D in (64, 128, 256)),
+    *((target, "paged-3", 128, "bf16", "int8", 1, "scores")
+      for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")),
+    *((target, "contiguous", 128, "bf16", None, 16, "plain")
+      for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")),
+    ("sm_89", "contiguous", 128, "bf16", None, 1, "plain"),
+    ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
+    ("sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"),
+    ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
+    ("sm_90", "ring", 64, "fp16", "int8", 1, "scores"),
+    ("sm_90", "paged-3", 64, "bf16", None, 16, "mod"),
+    ("sm_90", "contiguous", 40, "bf16", None, 1, "mod"),
+    ("sm_80", "contiguous", 128, "fp32", None, 1, "plain"),
+    ("sm_90", "contiguous", 128, "fp32", None, 1, "plain"),
+    ("sm_90", "contiguous", 256, "fp32", None, 1, "plain"),
+    ("sm_90", "contiguous", 64, "fp32", None, 16, "plain"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
+    """All cases, submitted at once so that every worker has something to do."""
+
+    def submit(case: tuple) -> Future:
+        target, kind, D, dtype, quantize, T, options = case
+        kind, _, page = kind.partition("-")
+        return compile_pool.submit(
+            f"{__file__}:launch", target, kind=kind, D=D, dtype=dtype, quantize=quantize, T=T,
+            options=options, slots=int(page) if page else 4096,
+        )  # fmt: skip
+
+    return {case: submit(case) for case in CASES}
+
+
+def decode_facts(future: Future) -> CompiledFacts:
+    decode, combine = future.result()
+    assert (decode.name, combine.name) == ("decode_kernel", "combine_kernel")
+    assert not combine.spills
+    return decode
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
+    target, _, D, dtype, _, T, _ = case
+    fact = decode_facts(compiled[case])
+    allowed = SPILL_BYTES.get((target, D, dtype), USUAL_SPILL_BYTES)
+    assert fact.spill_store_bytes <= allowed, f"{fact.spill_store_bytes} bytes"
+    assert fact.fits_shared_memory, f"{fact.shared_bytes} bytes of shared memory"
+    assert fact.warnings == ()
+    if dtype != "fp32":
+        # 16 rows are too few for the matrix units of Hopper and Blackwell.
+        many = MATRIX_OP.get(target, "mma.sync")
+        assert fact.mma == {many if T > 1 or target == "gfx942" else "mma.sync"}
+
+
+def test_pages_are_loaded_as_far_ahead_as_plain_keys(compiled: dict[tuple, Future]) -> None:
+    """The load of the page number before them costs no buffer of keys and values."""
+    plain, paged = (
+        decode_facts(compiled["sm_90", kind, 128, "bf16", None, 1, "plain"])
+        for kind in ("contiguous", "paged")
+    )
+    assert paged.shared_bytes >= plain.shared_bytes
+
+
+def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
+    fact = decode_facts(compiled["sm_90", "contiguous", 128, "bf16", None, 1, "plain"])
+    full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+    assert full.count("FSEL") == 0
+    assert boundary.count("FSEL") > 0
+
+
+def test_the_gpu_itself_reads_fp8_where_it_can(compiled: dict[tuple, Future]) -> None:
+    """A loop with the instruction for it is less than two thirds as long as one that shifts bits."""
+    native = decode_facts(compiled["sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"])
+    by_bits = decode_facts(compiled["sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"])
+    assert min(loop.total for loop in native.loops) < 2 / 3 * min(
+        loop.total for loop in by_bits.loops
+    )
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_merging_compiles_without_spills(target: str, compile_pool: CompilePool) -> None:
+    (fact,) = compile_pool.facts(f"{__file__}:launch_merging", target, D=128)
+    assert fact.name == "merge_kernel"
+    assert not fact.spills
+
+
+def test_a_new_size_compiles_nothing(compile_pool: CompilePool) -> None:
+    counts = compile_pool.call(f"{__file__}:compilations_for_new_shapes", "sm_90")
+    assert sum(counts) == 3 + 1, "the kernel for each kind of cache, and the merge"
+    assert counts[0] == 2
