@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import additive_formula, ops
+from . import additive_formula, op_schema, ops
 from .options import Options
 
 
@@ -39,8 +39,8 @@ def _backward(
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor u"
-additive_forward = ops._op("additive_forward", _forward, _INPUTS, "(Tensor, Tensor)")
-additive_backward = ops._op(
+additive_forward = op_schema.operator("additive_forward", _forward, _INPUTS, "(Tensor, Tensor)")
+additive_backward = op_schema.operator(
     "additive_backward",
     _backward,
     f"Tensor do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse",
@@ -65,7 +65,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, u, *flat = inputs
-    options = ops._unflat(tuple(flat))
+    options = op_schema.unflat(tuple(flat))
     ctx.names = [
         name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
     ]
@@ -92,7 +92,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, du = additive_backward(do, dlse, q, k, v, u, o, lse, *ops.flat(options))
+    dq, dk, dv, du = additive_backward(do, dlse, q, k, v, u, o, lse, *op_schema.flat(options))
     return dq, dk, dv, du.to(u.dtype), *others
 
 
@@ -123,5 +123,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tupl
     q and k are projected; last dims are contiguous and whole multiples of 16 bytes; u is [H_q, D].
     """
     options = ops._in_order(options)
-    found: tuple[Tensor, Tensor] = additive_forward(q, k, v, u.contiguous(), *ops.flat(options))
+    found: tuple[Tensor, Tensor] = additive_forward(
+        q, k, v, u.contiguous(), *op_schema.flat(options)
+    )
     return found

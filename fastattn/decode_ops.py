@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import checks, dispatch, ops
+from . import checks, dispatch, op_schema, ops
 from .cache_view import CacheView
 from .options import Options
 
@@ -49,7 +49,7 @@ def _decode(
     return o, lse
 
 
-decode_forward = ops._op(
+decode_forward = op_schema.operator(
     "decode_forward",
     _decode,
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
@@ -80,7 +80,7 @@ def attend(
     )  # fmt: skip
     options = ops._in_order(options)
     if ops._may_be_traced(q):
-        o, lse = decode_forward(*arguments, *ops.flat(options))
+        o, lse = decode_forward(*arguments, *op_schema.flat(options))
     else:
         o, lse = _decode(*arguments, options)
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse

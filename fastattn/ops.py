@@ -14,14 +14,15 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import formula, functions
-from .options import MAX_MOD_TENSORS, Options
+from . import formula
+from .op_schema import flat, operator, unflat
+from .options import Options
 
 MAX_HEAD_DIM = 512
 # What fits the registers of a program without matrix units for fp32, or with those of AMD.
@@ -133,77 +134,21 @@ def _backward_relative(
         )
 
 
-# An op takes tensors, numbers and strings: every field of Options is an argument of its own, the
-# user's tensors have a fixed number of places, and a user's function travels by name.
-_SCHEMA_TYPES = {
-    Tensor | None: "Tensor?",
-    int | None: "int?",
-    float | None: "float?",
-    int: "SymInt",
-    float: "float",
-    bool: "bool",
-    Any: "str",
-}
-_MOD_PLACE = Options._fields.index("mod_tensors")
-
-
-def _schema_of(name: str, hint: Any) -> str:
-    if name == "mod_tensors":
-        return ", ".join(f"Tensor? {name}_{i}" for i in range(MAX_MOD_TENSORS))
-    # The only number beside keep_first that grows with a sequence.
-    return f"{'SymInt?' if name == 'query_offset' else _SCHEMA_TYPES[hint]} {name}"
-
-
-_OPTIONS_SCHEMA = ", ".join(_schema_of(*field) for field in get_type_hints(Options).items())
-_Flat = tuple[Any, ...]
-
-
-def flat(options: Options) -> _Flat:
-    """options as the arguments of an op, in its order."""
-    mods = options.mod_tensors
-    return (
-        *options[:_MOD_PLACE],
-        *mods,
-        *(None,) * (MAX_MOD_TENSORS - len(mods)),
-        *options[_MOD_PLACE + 1 : -3],
-        *(functions.name_of(mod) for mod in options[-3:]),
-    )
-
-
-def _unflat(flat: _Flat) -> Options:
-    mods = flat[_MOD_PLACE : _MOD_PLACE + MAX_MOD_TENSORS]
-    fields = (
-        *flat[:_MOD_PLACE],
-        tuple(x for x in mods if x is not None),
-        *flat[_MOD_PLACE + MAX_MOD_TENSORS : -3],
-    )
-    return Options(*fields, *map(functions.named, flat[-3:]))
-
-
-def _op(name: str, function: Callable[..., Any], tensors: str, returns: str) -> Any:
-    """`function`, whose last argument is an Options, as the custom op fastattn::`name`."""
-    count = len(tensors.split(","))
-
-    def call(*arguments: Any) -> Any:
-        return function(*arguments[:count], _unflat(arguments[count:]))
-
-    schema = f"({tensors}, {_OPTIONS_SCHEMA}) -> {returns}"
-    return torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)
-
-
 _QKV = "Tensor q, Tensor k, Tensor v"
 _FORWARD = (_QKV, "(Tensor, Tensor)")
 _BACKWARD = (
     f"Tensor do, Tensor? dlse, {_QKV}, Tensor o, Tensor lse",
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-attention_forward = _op("attention_forward", _forward, *_FORWARD)
-attention_backward = _op("attention_backward", _backward, *_BACKWARD)
-hopper_forward = _op("hopper_forward", _hopper_forward, *_FORWARD)
-hopper_backward = _op("hopper_backward", _hopper_backward, *_BACKWARD)
+attention_forward = operator("attention_forward", _forward, *_FORWARD)
+attention_backward = operator("attention_backward", _backward, *_BACKWARD)
+hopper_forward = operator("hopper_forward", _hopper_forward, *_FORWARD)
+hopper_backward = operator("hopper_backward", _hopper_backward, *_BACKWARD)
 _GRADIENT_INPUTS = f"Tensor do, {_QKV}, Tensor lse, Tensor delta"
-attention_backward_bias = _op("attention_backward_bias", _backward_bias, _GRADIENT_INPUTS, "Tensor")
-attention_backward_relative = _op(
+attention_backward_bias = operator(
+    "attention_backward_bias", _backward_bias, _GRADIENT_INPUTS, "Tensor"
+)
+attention_backward_relative = operator(
     "attention_backward_relative", _backward_relative, _GRADIENT_INPUTS, "(Tensor, Tensor)"
 )
 
@@ -220,28 +165,28 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @attention_backward.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    *flat: Any,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dq, dk, dv = (_fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
-    query = _unflat(flat).relative_query
+    query = unflat(arguments).relative_query
     dquery = q.new_empty(0) if query is None else _fake_in_layout(query, *query.shape[1:])
     return dq, dk, dv, torch.empty_like(lse), dquery
 
 
 @attention_backward_bias.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *flat: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: Any
 ) -> Tensor:
-    bias = _unflat(flat).attn_bias
+    bias = unflat(arguments).attn_bias
     assert bias is not None
     return bias.new_empty(bias.shape, dtype=torch.float32)
 
 
 @attention_backward_relative.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *flat: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    options = _unflat(flat)
+    options = unflat(arguments)
     empty = lse.new_empty(0)
     bias, keys = (
         empty if x is None else x.new_empty(x.shape, dtype=torch.float32)
@@ -364,16 +309,17 @@ def _differentiable_gradients(
     return [next(found) if need else None for need in needed]
 
 
-def _setup_context(ctx: Any, inputs: _Flat, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *flat = inputs
-    _save(ctx, q, k, v, _unflat(tuple(flat)), output)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *fields = inputs
+    _save(ctx, q, k, v, unflat(tuple(fields)), output)
 
 
 def _op_gradients(
     ways: _Ways, ctx: Any, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     places = [0, 1, 2, *(3 + Options._fields.index(name) for name in _DIFFERENTIABLE)]
-    assert max(places) < 3 + _MOD_PLACE, "before the fields that take several places"
+    # Before mod_tensors, a field that takes several places.
+    assert max(places) < 3 + Options._fields.index("mod_tensors")
     needed = [ctx.needs_input_grad[place] for place in places]
     grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for place, grad in zip(places, _gradients(ways, ctx, needed, do, dlse), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import formula, ops
+from . import formula, op_schema, ops
 from .options import Options
 from .row_chunks import chunks
 
@@ -45,10 +45,10 @@ def _weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tens
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor? lse"
-attention_statistics = ops._op(
+attention_statistics = op_schema.operator(
     "attention_statistics", _statistics, f"{_INPUTS}, int top", "(Tensor, Tensor, Tensor, Tensor)"
 )
-attention_weights = ops._op("attention_weights", _weights, _INPUTS, "Tensor")
+attention_weights = op_schema.operator("attention_weights", _weights, _INPUTS, "Tensor")
 
 
 @attention_statistics.register_fake
@@ -76,7 +76,7 @@ def statistics(
     """
     options = ops._in_order(options)
     if ops._may_be_traced(q):
-        found: tuple[Tensor, ...] = attention_statistics(q, k, lse, top, *ops.flat(options))
+        found: tuple[Tensor, ...] = attention_statistics(q, k, lse, top, *op_schema.flat(options))
         entropy, received, largest, positions = found
         return entropy, received, largest, positions
     return _statistics(q, k, lse, top, options)
@@ -86,7 +86,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tenso
     """All weights, fp32 [B, H_q, T_q, T_k], from the kernels; arguments as for `statistics`."""
     options = ops._in_order(options)
     if ops._may_be_traced(q):
-        traced: Tensor = attention_weights(q, k, lse, *ops.flat(options))
+        traced: Tensor = attention_weights(q, k, lse, *op_schema.flat(options))
         return traced
     return _weights(q, k, lse, options)
 

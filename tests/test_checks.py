@@ -321,7 +321,11 @@ BAD = [
         TypeError,
         r"mod_tensors\[0\] must be a torch\.Tensor, got int",
     ),
-    (qkv(backend="cuda"), ValueError, r"backend must be one of auto, hopper, triton, torch, got 'cuda'"),
+    (
+        qkv(backend="cuda"),
+        ValueError,
+        "backend must be one of auto, hopper, triton, torch, got 'cuda'",
+    ),
 ]
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 import triton
 
-import fastattn
 from fastattn import (
     CacheView,
     KVCache,
     decode_attention,
     decode_ops,
     explain_decode,
+    op_schema,
     view_of_tensors,
 )
 from fastattn.options import Options
@@ -183,7 +183,7 @@ def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
 
 def test_the_op_has_a_fake_and_a_schema(cache: KVCache) -> None:
     options = Options(scale=0.25, causal=True)
-    arguments = (*op_arguments(cache.view(), Q), *fastattn.ops.flat(options))
+    arguments = (*op_arguments(cache.view(), Q), *op_schema.flat(options))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(decode_ops.decode_forward, arguments, test_utils=tests)
 

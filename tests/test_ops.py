@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import BlockMask, formula, ops
+from fastattn import BlockMask, formula, op_schema, ops
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.compare import results
@@ -33,8 +33,8 @@ def op_arguments(**options):
     masks = (torch.ones(2, 20, dtype=torch.bool), torch.tensor([3, 20]), torch.tensor([0, 1]))
     masks = tuple(x.to(q.device) for x in masks)
     return [
-        (q, k, v, *ops.flat(Options(causal=True, scale=0.25))),
-        (q, k, v, *ops.flat(Options(*masks, left=4, scale=0.25))),
+        (q, k, v, *op_schema.flat(Options(causal=True, scale=0.25))),
+        (q, k, v, *op_schema.flat(Options(*masks, left=4, scale=0.25))),
     ]
 
 
@@ -265,7 +265,7 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
         loss = o.float().sin().sum() + lse.cos().sum()
         return (o, lse, *torch.autograd.grad(loss, leaves))
 
-    short, op = run(ops.attend, options), run(ops.attention_forward, *ops.flat(options))
+    short, op = run(ops.attend, options), run(ops.attention_forward, *op_schema.flat(options))
     for ours, theirs in zip(short, op, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -273,7 +273,7 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
 def test_ops_with_every_option_are_registered_right(device: str) -> None:
     q, k, v = (x.detach() for x in make_qkv(**SIZES, device=device))
     flat = tuple(
-        x.detach() if isinstance(x, torch.Tensor) else x for x in ops.flat(everything(device))
+        x.detach() if isinstance(x, torch.Tensor) else x for x in op_schema.flat(everything(device))
     )
     torch.library.opcheck(ops.attention_forward, (q, k, v, *flat))
     o, lse = ops.attention_forward(q, k, v, *flat)
@@ -291,7 +291,7 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
-        ops.attention_forward(q, k, v, *ops.flat(Options(mask_mod=local)))
+        ops.attention_forward(q, k, v, *op_schema.flat(Options(mask_mod=local)))
 
 
 @pytest.mark.parametrize("way", ["short", "op"])
@@ -305,7 +305,7 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
     def ours(q, k, v):
         if way == "short":
             return ops.attend(q, k, v, options)
-        return ops.attention_forward(q, k, v, *ops.flat(options))
+        return ops.attention_forward(q, k, v, *op_schema.flat(options))
 
     def plain(dtype):
         return lambda q, k, v: formula.attention(
