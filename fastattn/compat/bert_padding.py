@@ -42,4 +42,4 @@ def unpad_input(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The way back from `unpad_input`: tokens [total, ...] to [batch, seqlen, ...], 0 elsewhere."""
     whole = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return whole.unflatten(0, (batch, seqlen))
+    return whole.view(batch, seqlen, *whole.shape[1:])

@@ -38,7 +38,11 @@ __all__ = [
 Window = tuple[int | None, int | None]
 Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
 
-# Arguments of versions 3 and 4 that leave the result as it is, or would not if they were given.
+# Their overloads want return_lse as a literal.
+_dense: Any = attention
+_packed: Any = attention_varlen
+
+# Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
 _WITHOUT_EFFECT = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
 _NEUTRAL: dict[str, Any] = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
@@ -105,7 +109,7 @@ def flash_attn_func(
     with_lse = return_attn_probs or return_lse
     heads_first = [_checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
     with _errors_of_flash_attn():
-        found = attention(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
+        found = _dense(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
     return _returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
 
 
@@ -189,9 +193,7 @@ def flash_attn_varlen_func(
         if seqused_k is not None:
             options["key_lengths"] = seqused_k
         with _errors_of_flash_attn():
-            found = attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options
-            )
+            found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
     return _returned(found, with_lse, return_attn_probs, lambda o: o)
 
 

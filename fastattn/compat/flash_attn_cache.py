@@ -15,6 +15,9 @@ from ..decode import decode_attention, view_of_tensors
 from ..positions import document_ids
 from ..rotary import apply_rotary
 
+# Its overloads want return_lse as a literal.
+_decode: Any = decode_attention
+
 
 class Cache(NamedTuple):
     """The arguments of `flash_attn_with_kvcache` that say where tokens are; see there."""
@@ -53,7 +56,7 @@ def append_and_attend(
             q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
         if k is not None and v is not None:
             cache_ops.append(view, k, v, rotary=tables, rotary_style=style)
-        return decode_attention(q, view, num_splits=num_splits, return_lse=return_lse, **options)
+        return _decode(q, view, num_splits=num_splits, return_lse=return_lse, **options)
 
 
 def attend_packed(
@@ -79,7 +82,7 @@ def attend_packed(
         place = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[row]
         padded = q.new_zeros(N, max_seqlen_q, *q.shape[1:])
         padded[row, place] = q
-        found = decode_attention(
+        found = _decode(
             padded.transpose(1, 2), view, new_lengths=cu_seqlens_q.diff(), return_lse=return_lse,
             **options,
         )  # fmt: skip

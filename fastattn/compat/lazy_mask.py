@@ -52,7 +52,7 @@ _METADATA = frozenset(
     (
         Tensor.shape.__get__,  # type: ignore[attr-defined]
         Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.device.__get__,  # type: ignore[attr-defined]
+        Tensor.device.__get__,
         Tensor.ndim.__get__,  # type: ignore[attr-defined]
         Tensor.layout.__get__,  # type: ignore[attr-defined]
         Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
@@ -91,7 +91,8 @@ class LazyMask(Tensor):
         shape: tuple[int, ...],
         device: torch.device | str,
     ) -> "LazyMask":
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        place = torch.device(device)
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place)
         mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
         return mask
 
@@ -121,7 +122,9 @@ class LazyMask(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """For code that calls operators below torch's Python interface."""
         args, kwargs = _with_entries(args, kwargs or {})
         return func(*args, **kwargs)

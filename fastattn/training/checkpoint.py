@@ -154,6 +154,16 @@ def restore_model(model: GPT, checkpoint: Checkpoint) -> None:
     """Copies a checkpoint's parameters into a model.
 
     Raises:
+        CheckpointError: as `check_fits`.
+    """
+    check_fits(model, checkpoint)
+    model.load_state_dict(dict(checkpoint.model))
+
+
+def check_fits(model: GPT, checkpoint: Checkpoint) -> None:
+    """A checkpoint's parameters are those of this model.
+
+    Raises:
         CheckpointError: names or shapes differ: the checkpoint is of another configuration.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -164,7 +174,6 @@ def restore_model(model: GPT, checkpoint: Checkpoint) -> None:
                 f"the checkpoint is of another configuration: {name} has shape "
                 f"{found.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
             )
-    model.load_state_dict(dict(checkpoint.model))
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:

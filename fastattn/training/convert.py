@@ -20,9 +20,9 @@ from ..models.gpt import GPT, GPTConfig
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
+    check_fits,
     latest_checkpoint,
     load_checkpoint,
-    restore_model,
     save_checkpoint,
 )
 from .extras import import_extra
@@ -174,7 +174,7 @@ def _save(
     )
     with torch.device("meta"):
         fitting = GPT(config)
-    restore_model(fitting, checkpoint)
+    check_fits(fitting, checkpoint)
     return save_checkpoint(out_dir, checkpoint)
 
 
