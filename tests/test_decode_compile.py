@@ -164,7 +164,7 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
 
 
 def test_the_gpu_itself_reads_fp8_where_it_can(compiled: dict[tuple, Future]) -> None:
-    """A loop with the instruction for it is less than two thirds as long as one that shifts bits."""
+    """The loop is less than two thirds as long as the one that shifts bits."""
     native = decode_facts(compiled["sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"])
     by_bits = decode_facts(compiled["sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"])
     assert min(loop.total for loop in native.loops) < 2 / 3 * min(
