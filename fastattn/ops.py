@@ -239,7 +239,8 @@ def _save(
     ]
     tensors = (getattr(options, name) for name in ctx.tensor_fields)
     ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
-    ctx.options = options._replace(**dict.fromkeys(ctx.tensor_fields), mod_tensors=())
+    without: dict[str, Any] = dict.fromkeys(ctx.tensor_fields)
+    ctx.options = options._replace(**without, mod_tensors=())
     ctx.set_materialize_grads(False)
 
 
@@ -274,8 +275,9 @@ def _gradients(
         dbias = ways.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
     if wants_relative or wants_keys:
         drelative, dkeys = ways.backward_relative(do, q, k, v, lse, delta, options)
-        drelative = drelative.to(options.relative_bias.dtype) if wants_relative else None
-        dkeys = dkeys.to(options.relative_keys.dtype) if wants_keys else None
+        bias, keys = options.relative_bias, options.relative_keys
+        drelative = None if bias is None or not wants_relative else drelative.to(bias.dtype)
+        dkeys = None if keys is None or not wants_keys else dkeys.to(keys.dtype)
     if options.sinks is not None and wants_sinks:
         # A sink is one more key with value 0: its ds is its weight times (0 - delta).
         weight = torch.exp(options.sinks.float()[:, None] - lse)
@@ -294,7 +296,8 @@ def _differentiable_gradients(
     else:
         query = options.relative_query
         packed = options if query is None else options._replace(relative_query=_as_packed(query))
-        o, lse = formula.attention(*map(_as_packed, (q, k, v)), packed, return_lse=True)
+        rows = (_as_packed(q), _as_packed(k), _as_packed(v))
+        o, lse = formula.attention(*rows, packed, return_lse=True)
         o, lse = _as_batch(o), lse[None]
     inputs = (q, k, v, *(getattr(options, name) for name in _DIFFERENTIABLE))
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]

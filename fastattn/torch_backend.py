@@ -91,11 +91,12 @@ def _allow_second_derivatives(
             q, k, v, shown = inputs
             assert q is not None and k is not None and v is not None
             plain = _fused(q, k, v, shown, is_causal, scale)
-        wanted = [x for x, grad in zip(inputs, grad_inputs, strict=False) if grad is not None]
+        pairs = zip(inputs, grad_inputs, strict=False)
+        wanted = [x for x, grad in pairs if x is not None and grad is not None]
         found = iter(torch.autograd.grad(plain, wanted, grad_outputs[0], create_graph=True))
         return tuple(None if grad is None else next(found) for grad in grad_inputs)
 
-    node.register_hook(replaced)  # type: ignore[no-untyped-call]
+    node.register_hook(replaced)
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:

@@ -141,9 +141,9 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
     if options.cu_seqlens_q is not None:
         B = options.cu_seqlens_q.shape[0] - 1
     sizes = (B, H_q, T_q, T_k, tile.BLOCK_M, tile.BLOCK_N)
-    kept = getattr(mod, "tables", None)
-    place = None if kept is None else _place(mask, sizes, of_keys, q.device)
-    if place is not None and place in kept:
+    kept: dict[Any, Any] = getattr(mod, "tables", {})
+    place = _place(mask, sizes, of_keys, q.device) if hasattr(mod, "tables") else None
+    if place in kept:
         found, _ = kept[place]
         return mask._replace(**found)
     complete = with_table(

@@ -14,12 +14,13 @@ from typing import Any
 
 import triton
 
-KERNELS = ("forward", "backward_dq", "backward_dkv", "decode", "decode_chunk")
-# Kinds of rows: one a kernel, and one for all kernels on calls with relative keys and for the
-# gradients of relative keys and biases; those hold more at once than the others' tiles leave.
-KINDS = (*KERNELS, "relative")
+KERNELS = ("forward", "backward_dq", "backward_dkv")
+# Kinds of rows: one a kernel, decoding by one new token or several, and one for all kernels on
+# calls with relative keys and for the gradients of relative keys and biases; those hold more at
+# once than the others' tiles leave.
+KINDS = (*KERNELS, "decode", "decode_chunk", "relative")
 # And one for each of these kernels on calls whose masks or scores take many registers.
-HEAVY = tuple(f"{kernel}_heavy" for kernel in ("forward", "backward_dq", "backward_dkv"))
+HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ..dispatch import ENVIRONMENT, choose
 from ..models.gpt import GPT, GPTConfig
+from ..options import Options
 from ..training.config import TrainConfig
 from ..training.trainer import make_optimizer
 from .facts import dense_bf16_tflops
@@ -146,7 +147,7 @@ def _check_backend(
     config: GPTConfig, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     q = torch.zeros(1, 1, 1, config.head_dim, device=device, dtype=dtype)
-    choose(q, q, q, backend)
+    choose(q, q, q, Options(causal=True), backend)
 
 
 @contextmanager
