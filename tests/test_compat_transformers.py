@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers as tr
 
+from fastattn import decode_attention
 from fastattn.compat import lazy_mask
 from fastattn.compat import transformers as door
 from fastattn.testing.budget import assert_within_budget
@@ -449,6 +450,41 @@ def test_bias_and_mask_of_numbers_add_up():
     o, _ = door.attention_forward(layer(), q, k, v, more, position_bias=bias)
     wanted, _ = door.attention_forward(layer(), q, k, v, bias + more)
     torch.testing.assert_close(o, wanted)
+
+
+@pytest.mark.parametrize("way", ["none", "padding", "mask", "bias", "window", "static"])
+def test_one_new_token_is_decoded(way, monkeypatch):
+    """By the kernels for that, which split the keys, with the result of the others."""
+    q, k, v = heads(1, 9, B=2)
+    keys = torch.arange(9) >= torch.tensor([[3], [0]])
+    given = {
+        "none": (None, {}),
+        "padding": (door.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
+        "mask": (keys[:, None, None], {"softcap": 2.0}),
+        "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
+        "window": (None, {"sliding_window": 4}),
+        "static": (door.attention_mask(2, 1, 9, torch.tensor(5)), {}),
+    }
+    mask, options = given[way]
+    decoded = []
+    monkeypatch.setattr(
+        door, "decode_attention", lambda *a, **o: decoded.append(o) or decode_attention(*a, **o)
+    )
+    wanted, _ = door.attention_forward(layer(), q, k, v, mask, **options)
+    assert not decoded
+    with torch.no_grad():
+        found, _ = door.attention_forward(layer(), q, k, v, mask, **options)
+    assert len(decoded) == 1 and found.shape == (2, 1, 2, 8) and found.is_contiguous()
+    torch.testing.assert_close(found, wanted)
+
+
+def test_one_new_token_over_other_memory_is_not_decoded(calls):
+    q, k, v = heads(1, 9)
+    wide = k.transpose(1, 2).contiguous().transpose(1, 2)
+    with torch.no_grad():
+        door.attention_forward(layer(), q, wide, v, None)
+        door.attention_forward(layer(), q, k, v, None, dropout=0.5)
+    assert len(calls) == 2
 
 
 def test_what_is_refused():

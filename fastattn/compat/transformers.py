@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..decode import decode_attention, view_of_tensors
 from ..functional import attention, attention_varlen
 from ..statistics import attention_weights
 from .lazy_mask import LazyMask, Rule
@@ -129,6 +130,8 @@ def attention_forward(
     if mask is not None:
         _add_mask(options, mask)
     options = {name: x for name, x in options.items() if x is not None}
+    if not output_attentions and _is_one_step(query, key, value, options):
+        return _one_step(query, key, value, options), None
     o = attention(query, key, value, **options).transpose(1, 2).contiguous()
     if not output_attentions:
         return o, None
@@ -311,6 +314,36 @@ def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
         options["attn_bias"] = bounded_bias(mask)
     else:
         options["attn_bias"] = bounded_bias(options["attn_bias"] + mask)
+
+
+def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether this is one new token of a row behind a cache that the decode kernels can read."""
+    if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    T_k = key.shape[2]
+    offset = options.get("query_offset", T_k - 1)
+    # There a query stands at the last key.
+    if isinstance(offset, Tensor) or offset != T_k - 1 or T_k == 0:
+        return False
+    whole_rows = all(x.shape[3] * x.element_size() % 16 == 0 for x in (key, value))
+    dense = key.is_contiguous() and value.is_contiguous() and key.data_ptr() % 16 == 0
+    return dense and whole_rows and not options["dropout"] and "documents" not in options
+
+
+def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """[B, 1, H_q, D_v], the keys of a row split among many programs where there are few rows."""
+    B, _, T_k, _ = key.shape
+    wanted = {"causal": False, **options}
+    for name in ("dropout", "query_offset"):
+        wanted.pop(name, None)
+    padding = wanted.pop("key_padding_mask", None)
+    if padding is not None:
+        wanted["attn_mask"] = padding[:, None, None]
+    for name in ("attn_mask", "attn_bias"):
+        if name in wanted:
+            wanted[name] = wanted[name].expand(*wanted[name].shape[:-1], T_k)
+    lengths = torch.full((B,), T_k, dtype=torch.int32, device=key.device)
+    return decode_attention(query, view_of_tensors(key, value, lengths), **wanted).transpose(1, 2)
 
 
 def _packed(
