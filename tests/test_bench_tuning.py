@@ -110,8 +110,8 @@ class FakeTimer(HostTimer):
         tiles = []
         lookup = config.lookup
 
-        def remember(kernel, *sizes):
-            tiles.append((kernel, lookup(kernel, *sizes)))
+        def remember(kernel, *sizes, **kind):
+            tiles.append((kernel, lookup(kernel, *sizes, **kind)))
             return tiles[-1][1]
 
         def start():
