@@ -74,7 +74,9 @@ def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_BACKEND", "")
     assert fastattn.explain(q, k, v).backend == "triton"
     monkeypatch.setenv("FASTATTN_BACKEND", "fast")
-    with pytest.raises(ValueError, match="FASTATTN_BACKEND must be one of auto, hopper, triton, torch"):
+    with pytest.raises(
+        ValueError, match="FASTATTN_BACKEND must be one of auto, hopper, triton, torch"
+    ):
         fastattn.attention(q, k, v)
 
 
