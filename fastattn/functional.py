@@ -120,7 +120,8 @@ def attention(
         relative_keys: [H, 2 R + 1, D] in q's dtype, H one of H_q, H_k and 1, differentiable: a
             vector for each distance (Shaw et al., Transformer-XL), beyond R as in relative_bias.
         relative_query: as q, differentiable: what relative_keys are multiplied by. Default q.
-        attn_bias: float, broadcasting as attn_mask does, differentiable.
+        attn_bias: float, broadcasting as attn_mask does, differentiable. -inf hides a key; to the
+            kernels, so does what is below -2.3e38, as torch.finfo(torch.float32).min is.
         score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
         score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
             -> gradient of the x that score_mod took, given that of what it returned.
