@@ -59,8 +59,8 @@ def test_steps_are_timed_with_the_backend_that_was_asked_for(monkeypatch):
     seen = set()
     choose = dispatch.choose
 
-    def remember(*args):
-        found = choose(*args)
+    def remember(*args, **kwargs):
+        found = choose(*args, **kwargs)
         seen.add(found.backend)
         return found
 
