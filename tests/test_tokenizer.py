@@ -73,7 +73,7 @@ def test_a_character_of_several_tokens_appears_when_it_is_complete(bpe):
 
 def test_long_texts_are_encoded_in_pieces_cut_at_line_breaks(bpe, monkeypatch):
     whole = bpe.encode(TEXT)
-    monkeypatch.setattr("fastattn.training.tokenizer._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("fastattn.training.tokenizer_backend._PIECE_CHARACTERS", 100)
     assert bpe.encode(TEXT) == whole
     unbroken = "x" * 250
     assert bpe.decode(bpe.encode(unbroken)) == unbroken
@@ -126,8 +126,10 @@ def test_wrong_training_requests_are_named():
         train_tokenizer("char", "")
     with pytest.raises(TokenizerError, match=r"vocab_size must be at least 256 .* got 255"):
         train_tokenizer("bpe", TEXT, vocab_size=255)
-    with pytest.raises(TokenizerError, match="tokenizer must be 'char' or 'bpe', got 'word'"):
-        train_tokenizer("word", TEXT)
+    with pytest.raises(TokenizerError, match=r"at least 260 .* with special tokens, got 259"):
+        train_tokenizer("bpe", TEXT, vocab_size=259, special=True)
+    with pytest.raises(TokenizerError, match=r"one of 'char', 'bpe', .*'unigram', got 'letters'"):
+        train_tokenizer("letters", TEXT)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +155,15 @@ def test_a_missing_file_is_named(tmp_path):
         load_tokenizer(tmp_path / "absent")
 
 
-def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path):
+def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
     import tokenizers
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    with pytest.raises(TokenizerError, match=r"must have a ByteLevel decoder.*got NoneType"):
+        BPETokenizer(words)
     path = tmp_path / "tokenizer.json"
     words.save(str(path))
-    with pytest.raises(TokenizerError, match=r"must have a ByteLevel decoder.*got NoneType"):
-        load_tokenizer(path)
+    assert load_tokenizer(path).encode("a") == [0]
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import assert_within_budget
-from fastattn.training import trainer as trainer_module
+from fastattn.training import tasks
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from fastattn.training.config import TrainConfig, resolve_device
 from fastattn.training.data import TextDataset, random_batch
@@ -71,7 +71,7 @@ def test_a_run_learns_a_repetitive_text(tmp_path):
 def test_validation_loss_is_the_mean_over_every_token(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.model.double()
-    tokens = trainer.dataset.validation.long()
+    tokens = trainer.task._dataset.validation.long()
     losses = []
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
@@ -147,7 +147,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(tmp_path, monkeypatc
     for accumulation in (1, 3):
         size = 6 // accumulation
         batches = iter(zip(inputs.split(size), targets.split(size), strict=True))
-        monkeypatch.setattr(trainer_module, "random_batch", lambda *_, b=batches: next(b))
+        monkeypatch.setattr(tasks, "random_batch", lambda *_, b=batches: next(b))
         trainer = make_trainer(tmp_path, accumulation=accumulation, batch_size=size)
         trainer.model.double()
         trainer._train_step()

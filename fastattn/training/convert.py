@@ -27,12 +27,12 @@ from .checkpoint import (
 )
 from .extras import import_extra
 from .tokenizer import (
-    BPETokenizer,
     CharacterTokenizer,
     Tokenizer,
     byte_level_bpe,
     load_tokenizer,
 )
+from .tokenizer_backend import BackendTokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS, _SHARDS = "model.safetensors", "model.safetensors.index.json"
@@ -70,8 +70,8 @@ def import_hf(
 def export_hf(path: str | Path, folder: str | Path) -> Path:
     """Writes a checkpoint as a GPT-2 for Hugging Face transformers; `import_hf` reads it too.
 
-    A BPE tokenizer is written as tokenizer.json. One of characters is written for `import_hf`
-    alone, as transformers has none of that kind.
+    A tokenizer of Hugging Face's is written as tokenizer.json. A `CharacterTokenizer` is for
+    `import_hf` alone, as transformers has none of that kind.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
@@ -94,7 +94,7 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     torch_format.save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-    if isinstance(checkpoint.tokenizer, BPETokenizer):
+    if isinstance(checkpoint.tokenizer, BackendTokenizer):
         checkpoint.tokenizer.save(folder / _TOKENIZER)
         _write_json(
             folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}

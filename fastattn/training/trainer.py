@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.gpt import GPT
 from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
 from .config import TrainConfig
-from .data import TextDataset, evaluation_batches, random_batch
+from .data import TextDataset
 from .metrics import CURVE_FILE, append_metrics, draw_loss_curve, read_metrics, truncate_metrics
 from .progress import Progress, SilentProgress
-from .tokenizer import Tokenizer
+from .tasks import Batch, LanguageTask, Task
+from .tokenizer_base import Tokenizer
 
 
 class TrainingError(FloatingPointError):
@@ -36,6 +37,7 @@ class TrainResult:
         checkpoint: folder of the checkpoint that holds this state.
         validation_loss: mean cross-entropy over the whole validation split in nats per token;
             None unless finished.
+        scores: the task's further figures over the validation split; empty unless finished.
         tokens_per_second: over the training steps of this call; evaluation and checkpoints are
             not counted.
     """
@@ -45,22 +47,25 @@ class TrainResult:
     checkpoint: Path
     validation_loss: float | None
     tokens_per_second: float
+    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Trainer:
-    """Trains a model on a dataset, keeping checkpoints and metrics in a folder.
+    """Trains a model on a task, keeping checkpoints and metrics in a folder.
 
     With the same seed, versions, machine and number of threads a run on the CPU is repeated bit for
     bit, and so is one that is stopped and resumed. Seeds torch's global generator, which dropout
     draws from; seed before the model is built to repeat its weights too.
 
     Args:
-        model: on the device to train on.
-        dataset: what to train on.
-        tokenizer: of the dataset; goes into the checkpoints.
+        model: on the device to train on. It has a `config` with `to_dict`, and gives (logits, loss)
+            for the task's batches.
+        data: what to train on: a task, or a text, whose task is to predict every next token.
+        tokenizer: of the data; goes into the checkpoints.
         config: how to train.
         out_dir: folder for checkpoints, metrics.jsonl and loss.png.
-        data_config: what the text was, JSON values; goes into the checkpoints.
+        data_config: what the data was, JSON values; goes into the checkpoints.
+        kind: what the model is, for the checkpoints; see `fastattn.training.kinds`.
         progress: where to report to.
         resume_from: a checkpoint of this run to go on from.
 
@@ -71,19 +76,22 @@ class Trainer:
 
     def __init__(
         self,
-        model: GPT,
-        dataset: TextDataset,
+        model: nn.Module,
+        data: TextDataset | Task,
         tokenizer: Tokenizer,
         config: TrainConfig,
         out_dir: str | Path,
         *,
         data_config: Mapping[str, Any] | None = None,
+        kind: str = "gpt",
         progress: Progress | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:
-        self.model, self.dataset, self.tokenizer, self.config = model, dataset, tokenizer, config
+        if isinstance(data, TextDataset):
+            data = LanguageTask(data, model.config.context_length)
+        self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config
         self.out_dir = Path(out_dir)
-        self.data_config = dict(data_config or {})
+        self.data_config, self.kind = dict(data_config or {}), kind
         self.progress: Progress = SilentProgress() if progress is None else progress
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
@@ -95,7 +103,7 @@ class Trainer:
         self._batches = torch.Generator().manual_seed(config.seed)
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss_count = 0
-        self._speed = _Speed(config.batch_size * config.accumulation * model.config.context_length)
+        self._speed = _Speed()
         torch.manual_seed(config.seed)
         if resume_from is not None:
             self._restore(resume_from)
@@ -128,16 +136,15 @@ class Trainer:
         speed = self._speed.mean()
         finished = self.step == config.steps
         loss = self.validation_loss() if finished else None
+        scores = self.scores() if finished else {}
         if loss is not None and self.step > first:
-            self._record_validation(loss, "whole split")
+            self._record_validation(loss, "whole split", scores)
         draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
-        return TrainResult(self.step, finished, self._save(loss), loss, speed)
+        return TrainResult(self.step, finished, self._save(loss, scores), loss, speed, scores)
 
     def validation_loss(self) -> float:
         """Mean cross-entropy over the whole validation split, in nats per token."""
-        context = self.model.config.context_length
-        tokens = self.dataset.validation
-        return self._mean_loss(evaluation_batches(tokens, self.config.batch_size, context))
+        return self._mean_loss(self.task.validation(self.config.batch_size))
 
     def estimate_loss(self) -> float:
         """Mean cross-entropy over eval_batches random batches of the validation split.
@@ -145,25 +152,28 @@ class Trainer:
         The same batches every time, so that estimates can be compared; training's own generators
         are not touched.
         """
-        tokens, config = self.dataset.validation, self.config
-        context = min(self.model.config.context_length, len(tokens) - 1)
+        config = self.config
         generator = torch.Generator().manual_seed(config.seed)
         return self._mean_loss(
-            random_batch(tokens, config.batch_size, context, generator)
+            self.task.draw("validation", config.batch_size, generator)
             for _ in range(config.eval_batches)
         )
+
+    def scores(self) -> dict[str, Any]:
+        """The task's figures beyond the loss, over the validation split."""
+        with self._evaluating(), self._autocast():
+            return self.task.scores(self.model, self.config.batch_size)
 
     def _train_step(self) -> None:
         config, model = self.config, self.model
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         for _ in range(config.accumulation):
-            batch = random_batch(
-                self.dataset.train, config.batch_size, model.config.context_length, self._batches
-            )
-            inputs, targets = self._to_device(batch)
+            batch = self.task.draw("train", config.batch_size, self._batches)
+            self._speed.count(batch.num_tokens)
+            batch = batch.to(self.device)
             with self._autocast():
-                _, loss = self._forward(inputs, targets)
+                _, loss = self._forward(*batch.inputs, batch.targets, **batch.lengths)
             self.scaler.scale(loss / config.accumulation).backward()
             self._loss_sum += loss.detach()
             self._loss_count += 1
@@ -174,34 +184,31 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self._speed.count()
 
-    @torch.no_grad()
-    def _mean_loss(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    def _mean_loss(self, batches: Iterable[Batch]) -> float:
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        with self._evaluating(), self._autocast():
+            for batch in batches:
+                targets = batch.num_targets
+                batch = batch.to(self.device)
+                _, loss = self.model(*batch.inputs, batch.targets, **batch.lengths)
+                total += loss.double() * targets
+                count += targets
+        return float(total) / count
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         was_training = self.model.training
         self.model.eval()
-        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for batch in batches:
-            inputs, targets = self._to_device(batch)
-            with self._autocast():
-                _, loss = self.model(inputs, targets)
-            total += loss.double() * targets.numel()
-            count += targets.numel()
-        self.model.train(was_training)
-        return float(total) / count
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
 
     def _autocast(self) -> torch.autocast:
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
-
-    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.device.type == "cpu":
-            return batch
-        # From pinned memory the copy runs beside the previous step instead of waiting for it.
-        inputs, targets = (
-            part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in batch
-        )
-        return inputs, targets
 
     def _log(self) -> None:
         loss = float(self._loss_sum) / self._loss_count
@@ -218,8 +225,11 @@ class Trainer:
         self._loss_sum.zero_()
         self._loss_count = 0
 
-    def _record_validation(self, loss: float, how: str) -> None:
-        append_metrics(self.out_dir, {"step": self.step, "validation_loss": loss})
+    def _record_validation(
+        self, loss: float, how: str, scores: Mapping[str, Any] | None = None
+    ) -> None:
+        record = {"step": self.step, "validation_loss": loss}
+        append_metrics(self.out_dir, {**record, "scores": scores} if scores else record)
         place = f"step {self.step}/{self.config.steps}"
         self.progress.note(f"{place}: validation loss {loss:.4f} ({how})")
 
@@ -230,7 +240,9 @@ class Trainer:
                 "last checkpoint is kept; a lower learning_rate may help"
             )
 
-    def _save(self, validation_loss: float | None = None) -> Path:
+    def _save(
+        self, validation_loss: float | None = None, scores: Mapping[str, Any] | None = None
+    ) -> Path:
         self._check_finite(float(self._loss_sum))
         training = {f"optimizer.{name}": x for name, x in self._optimizer_state().items()}
         training["random.batches"] = self._batches.get_state()
@@ -244,15 +256,17 @@ class Trainer:
             training=training,
             tokenizer=self.tokenizer,
             config={
+                "kind": self.kind,
                 "model": self.model.config.to_dict(),
                 "training": self.config.to_dict(),
-                "data": {**self.data_config, "fingerprint": self.dataset.fingerprint},
+                "data": {**self.data_config, "fingerprint": self.task.fingerprint},
             },
             state={
                 "finished": self.step == self.config.steps,
                 "validation_loss": validation_loss,
                 "loss_count": self._loss_count,
                 "scaler": self.scaler.state_dict(),
+                **({"scores": scores} if scores else {}),
             },
         )
         return save_checkpoint(self.out_dir, checkpoint)
@@ -308,28 +322,27 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 class _Speed:
     """Tokens a second over training steps, without what happens in pauses."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
+    def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
         self._started = time.perf_counter()
-        self._steps = self._lap_steps = 0
+        self._tokens = self._lap_tokens = 0
         self._lap_seconds = 0.0
 
-    def count(self) -> None:
-        self._steps += 1
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
 
     def mean(self) -> float:
         """Over everything since the start."""
-        return self._steps * self._tokens_per_step / max(self._seconds(), 1e-9)
+        return self._tokens / max(self._seconds(), 1e-9)
 
     def lap(self) -> float:
         """Since the last lap."""
         seconds = self._seconds()
-        steps, lap_seconds = self._steps - self._lap_steps, seconds - self._lap_seconds
-        self._lap_steps, self._lap_seconds = self._steps, seconds
-        return steps * self._tokens_per_step / max(lap_seconds, 1e-9)
+        tokens, lap_seconds = self._tokens - self._lap_tokens, seconds - self._lap_seconds
+        self._lap_tokens, self._lap_seconds = self._tokens, seconds
+        return tokens / max(lap_seconds, 1e-9)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

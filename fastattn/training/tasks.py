@@ -1,0 +1,121 @@
+"""What a trainer needs of a task: batches, and figures of what the model has learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .data import TextDataset, evaluation_batches, random_batch
+from .padding import IGNORED
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of a model: `model(*inputs, targets, **lengths)` gives (logits, loss).
+
+    Args:
+        inputs: the model's inputs in their order, int64, each [B, T] of its own T.
+        targets: int64 [B, T], -100 where the loss leaves a position out.
+        lengths: int64 [B] by the model's keyword, for padded inputs.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    lengths: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_targets(self) -> int:
+        """Positions that the loss is the mean of."""
+        return int((self.targets != IGNORED).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, without padding."""
+        if self.lengths:
+            return sum(int(lengths.sum()) for lengths in self.lengths.values())
+        return sum(tokens.numel() for tokens in self.inputs)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        if device.type == "cpu":
+            return self
+
+        # From pinned memory the copy runs beside the previous step instead of waiting for it.
+        def move(part: Tensor) -> Tensor:
+            return part.contiguous().pin_memory().to(device, non_blocking=True)
+
+        return Batch(
+            tuple(map(move, self.inputs)),
+            move(self.targets),
+            {name: move(lengths) for name, lengths in self.lengths.items()},
+        )
+
+
+class Task(Protocol):
+    """What to learn, from which data."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all data, in hexadecimal."""
+
+    @property
+    def extent(self) -> str:
+        """How much data there is, for people: "90 training and 10 validation pairs"."""
+
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        """A random batch; the generator is the only source of randomness."""
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """The whole validation split, the same batches every time."""
+
+    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
+        """Figures beyond the loss over the validation split, JSON values by name.
+
+        The model is in evaluation mode, and gradients are off.
+        """
+
+
+class LanguageTask:
+    """Prediction of every next token of a text.
+
+    Args:
+        dataset: the text.
+        context_length: tokens a window, T.
+    """
+
+    def __init__(self, dataset: TextDataset, context_length: int) -> None:
+        self._dataset = dataset
+        self._context_length = context_length
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dataset.fingerprint
+
+    @property
+    def extent(self) -> str:
+        train, validation = len(self._dataset.train), len(self._dataset.validation)
+        return f"{train:,} training and {validation:,} validation tokens"
+
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        """Windows of the split at random places; shorter ones if the split is shorter."""
+        tokens: Tensor = getattr(self._dataset, split)
+        context = min(self._context_length, len(tokens) - 1)
+        inputs, targets = random_batch(tokens, batch_size, context, generator)
+        return Batch((inputs,), targets)
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """Adjoining windows: every token but the first is a target once."""
+        tokens = self._dataset.validation
+        for inputs, targets in evaluation_batches(tokens, batch_size, self._context_length):
+            yield Batch((inputs,), targets)
+
+    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
+        """None: the loss tells all."""
+        return {}

@@ -1,0 +1,111 @@
+"""What every tokenizer offers, and the names that special tokens go by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+Special = Literal["pad", "unknown", "begin", "end", "mask"]
+
+# Names of each special token, the ones that are given here to new tokenizers first. The others are
+# BERT's, T5's and BART's, and GPT-2's, which marks both ends of a text by the same token.
+SPECIAL_NAMES: dict[Special, tuple[str, ...]] = {
+    "pad": ("[PAD]", "<pad>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "begin": ("[BEGIN]", "[CLS]", "<s>", "<|endoftext|>"),
+    "end": ("[END]", "[SEP]", "</s>", "<|endoftext|>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be trained, read, or applied to a text."""
+
+
+class TokenDecoder(ABC):
+    """Turns ids into text one at a time, each character as soon as it is complete."""
+
+    @abstractmethod
+    def feed(self, token: int) -> str:
+        """Returns the characters that this id completes, often one, possibly none."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Returns what is left: U+FFFD for a character that was never completed, else ''."""
+
+
+class Tokenizer(ABC):
+    """What training and generation need of a tokenizer; ids are 0 .. vocab_size - 1."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of distinct ids."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, special tokens not added.
+
+        Raises:
+            TokenizerError: the text holds a character that no id stands for.
+        """
+
+    @abstractmethod
+    def decoder(self) -> TokenDecoder:
+        """A decoder at the start of a text."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as a JSON text, which `from_json` reads back."""
+
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """Ids of several texts, each as `encode` gives them."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of some ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            TokenizerError: an id is not in 0 .. vocab_size - 1.
+        """
+        decoder = self.decoder()
+        return "".join([decoder.feed(token) for token in tokens]) + decoder.finish()
+
+    def find_id(self, token: str) -> int | None:
+        """The id of a token as it is written in the vocabulary; None where there is none."""
+        return None
+
+    def special_id(self, special: Special) -> int:
+        """The id of a special token, under any of the names in `SPECIAL_NAMES`.
+
+        Raises:
+            TokenizerError: the tokenizer has no such token.
+        """
+        found = self._find_special(special)
+        if found is None:
+            names = " or ".join(SPECIAL_NAMES[special])
+            raise TokenizerError(f"the tokenizer has no {special} token, such as {names}")
+        return found
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all the special tokens that there are."""
+        found = (self._find_special(special) for special in SPECIAL_NAMES)
+        return frozenset(token for token in found if token is not None)
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def _find_special(self, special: Special) -> int | None:
+        found = (self.find_id(name) for name in SPECIAL_NAMES[special])
+        return next((token for token in found if token is not None), None)
+
+    def check_id(self, token: int) -> None:
+        """Raises TokenizerError if an id is not in 0 .. vocab_size - 1."""
+        if not 0 <= token < self.vocab_size:
+            raise TokenizerError(
+                f"token ids must be in 0..{self.vocab_size - 1} for this tokenizer, got {token}"
+            )

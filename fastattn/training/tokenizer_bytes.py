@@ -1,0 +1,134 @@
+"""Byte-level byte-pair encoding, GPT-2's: every text can be encoded."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .tokenizer_backend import BackendTokenizer, import_tokenizers, pieces
+from .tokenizer_base import SPECIAL_NAMES, TokenDecoder, TokenizerError
+
+
+class BPETokenizer(BackendTokenizer):
+    """Byte-level byte-pair encoding (as GPT-2's), by Hugging Face `tokenizers`.
+
+    Every text can be encoded, because every single byte has an id.
+
+    Args:
+        backend: a `tokenizers.Tokenizer` whose decoder is byte-level.
+
+    Raises:
+        TokenizerError: the backend is of another kind.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        kind = type(backend.decoder).__name__
+        if kind != "ByteLevel":
+            raise TokenizerError(
+                f"the tokenizer must have a ByteLevel decoder, as GPT-2's has, got {kind}"
+            )
+        super().__init__(backend)
+
+    @classmethod
+    def train(cls, text: str, vocab_size: int, *, special: bool = False) -> BPETokenizer:
+        """Learns merges from a text until there are vocab_size ids.
+
+        A short or repetitive text may offer fewer merges than asked for; `vocab_size` of the
+        result tells.
+
+        Args:
+            text: what to learn from.
+            vocab_size: ids to aim at, special tokens included.
+            special: begin the vocabulary with the special tokens of `SPECIAL_NAMES`, but unknown:
+                no byte is.
+
+        Raises:
+            TokenizerError: vocab_size is under 256, the number of bytes.
+            ModuleNotFoundError: `tokenizers` is not installed.
+        """
+        names = [x[0] for name, x in SPECIAL_NAMES.items() if name != "unknown"] if special else []
+        least = 256 + len(names)
+        if vocab_size < least:
+            of = " with special tokens" if special else ""
+            raise TokenizerError(
+                f"vocab_size must be at least {least} for byte-level BPE{of}, got {vocab_size}"
+            )
+        hf = import_tokenizers()
+        backend = hf.Tokenizer(hf.models.BPE())
+        backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = hf.decoders.ByteLevel()
+        trainer = hf.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+            special_tokens=names,
+            show_progress=False,
+        )
+        backend.train_from_iterator(pieces(text), trainer)
+        return cls(backend)
+
+    def decoder(self) -> TokenDecoder:
+        return _BPEDecoder(self)
+
+    @cached_property
+    def token_bytes(self) -> Sequence[bytes]:
+        """The bytes that each id stands for; ids without a token stand for none."""
+        to_byte = _byte_of_printable()
+        table = [b""] * self.vocab_size
+        for token, i in self.backend.get_vocab(with_added_tokens=False).items():
+            known = all(character in to_byte for character in token)
+            table[i] = bytes(map(to_byte.__getitem__, token)) if known else token.encode("utf-8")
+        # Special tokens are written as they are.
+        for i, token in self.backend.get_added_tokens_decoder().items():
+            table[i] = token.content.encode("utf-8")
+        return table
+
+
+class _BPEDecoder(TokenDecoder):
+    def __init__(self, tokenizer: BPETokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        self._tokenizer.check_id(token)
+        return self._utf8.decode(self._tokenizer.token_bytes[token])
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def byte_level_bpe(vocabulary: str | Path, merges: str | Path) -> BPETokenizer:
+    """Reads the two files of older byte-level tokenizers, GPT-2's vocab.json and merges.txt.
+
+    <|endoftext|> is a special token where the vocabulary has it.
+
+    Raises:
+        TokenizerError: a file is missing, or they are no such tokenizer.
+        ModuleNotFoundError: `tokenizers` is not installed.
+    """
+    hf = import_tokenizers()
+    try:
+        backend = hf.Tokenizer(hf.models.BPE.from_file(str(vocabulary), str(merges)))
+    # The Rust side raises plain Exception for anything that it cannot read.
+    except Exception as error:
+        raise TokenizerError(f"cannot read tokenizer {vocabulary}, {merges}: {error}") from None
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    if backend.token_to_id("<|endoftext|>") is not None:
+        backend.add_special_tokens(["<|endoftext|>"])
+    return BPETokenizer(backend)
+
+
+def _byte_of_printable() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character; this is the way back.
+
+    Printable Latin-1 characters stand for their own byte, and the other bytes in rising order for
+    the characters from U+0100 on (GPT-2's encoder.py, bytes_to_unicode).
+    """
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in own)
+    table = {chr(byte): byte for byte in own}
+    table.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
+    return table

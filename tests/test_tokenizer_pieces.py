@@ -1,0 +1,190 @@
+"""Tokenizers of words and pieces: special tokens, vocabulary files, folders, padding."""
+
+import json
+
+import pytest
+import torch
+
+from fastattn.training.padding import encode_padded, pad
+from fastattn.training.tokenizer import (
+    BPETokenizer,
+    CharacterTokenizer,
+    PieceTokenizer,
+    TokenizerError,
+    from_json,
+    load_tokenizer,
+    train_tokenizer,
+)
+from fastattn.training.tokenizer_pieces import read_vocabulary, write_vocabulary
+
+TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
+SPECIAL = ["[PAD]", "[UNK]", "[BEGIN]", "[END]", "[MASK]"]
+KINDS = ["word", "char", "char-bpe", "wordpiece", "unigram"]
+
+
+def make(kind: str, vocab_size: int = 60):
+    return train_tokenizer(kind, TEXT, vocab_size=vocab_size, special=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_come_first_and_text_comes_back(kind, tmp_path):
+    tokenizer = make(kind)
+    assert isinstance(tokenizer, PieceTokenizer)
+    names = ("pad", "unknown", "begin", "end", "mask")
+    assert [tokenizer.special_id(name) for name in names] == list(range(5))
+    assert tokenizer.special_ids == set(range(5))
+    ids = tokenizer.encode("the rat sat")
+    assert min(ids) > 4
+    assert max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode(ids) == "the rat sat"
+    decoder = tokenizer.decoder()
+    assert "".join(decoder.feed(token) for token in ids) + decoder.finish() == "the rat sat"
+    assert tokenizer.encode_batch(["the", "rat sat"]) == [
+        tokenizer.encode("the"),
+        tokenizer.encode("rat sat"),
+    ]
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(again) is PieceTokenizer
+    assert again.backend.get_vocab() == tokenizer.backend.get_vocab()
+    assert again.encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_each_kind_cuts_as_its_name_says():
+    lengths = {kind: len(make(kind).encode("the cat sat")) for kind in KINDS}
+    assert lengths["word"] == 3
+    assert lengths["char"] == 11
+    assert 3 <= lengths["char-bpe"] < 11
+    assert 3 <= lengths["wordpiece"] < 11
+    continued = make("wordpiece").backend.encode("that", add_special_tokens=False).tokens
+    assert continued[0].startswith("t")
+    assert all(token.startswith("##") for token in continued[1:])
+
+
+@pytest.mark.parametrize("kind", ["char", "char-bpe", "unigram"])
+def test_white_space_comes_back_where_it_is_kept(kind):
+    text, tokenizer = "the  cat\nsat ", make(kind)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_what_is_not_known_is_the_unknown_token():
+    for kind in KINDS:
+        tokenizer = make(kind)
+        assert tokenizer.special_id("unknown") in tokenizer.encode("the ß")
+
+
+def test_byte_level_bpe_has_special_tokens_on_request():
+    plain = train_tokenizer("bpe", TEXT, vocab_size=280)
+    assert plain.special_ids == frozenset()
+    with pytest.raises(TokenizerError, match=r"no mask token, such as \[MASK\] or <mask>"):
+        plain.special_id("mask")
+    special = train_tokenizer("bpe", TEXT, vocab_size=280, special=True)
+    assert isinstance(special, BPETokenizer)
+    assert special.special_ids == set(range(4))
+    assert special.decode(special.encode("the ß 漢")) == "the ß 漢"
+    assert isinstance(from_json(special.to_json()), BPETokenizer)
+    with pytest.raises(TokenizerError, match="no begin token"):
+        CharacterTokenizer("ab").special_id("begin")
+
+
+@pytest.mark.parametrize("kind", ["word", "wordpiece"])
+def test_a_vocabulary_file_is_the_same_tokenizer(kind, tmp_path):
+    tokenizer = make(kind)
+    path = tmp_path / "vocab.txt"
+    write_vocabulary(tokenizer, path)
+    assert path.read_text().splitlines()[:5] == SPECIAL
+    again = load_tokenizer(path)
+    text = "the cat, mats and [MASK]"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.encode(text)[-1] == tokenizer.special_id("mask")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[UNK]\na\n\nb\n", "vocab.txt:3: the line is empty, a token is expected"),
+        (b"[UNK]\na\nb\na\n", "vocab.txt:4: token 'a' stands on line 2 already"),
+        (b"a\nb\n", r"vocab.txt has no unknown token, such as \[UNK\] or <unk>"),
+        (b"\xff", "vocab.txt is not UTF-8 text"),
+        (None, "cannot read vocabulary .*vocab.txt: No such file"),
+    ],
+)
+def test_an_unusable_vocabulary_is_named(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "vocab.txt").write_bytes(content)
+    with pytest.raises(TokenizerError, match=message):
+        read_vocabulary(tmp_path / "vocab.txt")
+
+
+def test_a_token_with_a_line_break_has_no_line(tmp_path):
+    with pytest.raises(TokenizerError, match=r"token '\\n' does not fit into a line"):
+        write_vocabulary(make("char"), tmp_path / "vocab.txt")
+    assert not (tmp_path / "vocab.txt").exists()
+
+
+def test_gpt2_s_two_files_are_read_from_their_folder(tmp_path):
+    plain = train_tokenizer("bpe", TEXT, vocab_size=280)
+    fields = json.loads(plain.to_json())["model"]
+    vocabulary = {**fields["vocab"], "<|endoftext|>": 280}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor vocab\.json with"):
+        load_tokenizer(tmp_path)
+    merges = [" ".join(pair) for pair in fields["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(TEXT) == plain.encode(TEXT)
+    assert tokenizer.special_id("begin") == tokenizer.special_id("end") == 280
+    assert tokenizer.encode("cat<|endoftext|>")[-1] == 280
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusable_requests_are_named(kind):
+    with pytest.raises(TokenizerError, match=r"vocab_size must be over 5, .* got 5"):
+        PieceTokenizer.train(kind, TEXT, 5)
+    with pytest.raises(TokenizerError, match=f"kind '{kind}' needs a text, got none"):
+        PieceTokenizer.train(kind, " \n", 60)
+    with pytest.raises(TokenizerError, match=r"kind must be one of word, char, .* got 'letters'"):
+        PieceTokenizer.train("letters", TEXT, 60)
+    tokenizer = make(kind)
+    with pytest.raises(TokenizerError, match=r"must be in 0\.\.\d+ for this tokenizer, got 999"):
+        tokenizer.decode([999])
+    with pytest.raises(TokenizerError, match="half of a character"):
+        tokenizer.encode("a\udcff")
+
+
+def test_a_text_without_a_vocabulary_is_named():
+    with pytest.raises(TokenizerError, match="cannot train a tokenizer of kind 'unigram'"):
+        PieceTokenizer.train("unigram", TEXT, 6)
+
+
+def test_padding_gives_lengths_and_the_mask_of_the_same_tokens():
+    padded = pad([[5, 6, 7], [8], []], 0)
+    assert padded.tokens.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
+    assert padded.lengths.tolist() == [3, 1, 0]
+    assert padded.mask.tolist() == [[True] * 3, [True, False, False], [False] * 3]
+    assert pad([[1]], 9, length=3).tokens.tolist() == [[1, 9, 9]]
+    assert padded.tokens.dtype == padded.lengths.dtype == torch.int64
+
+
+def test_texts_are_cut_between_their_special_tokens():
+    tokenizer = make("word")
+    begin, end = tokenizer.special_id("begin"), tokenizer.special_id("end")
+    the, cat, sat = tokenizer.encode("the cat sat")
+    padded = encode_padded(tokenizer, ["the cat sat", "the"], max_length=4, begin=True, end=True)
+    assert padded.tokens.tolist() == [[begin, the, cat, end], [begin, the, end, 0]]
+    assert padded.lengths.tolist() == [4, 3]
+    assert encode_padded(tokenizer, ["cat sat"]).tokens.tolist() == [[cat, sat]]
+    gpt2_like = CharacterTokenizer("ab")
+    assert encode_padded(gpt2_like, ["b", "ab"]).tokens.tolist() == [[1, 0], [0, 1]]
+
+
+def test_rows_that_cannot_be_padded_are_named():
+    tokenizer = make("word")
+    with pytest.raises(ValueError, match="rows must hold at least one row, got none"):
+        pad([], 0)
+    with pytest.raises(ValueError, match="rows must be at most length=1 long, got one of 2"):
+        pad([[1, 2]], 0, length=1)
+    with pytest.raises(ValueError, match="must have a token, but text 1 has none"):
+        encode_padded(tokenizer, ["the", "  "])
+    with pytest.raises(ValueError, match="but max_length=2 leaves none of text 0"):
+        encode_padded(tokenizer, ["the"], max_length=2, begin=True, end=True)
