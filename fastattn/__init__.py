@@ -7,6 +7,7 @@ from .compat.multihead import MultiheadAttention as MultiheadAttention
 from .compat.patch import patch_sdpa as patch_sdpa
 from .compat.patch import unpatch_sdpa as unpatch_sdpa
 from .compat.swap import swap as swap
+from .cross_attention import CrossGQAttention as CrossGQAttention
 from .decode import decode_attention as decode_attention
 from .decode import explain_decode as explain_decode
 from .decode import view_of_tensors as view_of_tensors
@@ -19,6 +20,7 @@ from .functions import BlockMask as BlockMask
 from .merging import cascade_attention as cascade_attention
 from .merging import merge as merge
 from .modules import CausalGQAttention as CausalGQAttention
+from .modules import GQAttention as GQAttention
 from .page_table import OutOfPages as OutOfPages
 from .paged_cache import PagedKVCache as PagedKVCache
 from .positions import alibi_slopes as alibi_slopes
@@ -36,7 +38,9 @@ __all__ = [
     "BlockMask",
     "CacheView",
     "CausalGQAttention",
+    "CrossGQAttention",
     "Explanation",
+    "GQAttention",
     "KVCache",
     "MultiheadAttention",
     "OutOfPages",

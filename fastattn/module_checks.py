@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import checks
 from .cache import KVCache
+from .relative import RelativeScheme
 from .rotary import check_rotary_dim, check_rotary_style
 
 
@@ -79,8 +80,8 @@ def check_cache_use(
     if in_order and isinstance(cache, KVCache) and not cache.is_plain:
         raise ValueError(
             "cache must keep every token as it is, without window, quantize or starts, except "
-            "under torch.no_grad() and without key_padding_mask, prefix_lengths and "
-            f"attention_dropout, got {cache!r}"
+            "under torch.no_grad() and without key_padding_mask, prefix_lengths, relative terms "
+            f"on keys or values, additive scoring and attention_dropout, got {cache!r}"
         )
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
@@ -133,8 +134,11 @@ def check_groups_in_cache(
             )
 
 
-def check_relative_bias(buckets: int | None, max_distance: int | None) -> None:
-    """Buckets for distances back, half of them for one each, and the distance of the last."""
+def check_relative_bias(buckets: int | None, max_distance: int | None, causal: bool) -> None:
+    """Buckets for distances, half of them for one each, and the distance of the last.
+
+    Unless causal, half of them are for the distances ahead.
+    """
     if buckets is None:
         if max_distance is not None:
             raise ValueError(
@@ -143,8 +147,50 @@ def check_relative_bias(buckets: int | None, max_distance: int | None) -> None:
             )
         return
     checks.check_count("relative_bias", buckets, 4)
+    if not causal and buckets % 2:
+        raise ValueError(f"relative_bias must be even unless causal, got {buckets}")
     if max_distance is not None:
-        checks.check_count("relative_max_distance", max_distance, buckets // 2 + 1)
+        exact = buckets // 2 if causal else buckets // 4
+        checks.check_count("relative_max_distance", max_distance, exact + 1)
+
+
+SCORINGS = ("scaled_dot", "dot", "multiplicative", "additive")
+
+
+def check_scoring(scoring: str, scale: float | None) -> None:
+    """A scoring function that is known, and a scale only where it has one."""
+    if scoring not in SCORINGS:
+        raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+    if scale is not None and scoring != "scaled_dot":
+        raise ValueError(f"scale belongs to scoring='scaled_dot', got {scale} with {scoring!r}")
+
+
+def check_additive(scoring: str, **others: object) -> None:
+    """Nothing beside additive scores that changes scores or weights."""
+    for name, value in others.items():
+        if scoring == "additive" and value is not None and value is not False and value != 0:
+            raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
+
+
+def check_relative(scheme: RelativeScheme, relative_bias: int | None, **others: object) -> None:
+    """A module of relative terms, and what its terms on the values exclude."""
+    if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
+        raise TypeError(
+            "relative must be a module of fastattn.models.positions or one like those, "
+            f"got {type(scheme).__name__}"
+        )
+    if relative_bias is not None:
+        raise ValueError(f"give relative or relative_bias, not both, got {relative_bias} buckets")
+    for name, value in others.items():
+        if scheme.has_values and value is not None and value is not False and value != 0:
+            raise ValueError(f"{name} cannot go with relative terms on the values, got {value}")
+
+
+def check_whole_rows(prefix_lengths: object, documents: object) -> None:
+    """No grouping of the tokens, with relative terms on the values."""
+    for name, value in (("prefix_lengths", prefix_lengths), ("documents", documents)):
+        if value is not None:
+            raise ValueError(f"{name} cannot go with relative terms on the values")
 
 
 def check_dropouts(dropout: float, attention_dropout: float) -> None:

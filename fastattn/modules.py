@@ -1,65 +1,59 @@
-"""Attention as torch modules: parameters, head layout, positions and caches around `attention`."""
+"""Self-attention as torch modules: parameters, positions and caches around `attention`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import checks, module_checks
-from .cache import KVCache
+from .attention_layer import AttentionLayer, Scoring
 from .decode import decode_attention
 from .functional import attention
 from .layer_cache import append_and_read, decodes
 from .module_checks import LayerCache as LayerCache
+from .options import Window
 from .positions import alibi_slopes, t5_relative_bias
+from .relative import RelativeScheme, RelativeTerms, relative_values
 from .rotary import RotaryStyle, apply_rotary, rotary_tables
+from .scoring import additive_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .decode import DecodeArguments
 
-
-class HeadNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over the channels of a head, in the dtype of its input.
-
-    Inside an autocast region that is another dtype than the weight's, which torch's own norm
-    answers with a warning and its slow path.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps [..., D] to the same shape and dtype."""
-        weight = self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
-
-
-class CausalGQAttention(nn.Module):
-    """Causal self-attention with grouped-query heads, from tokens to tokens.
+class GQAttention(AttentionLayer):
+    """Self-attention with grouped-query heads, from tokens to tokens, causal or in both directions.
 
         q, k, v = split(qkv_proj(x));  q, k = rotary(qk_norm(q, k))
-        out = dropout(out_proj(attention(q, k, v, causal=True)))
+        out = dropout(out_proj(attention(q, k, v, causal=causal)))
 
     One fused projection makes q, k and v. H_q = num_heads query heads share H_k = num_kv_heads
     key/value heads (Ainslie et al. 2023, arXiv 2305.13245): H_k = H_q is multi-head, H_k = 1
-    multi-query attention. Token i sees tokens j <= i, and with window = W only the last W of them,
-    itself included; for T = 4, without and with window = 2:
+    multi-query attention. What token i sees of T = 5:
 
-        1 0 0 0      1 0 0 0
-        1 1 0 0      1 1 0 0
-        1 1 1 0      0 1 1 0
-        1 1 1 1      0 0 1 1
+        causal              window=2           stride=2           stride=3, window=2  causal=False,
+                                                                                      window=2
+        1 0 0 0 0           1 0 0 0 0          1 0 0 0 0          1 0 0 0 0           1 1 0 0 0
+        1 1 0 0 0           1 1 0 0 0          0 1 0 0 0          1 1 0 0 0           1 1 1 0 0
+        1 1 1 0 0           0 1 1 0 0          1 0 1 0 0          0 1 1 0 0           0 1 1 1 0
+        1 1 1 1 0           0 0 1 1 0          0 1 0 1 0          1 0 1 1 0           0 0 1 1 1
+        1 1 1 1 1           0 0 0 1 1          1 0 1 0 1          0 1 0 1 1           0 0 0 1 1
 
     Args:
         embed_dim: width C of the tokens.
         num_heads: H_q.
         num_kv_heads: H_k, divides H_q; default H_q.
+        causal: token i sees tokens j <= i; False: all.
         head_dim: D of a head; default embed_dim // num_heads.
         qkv_bias, out_bias: whether the projections have a bias.
-        window: how many keys a token sees at most, itself included; None = all.
-        keep_first: with a window, how many first tokens of a row stay visible besides it; padding
-            on the left counts (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
+        window: W = how many keys a token sees at most, itself included, where causal; else those at
+            a distance below W on either side. Or a pair (left, right), as for `attention`. None =
+            all.
+        stride: keys at distances that are multiples of it are visible; with a window, those of the
+            window too (Sparse Transformer, Child et al. 2019, arXiv 1904.10509).
+        keep_first: with a window or stride, how many first tokens of a row stay visible besides;
+            padding on the left counts (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
         rotary: rotary position embedding of q and k, by which pairing of channels (see
             `fastattn.rotary.apply_rotary`); None = none.
         rotary_base, rotary_dim: as in `fastattn.rotary.rotary_tables`; rotary_dim defaults to D,
@@ -70,9 +64,13 @@ class CausalGQAttention(nn.Module):
         alibi: lower scores in proportion to the distance, by the slopes of `fastattn.alibi_slopes`
             (Press et al. 2022, arXiv 2108.12409).
         relative_bias: number of buckets of T5's learned bias by distance (Raffel et al. 2020, arXiv
-            1910.10683; see `fastattn.t5_relative_bias`), at least 4; None = none. T5 itself shares
-            one table among all layers, and has scale = 1.
+            1910.10683; see `fastattn.t5_relative_bias`), at least 4, and even unless causal; None =
+            none. T5 itself shares one table among all layers, and has scale = 1.
         relative_max_distance: distances from here on share the last bucket; default 128.
+        relative: a module of terms by relative position, such as those of
+            `fastattn.models.positions`; see `fastattn.relative`.
+        scoring: of q and k: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q;
+            "additive", u^T tanh(q + k), of which qkv_proj holds the matrices (`fastattn.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
         dropout: probability of zeroing an output element in training mode.
@@ -87,12 +85,15 @@ class CausalGQAttention(nn.Module):
         q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
         sinks: [H_q], from 0.
         relative_bias: [buckets, H_q], from 0.
+        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
+        score_vector: [H_q, D]; with scoring="additive".
 
     Raises:
-        ValueError: sizes do not divide, or an argument is out of its range.
+        ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
+            other.
 
     Example:
-        >>> layer = CausalGQAttention(64, num_heads=4, num_kv_heads=2, rotary="half")
+        >>> layer = GQAttention(64, num_heads=4, num_kv_heads=2, rotary="half")
         >>> x = torch.randn(2, 10, 64)
         >>> y = layer(x)  # [2, 10, 64]
         >>> cache = layer.new_cache(batch_size=2, max_length=16)
@@ -110,10 +111,12 @@ class CausalGQAttention(nn.Module):
         num_heads: int,
         num_kv_heads: int | None = None,
         *,
+        causal: bool = True,
         head_dim: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        window: int | None = None,
+        window: Window = None,
+        stride: int | None = None,
         keep_first: int = 0,
         rotary: RotaryStyle | None = None,
         rotary_base: float = 10000.0,
@@ -122,6 +125,8 @@ class CausalGQAttention(nn.Module):
         alibi: bool = False,
         relative_bias: int | None = None,
         relative_max_distance: int | None = None,
+        relative: RelativeScheme | None = None,
+        scoring: Scoring = "scaled_dot",
         softcap: float | None = None,
         sinks: bool = False,
         dropout: float = 0.0,
@@ -131,64 +136,41 @@ class CausalGQAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, head_dim)
-        module_checks.check_rotary(head_dim, rotary, rotary_base, rotary_dim)
-        checks.check_band(True, window)
-        checks.check_keep_first(keep_first, window is not None)
-        module_checks.check_relative_bias(relative_bias, relative_max_distance)
-        if softcap is not None:
-            checks.check_positive("softcap", softcap)
-        module_checks.check_dropouts(dropout, attention_dropout)
-        checks.check_scale(scale, head_dim)
-        checks.check_backend(backend)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm,
+            scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
+            attention_dropout=attention_dropout, scale=scale, backend=backend,
+        )  # fmt: skip
+        module_checks.check_rotary(self.head_dim, rotary, rotary_base, rotary_dim)
+        checks.check_band(causal, window)
+        if stride is not None:
+            checks.check_count("stride", stride, 1)
+        checks.check_keep_first(keep_first, window is not None or stride is not None)
+        module_checks.check_relative_bias(relative_bias, relative_max_distance, causal)
+        by_distance = {"relative_bias": relative_bias, "relative": relative}
+        module_checks.check_additive(scoring, alibi=alibi, **by_distance)
+        if relative is not None:
+            module_checks.check_relative(
+                relative, relative_bias=relative_bias, window=window, stride=stride, alibi=alibi,
+                softcap=softcap, sinks=sinks, attention_dropout=attention_dropout,
+            )  # fmt: skip
+        self.causal = causal
         self.window = window
+        self.stride = stride
         self.keep_first = keep_first
         self.rotary = rotary
         self.rotary_base = rotary_base
-        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        self.qk_norm = qk_norm
+        self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
         self.relative_max_distance = 128 if relative_max_distance is None else relative_max_distance
-        self.softcap = softcap
-        self.dropout = dropout
-        self.attention_dropout = attention_dropout
-        self.scale = scale
-        self.backend = backend
-        self.qkv_proj = nn.Linear(
-            embed_dim,
-            (num_heads + 2 * num_kv_heads) * head_dim,
-            bias=qkv_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.out_proj = nn.Linear(
-            num_heads * head_dim, embed_dim, bias=out_bias, device=device, dtype=dtype
-        )
-        self._add_score_parameters(alibi, relative_bias, sinks, device, dtype)
-
-    def _add_score_parameters(
-        self,
-        alibi: bool,
-        relative_bias: int | None,
-        sinks: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        def zeros(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
-
-        H_q, D = self.num_heads, self.head_dim
-        if self.qk_norm:
-            self.q_norm, self.k_norm = (
-                HeadNorm(D, eps=1e-6, device=device, dtype=dtype) for _ in range(2)
-            )
-        self.sinks = zeros(H_q) if sinks else None
-        self.relative_bias = None if relative_bias is None else zeros(relative_bias, H_q)
+        self.relative = relative
+        H_q, D = num_heads, self.head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        rows = (H_q + 2 * self.num_kv_heads) * D
+        self.qkv_proj = nn.Linear(embed_dim, rows, bias=qkv_bias, **factory)
+        self.out_proj = nn.Linear(H_q * D, embed_dim, bias=out_bias, **factory)
+        self._add_score_parameters(sinks, device, dtype)
+        table = None if relative_bias is None else torch.zeros(relative_bias, H_q, **factory)
+        self.relative_bias = None if table is None else nn.Parameter(table)
         slopes = alibi_slopes(H_q, device=self.qkv_proj.weight.device) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if alibi:
@@ -227,7 +209,8 @@ class CausalGQAttention(nn.Module):
             rotary_tables: (cos, sin) as `fastattn.rotary.rotary_tables` makes them for x's
                 positions, in place of `positions`: make them once for all layers.
             cache: one for this layer, from `new_cache`, or anything else that a `LayerCache` is. It
-                holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`.
+                holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`. Tokens
+                see what the cache holds already: without causal, those before them and of x all.
         Returns:
             [B, T, C]. Rows at padding are unspecified, though finite for finite x. A padded token,
             NaN included, reaches no other token's output; but NaN reaches the parameters' gradients
@@ -243,136 +226,117 @@ class CausalGQAttention(nn.Module):
         module_checks.check_positions(
             x, positions, rotary_tables, None if self.rotary is None else self.rotary_dim
         )
+        scheme = self.relative
+        if scheme is not None and scheme.has_values:
+            module_checks.check_whole_rows(prefix_lengths, documents)
         # An int where there is none: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
-        masked = key_padding_mask is not None or prefix_lengths is not None or dropout > 0
+        # What `decode_attention` does not serve.
+        in_order = key_padding_mask is not None or prefix_lengths is not None or dropout > 0
+        in_order = in_order or self.scoring == "additive"
+        in_order = in_order or (scheme is not None and (scheme.has_keys or scheme.has_values))
         if cache is not None:
-            module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache, masked)
+            module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache, in_order)
             module_checks.check_groups_in_cache(x, prefix_lengths, documents, cache)
-        B, T, _ = x.shape
-        H_q, H_k = self.num_heads, self.num_kv_heads
 
-        qkv = self.qkv_proj(x).view(B, T, H_q + 2 * H_k, self.head_dim).transpose(1, 2)
-        qk, v = qkv.split((H_q + H_k, H_k), dim=1)
-        if self.qk_norm:
-            q, k = qk.split((H_q, H_k), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if self.rotary is not None:
-            cos, sin = rotary_tables or self._default_tables(x, positions, cache)
-            qk = apply_rotary(qk, cos, sin, style=self.rotary)
-        q, k = qk.split((H_q, H_k), dim=1)  # [B, H_q, T, D], [B, H_k, T, D]
-
-        scoring = self._scoring()
+        q, k, v = self._queries_keys_values(x, positions, rotary_tables, cache)
+        terms = RelativeTerms(q) if scheme is None else scheme(q)
+        masks, scores = self._masks(), self._scores(terms.bias)
         query_offset = None
         if cache is not None:
-            if not masked and decodes(T * H_q // H_k, cache):
+            rows = x.shape[1] * self.num_heads // self.num_kv_heads
+            if not in_order and decodes(rows, cache):
                 cache.append(k, v, key_lengths)
                 out = decode_attention(
-                    q, cache, new_lengths=key_lengths, backend=self.backend, **scoring
-                )
+                    terms.query, cache, new_lengths=key_lengths, backend=self.backend,
+                    **masks, **scores,
+                )  # fmt: skip
                 return self._project(out)
             k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
-        out = attention(
-            q,
-            k,
-            v,
-            key_padding_mask=key_padding_mask,
-            key_lengths=key_lengths,
-            prefix_lengths=prefix_lengths,
-            documents=documents,
-            query_offset=query_offset,
-            dropout=dropout,
-            backend=self.backend,
-            **scoring,
+        masks = {
+            **masks, "key_padding_mask": key_padding_mask, "key_lengths": key_lengths,
+            "prefix_lengths": prefix_lengths, "documents": documents, "query_offset": query_offset,
+        }  # fmt: skip
+        if self.scoring == "additive":
+            out = additive_attention(q, k, v, self.score_vector, backend=self.backend, **masks)
+            return self._project(out)
+        if terms.keys is not None:
+            scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
+        if terms.values is None:
+            out = attention(
+                terms.query, k, v, dropout=dropout, backend=self.backend, **masks, **scores
+            )
+            return self._project(out)
+        out, lse = attention(
+            terms.query, k, v, return_lse=True, backend=self.backend, **masks, **scores
         )
+        out = out + relative_values(
+            k, lse, terms, scale=self._score_scale, causal=self.causal, query_offset=query_offset,
+            key_lengths=key_lengths, key_padding_mask=key_padding_mask, backend=self.backend,
+        )  # fmt: skip
         return self._project(out)
 
-    def _project(self, out: Tensor) -> Tensor:
-        """[B, H_q, T, D] to [B, T, C]."""
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        return F.dropout(out, self.dropout, self.training)
-
-    def new_cache(
+    def _queries_keys_values(
         self,
-        batch_size: int,
-        max_length: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
-        """An empty cache for this layer.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens a row can hold.
-            device: default: that of the parameters.
-            dtype: of keys and values as attention gets them. Default: autocast's dtype where
-                autocast is on, else that of the parameters.
-        """
-        weight = self.qkv_proj.weight
-        device = weight.device if device is None else torch.device(device)
-        if dtype is None:
-            # Asking about autocast raises on devices that have none, such as meta.
-            available = torch.amp.is_autocast_available(device.type)
-            autocast = available and torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-        return KVCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, device=device, dtype=dtype
-        )
-
-    def extra_repr(self) -> str:
-        parts = [
-            f"embed_dim={self.embed_dim}",
-            f"num_heads={self.num_heads}",
-            f"num_kv_heads={self.num_kv_heads}",
-            f"head_dim={self.head_dim}",
-        ]
+        x: Tensor,
+        positions: Tensor | None,
+        tables: tuple[Tensor, Tensor] | None,
+        cache: LayerCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D], normalised and rotated."""
+        H_q, H_k = self.num_heads, self.num_kv_heads
+        qk, v = self._heads(self.qkv_proj(x)).split((H_q + H_k, H_k), dim=1)
+        if self.qk_norm or self.scoring == "multiplicative":
+            q, k = qk.split((H_q, H_k), dim=1)
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if self.scoring == "multiplicative":
+                q = q @ self.score_weight.mT
+            qk = torch.cat((q, k), dim=1)
         if self.rotary is not None:
-            parts += [
-                f"rotary={self.rotary!r}",
-                f"rotary_base={self.rotary_base:g}",
-                f"rotary_dim={self.rotary_dim}",
-            ]
-        for name, value in self._repr_values().items():
-            if value:
-                parts.append(f"{name}={value}")
-        if self.backend is not None:
-            parts.append(f"backend={self.backend!r}")
-        return ", ".join(parts)
+            cos, sin = tables or self._default_tables(x, positions, cache)
+            qk = apply_rotary(qk, cos, sin, style=self.rotary)
+        q, k = qk.split((H_q, H_k), dim=1)
+        return q, k, v
 
     def _repr_values(self) -> dict[str, Any]:
-        """Constructor arguments that are shown where they are not None, 0 or False."""
         table = self.relative_bias
+        rotary = self.rotary is not None
         return {
+            "causal": "" if self.causal else "False",
+            "rotary": repr(self.rotary) if rotary else None,
+            "rotary_base": f"{self.rotary_base:g}" if rotary else None,
+            "rotary_dim": self.rotary_dim if rotary else None,
             "window": self.window,
+            "stride": self.stride,
             "keep_first": self.keep_first,
             "qk_norm": self.qk_norm,
             "alibi": self.alibi_slopes is not None,
             "relative_bias": None if table is None else table.shape[0],
             "relative_max_distance": None if table is None else self.relative_max_distance,
-            "softcap": self.softcap,
-            "sinks": self.sinks is not None,
-            "dropout": self.dropout,
-            "attention_dropout": self.attention_dropout,
-            "scale": self.scale,
         }
 
-    def _scoring(self) -> "DecodeArguments":
-        """What `attention` is told in every call of this layer, with a cache or without."""
-        bias, table, reach = None, self.relative_bias, self.relative_max_distance
-        if table is not None:
-            bias = t5_relative_bias(table, reach, bidirectional=False, max_distance=reach)
+    def _masks(self) -> dict[str, Any]:
+        """Which keys a token sees, in every call of this layer, with a cache or without."""
+        window = self.window
+        if isinstance(window, int):
+            # Open ahead where causal: there causal and prefix_lengths say what is seen.
+            window = (window - 1, None if self.causal else window - 1)
         return {
-            "causal": True,
-            # Open ahead, where causal and prefix_lengths say what is seen.
-            "window": None if self.window is None else (self.window - 1, None),
+            "causal": self.causal, "window": window, "stride": self.stride,
             "keep_first": self.keep_first,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "alibi_slopes": self.alibi_slopes,
-            "relative_bias": bias,
-            "sinks": self.sinks,
-        }
+        }  # fmt: skip
+
+    def _scores(self, bias: Tensor | None) -> dict[str, Any]:
+        """What the scores are, in every call of this layer; bias: that of the relative scheme."""
+        table, reach = self.relative_bias, self.relative_max_distance
+        if table is not None:
+            both = not self.causal
+            bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
+        return {
+            "scale": self._score_scale, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes,
+            "relative_bias": bias, "sinks": self.sinks,
+        }  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -391,7 +355,27 @@ class CausalGQAttention(nn.Module):
         return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
 
 
-def _place_slopes(layer: CausalGQAttention, _keys: object = None) -> None:
+class CausalGQAttention(GQAttention):
+    """`GQAttention` in which a token sees itself and those before it.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, options: those of `GQAttention`, except causal.
+
+    Parameters, forward, caches and errors are those of `GQAttention` too.
+
+    Example:
+        >>> layer = CausalGQAttention(64, num_heads=4, num_kv_heads=2, window=8)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(embed_dim, num_heads, num_kv_heads, causal=True, **options)
+
+
+def _place_slopes(layer: GQAttention, _keys: object = None) -> None:
     """Make ALiBi's slopes anew beside the parameters, which have moved or are another dtype.
 
     The slopes stay fp32: rounded they would be others. From the meta device they come as nothing.

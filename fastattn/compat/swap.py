@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modules import CausalGQAttention
+from ..attention_layer import AttentionLayer
 from . import blocks
 from .multihead import MultiheadAttention, stay_on_path
 
@@ -82,7 +82,7 @@ def _candidates(
     if id(module) in seen:
         return
     seen.add(id(module))
-    if isinstance(module, (MultiheadAttention, CausalGQAttention)):
+    if isinstance(module, (MultiheadAttention, AttentionLayer)):
         done.left[name] = "it is fastattn's already"
         return
     if hasattr(module, "set_attn_implementation"):

@@ -1,0 +1,161 @@
+"""What attention layers share: sizes of heads, scoring functions, norms, the output projection."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import checks, module_checks
+from .cache import KVCache
+
+Scoring = Literal["scaled_dot", "dot", "multiplicative", "additive"]
+
+
+class HeadNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the channels of a head, in the dtype of its input.
+
+    Inside an autocast region that is another dtype than the weight's, which torch's own norm
+    answers with a warning and its slow path.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [..., D] to the same shape and dtype."""
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class AttentionLayer(nn.Module):
+    """Heads, scores and output of a layer; a subclass projects tokens to q, k and v, and attends.
+
+    Args: as for `fastattn.GQAttention`.
+
+    Parameters:
+        q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
+        sinks: [H_q], from 0.
+        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
+        score_vector: [H_q, D], normal with standard deviation D ** -0.5; with scoring="additive".
+    """
+
+    out_proj: nn.Linear
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        *,
+        head_dim: int | None,
+        qk_norm: bool,
+        scoring: Scoring,
+        softcap: float | None,
+        sinks: bool,
+        dropout: float,
+        attention_dropout: float,
+        scale: float | None,
+        backend: str | None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, head_dim)
+        if softcap is not None:
+            checks.check_positive("softcap", softcap)
+        module_checks.check_dropouts(dropout, attention_dropout)
+        checks.check_scale(scale, head_dim)
+        module_checks.check_scoring(scoring, scale)
+        others = {"softcap": softcap, "sinks": sinks, "attention_dropout": attention_dropout}
+        module_checks.check_additive(scoring, **others)
+        checks.check_backend(backend)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.qk_norm = qk_norm
+        self.scoring = scoring
+        self.softcap = softcap
+        self.dropout = dropout
+        self.attention_dropout = attention_dropout
+        self.scale = scale
+        self.backend = backend
+
+    def _add_score_parameters(
+        self, sinks: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        H_q, D = self.num_heads, self.head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (HeadNorm(D, eps=1e-6, **factory) for _ in range(2))
+        self.sinks = nn.Parameter(torch.zeros(H_q, **factory)) if sinks else None
+        if self.scoring == "multiplicative":
+            same = torch.eye(D, **factory).expand(H_q, D, D)
+            self.score_weight = nn.Parameter(same.clone())
+        elif self.scoring == "additive":
+            drawn = torch.randn(H_q, D, **factory)
+            self.score_vector = nn.Parameter(drawn * D**-0.5)
+
+    @property
+    def _score_scale(self) -> float | None:
+        """The factor on q.k; None = D ** -0.5."""
+        return self.scale if self.scoring == "scaled_dot" else 1.0
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, T, H D] to [B, H, T, D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _project(self, out: Tensor) -> Tensor:
+        """[B, H_q, T, D] to [B, T, C]."""
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return F.dropout(out, self.dropout, self.training)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An empty cache for this layer.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens a row can hold.
+            device: default: that of the parameters.
+            dtype: of keys and values as attention gets them. Default: autocast's dtype where
+                autocast is on, else that of the parameters.
+        """
+        weight = self.out_proj.weight
+        device = weight.device if device is None else torch.device(device)
+        if dtype is None:
+            # Asking about autocast raises on devices that have none, such as meta.
+            available = torch.amp.is_autocast_available(device.type)
+            autocast = available and torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        return KVCache(
+            batch_size, self.num_kv_heads, max_length, self.head_dim, device=device, dtype=dtype
+        )
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"embed_dim={self.embed_dim}",
+            f"num_heads={self.num_heads}",
+            f"num_kv_heads={self.num_kv_heads}",
+            f"head_dim={self.head_dim}",
+        ]
+        shared = {
+            "scoring": None if self.scoring == "scaled_dot" else repr(self.scoring),
+            "softcap": self.softcap,
+            "sinks": self.sinks is not None,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "scale": self.scale,
+            "backend": None if self.backend is None else repr(self.backend),
+        }
+        for name, value in {**self._repr_values(), **shared}.items():
+            if value:
+                parts.append(f"{name}={value}")
+        return ", ".join(parts)
+
+    def _repr_values(self) -> dict[str, Any]:
+        """Further constructor arguments, shown where they are not None, 0 or False."""
+        return {}

@@ -1,0 +1,213 @@
+"""Cross-attention as a torch module: queries from one sequence, keys and values from another."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .attention_layer import AttentionLayer, Scoring
+from .decode import decode_attention, view_of_tensors
+from .functional import attention
+from .scoring import additive_attention
+
+
+class ProjectedMemory(NamedTuple):
+    """A memory as one layer reads it: its keys and values, and which of them exist.
+
+    k: [B, H_k, S, D].
+    v: [B, H_k, S, D].
+    lengths: int32 or int64 [B], or None: row b has the first lengths[b].
+    padding_mask: bool [B, S], or None: True = exists.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor | None = None
+    padding_mask: Tensor | None = None
+
+    def repeat_rows(self, count: int) -> "ProjectedMemory":
+        """Every row `count` times, one after the other, as beam search needs; a copy."""
+        k, v, *rest = (None if x is None else x.repeat_interleave(count, dim=0) for x in self)
+        assert k is not None and v is not None
+        return ProjectedMemory(k, v, *rest)
+
+
+class CrossGQAttention(AttentionLayer):
+    """Cross-attention with grouped-query heads: tokens look at a memory.
+
+        q = q_norm(q_proj(x));  k, v = split(kv_proj(memory));  k = k_norm(k)
+        out = dropout(out_proj(attention(q, k, v)))
+
+    Every token sees the whole memory, but its padding (Vaswani et al. 2017, arXiv 1706.03762,
+    section 3.2.3). H_q = num_heads query heads share H_k = num_kv_heads key/value heads.
+
+    Args:
+        embed_dim: width C of the tokens.
+        num_heads: H_q.
+        num_kv_heads: H_k, divides H_q; default H_q.
+        memory_dim: width M of the memory; default C.
+        head_dim: D of a head; default embed_dim // num_heads.
+        qkv_bias, out_bias: whether the projections have a bias.
+        qk_norm, scoring, softcap, sinks, dropout, attention_dropout, scale, backend, device, dtype:
+            as for `GQAttention`.
+
+    Parameters (the projections initialised as `nn.Linear` does):
+        q_proj.weight: [H_q D, C].
+        kv_proj.weight: [2 H_k D, M], the rows of k, then of v, head by head.
+        out_proj.weight: [C, H_q D].
+        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as in `GQAttention`.
+
+    Raises:
+        ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
+            other.
+
+    Example:
+        >>> layer = CrossGQAttention(64, num_heads=4, memory_dim=32)
+        >>> x, memory = torch.randn(2, 5, 64), torch.randn(2, 9, 32)
+        >>> y = layer(x, memory, memory_lengths=torch.tensor([9, 7]))  # [2, 5, 64]
+        >>> projected = layer.project_memory(memory, torch.tensor([9, 7]))  # once for all steps
+        >>> with torch.no_grad():
+        ...     steps = [layer(token, projected) for token in x.split(1, dim=1)]
+        >>> torch.allclose(torch.cat(steps, dim=1), y, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        memory_dim: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        scoring: Scoring = "scaled_dot",
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        scale: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm,
+            scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
+            attention_dropout=attention_dropout, scale=scale, backend=backend,
+        )  # fmt: skip
+        if memory_dim is not None:
+            checks.check_count("memory_dim", memory_dim, 1)
+        self.memory_dim = embed_dim if memory_dim is None else memory_dim
+        H_q, H_k, D = num_heads, self.num_kv_heads, self.head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, H_q * D, bias=qkv_bias, **factory)
+        self.kv_proj = nn.Linear(self.memory_dim, 2 * H_k * D, bias=qkv_bias, **factory)
+        self.out_proj = nn.Linear(H_q * D, embed_dim, bias=out_bias, **factory)
+        self._add_score_parameters(sinks, device, dtype)
+
+    def project_memory(
+        self,
+        memory: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+    ) -> ProjectedMemory:
+        """Keys and values of a memory, for any number of calls of this layer; differentiable.
+
+        Args:
+            memory: [B, S, M].
+            lengths: int32 or int64 [B]: row b's first lengths[b] vectors are real.
+            padding_mask: bool [B, S], True = real.
+
+        Raises:
+            ValueError: the memory has another shape.
+        """
+        if memory.dim() != 3 or memory.shape[-1] != self.memory_dim:
+            raise ValueError(
+                f"memory must have shape [B, S, {self.memory_dim}], got {tuple(memory.shape)}"
+            )
+        k, v = self._heads(self.kv_proj(memory)).chunk(2, dim=1)
+        if self.qk_norm:
+            k = self.k_norm(k)
+        if not torch.is_grad_enabled():
+            # As the decode kernels read them.
+            k, v = k.contiguous(), v.contiguous()
+        return ProjectedMemory(k, v, lengths, padding_mask)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | ProjectedMemory,
+        *,
+        memory_lengths: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to a memory.
+
+        Args:
+            x: [B, T, C].
+            memory: [B, S, M], or what `project_memory` made of it.
+            memory_lengths, memory_padding_mask: as `project_memory`'s, which has them already where
+                the memory is projected.
+        Returns:
+            [B, T, C]. Padding in the memory, NaN included, reaches no output. Where a row of the
+            memory is all padding, attention is 0.
+        Raises:
+            TypeError: a mask or lengths are of the wrong dtype.
+            ValueError: a shape disagrees, or a projected memory comes with lengths or a mask.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must have shape [B, T, {self.embed_dim}], got {tuple(x.shape)}")
+        if not isinstance(memory, ProjectedMemory):
+            memory = self.project_memory(memory, memory_lengths, padding_mask=memory_padding_mask)
+        elif memory_lengths is not None or memory_padding_mask is not None:
+            raise ValueError(
+                "memory_lengths and memory_padding_mask belong to a memory that is not projected "
+                "yet: give them to project_memory"
+            )
+        k, v, lengths, padding_mask = memory
+        if k.shape[0] != x.shape[0]:
+            raise ValueError(f"memory must have {x.shape[0]} rows to match x, got {k.shape[0]}")
+        q = self._heads(self.q_proj(x))
+        if self.qk_norm:
+            q = self.q_norm(q)
+        if self.scoring == "multiplicative":
+            q = q @ self.score_weight.mT
+        if self.scoring == "additive":
+            out = additive_attention(
+                q, k, v, self.score_vector, key_lengths=lengths, key_padding_mask=padding_mask,
+                backend=self.backend,
+            )  # fmt: skip
+            return self._project(out)
+        # An int where there is none: torch.compile would make a float dynamic.
+        dropout = self.attention_dropout if self.training else 0
+        scores: dict[str, Any] = {
+            "scale": self._score_scale, "softcap": self.softcap, "sinks": self.sinks,
+            "backend": self.backend,
+        }  # fmt: skip
+        if dropout == 0 and padding_mask is None and _decodes(q, k, v):
+            if lengths is None:
+                lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
+            view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
+            return self._project(decode_attention(q, view, causal=False, **scores))
+        out = attention(
+            q, k, v, key_lengths=lengths, key_padding_mask=padding_mask, dropout=dropout, **scores
+        )
+        return self._project(out)
+
+    def _repr_values(self) -> dict[str, Any]:
+        return {"memory_dim": self.memory_dim, "qk_norm": self.qk_norm}
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `decode_attention` serves the call: one new token, and keys where it can read them.
+
+    It has no gradients. Its last query stands at the last key, so that of several the first would
+    stand before the memory where that is shorter than they are.
+    """
+    readable = k.shape[-1] * k.element_size() % 16 == 0 and k.is_contiguous() and v.is_contiguous()
+    return q.shape[2] == 1 and readable and not torch.is_grad_enabled()
