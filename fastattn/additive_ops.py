@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import additive_formula, op_schema, ops
 from .options import Options
+from .second_order import gradients_with_graph
 
 
 @cache
@@ -101,17 +102,11 @@ def _differentiable_gradients(
     do: Tensor | None, dlse: Tensor | None,
 ) -> list[Tensor | None]:  # fmt: skip
     """`_gradients` by the formula, for create_graph=True."""
-    q, k, v, u = inputs
-    o, lse = additive_formula.attention(q, k, v, u, options)
-    outputs = [(y, dy.to(y.dtype)) for y, dy in ((o, do), (lse, dlse)) if dy is not None]
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(
-            [y for y, _ in outputs], wanted, [dy for _, dy in outputs],
-            create_graph=True, allow_unused=True,
-        )
-    )  # fmt: skip
-    return [next(found) if need else None for need in needed]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return additive_formula.attention(q, k, v, u, options)
+
+    return gradients_with_graph(function, inputs, needed, (do, dlse))
 
 
 additive_forward.register_autograd(_gradients, setup_context=_setup_context)

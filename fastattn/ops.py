@@ -9,18 +9,19 @@ This is the only file of the package that knows the kernels. They are imported o
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import formula
+from . import transforms
+from .gradients import Ways, as_batch, as_packed, gradients, needed_of, placed, save
 from .op_schema import flat, operator, unflat
 from .options import Options
 
@@ -203,22 +204,13 @@ def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
     return like.new_empty(B, heads, rows, cols)
 
 
-class _Ways(NamedTuple):
-    """How a call reaches its kernels: by their ops where it is traced, else directly."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    backward_bias: Callable[..., Any]
-    backward_relative: Callable[..., Any]
-
-
 def _through_op(op: Any) -> Callable[..., Any]:
     return lambda *arguments: op(*arguments[:-1], *flat(arguments[-1]))
 
 
-_DIRECT = _Ways(_forward, _backward, _backward_bias, _backward_relative)
+_DIRECT = Ways(_forward, _backward, _backward_bias, _backward_relative)
 _HOPPER = _DIRECT._replace(forward=_hopper_forward, backward=_hopper_backward)
-_BY_OPS = _Ways(
+BY_OPS = Ways(
     _through_op(attention_forward),
     _through_op(attention_backward),
     _through_op(attention_backward_bias),
@@ -226,113 +218,26 @@ _BY_OPS = _Ways(
 )
 
 
-_HOPPER_BY_OPS = _BY_OPS._replace(
+HOPPER_BY_OPS = BY_OPS._replace(
     forward=_through_op(hopper_forward), backward=_through_op(hopper_backward)
 )
 
 
-def _save(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.tensor_fields = [
-        name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
-    ]
-    tensors = (getattr(options, name) for name in ctx.tensor_fields)
-    ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
-    without: dict[str, Any] = dict.fromkeys(ctx.tensor_fields)
-    ctx.options = options._replace(**without, mod_tensors=())
-    ctx.set_materialize_grads(False)
-
-
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Options]:
-    q, k, v, o, lse, *tensors = ctx.saved_tensors
-    count = len(ctx.tensor_fields)
-    fields = dict(zip(ctx.tensor_fields, tensors[:count], strict=True))
-    return q, k, v, o, lse, ctx.options._replace(**fields, mod_tensors=tuple(tensors[count:]))
-
-
-# The inputs with gradients: q, k, v and these fields of Options, in this order.
-_DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
-
-
-def _gradients(
-    ways: _Ways, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
-) -> list[Tensor | None]:
-    """Of q, k, v and the fields in _DIFFERENTIABLE; None for those that are not needed."""
-    q, k, v, o, lse, options = _saved(ctx)
-    if torch.is_grad_enabled():
-        return _differentiable_gradients(q, k, v, options, needed, do, dlse)
-    if do is None:
-        do = torch.zeros_like(o)
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    dq, dk, dv, delta, dquery = ways.backward(do, dlse, q, k, v, o, lse, options)
-    dbias = drelative = dkeys = dsinks = None
-    _, _, _, wants_bias, wants_relative, wants_keys, _, wants_sinks = needed
-    if options.attn_bias is not None and wants_bias:
-        dbias = ways.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
-    if wants_relative or wants_keys:
-        drelative, dkeys = ways.backward_relative(do, q, k, v, lse, delta, options)
-        bias, keys = options.relative_bias, options.relative_keys
-        drelative = None if bias is None or not wants_relative else drelative.to(bias.dtype)
-        dkeys = None if keys is None or not wants_keys else dkeys.to(keys.dtype)
-    if options.sinks is not None and wants_sinks:
-        # A sink is one more key with value 0: its ds is its weight times (0 - delta).
-        weight = torch.exp(options.sinks.float()[:, None] - lse)
-        dsinks = -(weight * delta).sum((0, 2)).to(options.sinks.dtype)
-    dquery = dquery if options.relative_query is not None else None
-    return [dq, dk, dv, dbias, drelative, dkeys, dquery, dsinks]
-
-
-def _differentiable_gradients(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, needed: Sequence[bool],
-    do: Tensor | None, dlse: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """`_gradients` by the formula, for create_graph=True; it holds every score in memory."""
-    if options.cu_seqlens_q is None:
-        o, lse = formula.attention(q, k, v, options, return_lse=True)
-    else:
-        query = options.relative_query
-        packed = options if query is None else options._replace(relative_query=_as_packed(query))
-        rows = (_as_packed(q), _as_packed(k), _as_packed(v))
-        o, lse = formula.attention(*rows, packed, return_lse=True)
-        o, lse = _as_batch(o), lse[None]
-    inputs = (q, k, v, *(getattr(options, name) for name in _DIFFERENTIABLE))
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    outputs = [(o, do), (lse, dlse)]
-    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if dy is not None]
-    found = iter(
-        torch.autograd.grad(
-            [y for y, _ in outputs], wanted, [dy for _, dy in outputs],
-            create_graph=True, allow_unused=True,
-        )
-    )  # fmt: skip
-    return [next(found) if need else None for need in needed]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
-    _save(ctx, q, k, v, unflat(tuple(fields)), output)
+    save(ctx, q, k, v, unflat(tuple(fields)), output)
 
 
 def _op_gradients(
-    ways: _Ways, ctx: Any, do: Tensor | None, dlse: Tensor | None
+    ways: Ways, ctx: Any, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    places = [0, 1, 2, *(3 + Options._fields.index(name) for name in _DIFFERENTIABLE)]
-    # Before mod_tensors, a field that takes several places.
-    assert max(places) < 3 + Options._fields.index("mod_tensors")
-    needed = [ctx.needs_input_grad[place] for place in places]
-    grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-    for place, grad in zip(places, _gradients(ways, ctx, needed, do, dlse), strict=True):
-        grads[place] = grad
-    return tuple(grads)
+    needs = ctx.needs_input_grad
+    return placed(gradients(ways, ctx, needed_of(needs), do, dlse), len(needs))
 
 
-attention_forward.register_autograd(partial(_op_gradients, _BY_OPS), setup_context=_setup_context)
+attention_forward.register_autograd(partial(_op_gradients, BY_OPS), setup_context=_setup_context)
 hopper_forward.register_autograd(
-    partial(_op_gradients, _HOPPER_BY_OPS), setup_context=_setup_context
+    partial(_op_gradients, HOPPER_BY_OPS), setup_context=_setup_context
 )
 
 
@@ -341,16 +246,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ways: _Ways, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
+        ctx: Any, ways: Ways, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.ways = ways
         output: tuple[Tensor, Tensor] = ways.forward(q, k, v, options)
-        _save(ctx, q, k, v, options, output)
+        save(ctx, q, k, v, options, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *_gradients(ctx.ways, ctx, ctx.needs_input_grad[2:], do, dlse))
+        return (None, None, *gradients(ctx.ways, ctx, ctx.needs_input_grad[2:], do, dlse))
 
 
 def attend(
@@ -367,17 +272,19 @@ def attend(
         return _attend(q, k, v, options, hopper)
     query = options.relative_query
     if query is not None:
-        options = options._replace(relative_query=_as_batch(query))
-    o, lse = _attend(_as_batch(q), _as_batch(k), _as_batch(v), options, hopper)
-    return _as_packed(o), lse[0]
+        options = options._replace(relative_query=as_batch(query))
+    o, lse = _attend(as_batch(q), as_batch(k), as_batch(v), options, hopper)
+    return as_packed(o), lse[0]
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool
 ) -> tuple[Tensor, Tensor]:
     output: tuple[Tensor, Tensor]
+    if transforms.transforming():
+        return transforms.attend(HOPPER_BY_OPS if hopper else BY_OPS, q, k, v, options)
     if _may_be_traced(q):
-        output = (_HOPPER_BY_OPS if hopper else _BY_OPS).forward(q, k, v, options)
+        output = (HOPPER_BY_OPS if hopper else BY_OPS).forward(q, k, v, options)
         return output
     ways = _HOPPER if hopper else _DIRECT
     if torch.is_grad_enabled():
@@ -387,16 +294,6 @@ def _attend(
             return output
     output = ways.forward(q, k, v, options)
     return output
-
-
-def _as_batch(x: Tensor) -> Tensor:
-    """[total, H, D] as [1, H, total, D], without a copy."""
-    return x.transpose(0, 1)[None]
-
-
-def _as_packed(x: Tensor) -> Tensor:
-    """The inverse of `_as_batch`."""
-    return x[0].transpose(0, 1)
 
 
 # Read by kernels with a fixed order of elements.

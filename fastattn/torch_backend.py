@@ -5,6 +5,8 @@ torch.nn.functional.scaled_dot_product_attention: keys that are padded out are z
 torch lets a NaN in them through, and a mask is built only where torch has no flag for it.
 """
 
+from itertools import zip_longest
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import formula
 from .options import Options
+from .second_order import gradients_with_graph
 
 
 def attention(
@@ -82,19 +85,21 @@ def _allow_second_derivatives(
     if node is None or not node.name().startswith("ScaledDotProduct"):
         return
 
+    def plain(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None) -> tuple[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            return (_fused(q, k, v, shown, is_causal, scale),)
+
     def replaced(
         grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
         if not torch.is_grad_enabled():
             return None
-        with sdpa_kernel(SDPBackend.MATH):
-            q, k, v, shown = inputs
-            assert q is not None and k is not None and v is not None
-            plain = _fused(q, k, v, shown, is_causal, scale)
-        pairs = zip(inputs, grad_inputs, strict=False)
-        wanted = [x for x, grad in pairs if x is not None and grad is not None]
-        found = iter(torch.autograd.grad(plain, wanted, grad_outputs[0], create_graph=True))
-        return tuple(None if grad is None else next(found) for grad in grad_inputs)
+        needed = [
+            x is not None and grad is not None
+            for x, grad in zip_longest(inputs, grad_inputs[: len(inputs)])
+        ]
+        found = gradients_with_graph(plain, inputs, needed, grad_outputs[:1])
+        return (*found[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
     node.register_hook(replaced)
 

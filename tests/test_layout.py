@@ -49,6 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.reference",
         "fastattn.formula",
         "fastattn.gradients",
+        "fastattn.second_order",
         "fastattn.transforms",
         "fastattn.functions",
         "fastattn.op_schema",

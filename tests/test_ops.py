@@ -362,13 +362,13 @@ def test_hopper_kernels_are_reached_when_asked_for(
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    by_ops = ops._BY_OPS
+    by_ops = ops.BY_OPS
 
     def counted(*arguments):
         seen.append("op")
         return by_ops.forward(*arguments)
 
-    monkeypatch.setattr(ops, "_BY_OPS", by_ops._replace(forward=counted))
+    monkeypatch.setattr(ops, "BY_OPS", by_ops._replace(forward=counted))
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []

@@ -6,21 +6,18 @@ it is named by a string, and it is imported in the worker.
 """
 
 import contextlib
-import importlib
-import importlib.util
 import multiprocessing
 import os
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from .cross_compile import CompiledFacts, compiling_for, describe
+from .jobs import load_job
 
 _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the module after it
 
@@ -32,9 +29,8 @@ class CrossCompileError(RuntimeError):
 class CompilePool:
     """Worker processes that compile kernels for any of `cross_compile.TARGETS`.
 
-    Jobs are named "package.module:function" or "/path/to/file.py:function" (for test files, which
-    cannot be imported by name) and called with the keyword arguments of the request; those and
-    what comes back travel between processes, so they must be picklable.
+    Jobs are named as `load_job` has it and called with the keyword arguments of the request; those
+    and what comes back travel between processes, so they must be picklable.
 
     Args:
         workers: processes at most; default two, or one on a machine with one CPU. They start with
@@ -115,13 +111,13 @@ def _without_interpreter() -> Iterator[None]:
 
 def _facts(job: str, target: str, kwargs: dict[str, Any]) -> list[CompiledFacts]:
     with _readable_errors(job, target), compiling_for(target) as launched:
-        _load(job)(**kwargs)
+        load_job(job)(**kwargs)
         return [describe(kernel) for kernel in launched]
 
 
 def _call(job: str, target: str, kwargs: dict[str, Any]) -> Any:
     with _readable_errors(job, target), compiling_for(target):
-        return _load(job)(**kwargs)
+        return load_job(job)(**kwargs)
 
 
 @contextlib.contextmanager
@@ -156,30 +152,3 @@ def _output_to(file: int) -> Iterator[None]:
         for descriptor, stream in zip(saved, (1, 2), strict=True):
             os.dup2(descriptor, stream)
             os.close(descriptor)
-
-
-def _load(job: str) -> Callable[..., Any]:
-    module, separator, name = job.rpartition(":")
-    if not separator:
-        raise ValueError(f'job must be "module:function" or "file.py:function", got {job!r}')
-    imported = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
-    function: Callable[..., Any] = getattr(imported, name)
-    return function
-
-
-def _import_file(path: str) -> ModuleType:
-    """Import a file that no package holds, once a process."""
-    # The name is part of the key of Triton's disk cache: the same in every process.
-    name = f"_compile_job_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"cannot import {path}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]

@@ -1,0 +1,147 @@
+"""The backward pass of attention: what it keeps, and which gradients are asked of which kernel.
+
+The inputs with gradients are q, k, v and the fields of Options in DIFFERENTIABLE, in this order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import formula
+from .options import Options
+from .second_order import gradients_with_graph
+
+DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
+
+
+class Ways(NamedTuple):
+    """How a call reaches its kernels: by their ops where it is traced, else directly."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    backward_bias: Callable[..., Any]
+    backward_relative: Callable[..., Any]
+
+
+Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Options]
+
+
+def save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, Tensor]
+) -> None:
+    """Keeps what the backward pass reads."""
+    ctx.tensor_fields = [
+        name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
+    ]
+    tensors = (getattr(options, name) for name in ctx.tensor_fields)
+    ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
+    without: dict[str, Any] = dict.fromkeys(ctx.tensor_fields)
+    ctx.options = options._replace(**without, mod_tensors=())
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any) -> Saved:
+    """What `save` has put into a context."""
+    q, k, v, o, lse, *tensors = ctx.saved_tensors
+    count = len(ctx.tensor_fields)
+    fields = dict(zip(ctx.tensor_fields, tensors[:count], strict=True))
+    return q, k, v, o, lse, ctx.options._replace(**fields, mod_tensors=tuple(tensors[count:]))
+
+
+def gradients(
+    ways: Ways, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """Of q, k, v and the fields in DIFFERENTIABLE; None for those that are not needed."""
+    q, k, v, o, lse, options = saved(ctx)
+    if torch.is_grad_enabled():
+        return differentiable_gradients(q, k, v, options, needed, do, dlse)
+    return kernel_gradients(ways, (q, k, v, o, lse, options), needed, do, dlse)
+
+
+def kernel_gradients(
+    ways: Ways, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """`gradients` by the kernels; they have none of their own."""
+    q, k, v, o, lse, options = inputs
+    if do is None:
+        do = torch.zeros_like(o)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    dq, dk, dv, delta, dquery = ways.backward(do, dlse, q, k, v, o, lse, options)
+    dbias = drelative = dkeys = dsinks = None
+    _, _, _, wants_bias, wants_relative, wants_keys, _, wants_sinks = needed
+    if options.attn_bias is not None and wants_bias:
+        dbias = ways.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
+    if wants_relative or wants_keys:
+        drelative, dkeys = ways.backward_relative(do, q, k, v, lse, delta, options)
+        bias, keys = options.relative_bias, options.relative_keys
+        drelative = None if bias is None or not wants_relative else drelative.to(bias.dtype)
+        dkeys = None if keys is None or not wants_keys else dkeys.to(keys.dtype)
+    if options.sinks is not None and wants_sinks:
+        # A sink is one more key with value 0: its ds is its weight times (0 - delta).
+        weight = torch.exp(options.sinks.float()[:, None] - lse)
+        dsinks = -(weight * delta).sum((0, 2)).to(options.sinks.dtype)
+    dquery = dquery if options.relative_query is not None else None
+    return [dq, dk, dv, dbias, drelative, dkeys, dquery, dsinks]
+
+
+def differentiable_gradients(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, needed: Sequence[bool],
+    do: Tensor | None, dlse: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """What `kernel_gradients` gives, by the formula: for create_graph=True; holds all scores."""
+    inputs = (q, k, v, *(getattr(options, name) for name in DIFFERENTIABLE))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = replaced(options, fields)
+        if options.cu_seqlens_q is None:
+            o, lse = formula.attention(q, k, v, given, return_lse=True)
+            return o, lse
+        query = given.relative_query
+        packed = given if query is None else given._replace(relative_query=as_packed(query))
+        rows = (as_packed(q), as_packed(k), as_packed(v))
+        o, lse = formula.attention(*rows, packed, return_lse=True)
+        return as_batch(o), lse[None]
+
+    return gradients_with_graph(function, inputs, needed, (do, dlse))
+
+
+def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:
+    """options with other tensors in DIFFERENTIABLE."""
+    given: dict[str, Any] = dict(zip(DIFFERENTIABLE, fields, strict=True))
+    return options._replace(**given)
+
+
+def _places() -> list[int]:
+    """Where q, k, v and the fields in DIFFERENTIABLE stand among an op's arguments."""
+    places = [0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE)]
+    # Before mod_tensors, a field that takes several places.
+    assert max(places) < 3 + Options._fields.index("mod_tensors")
+    return places
+
+
+def needed_of(needs: Sequence[bool]) -> list[bool]:
+    """Which of q, k, v and the fields in DIFFERENTIABLE need a gradient, of an op's arguments."""
+    return [needs[place] for place in _places()]
+
+
+def placed(found: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and the fields in DIFFERENTIABLE, as those of an op's arguments."""
+    grads: list[Tensor | None] = [None] * count
+    for place, grad in zip(_places(), found, strict=True):
+        grads[place] = grad
+    return tuple(grads)
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """[total, H, D] as [1, H, total, D], without a copy."""
+    return x.transpose(0, 1)[None]
+
+
+def as_packed(x: Tensor) -> Tensor:
+    """The inverse of `as_batch`."""
+    return x[0].transpose(0, 1)

@@ -1,0 +1,162 @@
+"""What torch offers around a model: transforms, selective checkpointing, graphs, determinism."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fastattn
+from fastattn import formula, ops, reference
+from fastattn.testing import make_qkv
+
+SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fastattn.attention(q, k, v, causal=True, backend="triton")
+
+
+def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal(q * 1.0, k, v).float().sin().sum()
+
+
+def test_functional_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, though torch.func asks for gradients that can be differentiated again."""
+    inputs = make_qkv(**SIZES, device=device)
+    with monkeypatch.context() as patched:
+        patched.delattr(formula, "attention")
+        found = torch.func.grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in inputs))
+    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_functional_gradients_of_gradients(device: str) -> None:
+    q, k, v = make_qkv(**SIZES, device=device)
+    slopes = torch.randn(4, 9, device=device, requires_grad=True)
+
+    def penalty(q, k, v, slopes):
+        def sine(*inputs):
+            o, lse = fastattn.attention(
+                *inputs[:3], causal=True, relative_bias=inputs[3], return_lse=True, backend=backend
+            )
+            return o.sin().sum() + lse.cos().sum()
+
+        grads = torch.func.grad(sine, argnums=(0, 1, 3))(q, k, v, slopes)
+        return sum((x**2).sum() for x in grads)
+
+    inputs = [x.detach() for x in (q, k, v, slopes)]
+    backend = "triton"
+    found = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*inputs)
+    backend = "torch"
+    expected = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*(x.double() for x in inputs))
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_inputs_computed_from_one_another(backend: str, device: str) -> None:
+    """Gradients with a graph count each way once, also those that lead from k over q."""
+    x = make_qkv(1, 2, 2, 12, D=16, device=device)[0]
+
+    def slope(attend, x):
+        k = x.sin()
+        o = attend(x, k, k, causal=True)
+        return torch.autograd.grad(o.cos().sum(), x, create_graph=True)[0]
+
+    ours = slope(partial(fastattn.attention, backend=backend), x)
+    exact = x.detach().double().requires_grad_()
+    expected = slope(reference.attention, exact)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+    ours, expected = (
+        torch.autograd.grad(y.square().sum(), of)[0] for y, of in ((ours, x), (expected, exact))
+    )
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_per_sample(masked: bool, device: str) -> None:
+    """vmap over grad: each sample's gradients, as one call after another gives them."""
+    q, k, v = (x.detach() for x in make_qkv(**SIZES, device=device))
+    v = v.movedim(0, 2)
+    lengths = torch.tensor([7, 20], device=device) if masked else None
+
+    def alone(q, k, v, length):
+        lengths = None if length is None else length[None]
+        o = fastattn.attention(
+            q[None], k[None], v[None], causal=True, key_lengths=lengths, backend="triton"
+        )
+        return o.sin().sum()
+
+    together = torch.func.grad(alone, argnums=(0, 1, 2))
+    dims = (0, 0, 2, 0 if masked else None)
+    found = torch.vmap(together, in_dims=dims, out_dims=(0, 0, 2))(q, k, v, lengths)
+    for b in range(SIZES["B"]):
+        sample = (q[b], k[b], v[:, :, b], None if lengths is None else lengths[b])
+        for ours, expected in zip(
+            (found[0][b], found[1][b], found[2][:, :, b]), together(*sample), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy sees the forward op by its name, and one that keeps it saves the second run."""
+    launches = []
+    kernels = ops._kernels()
+    launch = kernels.forward.launch_forward
+    monkeypatch.setattr(
+        kernels.forward, "launch_forward", lambda *args: launches.append(1) or launch(*args)
+    )
+
+    def policy(ctx, op, *args, **kwargs):
+        mine = op is torch.ops.fastattn.attention_forward.default
+        return CheckpointPolicy.MUST_SAVE if mine and kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = make_qkv(**SIZES, device=device)
+    o = checkpoint(
+        loss, *inputs, use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+    )  # fmt: skip
+    found = torch.autograd.grad(o, inputs)
+    assert len(launches) == (1 if kept else 2)
+    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_deterministic_algorithms_are_all_there_is(device: str) -> None:
+    """The flag that makes torch refuse what may differ from run to run changes nothing here."""
+    inputs = make_qkv(**SIZES, device=device)
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = torch.autograd.grad(loss(*inputs), inputs)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for ours, plain in zip(found, expected, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_replay_forward_and_backward() -> None:
+    inputs = make_qkv(**SIZES, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(loss(*inputs), inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(loss(*inputs), inputs)
+    with torch.no_grad():
+        for x in inputs:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        assert torch.equal(ours, expected)
