@@ -13,10 +13,14 @@ import contextlib
 import io
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -73,11 +77,19 @@ class CompiledFacts:
     mma: frozenset[str]  # of "wgmma", "tcgen05", "mma.sync", "mfma", "wmma"
     wgmma_register_a: int  # wgmma instructions whose A operand is in registers
     warnings: tuple[str, ...]  # ptxas C75xx
-    loops: tuple[Loop, ...]  # innermost loops with matrix instructions; empty on AMD
+    cubin: str | None  # where Triton's cache keeps the machine code; None on AMD
 
     @property
     def spills(self) -> bool:
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
+
+    @cached_property
+    def loops(self) -> tuple[Loop, ...]:
+        """Innermost loops with matrix instructions; empty on AMD.
+
+        Read when asked for: to disassemble takes nearly as long as to assemble.
+        """
+        return () if self.cubin is None else _matrix_loops(self.cubin)
 
 
 class _Launcher:
@@ -153,7 +165,8 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
     before = driver._active
     driver.set_active(stand_in)
     try:
-        yield stand_in.launched
+        with _keeping_ptxas_reports():
+            yield stand_in.launched
     finally:
         driver.set_active(before)
 
@@ -198,18 +211,47 @@ def describe(kernel: Any) -> CompiledFacts:
         mma=matrix_ops(assembly),
         wgmma_register_a=wgmma_with_register_a(assembly),
         warnings=report.warnings,
-        loops=_matrix_loops(kernel) if is_cuda else (),
+        cubin=_cubin(kernel) if is_cuda else None,
     )
 
 
+_NVIDIA = type(make_backend(TARGETS["sm_90"].gpu))
+_assemble = _NVIDIA.make_cubin
+_reports: dict[bytes, PtxasReport] = {}  # by the digest of the PTX
+
+
+@contextlib.contextmanager
+def _keeping_ptxas_reports() -> Iterator[None]:
+    """What Triton's ptxas step logs in the block, and would drop, goes to `_reports`."""
+
+    def assemble(backend: Any, ptx: str, *arguments: Any) -> Any:
+        log = io.StringIO()
+        try:
+            with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+                triton.knobs.nvidia.dump_ptxas_log = True
+                cubin = _assemble(backend, ptx, *arguments)
+        except Exception:
+            sys.stdout.write(log.getvalue())
+            raise
+        _reports[_digest(ptx)] = read_ptxas(log.getvalue())
+        return cubin
+
+    with mock.patch.object(_NVIDIA, "make_cubin", assemble):
+        yield
+
+
+def _digest(ptx: str) -> bytes:
+    return sha256(ptx.encode()).digest()
+
+
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    """From a second run of Triton's ptxas step, with its flags: the first one drops the log."""
-    gpu = kernel.metadata.target
-    log = io.StringIO()
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True
-        make_backend(gpu).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, gpu.arch)
-    return read_ptxas(log.getvalue())
+    """From the step that made the kernel or, where that came from a cache, from running it anew."""
+    ptx = kernel.asm["ptx"]
+    if _digest(ptx) not in _reports:
+        gpu = kernel.metadata.target
+        with _keeping_ptxas_reports():
+            make_backend(gpu).make_cubin(ptx, {}, kernel.metadata, gpu.arch)
+    return _reports[_digest(ptx)]
 
 
 def _amd_report(amdgcn: str) -> PtxasReport:
@@ -220,8 +262,12 @@ def _amd_report(amdgcn: str) -> PtxasReport:
     return PtxasReport(largest("vgpr_count"), spilled, spilled, ())
 
 
-def _matrix_loops(kernel: Any) -> tuple[Loop, ...]:
-    cubin = next(path for path in kernel.metadata_group.values() if path.endswith(".cubin"))
+def _cubin(kernel: Any) -> str:
+    paths: Iterator[str] = iter(kernel.metadata_group.values())
+    return next(path for path in paths if path.endswith(".cubin"))
+
+
+def _matrix_loops(cubin: str) -> tuple[Loop, ...]:
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
     sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions = read_sass(sass)
