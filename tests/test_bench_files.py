@@ -13,7 +13,12 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 def run_bench(*arguments):
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # In what looks like a worker of xdist nothing is measured.
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TRITON_INTERPRET" and not name.startswith("PYTEST_XDIST")
+    }
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=BENCH.parent,

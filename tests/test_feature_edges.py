@@ -147,7 +147,7 @@ def poisoned(by: str, B: int, T_k: int, device: str) -> tuple[dict[str, Any], to
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("by", ["padding", "lengths", "documents"])
 def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: str) -> None:
-    B, H, T = 2, 2, 35
+    B, H, T = 2, 1, 35
     clean = make_qkv(B, H, 1, T, D=8, device=device)
     options, hidden = poisoned(by, B, T, device)
     k, v = (x.detach().masked_fill(hidden[:, None, :, None], poison) for x in clean[1:])
@@ -218,7 +218,7 @@ def test_dropout_follows_torchs_generator_and_checkpointing(device: str) -> None
     assert not torch.equal(first[0], call(*inputs)), "another call draws another seed"
 
 
-@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@settings(max_examples=6, derandomize=True, deadline=None, database=None)
 @given(data=st.data())
 def test_drawn_calls(data: st.DataObject) -> None:
     device = "cuda" if torch.cuda.is_available() and not config._INTERPRETING else "cpu"
@@ -227,7 +227,7 @@ def test_drawn_calls(data: st.DataObject) -> None:
         return data.draw(strategy)
 
     B, H_k, G = (drawn(st.integers(1, 2)) for _ in range(3))
-    T_q, T_k = drawn(st.integers(1, 33)), drawn(st.integers(1, 33))
+    T_q, T_k = drawn(st.integers(1, 24)), drawn(st.integers(1, 24))
     D, D_v = drawn(st.integers(1, 20)), drawn(st.integers(1, 20))
     H_q = G * H_k
     options: dict[str, Any] = {}
@@ -298,11 +298,12 @@ class Sparse:
 
 
 FAR = 2**31 + 2**20
-# Strides of batch, head and row of [2, 2, 20, 8], one of them past 2^31 elements in all.
+# Strides of batch, head and row of [2, 2, 20, 8]: past 2^31 elements in all, and the last within a
+# tile of 16 rows.
 FAR_STRIDES = {
     "batch": (FAR, 160, 8),
     "head": (160, FAR, 8),
-    "row": (8, 16, FAR // 16),
+    "row": (8, 16, FAR // 8),
 }
 
 
@@ -327,7 +328,7 @@ def test_offsets_past_two_to_the_31(dim: str, tmp_path: Path, monkeypatch: Any) 
     q, k, v = (sparse.filled(x.detach(), *strides, 1) for x in clean)
     mask = draw(2, 2, 20, 20) < 1
     bias = draw(2, 2, 20, 20).half()
-    far_bias = sparse.filled(bias, *(FAR if s == FAR else s * 20 for s in strides), 1)
+    far_bias = sparse.filled(bias, *(s if s >= FAR // 8 else s * 20 for s in strides), 1)
     assert_matches_reference(triton_attention, q, k, v, clean=clean, attn_mask=mask, attn_bias=bias)
     o, expected = (triton_attention(q, k, v, attn_bias=x) for x in (far_bias, bias))
     assert torch.equal(o, expected)

@@ -58,13 +58,28 @@ def squash_grad(dx, x, b, h, q_pos, k_pos, table, ends):
 
 @triton.jit
 def hide_far(x, b, h, q_pos, k_pos):
-    """A score that is itself -inf, and NaN where a key of another parity is far."""
+    """A score that is itself -inf, so that no mask says what is hidden."""
     return tl.where(tl.abs(q_pos - k_pos) > 9, float("-inf"), 2 * x)
 
 
 @triton.jit
 def hide_far_grad(dx, x, b, h, q_pos, k_pos):
     return 2 * dx
+
+
+@triton.jit
+def past(b, h, q_pos, k_pos):
+    return k_pos < q_pos
+
+
+@triton.jit
+def by_distance(x, b, h, q_pos, k_pos):
+    return x / (q_pos - k_pos)
+
+
+@triton.jit
+def by_distance_grad(dx, x, b, h, q_pos, k_pos):
+    return dx / (q_pos - k_pos)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -234,6 +249,13 @@ def test_scores_that_hide_by_themselves(device: str) -> None:
     assert_matches_reference(
         triton_attention, q, k, v, score_mod=hide_far, score_mod_grad=hide_far_grad, query_offset=26
     )
+
+
+def test_hidden_scores_that_are_no_numbers(device: str) -> None:
+    """At distance 0, which the mask hides, score and gradient are divided by 0."""
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+    mods = {"score_mod": by_distance, "score_mod_grad": by_distance_grad}
+    assert_matches_reference(triton_attention, q, k, v, mask_mod=past, **mods)
 
 
 def test_rows_of_nothing_but_minus_infinity(device: str) -> None:
