@@ -100,7 +100,7 @@ class AttentionLayer(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H D] to [B, H, T, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _project(self, out: Tensor) -> Tensor:
         """[B, H_q, T, D] to [B, T, C]."""

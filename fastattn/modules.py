@@ -285,9 +285,9 @@ class GQAttention(AttentionLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D], normalised and rotated."""
         H_q, H_k = self.num_heads, self.num_kv_heads
-        qk, v = self._heads(self.qkv_proj(x)).split((H_q + H_k, H_k), dim=1)
+        qk, v = torch.split(self._heads(self.qkv_proj(x)), [H_q + H_k, H_k], dim=1)
         if self.qk_norm or self.scoring == "multiplicative":
-            q, k = qk.split((H_q, H_k), dim=1)
+            q, k = torch.split(qk, [H_q, H_k], dim=1)
             if self.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             if self.scoring == "multiplicative":
@@ -296,7 +296,7 @@ class GQAttention(AttentionLayer):
         if self.rotary is not None:
             cos, sin = tables or self._default_tables(x, positions, cache)
             qk = apply_rotary(qk, cos, sin, style=self.rotary)
-        q, k = qk.split((H_q, H_k), dim=1)
+        q, k = torch.split(qk, [H_q, H_k], dim=1)
         return q, k, v
 
     def _repr_values(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from . import formula
 from .functional import attention
 
 
@@ -43,8 +44,11 @@ class RelativeScheme(Protocol):
         has_values: its terms have values.
     """
 
-    has_keys: bool
-    has_values: bool
+    @property
+    def has_keys(self) -> bool: ...
+
+    @property
+    def has_values(self) -> bool: ...
 
     def __call__(self, q: Tensor) -> RelativeTerms: ...
 
@@ -89,6 +93,15 @@ def relative_values(
         [B, H_q, T_q, D_v] in k's dtype.
     """
     assert terms.values is not None
+    if formula.autocasting(k.device):
+        # It would take products of scores in its own dtype.
+        keys = None if terms.keys is None else terms.keys.to(k.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            return relative_values(
+                k, lse, terms._replace(keys=keys), scale=scale, causal=causal,
+                query_offset=query_offset, key_lengths=key_lengths,
+                key_padding_mask=key_padding_mask, backend=backend,
+            )  # fmt: skip
     T_q, T_k, D = terms.query.shape[2], k.shape[2], k.shape[3]
     if T_q == 0:
         return terms.query.new_zeros(*terms.query.shape[:3], terms.values.shape[2])
@@ -130,7 +143,7 @@ def _near_weights(k: Tensor, lse: Tensor, terms: RelativeTerms, R: int, call: _C
     heads = torch.arange(H_k, device=k.device)[:, None]
     around = torch.where(exists[:, None, :, None], k[rows, heads, index[:, None]], 0.0)
 
-    q = terms.query.to(lse.dtype).unflatten(1, (H_k, H_q // H_k))
+    q = terms.query.to(lse.dtype).reshape(B, H_k, H_q // H_k, T_q, -1)
     around = around.to(lse.dtype)[:, :, None]
     scores, visible = [], []
     for d in range(1 - R, R):

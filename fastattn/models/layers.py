@@ -1,25 +1,89 @@
-"""Layers that the reference models share."""
+"""Layers that the models share: feed-forward, norms, and a block of attention around them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..modules import CausalGQAttention, LayerCache
+from ..cross_attention import CrossGQAttention, ProjectedMemory
+from ..functional import attention
+from ..modules import GQAttention, LayerCache
+from .config import GATED, Activation, Norm, Order, TransformerConfig
+from .positions import RelativeContent, RelativeScalar, RelativeTransformerXL
 
-Activation = Literal["gelu", "gelu_tanh"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Unpack
+
+    from ..scoring import MaskArguments
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "geglu": F.gelu,
+    "swiglu": F.silu,
+}
+
+
+def uniform_attention(
+    v: Tensor,
+    *,
+    queries: int | None = None,
+    backend: str | None = None,
+    **masks: Unpack[MaskArguments],
+) -> Tensor:
+    """The average of the values that a query sees: attention before there is any.
+
+        o_i = 1 / n_i sum_j v_j, over the n_i keys j that query i sees
+
+    It is attention whose scores are all alike, as those of queries of zeros are: the masks, the
+    kernels and the gradient are the same. With causal=True row i is the running mean of rows 0 to
+    i. What learned scores add is that the weights depend on the tokens.
+
+    Args:
+        v: [B, H, T_k, D_v], differentiable.
+        queries: T_q; default T_k.
+        backend: as for `fastattn.attention`.
+        masks: causal, window, key_lengths and the other masks of `fastattn.attention`.
+
+    Returns:
+        [B, H, T_q, D_v]; 0 for a query that sees nothing.
+
+    Example:
+        >>> uniform_attention(torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1), causal=True).flatten()
+        tensor([1., 2., 4.])
+    """
+    B, H, T_k, _ = v.shape
+    q = v.new_zeros(B, H, T_k if queries is None else queries, 1)
+    return attention(q, v.new_zeros(B, H, T_k, 1), v, backend=backend, **masks)
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, applied to each position on its own.
+    """The feed-forward part of a layer, applied to each position on its own.
+
+        down_proj(act(up_proj(x)))            act: "relu", "gelu" or "gelu_tanh"
+        down_proj(act(g) * h)                 g, h = the halves of up_proj(x); act the GELU of
+                                              "geglu", the SiLU of "swiglu"
+
+    Vaswani et al. 2017 (arXiv 1706.03762); GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415); with
+    gates: Shazeer 2020 (arXiv 2002.05202).
 
     Args:
         embed_dim: width C of the input and of the output.
-        hidden_dim: width between the two layers; default 4 * embed_dim.
-        bias: give both linear layers a bias.
+        hidden_dim: width between the layers; default 4 * embed_dim, with a gate 8 * embed_dim // 3,
+            which is as many parameters.
+        bias: give the linear layers a bias.
         dropout: probability of zeroing an output element while training.
-        activation: "gelu", or "gelu_tanh", its approximation by a hyperbolic tangent.
+        activation: one of the above.
+
+    Parameters:
+        up_proj.weight: [hidden_dim, C], with a gate [2 hidden_dim, C], the gate's rows first.
+        down_proj.weight: [C, hidden_dim].
     """
 
     def __init__(
@@ -32,34 +96,86 @@ class MLP(nn.Module):
         activation: Activation = "gelu",
     ) -> None:
         super().__init__()
-        hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
-        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
-        self.activation = nn.GELU("tanh" if activation == "gelu_tanh" else "none")
+        self.gated = activation in GATED
+        if hidden_dim is None:
+            hidden_dim = 8 * embed_dim // 3 if self.gated else 4 * embed_dim
+        rows = 2 * hidden_dim if self.gated else hidden_dim
+        self.up_proj = nn.Linear(embed_dim, rows, bias=bias)
+        self.activation = activation
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., embed_dim] to a tensor of the same shape."""
-        return self.dropout(self.down_proj(self.activation(self.up_proj(x))))
+        act = _ACTIVATIONS[self.activation]
+        h = self.up_proj(x)
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            h = act(gate) * h
+        else:
+            h = act(h)
+        return self.dropout(self.down_proj(h))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+def make_norm(kind: Norm, width: int, *, eps: float = 1e-5, bias: bool = False) -> nn.Module:
+    """torch's LayerNorm (Ba et al. 2016), or its RMSNorm (Zhang & Sennrich 2019), without bias.
+
+    Args:
+        kind: "layernorm", (x - mean) / sqrt(variance + eps) * weight + bias; "rmsnorm",
+            x / sqrt(mean(x^2) + eps) * weight.
+        width: C.
+        eps: of the formula.
+        bias: give a layer norm a bias.
+    """
+    if kind == "rmsnorm":
+        return nn.RMSNorm(width, eps=eps)
+    return nn.LayerNorm(width, eps=eps, bias=bias)
 
 
 class Block(nn.Module):
-    """One pre-LN transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    """One transformer layer: attention, where there is a memory cross-attention, feed-forward.
+
+        "pre"       x + f(norm(x)), for one part f after the other       (Xiong et al. 2020)
+        "post"      norm(x + f(x))                                       (Vaswani et al. 2017)
+        "parallel"  x + mlp(norm(x)) + attention(norm(x)), one norm      (GPT-J; PaLM)
 
     Args:
-        attention: the layer's self-attention, which applies its own output dropout.
-        mlp: the layer's feed-forward part, which applies its own output dropout.
+        attention: the layer's self-attention. Each part applies its own output dropout.
+        mlp: the layer's feed-forward part.
         embed_dim: width C of the residual stream.
-        bias: give the layer norms a bias.
+        bias: give layer norms a bias.
+        cross: the layer's cross-attention; None = none.
+        order: one of the above.
+        norm, norm_eps: as for `make_norm`.
     """
 
     def __init__(
-        self, attention: CausalGQAttention, mlp: MLP, embed_dim: int, *, bias: bool = False
+        self,
+        attention: GQAttention,
+        mlp: MLP,
+        embed_dim: int,
+        *,
+        bias: bool = False,
+        cross: CrossGQAttention | None = None,
+        order: Order = "pre",
+        norm: Norm = "layernorm",
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(embed_dim, bias=bias)
+
+        def make() -> nn.Module:
+            return make_norm(norm, embed_dim, eps=norm_eps, bias=bias)
+
+        parallel = order == "parallel"
+        self.order = order
+        self.attention_norm = make()
         self.attention = attention
-        self.mlp_norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.cross_norm = None if cross is None or parallel else make()
+        self.cross = cross
+        self.mlp_norm = None if parallel else make()
         self.mlp = mlp
 
     def forward(
@@ -69,12 +185,102 @@ class Block(nn.Module):
         key_lengths: Tensor | None = None,
         rotary_tables: tuple[Tensor, Tensor] | None = None,
         cache: LayerCache | None = None,
+        memory: ProjectedMemory | None = None,
     ) -> Tensor:
-        """Maps x [B, T, embed_dim] to the same shape; keywords as `CausalGQAttention.forward`."""
-        x = x + self.attention(
-            self.attention_norm(x),
-            key_lengths=key_lengths,
-            rotary_tables=rotary_tables,
-            cache=cache,
+        """Maps x [B, T, embed_dim] to the same shape.
+
+        Args:
+            key_lengths, rotary_tables, cache: as for `GQAttention.forward`.
+            memory: what cross-attention looks at, from its `project_memory`.
+        """
+        attend = partial(
+            self.attention, key_lengths=key_lengths, rotary_tables=rotary_tables, cache=cache
         )
-        return x + self.mlp(self.mlp_norm(x))
+        look = None
+        if self.cross is not None:
+            assert memory is not None, "a layer with cross-attention is given a memory"
+            look = partial(self.cross, memory=memory)
+        if self.order == "parallel":
+            h = self.attention_norm(x)
+            y = x + self.mlp(h) + attend(h)
+            return y if look is None else y + look(h)
+        x = self._add(x, self.attention_norm, attend)
+        if look is not None:
+            x = self._add(x, self.cross_norm, look)
+        return self._add(x, self.mlp_norm, self.mlp)
+
+    def _add(self, x: Tensor, norm: nn.Module | None, part: Callable[[Tensor], Tensor]) -> Tensor:
+        assert norm is not None, "only a parallel block has parts without a norm of their own"
+        return x + part(norm(x)) if self.order == "pre" else norm(x + part(x))
+
+
+def make_relative(
+    config: TransformerConfig,
+) -> RelativeScalar | RelativeContent | RelativeTransformerXL | None:
+    """The terms by relative position of one layer, where the configuration has them."""
+    H, D, R = config.num_heads, config.head_dim, config.relative_distance
+    options: dict[str, Any] = {
+        "value_dim": D if config.relative_values else None,
+        "table": config.relative_table,
+    }
+    if config.positions == "scalar":
+        return RelativeScalar(H, R, **options)
+    if config.positions == "content":
+        return RelativeContent(D, R, **options)
+    if config.positions == "transformer_xl":
+        return RelativeTransformerXL(H, D, R, **options)
+    return None
+
+
+def make_block(
+    config: TransformerConfig, layer: int, *, causal: bool = True, cross: bool = False
+) -> Block:
+    """Layer number `layer`, from 0, of a model.
+
+    Args:
+        config: of the model.
+        layer: decides between window and stride, where they alternate.
+        causal: of the self-attention.
+        cross: give the layer cross-attention.
+    """
+    window, stride = config.window, config.stride
+    if config.sparse == "alternate":
+        window, stride = (None, stride) if layer % 2 else (window, None)
+    heads: dict[str, Any] = {
+        "qkv_bias": config.bias,
+        "out_bias": config.bias,
+        "qk_norm": config.qk_norm,
+        "scoring": config.scoring,
+        "softcap": config.softcap,
+        "sinks": config.sinks,
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+    }
+    sizes = (config.embed_dim, config.num_heads, config.num_kv_heads)
+    return Block(
+        GQAttention(
+            *sizes,
+            causal=causal,
+            window=window,
+            stride=stride,
+            keep_first=config.keep_first,
+            rotary=config.rotary_style if config.positions == "rotary" else None,
+            rotary_base=config.rotary_base,
+            alibi=config.positions == "alibi",
+            relative=make_relative(config),
+            **heads,
+        ),
+        MLP(
+            config.embed_dim,
+            config.hidden_dim,
+            bias=config.bias,
+            dropout=config.dropout,
+            activation=config.activation,
+        ),
+        config.embed_dim,
+        bias=config.bias,
+        cross=CrossGQAttention(*sizes, **heads) if cross else None,
+        order=config.block,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+    )

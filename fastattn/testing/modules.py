@@ -113,7 +113,9 @@ def naive_layer(
     scores = _scored(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
 
     i, j = step[:, None], step
-    near = (j > i - (T if layer.window is None else layer.window)) | (j < layer.keep_first)
+    window = T if layer.window is None else layer.window
+    assert isinstance(window, int), "pairs have no naive twin"
+    near = (j > i - window) | (j < layer.keep_first)
     behind = j <= i
     if prefix_lengths is not None:
         behind = behind | (j < prefix_lengths[:, None, None, None])

@@ -1,0 +1,254 @@
+"""What the layers of all models have in common: every option, its default and its check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from .. import checks
+from ..attention_layer import Scoring
+from ..rotary import RotaryStyle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Positions = Literal[
+    "learned", "sinusoidal", "rotary", "alibi", "scalar", "content", "transformer_xl", "none"
+]
+Activation = Literal["relu", "gelu", "gelu_tanh", "geglu", "swiglu"]
+Norm = Literal["layernorm", "rmsnorm"]
+Order = Literal["pre", "post", "parallel"]
+Sparse = Literal["alternate", "merge"]
+Table = Literal["trained", "sinusoidal"]
+
+# Positions that add terms by relative position; the other ones have none on the values.
+RELATIVE = ("scalar", "content", "transformer_xl")
+# Feed-forward layers with a gate: three matrices in place of two.
+GATED = ("geglu", "swiglu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The options of a model's layers. `GPTConfig`, `EncoderConfig` and `Seq2SeqConfig` inherit it.
+
+    Args:
+        num_layers: number of transformer layers.
+        num_heads: query heads a layer.
+        num_kv_heads: key/value heads a layer, a divisor of num_heads; None = num_heads.
+        embed_dim: width C of the residual stream, a multiple of num_heads.
+        positions: "learned" adds a trained vector a position to the token embedding, "sinusoidal" a
+            fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores in
+            proportion to the distance; "scalar", "content" and "transformer_xl" learn terms of the
+            scores by relative position (see `fastattn.models.positions`); "none" has none.
+        rotary_style: pairs of features that are rotated together, "half" or "interleaved".
+        rotary_base: the rotation's longest wavelength is about 2 * pi * rotary_base positions.
+        relative_distance: R of the learned terms: distances beyond R are taken as R.
+        relative_table: their vectors: "trained", or "sinusoidal" with a trained projection.
+        relative_values: with learned terms, add vectors by relative position to the values too.
+        window: keys a query sees, itself included; None = all up to itself. In an encoder, those at
+            a distance below it on either side.
+        keep_first: first keys that stay visible outside the window, which it needs.
+        stride: with sparse, a query sees the keys at distances that are multiples of it.
+        sparse: "alternate" gives the first layer, the third and so on the window and the others the
+            stride; "merge" lets every layer see the keys of both (Child et al. 2019, arXiv
+            1904.10509). Both are needed.
+        scoring: of queries and keys: "scaled_dot", "dot", "multiplicative" or "additive"; see
+            `fastattn.GQAttention`.
+        softcap: bound of the attention scores; None = none.
+        sinks: give every head a learned share of attention that goes to no key.
+        qk_norm: normalise queries and keys, with learned weights.
+        block: where layers normalise: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel",
+            x + mlp(norm(x)) + attention(norm(x)).
+        norm: "layernorm" or "rmsnorm".
+        norm_eps: added to the variance, or to the mean square.
+        embedding_norm: normalise the embedding, as BERT does.
+        dropout: probability of zeroing an element of the embedding and of each layer's outputs
+            while training.
+        attention_dropout: probability of dropping an attention weight while training.
+        bias: give linear layers and layer norms a bias.
+        activation: of the layers between attention: "relu", "gelu", "gelu_tanh" (its approximation
+            by a hyperbolic tangent, which GPT-2 has), or with a gate "geglu" and "swiglu".
+        hidden_dim: width between the linear layers behind attention; None = 4 * embed_dim, with a
+            gate 8 * embed_dim // 3, which is as many parameters.
+        tie_weights: use the token embedding as the output layer's weight too.
+        label_smoothing: share of the target's probability that the loss spreads over all tokens
+            while training (Szegedy et al. 2016, arXiv 1512.00567).
+
+    Raises:
+        ValueError: a field is out of range, or fields disagree.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    embed_dim: int = 128
+    positions: Positions = "learned"
+    rotary_style: RotaryStyle = "half"
+    rotary_base: float = 10000.0
+    relative_distance: int = 32
+    relative_table: Table = "trained"
+    relative_values: bool = False
+    window: int | None = None
+    keep_first: int = 0
+    stride: int | None = None
+    sparse: Sparse | None = None
+    scoring: Scoring = "scaled_dot"
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: bool = False
+    block: Order = "pre"
+    norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
+    embedding_norm: bool = False
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    bias: bool = False
+    activation: Activation = "gelu"
+    hidden_dim: int | None = None
+    tie_weights: bool = True
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        counts = ["num_layers", "num_heads", "embed_dim", "relative_distance"]
+        optional = ("num_kv_heads", "window", "stride", "hidden_dim")
+        for name in counts + [name for name in optional if getattr(self, name) is not None]:
+            check_positive_int(name, getattr(self, name))
+        for name, kind in _CHOICES.items():
+            _check_choice(name, getattr(self, name), get_args(kind))
+        self._check_heads()
+        for name in ("rotary_base", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        self._check_sparse()
+        checks.check_keep_first(self.keep_first, self.window is not None)
+        if self.softcap is not None:
+            checks.check_positive("softcap", self.softcap)
+        self._check_terms()
+
+    def _check_heads(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads={self.num_heads}, got {self.embed_dim}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                "embed_dim / num_heads must be even for positions='rotary', "
+                f"got {self.embed_dim} / {self.num_heads} = {self.head_dim}"
+            )
+        sinusoidal = self.positions == "sinusoidal" or self.relative_table == "sinusoidal"
+        if sinusoidal and self.embed_dim % 2:
+            raise ValueError(f"embed_dim must be even for sinusoids, got {self.embed_dim}")
+
+    def _check_sparse(self) -> None:
+        if self.sparse is None:
+            if self.stride is not None:
+                raise ValueError(
+                    f"stride needs sparse='alternate' or 'merge', got {self.stride} without it"
+                )
+        elif self.window is None or self.stride is None:
+            raise ValueError(
+                f"sparse={self.sparse!r} needs window and stride, "
+                f"got window={self.window} and stride={self.stride}"
+            )
+
+    def _check_terms(self) -> None:
+        """What terms on the values, and additive scores, go together with."""
+        if self.relative_values and self.positions not in RELATIVE:
+            raise ValueError(
+                f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
+                f"got {self.positions!r}"
+            )
+        plain = {"softcap": None, "sinks": False, "attention_dropout": 0}
+        for name, nothing in {**plain, "window": None}.items():
+            if self.relative_values and getattr(self, name) != nothing:
+                raise ValueError(
+                    f"{name} cannot go with relative_values, got {getattr(self, name)}"
+                )
+        if self.scoring != "additive":
+            return
+        for name, nothing in plain.items():
+            if getattr(self, name) != nothing:
+                raise ValueError(
+                    f"{name} cannot go with scoring='additive', got {getattr(self, name)}"
+                )
+        if self.positions in (*RELATIVE, "alibi"):
+            raise ValueError(
+                "positions must be 'learned', 'sinusoidal', 'rotary' or 'none' with "
+                f"scoring='additive', got {self.positions!r}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features a head, D."""
+        return self.embed_dim // self.num_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict of JSON values; `from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds a config from `to_dict`'s result; what is missing has its default.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - set(known)):
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}, only {sorted(known)}")
+        for name, field in known.items():
+            if field.default is dataclasses.MISSING and name not in fields:
+                raise ValueError(f"{cls.__name__} needs the field {name!r}")
+        return cls(**fields)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A published configuration, with changes to it.
+
+        Args:
+            name: one of cls.presets.
+            changes: fields that differ from it.
+
+        Raises:
+            ValueError: there is no such preset, or the changes do not suit it.
+        """
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "none"
+            raise ValueError(f"{cls.__name__} has the presets {known}, got {name!r}")
+        return cls.from_dict({**cls.presets[name], **changes})
+
+
+_CHOICES: Mapping[str, Any] = {
+    "positions": Positions,
+    "rotary_style": RotaryStyle,
+    "relative_table": Table,
+    "sparse": Sparse,
+    "scoring": Scoring,
+    "block": Order,
+    "norm": Norm,
+    "activation": Activation,
+}
+
+
+def check_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if name == "sparse" and value is None:
+        return
+    if value not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")

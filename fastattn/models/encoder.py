@@ -1,0 +1,179 @@
+"""A bidirectional encoder, and what it is trained for: tags of tokens, and tokens behind masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import TransformerConfig, check_positive_int
+from .stack import TokenStack, check_targets, check_tokens, token_loss
+
+
+@dataclass(frozen=True)
+class EncoderConfig(TransformerConfig):
+    """The shape of an `Encoder`.
+
+    Args:
+        vocab_size: number of distinct tokens V.
+        context_length: longest sequence the model reads, in tokens.
+
+    The other fields are those of `TransformerConfig`.
+
+    Presets: "bert-base" (Devlin et al. 2018, arXiv 1810.04805; without its segments and pooler).
+
+    Raises:
+        ValueError: a field is out of range, or fields disagree.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "bert-base": {
+            "vocab_size": 30522, "context_length": 512, "num_layers": 12, "num_heads": 12,
+            "embed_dim": 768, "bias": True, "block": "post", "embedding_norm": True,
+            "norm_eps": 1e-12, "dropout": 0.1, "attention_dropout": 0.1,
+        },
+    }  # fmt: skip
+
+    vocab_size: int
+    context_length: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_length"):
+            check_positive_int(name, getattr(self, name))
+        super().__post_init__()
+
+
+class Encoder(TokenStack):
+    """Transformer encoder: every token sees all that are no padding, before and behind it.
+
+    Weights start as `GPT`'s do.
+    """
+
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config, config.vocab_size, config.context_length, causal=False)
+        self._initialise()
+
+    def forward(self, tokens: Tensor, *, key_lengths: Tensor | None = None) -> Tensor:
+        """Vectors of tokens in their context.
+
+        Args:
+            tokens: [B, T] integers in [0, vocab_size), T <= context_length.
+            key_lengths: int32 or int64 [B]: row b's first key_lengths[b] tokens are real, the
+                others are padding, which no token sees.
+
+        Returns:
+            [B, T, C]; rows at padding are unspecified, though finite.
+
+        Raises:
+            ValueError: tokens have another shape, or T is over context_length.
+        """
+        check_tokens("tokens", tokens, "context_length", self.config.context_length)
+        return self._hidden(tokens, key_lengths=key_lengths)
+
+
+class Tagger(nn.Module):
+    """An encoder with a linear layer that scores the tags of every token.
+
+    Args:
+        config: of the encoder; label_smoothing is the loss's.
+        num_tags: how many tags there are.
+
+    Parameters:
+        encoder: an `Encoder`.
+        head.weight, head.bias: [num_tags, C] and [num_tags].
+    """
+
+    def __init__(self, config: EncoderConfig, num_tags: int) -> None:
+        super().__init__()
+        check_positive_int("num_tags", num_tags)
+        self.config, self.num_tags = config, num_tags
+        self.encoder = Encoder(config)
+        self.head = nn.Linear(config.embed_dim, num_tags)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Scores every tag of every token.
+
+        Args:
+            tokens, key_lengths: as for `Encoder.forward`.
+            targets: int64 [B, T], the tags; -100 leaves a token out of the loss.
+
+        Returns:
+            logits [B, T, num_tags], or (logits, mean cross-entropy in nats) when targets are given.
+
+        Raises:
+            ValueError: as `Encoder.forward`, or targets have another shape.
+        """
+        check_targets(targets, "tokens", tokens)
+        logits = self.head(self.encoder(tokens, key_lengths=key_lengths))
+        return _scored(logits, targets, self.config.label_smoothing if self.training else 0.0)
+
+
+class MaskedLM(nn.Module):
+    """An encoder that scores every token of the vocabulary at every position.
+
+    It is trained on texts some of whose tokens are masked (Devlin et al. 2018, arXiv 1810.04805).
+    The output layer is the token embedding, if the configuration ties them, and a bias a token.
+
+    Args:
+        config: of the encoder; label_smoothing is the loss's.
+
+    Parameters:
+        encoder: an `Encoder`.
+        head.weight: [V, C], unless tied.
+        head_bias: [V], from 0.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.head = None
+        if not config.tie_weights:
+            self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+            nn.init.normal_(self.head.weight, std=0.02)
+        self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Scores every token that may stand at each position.
+
+        Args:
+            tokens, key_lengths: as for `Encoder.forward`; some of the tokens a mask's.
+            targets: int64 [B, T], the tokens that the masks hide, -100 elsewhere.
+
+        Returns:
+            logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
+
+        Raises:
+            ValueError: as `Encoder.forward`, or targets have another shape.
+        """
+        check_targets(targets, "tokens", tokens)
+        weight = self.encoder.token_embedding.weight if self.head is None else self.head.weight
+        hidden = self.encoder(tokens, key_lengths=key_lengths)
+        logits = F.linear(hidden, weight, self.head_bias)
+        return _scored(logits, targets, self.config.label_smoothing if self.training else 0.0)
+
+
+def _scored(
+    logits: Tensor, targets: Tensor | None, smoothing: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    return logits if targets is None else (logits, token_loss(logits, targets, smoothing))

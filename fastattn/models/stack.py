@@ -1,0 +1,216 @@
+"""From tokens to vectors: the embedding, the positions and the layers of every model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import KVCache
+from ..cross_attention import ProjectedMemory
+from ..modules import LayerCache
+from ..rotary import rotary_tables
+from .config import TransformerConfig
+from .layers import Block, make_block, make_norm
+from .positions import LearnedPositions, SinusoidalPositions
+
+# GPT-2's initialisation: every weight matrix is normal with this standard deviation.
+_INIT_STD = 0.02
+# Layers that write to the residual stream.
+_WRITERS = ("out_proj.weight", "down_proj.weight")
+# Parameters that start as their own modules make them.
+_KEPT = ("score_weight", "score_vector")
+
+
+class TokenStack(nn.Module):
+    """Token embedding, positions, transformer layers, and the norm behind them.
+
+    Args:
+        config: of the layers.
+        vocab_size: number of distinct tokens V.
+        length: longest sequence, in tokens.
+        causal: tokens see those before them alone.
+        cross: the layers look at a memory.
+        num_layers: default config.num_layers.
+
+    Parameters:
+        token_embedding.weight: [V, C].
+        position_embedding.weight: [length, C], with learned positions.
+        embedding_norm.weight: [C], if the configuration has it.
+        blocks: the layers; see `fastattn.models.layers.Block`.
+        norm.weight: [C]; in post-LN models the layers end with a norm, and there is no other.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        length: int,
+        *,
+        causal: bool = True,
+        cross: bool = False,
+        num_layers: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.length = config, length
+        C = config.embed_dim
+        count = config.num_layers if num_layers is None else num_layers
+        self.token_embedding = nn.Embedding(vocab_size, C)
+        self.position_embedding = _make_positions(config, length)
+        self.embedding_norm = self._make_norm() if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            make_block(config, i, causal=causal, cross=cross) for i in range(count)
+        )
+        self.norm = None if config.block == "post" else self._make_norm()
+
+    def _make_norm(self) -> nn.Module:
+        config = self.config
+        return make_norm(config.norm, config.embed_dim, eps=config.norm_eps, bias=config.bias)
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        *,
+        key_lengths: Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+        memory: Sequence[ProjectedMemory] | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
+        x = self.dropout(self._embed(tokens, cache))
+        tables = None
+        if self.config.positions == "rotary":
+            tables = self._rotary_tables(tokens, cache)
+        for i, block in enumerate(self.blocks):
+            x = block(
+                x,
+                key_lengths=key_lengths,
+                rotary_tables=tables,
+                cache=None if cache is None else cache[i],
+                memory=None if memory is None else memory[i],
+            )
+        if last_only:
+            x = _last_tokens(x, key_lengths)
+        return x if self.norm is None else self.norm(x)
+
+    def _embed(self, tokens: Tensor, cache: Sequence[LayerCache] | None) -> Tensor:
+        """[B, T, C]: the tokens' vectors with those of their positions, normalised if wanted."""
+        x = self.token_embedding(tokens)
+        positions = self.position_embedding
+        if positions is not None:
+            if isinstance(positions, SinusoidalPositions):
+                # As in the paper, section 3.4: the sinusoids are as large as 1.
+                x = x * math.sqrt(self.config.embed_dim)
+            at = positions.at(_first_position(cache), tokens.shape[1], x.device)
+            x = x + at.to(x.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _rotary_tables(
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The (cos, sin) that all layers rotate by, made once for them."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        first = _first_position(cache)
+        positions = positions + (first[:, None] if isinstance(first, Tensor) else first)
+        return rotary_tables(positions, self.config.head_dim, base=self.config.rotary_base)
+
+    def _new_cache(
+        self,
+        batch_size: int,
+        max_length: int | None,
+        name: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> list[KVCache]:
+        """Empty caches, one a layer; name: of the field that bounds learned positions."""
+        max_length = self.length if max_length is None else max_length
+        if isinstance(self.position_embedding, LearnedPositions) and max_length > self.length:
+            raise ValueError(
+                f"max_length must be at most {name}={self.length} with learned positions, "
+                f"got {max_length}"
+            )
+        return [
+            block.attention.new_cache(batch_size, max_length, device=device, dtype=dtype)
+            for block in cast(Iterable[Block], self.blocks)
+        ]
+
+    def _initialise(self) -> None:
+        """GPT-2's weights: see `GPT`."""
+        parts = 2 if self.blocks[0].cross is None else 3
+        residual_std = _INIT_STD / math.sqrt(parts * len(self.blocks))
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2 and not name.endswith(_KEPT):
+                std = residual_std if name.endswith(_WRITERS) else _INIT_STD
+                nn.init.normal_(parameter, std=std)
+
+
+def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:
+    """[B, T] tokens, not longer than the model reads."""
+    if tokens.dim() != 2:
+        raise ValueError(f"{name} must have shape [B, T], got {tuple(tokens.shape)}")
+    if tokens.shape[1] > length:
+        raise ValueError(
+            f"{name} must be at most {length_name}={length} long, got T={tokens.shape[1]}"
+        )
+
+
+def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
+    """Targets of the shape of the tokens, which are called `name`."""
+    if targets is not None and targets.shape != tokens.shape:
+        raise ValueError(
+            f"targets must have {name}' shape {tuple(tokens.shape)}, got {tuple(targets.shape)}"
+        )
+
+
+def check_cache(
+    name: str, tokens: Tensor, cache: Sequence[LayerCache] | None, num_layers: int
+) -> None:
+    """A cache a layer, with room for the tokens where that is known."""
+    if cache is None:
+        return
+    if len(cache) != num_layers:
+        raise ValueError(f"cache must hold one KVCache a layer ({num_layers}), got {len(cache)}")
+    n = cache[0].uniform_length
+    if n is not None and n + tokens.shape[1] > cache[0].max_length:
+        raise ValueError(
+            f"{name} must fit the cache: it holds {n} of {cache[0].max_length} tokens a row, "
+            f"got T={tokens.shape[1]} more"
+        )
+
+
+def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+
+
+def _make_positions(
+    config: TransformerConfig, length: int
+) -> LearnedPositions | SinusoidalPositions | None:
+    if config.positions == "learned":
+        return LearnedPositions(length, config.embed_dim)
+    if config.positions == "sinusoidal":
+        return SinusoidalPositions(config.embed_dim)
+    return None
+
+
+def _first_position(cache: Sequence[LayerCache] | None) -> int | Tensor:
+    """Where the next token stands: one number, or one a row."""
+    if cache is None:
+        return 0
+    n = cache[0].uniform_length
+    return cache[0].lengths if n is None else n
+
+
+def _last_tokens(x: Tensor, key_lengths: Tensor | None) -> Tensor:
+    """Each row's last real token: [B, T, C] -> [B, 1, C]."""
+    if key_lengths is None:
+        return x[:, -1:]
+    index = (key_lengths.long() - 1).clamp(0, x.shape[1] - 1)
+    return x[torch.arange(x.shape[0], device=x.device), index].unsqueeze(1)
