@@ -16,3 +16,6 @@ from .search import beam_texts as beam_texts
 from .speculative import speculative_text as speculative_text
 from .speculative import speculative_tokens as speculative_tokens
 from .text import TextStream as TextStream
+from .translate import beam_translate as beam_translate
+from .translate import greedy_translate as greedy_translate
+from .translate import translate as translate

@@ -84,7 +84,7 @@ def beam_search(
     make_request(model, prompt, count, end_token=end_token)
     if count == 0:
         return [Beam([], 0.0, 0.0)]
-    search = _Search(beams, count, length_penalty, end_token, is_end)
+    search = Search(beams, count, length_penalty, end_token, is_end)
     window = Window(model, beams, len(prompt) + count)
     fresh: list[list[int]] = [list(prompt)] * beams
     while True:
@@ -135,7 +135,7 @@ def beam_texts(
     return [(text_until_stop(tokenizer, beam.tokens, stop), beam) for beam in found]
 
 
-class _Search:
+class Search:
     """The beams that go on, and the best that have ended; knows nothing of a model.
 
     There are as many rows as beams. Rows that no continuation is left for hold a copy of row 0 with

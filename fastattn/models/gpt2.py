@@ -6,6 +6,7 @@ out]; names of nanoGPT are Hugging Face's. What `GPT` has no place for is refuse
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,13 @@ _HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
+    "gelu": "gelu", "relu": "relu",
+}  # fmt: skip
+# Fields of `GPTConfig` that GPT-2 has too, or that do not change what is computed of them.
+_CONVERTED = {
+    "vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "embed_dim",
+    "hidden_dim", "activation", "dropout", "attention_dropout", "bias", "tie_weights", "positions",
+    "rotary_style", "rotary_base", "relative_distance", "relative_table", "label_smoothing",
 }  # fmt: skip
 # Fields of a Hugging Face configuration and the only values that GPT computes.
 _REQUIRED = {
@@ -93,10 +100,12 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
             f"GPT-2 has as many key/value heads as query heads, got {config.num_kv_heads} for "
             f"{config.num_heads}"
         )
-    for name in ("window", "keep_first", "softcap", "sinks", "qk_norm"):
-        if getattr(config, name) != getattr(plain, name):
-            raise UnsupportedModelError(f"GPT-2 has no {name}, got {getattr(config, name)!r}")
     activation = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    if config.activation not in activation:
+        raise UnsupportedModelError(f"GPT-2 has no activation {config.activation!r}")
+    for name in dataclasses.asdict(config):
+        if name not in _CONVERTED and getattr(config, name) != getattr(plain, name):
+            raise UnsupportedModelError(f"GPT-2 has no {name}, got {getattr(config, name)!r}")
     return {
         **_REQUIRED,
         "architectures": ["GPT2LMHeadModel"],

@@ -1,0 +1,199 @@
+"""Decoding of an encoder-decoder: the likeliest token at a time, or the likeliest texts.
+
+The source is read once: its keys and values serve every step, and all beams of a source. The target
+grows in key/value caches by a token a step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..models.seq2seq import Seq2Seq
+from .search import Beam, Search
+from .window import check_finite
+
+
+def translate(
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
+    max_length: int | None = None,
+    beams: int = 1,
+    length_penalty: float = 0.0,
+) -> list[list[int]]:
+    """The target of each source: by `greedy_translate` with one beam, else by `beam_translate`.
+
+    Args:
+        model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
+        beams, length_penalty: as for `beam_translate`.
+
+    Returns:
+        B lists of tokens, without the begin and end tokens.
+
+    Raises:
+        ValueError, FloatingPointError: as those two.
+    """
+    if beams == 1:
+        return greedy_translate(
+            model, source, begin=begin, end=end, source_lengths=source_lengths,
+            max_length=max_length,
+        )  # fmt: skip
+    found = beam_translate(
+        model, source, begin=begin, end=end, source_lengths=source_lengths,
+        max_length=max_length, beams=beams, length_penalty=length_penalty,
+    )  # fmt: skip
+    return [best[0].tokens for best in found]
+
+
+@torch.inference_mode()
+def greedy_translate(
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
+    max_length: int | None = None,
+) -> list[list[int]]:
+    """Targets made of the likeliest token at every step.
+
+    Args:
+        model: in evaluation mode.
+        source: [B, S] tokens on the model's device, S >= 1.
+        begin: the token that every target's inputs begin with.
+        end: the token that ends a target.
+        source_lengths: int32 or int64 [B], how many tokens of each source are real.
+        max_length: the most tokens that are chosen, the end token counted; default, and with
+            learned positions at most, the model's target_length.
+
+    Returns:
+        B lists of tokens, without the begin and end tokens.
+
+    Raises:
+        ValueError: begin or end is unknown to the model, or a length is out of range.
+        FloatingPointError: the model's scores are not finite.
+    """
+    steps = _Steps(model, source, source_lengths, begin, end, max_length, rows=1)
+    B = source.shape[0]
+    tokens: list[list[int]] = [[] for _ in range(B)]
+    going = [True] * B
+    for _ in range(steps.count):
+        chosen = steps.scores().argmax(-1).tolist()
+        for row, token in enumerate(chosen):
+            going[row] = going[row] and token != end
+            if going[row]:
+                tokens[row].append(token)
+        if not any(going):
+            break
+        steps.go_on(chosen)
+    return tokens
+
+
+@torch.inference_mode()
+def beam_translate(
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
+    max_length: int | None = None,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+) -> list[list[Beam]]:
+    """Searches for the targets of the highest score, all sources together.
+
+    What the search does is told in `beam_search`.
+
+    Args:
+        model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
+        beams: how many go on together, for each source.
+        length_penalty: see `length_divisor`.
+
+    Returns:
+        For each source at most `beams` targets, the best first.
+
+    Raises:
+        ValueError: beams is not positive, length_penalty is not finite, or as `greedy_translate`.
+        FloatingPointError: the model's scores are not finite.
+    """
+    if beams < 1:
+        raise ValueError(f"beams must be at least 1, got {beams}")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    steps = _Steps(model, source, source_lengths, begin, end, max_length, rows=beams)
+    B = source.shape[0]
+    searches = [Search(beams, steps.count, length_penalty, end, None) for _ in range(B)]
+    going = set(range(B))
+    tokens = [begin] * (B * beams)
+    while True:
+        scores = steps.scores().double().log_softmax(-1).view(B, beams, -1)
+        parents = list(range(B * beams))
+        for n in sorted(going):
+            rows = slice(n * beams, (n + 1) * beams)
+            found = searches[n].step(scores[n])
+            if not found:
+                going.discard(n)
+                continue
+            parents[rows] = [n * beams + row for row in found]
+            tokens[rows] = [text[-1] for text in searches[n].tokens]
+        if not going:
+            return [search.ended for search in searches]
+        steps.go_on(tokens, parents)
+
+
+class _Steps:
+    """A batch of targets under way: what has been read of them, and what the next step reads.
+
+    Args:
+        rows: targets of each source, which are neighbours.
+        count: the most steps; other arguments as for `greedy_translate`.
+    """
+
+    def __init__(
+        self,
+        model: Seq2Seq,
+        source: Tensor,
+        source_lengths: Tensor | None,
+        begin: int,
+        end: int,
+        max_length: int | None,
+        *,
+        rows: int,
+    ) -> None:
+        limit = model.config.target_length
+        self.count = limit if max_length is None else max_length
+        if self.count < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        V = model.config.target_vocab_size
+        for name, token in (("begin", begin), ("end", end)):
+            if not 0 <= token < V:
+                raise ValueError(f"{name} must be a token in 0..{V - 1}, got {token}")
+        if source.dim() == 2 and source.shape[1] == 0:
+            raise ValueError("source must hold at least one token a row, got none")
+        memory = model.encode(source, source_lengths)
+        self._model = model
+        self._memory = memory if rows == 1 else memory.repeat_rows(rows)
+        B = self._memory.batch_size
+        self._caches = model.new_cache(B, self.count)
+        self._tokens = torch.full((B, 1), begin, device=source.device)
+
+    def scores(self) -> Tensor:
+        """Logits [B, V] of what follows; the tokens of the step count as read from here on."""
+        logits = self._model.decode(self._tokens, self._memory, self._caches)[:, -1]
+        check_finite(logits)
+        return logits
+
+    def go_on(self, tokens: list[int], parents: list[int] | None = None) -> None:
+        """The next step: row b continues what row parents[b] was, by tokens[b]."""
+        if parents is not None and parents != list(range(len(parents))):
+            index = torch.tensor(parents, device=self._tokens.device)
+            for cache in self._caches:
+                cache.reorder(index)
+        self._tokens = torch.tensor(tokens, device=self._tokens.device)[:, None]
