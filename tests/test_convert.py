@@ -142,6 +142,9 @@ def test_a_model_of_our_own_is_exported(tmp_path):
         ({"softcap": 2.0}, r"GPT-2 has no softcap, got 2\.0"),
         ({"sinks": True}, "GPT-2 has no sinks, got True"),
         ({"qk_norm": True}, "GPT-2 has no qk_norm, got True"),
+        ({"activation": "swiglu"}, "GPT-2 has no activation 'swiglu'"),
+        ({"norm": "rmsnorm"}, "GPT-2 has no norm, got 'rmsnorm'"),
+        ({"block": "post"}, "GPT-2 has no block, got 'post'"),
     ],
 )
 def test_what_gpt2_has_not_is_not_exported(changes, message):
@@ -158,7 +161,7 @@ def test_what_gpt2_has_not_is_not_exported(changes, message):
             "scale_attn_by_inverse_layer_idx must be False",
         ),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be 1e-05, got 1e-06"),
-        ({"activation_function": "relu"}, "activation_function must be one of .* got 'relu'"),
+        ({"activation_function": "silu"}, "activation_function must be one of .* got 'silu'"),
         ({"embd_pdrop": 0.3}, r"must be equal, got 0\.1 and 0\.3"),
     ],
 )
