@@ -109,21 +109,34 @@ def compilations_for_new_shapes() -> list[int]:
 
 
 KERNELS = ("forward", "backward")
-# target, kernel, head dim, dtype, masks
-KERNELS = ("forward", "backward")
-# target, kernel, head dim, dtype, masks
+# target, kernel, head dim, dtype, masks. sm_86 and sm_89 share a table, and so its rows.
 CASES = [
-    *itertools.product(SHIPPED, KERNELS, (64, 128, 256), ("bf16",), ("all",)),
-    *itertools.product(SHIPPED, KERNELS, (128,), ("bf16",), ("causal",)),
-    *itertools.product(("sm_90",), KERNELS, (16, 40, 80, 160), ("bf16",), ("all",)),
+    *itertools.product(
+        ("sm_80", "sm_90", "sm_100", "gfx942"), KERNELS, (64, 128, 256), ("bf16",), ("all",)
+    ),
+    *itertools.product(("sm_86",), KERNELS, (64, 256), ("bf16",), ("all",)),
+    *itertools.product(("sm_89",), KERNELS, (128,), ("bf16",), ("all",)),
+    *itertools.product(("sm_80", "sm_86", "sm_90"), KERNELS, (128,), ("bf16",), ("causal",)),
+    # Head dims that fill a tile in part.
+    *itertools.product(("sm_90",), KERNELS, (40, 160), ("bf16",), ("all",)),
     *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
     *itertools.product(("sm_90",), KERNELS, (512,), ("bf16",), ("causal",)),
     *itertools.product(("sm_90",), KERNELS, (64, 128), ("bf16",), ("heavy",)),
     *itertools.product(("sm_80", "gfx942"), KERNELS, (64,), ("bf16",), ("heavy",)),
     *itertools.product(("sm_80", "sm_90", "gfx942"), KERNELS, (64, 128), ("fp32",), ("all",)),
-    *itertools.product(("sm_86", "sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
+    *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
     *itertools.product(("sm_90",), KERNELS, (256,), ("fp32",), ("all",)),
 ]
+# Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp:
+# what they were when the tiles were chosen, and a little for other versions of the compilers.
+BUDGET = {
+    ("attention_forward_kernel", 64): 310,
+    ("attention_forward_kernel", 128): 370,
+    ("attention_backward_dq_kernel", 64): 270,
+    ("attention_backward_dq_kernel", 128): 315,
+    ("attention_backward_dkv_kernel", 64): 220,
+    ("attention_backward_dkv_kernel", 128): 310,
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +185,17 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
     assert full.count("FSEL") == 0
     assert boundary.count("FSEL") >= scores
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(64, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_full_blocks_take_few_instructions(
+    kernel: str, D: int, dtype: str, compiled: dict[tuple, Future]
+) -> None:
+    """Of the scalar kind there are fewer than time for in the shadow of the matrix products."""
+    for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
+        full, _ = sorted(fact.loops, key=lambda loop: loop.total)
+        assert full.total <= BUDGET[fact.name, D], f"{fact.name}: {full.total} instructions"
 
 
 def test_shipped_targets_are_known_to_the_lab() -> None:

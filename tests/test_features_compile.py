@@ -1,0 +1,148 @@
+"""What compilers make of each feature: none spills, and masks stay out of the loop of full blocks.
+
+Nothing here runs on a GPU: the launchers themselves compile in worker processes.
+"""
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.kernels import config
+from fastattn.kernels.backward import launch_backward
+from fastattn.kernels.backward_bias import launch_backward_bias
+from fastattn.kernels.backward_relative import launch_backward_relative
+from fastattn.kernels.forward import launch_forward
+from fastattn.options import Options
+from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.cross_compile import CompiledFacts
+from fastattn.testing.sass import Loop
+
+B, H_q, H_k, T = 2, 4, 2, 1000
+
+
+@triton.jit
+def before(b, h, q_pos, k_pos, table):
+    return tl.load(table + k_pos) <= q_pos
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+IDS = meta(B, T, dtype=torch.int32)
+PER_ROW = meta(B, dtype=torch.int32)
+PER_HEAD = meta(H_q, dtype=torch.float32)
+STARTS = meta(9, dtype=torch.int32)
+PLAIN = Options(right=0, scale=0.1)
+CAUSAL = Options(causal=True, scale=0.1)
+# Features over a causal mask: each alone, or two that take their registers in different places.
+FLAGS: dict[str, Options] = {
+    "causal": PLAIN,
+    "prefix": CAUSAL._replace(prefix_lengths=PER_ROW),
+    "first": CAUSAL._replace(left=9, keep_first=4),
+    "documents": PLAIN._replace(q_documents=IDS, k_documents=IDS),
+    "mask_mod": PLAIN._replace(mask_mod=before, mod_tensors=(meta(T, dtype=torch.int32),)),
+    "varlen": PLAIN._replace(query_offset=None, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS),
+    "softcap": PLAIN._replace(
+        query_offset=None, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, softcap=30.0
+    ),
+    "alibi": PLAIN._replace(alibi_slopes=PER_HEAD, sinks=PER_HEAD),
+    "relative_bias": PLAIN._replace(relative_bias=meta(H_q, 257, dtype=torch.float32)),
+    "attn_bias": PLAIN._replace(attn_bias=meta(1, H_q, T, T)),
+}
+
+
+def launch(flag: str, D: int, *, backward: bool = True) -> None:
+    """Launch the kernels of one feature on meta tensors."""
+    options = FLAGS[flag]
+    rows = 1 if options.cu_seqlens_q is not None else B
+    q, k = meta(rows, H_q, T, D), meta(rows, H_k, T, D)
+    launch_forward(q, k, k, options)
+    if not backward:
+        return
+    lse = meta(rows, H_q, T, dtype=torch.float32)
+    launch_backward(q, None, q, k, k, q, lse, options)
+    if options.attn_bias is not None:
+        launch_backward_bias(q, q, k, k, lse, lse, options)
+    if options.relative_bias is not None:
+        launch_backward_relative(q, q, k, k, lse, lse, options)
+
+
+def launch_with_the_same_tile(flag: str, D: int) -> None:
+    """Forward alone, with the tile of a plain call also where a feature takes another."""
+    with config.forced(forward=config.lookup("forward", 2, D)):
+        launch(flag, D, backward=False)
+
+
+# Of these the plan is a range.
+IN_RANGES = ("prefix", "first", "varlen")
+# And of these a table, in which the loop looks up where the next block stands.
+BY_TABLE = ("documents", "mask_mod")
+FEW, LOOKUP = 8, 40  # instructions
+HEAD_DIMS = (64, 128)
+# Each for one head dim, in turns.
+LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABLE))]
+# What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has all that
+# takes smaller tiles at once, and lengths, padding and offsets for every
+# target.
+ALONE = [
+    ("documents", "sm_80"), ("alibi", "sm_100"), ("softcap", "sm_90"),
+    ("attn_bias", "sm_80"), ("relative_bias", "sm_90"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_pool: CompilePool) -> dict[tuple[Any, ...], Future]:
+    """All cases, submitted at once so that every worker has something to do."""
+    loops = {
+        (flag, D): compile_pool.submit(
+            f"{__file__}:launch_with_the_same_tile", "sm_90", flag=flag, D=D
+        )
+        for flag, D in (*itertools.product(("causal",), HEAD_DIMS), *LOOPS)
+    }
+    alone = {
+        (flag, target): compile_pool.submit(f"{__file__}:launch", target, flag=flag, D=64)
+        for flag, target in ALONE
+    }
+    return {**loops, **alone}
+
+
+def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
+    return [fact for fact in facts if fact.name.startswith("attention_")]
+
+
+@pytest.mark.parametrize(("flag", "D"), LOOPS)
+def test_masks_cost_full_blocks_nothing(
+    flag: str, D: int, compiled: dict[tuple[Any, ...], Future]
+) -> None:
+    """Beside those of the plain causal kernel, a look at a table and no compares or selects."""
+
+    def loops(name: str) -> tuple[Loop, Loop]:
+        (fact,) = attention_kernels(compiled[name, D].result())
+        full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+        assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") > 0
+        return full, boundary
+
+    plain, _ = loops("causal")
+    full, boundary = loops(flag)
+    assert full.count("MUFU.EX2") == plain.count("MUFU.EX2"), "tiles differ"
+    assert full.count("FSEL") == plain.count("FSEL") == 0
+    assert boundary.count("FSEL") > 0
+    assert full.total - plain.total <= (LOOKUP if flag in BY_TABLE else FEW)
+
+
+@pytest.mark.parametrize(("flag", "target"), ALONE)
+def test_each_feature_compiles_well(
+    flag: str, target: str, compiled: dict[tuple[Any, ...], Future]
+) -> None:
+    facts = attention_kernels(compiled[flag, target].result())
+    assert len(facts) == 3 + (flag in ("attn_bias", "relative_bias"))
+    for fact in facts:
+        assert fact.spill_store_bytes == 0, f"{fact.name}: {fact.spill_store_bytes} bytes"
+        assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
+        assert fact.warnings == ()
