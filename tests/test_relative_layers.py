@@ -61,7 +61,6 @@ def naive(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> T
     B, T, _ = x.shape
     qkv = (x @ layer.qkv_proj.weight.T).view(B, T, -1, D).transpose(1, 2)
     q, k, v = qkv.split([H_q, H_k, H_k], dim=1)
-    )
     k, v = (heads.repeat_interleave(H_q // H_k, dim=1) for heads in (k, v))
     i, j = torch.arange(T, device=x.device)[:, None], torch.arange(T, device=x.device)
     index = (i - j).clamp(-R, R) + R
