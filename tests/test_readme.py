@@ -77,6 +77,12 @@ def run_as_a_program(folder: Path, code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_tutorial_is_one_program(tmp_path: Path) -> None:
+    blocks = [code for _, code in find_blocks(read("docs/tutorial.md"), "python")]
+    assert len(blocks) > 10
+    run_as_a_program(tmp_path, "".join(blocks))
+
+
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_python_example_runs(tmp_path, code):
     run_as_a_program(tmp_path, code)
