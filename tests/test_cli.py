@@ -346,7 +346,7 @@ def test_an_unusable_option_is_named(options, message, text, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "fly", "train --fast", "train --steps many", "generate", "train --positions none"],
+    ["", "fly", "train --fast", "train --steps many", "generate", "train --positions many"],
 )
 def test_wrong_usage_is_one_line(arguments, capsys):
     assert "--help" in error_line(capsys, arguments.split(), code=2)

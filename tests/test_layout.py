@@ -18,13 +18,22 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # import from its own floor and from those below, and every module must have a floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("fastattn.testing", "fastattn.bench"),
-    ("fastattn.cli", "fastattn.cli_bench", "fastattn.cli_convert", "fastattn.cli_generate"),
+    (
+        "fastattn.cli",
+        "fastattn.cli_bench",
+        "fastattn.cli_convert",
+        "fastattn.cli_generate",
+        "fastattn.cli_inspect",
+        "fastattn.cli_tasks",
+        "fastattn.cli_train",
+    ),
     ("fastattn.bench.training_step", "fastattn.bench.facts"),
     ("fastattn.training", "fastattn.generation"),
     ("fastattn.models",),
     ("fastattn",),
     ("fastattn.compat",),
     (
+        "fastattn.layer_weights",
         "fastattn.modules",
         "fastattn.cross_attention",
         "fastattn.attention_layer",

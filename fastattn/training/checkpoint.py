@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models.gpt import GPT, GPTConfig
+from ..models.gpt import GPT
 from .extras import import_extra
 from .tokenizer import Tokenizer, TokenizerError, from_json
 
@@ -48,10 +48,11 @@ class Checkpoint:
 
     Args:
         step: optimizer steps done.
-        model: parameters by name, as `GPT.state_dict` gives them.
+        model: parameters by name, as the model's `state_dict` gives them.
         training: further tensors by name: optimizer moments, generator states.
         tokenizer: of the run's text.
-        config: the run's configuration, JSON values only; "model" holds `GPTConfig.to_dict`.
+        config: the run's configuration, JSON values only; "kind" names the kind of the model (see
+            `fastattn.training.kinds`), "model" holds its config's `to_dict`.
         state: further progress, JSON values only.
     """
 
@@ -136,21 +137,22 @@ def load_checkpoint(
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """Builds the model of a checkpoint, in evaluation mode, and its tokenizer.
+    """Builds the GPT of a checkpoint, in evaluation mode, and its tokenizer.
+
+    `fastattn.training.kinds.load_trained` does so for the other kinds of models.
 
     Raises:
-        CheckpointError: as `load_checkpoint`, or the parameters do not fit the configuration.
+        CheckpointError: as `load_checkpoint`, the checkpoint holds another kind of model, or its
+            parts do not belong together.
     """
-    checkpoint = load_checkpoint(path, device=device, training=False)
-    try:
-        model = GPT(GPTConfig.from_dict(checkpoint.config["model"])).to(device)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} has no usable model config: {error}") from None
-    restore_model(model, checkpoint)
-    return model.eval(), checkpoint.tokenizer
+    from .kinds import load_trained
+
+    found = load_trained(path, "gpt", device=device)
+    assert isinstance(found.model, GPT)
+    return found.model, found.tokenizer
 
 
-def restore_model(model: GPT, checkpoint: Checkpoint) -> None:
+def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Copies a checkpoint's parameters into a model.
 
     Raises:
@@ -160,7 +162,7 @@ def restore_model(model: GPT, checkpoint: Checkpoint) -> None:
     model.load_state_dict(dict(checkpoint.model))
 
 
-def check_fits(model: GPT, checkpoint: Checkpoint) -> None:
+def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A checkpoint's parameters are those of this model.
 
     Raises:

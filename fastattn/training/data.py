@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .tokenizer import Tokenizer
+from .tokenizer_base import Tokenizer
 
 # Parts of the standard library that are tests, tables or data rather than code to learn from.
 _SKIPPED_FOLDERS = {
@@ -68,13 +68,25 @@ def read_text_files(paths: Iterable[str | Path]) -> str:
     Raises:
         DataError: a file is missing, unreadable, empty, or not UTF-8.
     """
-    texts = [_read_text_file(Path(path)) for path in paths]
+    texts = [read_text_file(Path(path)) for path in paths]
     ended = [text if text.endswith("\n") else text + "\n" for text in texts[:-1]]
     return "".join(ended + texts[-1:])
 
 
 def standard_library_text(max_characters: int = 2_000_000) -> str:
     """Source text of the running interpreter's standard library: a corpus that needs no network.
+
+    Args:
+        max_characters: as for `standard_library_sources`.
+
+    Raises:
+        DataError: the installation has no source files.
+    """
+    return "".join(standard_library_sources(max_characters).values())
+
+
+def standard_library_sources(max_characters: int = 2_000_000) -> dict[str, str]:
+    """Source text of the running interpreter's standard library by file name.
 
     Takes whole ASCII files, without tests and tables, until max_characters are reached. Files come
     in the order of a hash of their names, so that the last 10 % are of the same mix as the rest;
@@ -89,17 +101,17 @@ def standard_library_text(max_characters: int = 2_000_000) -> str:
         for path in root.rglob("*.py")
         if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
     }
-    texts: list[str] = []
+    texts: dict[str, str] = {}
     total = 0
     for name in sorted(sources, key=lambda name: hashlib.sha256(name.encode()).digest()):
         content = sources[name].read_bytes()
         if not content.isascii() or total + len(content) > max_characters:
             continue
-        texts.append(content.decode("ascii"))
+        texts[name] = content.decode("ascii")
         total += len(content)
     if not texts:
         raise DataError(f"no Python source in {root}: name text files with --text")
-    return "".join(texts)
+    return texts
 
 
 def split_text(text: str) -> tuple[str, str]:
@@ -156,7 +168,12 @@ def evaluation_batches(
         yield tokens[None, end:-1].long(), tokens[None, end + 1 :].long()
 
 
-def _read_text_file(path: Path) -> str:
+def read_text_file(path: Path) -> str:
+    """Reads one UTF-8 text file; a byte order mark is dropped.
+
+    Raises:
+        DataError: the file is missing, unreadable, empty, or not UTF-8.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

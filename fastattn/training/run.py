@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 
-from ..models.gpt import GPT, GPTConfig
 from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from .config import TrainConfig, resolve_device
-from .data import TextDataset, fingerprint, read_text_files, split_text, standard_library_text
+from .kinds import KINDS, Kind, kind_of
 from .metrics import CURVE_FILE, METRICS_FILE
 from .progress import ProgressBar
-from .tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from .sources import (
+    DataConfig,
+    LabelledDataConfig,
+    MaskedDataConfig,
+    PairDataConfig,
+    PairSource,
+    Source,
+    TaggedSource,
+    TextSource,
+)
 from .trainer import Trainer, TrainResult
 
 # What may differ when a run is continued: none of it changes what is computed from which numbers.
@@ -25,46 +33,13 @@ _CHANGEABLE = {
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
 
-_MODEL_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(GPTConfig)
-    if field.default is not dataclasses.MISSING
+# How the data of each kind of model is named, and what reads it.
+_DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
+    "gpt": (DataConfig, TextSource),
+    "masked": (MaskedDataConfig, TextSource),
+    "tagger": (LabelledDataConfig, TaggedSource),
+    "seq2seq": (PairDataConfig, PairSource),
 }
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What text to learn from, and how to cut it into tokens.
-
-    Args:
-        text: paths of UTF-8 text files; none = the standard library's source text.
-        tokenizer: "char", "bpe", or the path of a tokenizer's JSON file.
-        vocab_size: ids that "bpe" aims at.
-    """
-
-    text: tuple[str, ...] = ()
-    tokenizer: str = "char"
-    vocab_size: int = 1024
-
-    def read(self) -> str:
-        """The whole text.
-
-        Raises:
-            DataError: a file is missing, empty or undecodable.
-        """
-        return read_text_files(self.text) if self.text else standard_library_text()
-
-    def make_tokenizer(self, text: str) -> Tokenizer:
-        """The tokenizer: characters of the whole text, merges of its training part alone.
-
-        Raises:
-            TokenizerError: the kind is unknown, or the file is unusable.
-        """
-        if self.tokenizer == "char":
-            return train_tokenizer("char", text)
-        if self.tokenizer == "bpe":
-            return train_tokenizer("bpe", split_text(text)[0], vocab_size=self.vocab_size)
-        return load_tokenizer(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -72,14 +47,18 @@ class Options:
     """What a user has asked for; what is not named here keeps its default.
 
     Args:
-        model: fields of `GPTConfig` but vocab_size, which the tokenizer gives.
+        model: fields of the model's configuration but its vocabulary's size, which the tokenizer
+            gives; "preset" names a published configuration, from which the others differ.
         training: fields of `TrainConfig`.
-        data: fields of `DataConfig`.
+        data: fields of the kind's data configuration, such as `DataConfig`.
+        kind: of the model, see `fastattn.training.kinds`; None = that of the run that is continued,
+            "gpt" for a new one.
     """
 
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str | None = None
 
 
 def train(
@@ -90,7 +69,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Trains a GPT on text, in a folder of its own.
+    """Trains a model, in a folder of its own.
 
     Args:
         options: what differs from the defaults. Where a run is continued its own configuration
@@ -104,7 +83,7 @@ def train(
     Raises:
         CheckpointError: out_dir holds a run and resume is False, the run there is of another
             configuration or unreadable, or a checkpoint cannot be written.
-        ValueError: an option is out of range, or the text is unusable (DataError, TokenizerError).
+        ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError).
         TrainingError: the loss became infinite or NaN.
     """
     out_dir = Path(out_dir)
@@ -116,12 +95,13 @@ def train(
     if checkpoint is not None:
         if source := checkpoint.state.get("imported"):
             raise CheckpointError(f"{found} comes from {source}: it is no run that could go on")
-        options = _continued(options, checkpoint)
+        options = _continued(options, checkpoint, kind_of(checkpoint))
         if checkpoint.state["finished"]:
             loss = checkpoint.state["validation_loss"]
             say(f"the run in {out_dir} is finished: {checkpoint.step} steps")
             assert found is not None
-            return TrainResult(checkpoint.step, True, found, loss, 0.0)
+            scores = checkpoint.state.get("scores", {})
+            return TrainResult(checkpoint.step, True, found, loss, 0.0, scores)
     trainer = _build(options, out_dir, checkpoint, say)
     try:
         return trainer.run(should_stop)
@@ -133,41 +113,80 @@ def _build(
     options: Options, out_dir: Path, checkpoint: Checkpoint | None, say: Callable[[str], None]
 ) -> Trainer:
     """Everything a run needs, checked as far as possible before anything is written."""
+    kind = KINDS[options.kind or "gpt"]
     config = TrainConfig.from_dict(options.training)
-    data_config = DataConfig(**options.data)
+    data_config, read = _data_config(kind, options.data)
     device = resolve_device(config.device)
     config.resolve_dtype(device)
+    fields = _model_fields(kind, options.model)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
-    GPTConfig.from_dict({"vocab_size": 1, **options.model})
-    text = data_config.read()
+    _model_config(kind, fields, 1)
+    source = read(data_config)
     if checkpoint is None:
-        tokenizer = data_config.make_tokenizer(text)
+        tokenizer = source.make_tokenizer()
     else:
         tokenizer = checkpoint.tokenizer
-        if checkpoint.config["data"]["fingerprint"] != fingerprint(text):
+        if checkpoint.config["data"]["fingerprint"] != source.fingerprint:
             raise CheckpointError(
                 "the checkpoint is of another text: what its run was started on has changed"
             )
-    model_config = GPTConfig(vocab_size=tokenizer.vocab_size, **options.model)
-    dataset = TextDataset.from_text(text, tokenizer, model_config.context_length)
+    model_config = _model_config(kind, fields, tokenizer.vocab_size)
+    task = source.make_task(tokenizer, model_config)
     torch.manual_seed(config.seed)
-    model = GPT(model_config).to(device)
+    model = kind.build(model_config, source.facts).to(device)
     step = 0 if checkpoint is None else checkpoint.step
     say(
-        f"{model.num_parameters():,} parameters, vocabulary of {tokenizer.vocab_size:,}, "
-        f"{len(dataset.train):,} training and {len(dataset.validation):,} validation tokens, "
+        f"{sum(x.numel() for x in model.parameters()):,} parameters, "
+        f"vocabulary of {tokenizer.vocab_size:,}, {task.extent}, "
         f"on {device}" + (f", from step {step}" if step else "")
     )
     return Trainer(
         model,
-        dataset,
+        task,
         tokenizer,
         config,
         out_dir,
-        data_config=dataclasses.asdict(data_config),
+        data_config={**dataclasses.asdict(data_config), **source.facts},
+        kind=kind.name,
         progress=ProgressBar(config.steps, step),
         resume_from=checkpoint,
     )
+
+
+def _data_config(
+    kind: Kind, options: Mapping[str, Any]
+) -> tuple[DataConfig, Callable[[Any], Source]]:
+    config_class, read = _DATA[kind.name]
+    for name in options:
+        if name not in _field_names(config_class):
+            raise ValueError(f"{name} is no option of task {kind.task}")
+    return config_class(**options), read
+
+
+def _model_fields(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the model's config but those of its vocabulary; a preset's where one is named."""
+    asked = {name: value for name, value in options.items() if name != "preset"}
+    for name in asked:
+        if name not in _field_names(kind.config):
+            raise ValueError(f"{name} is no option of model {kind.model}")
+    preset = options.get("preset")
+    if preset is None:
+        return asked
+    placeholders = dict.fromkeys(_vocabulary_fields(kind), 1)
+    fields = kind.config.preset(preset, **placeholders).to_dict()
+    return {name: fields[name] for name in fields if name not in placeholders} | asked
+
+
+def _model_config(kind: Kind, fields: Mapping[str, Any], vocab_size: int) -> Any:
+    return kind.config.from_dict({**dict.fromkeys(_vocabulary_fields(kind), vocab_size), **fields})
+
+
+def _vocabulary_fields(kind: Kind) -> list[str]:
+    return [name for name in _field_names(kind.config) if name.endswith("vocab_size")]
+
+
+def _field_names(config_class: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config_class)]
 
 
 def _check_out_dir(out_dir: Path, resume: bool) -> None:
@@ -186,14 +205,20 @@ def _check_out_dir(out_dir: Path, resume: bool) -> None:
         )
 
 
-def _continued(options: Options, checkpoint: Checkpoint) -> Options:
+def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
     """A run's own options, with what may change taken from the new ones."""
+    if options.kind not in (None, kind.name):
+        raise CheckpointError(
+            f"the checkpoint is of another configuration: it holds {kind.title}, "
+            f"not {KINDS[options.kind].title}"
+        )
+    options = dataclasses.replace(options, model=_model_fields(kind, options.model))
     merged: dict[str, dict[str, Any]] = {}
     for part in ("model", "training", "data"):
         saved = dict(checkpoint.config.get(part, {}))
         if part == "model":
             # Fields that the run's version did not have yet.
-            saved = _MODEL_DEFAULTS | saved
+            saved = _defaults(kind.config) | saved
         asked = getattr(options, part)
         for name, value in asked.items():
             value = list(value) if isinstance(value, tuple) else value
@@ -203,7 +228,20 @@ def _continued(options: Options, checkpoint: Checkpoint) -> Options:
                     f"{saved.get(name)!r}, not {value!r}"
                 )
         merged[part] = saved | {k: v for k, v in asked.items() if k in _CHANGEABLE}
-    merged["model"].pop("vocab_size", None)
-    merged["data"].pop("fingerprint", None)
-    merged["data"]["text"] = tuple(merged["data"].get("text", ()))
-    return Options(**merged)
+    for name in _vocabulary_fields(kind):
+        merged["model"].pop(name, None)
+    known = _field_names(_DATA[kind.name][0])
+    merged["data"] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in merged["data"].items()
+        if name in known
+    }
+    return Options(**merged, kind=kind.name)
+
+
+def _defaults(config_class: Any) -> dict[str, Any]:
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(config_class)
+        if field.default is not dataclasses.MISSING
+    }

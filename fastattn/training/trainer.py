@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,9 @@ class Trainer:
         progress: Progress | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:
+        self.model_config = cast(Any, model.config)
         if isinstance(data, TextDataset):
-            data = LanguageTask(data, model.config.context_length)
+            data = LanguageTask(data, self.model_config.context_length)
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config
         self.out_dir = Path(out_dir)
         self.data_config, self.kind = dict(data_config or {}), kind
@@ -257,7 +258,7 @@ class Trainer:
             tokenizer=self.tokenizer,
             config={
                 "kind": self.kind,
-                "model": self.model.config.to_dict(),
+                "model": self.model_config.to_dict(),
                 "training": self.config.to_dict(),
                 "data": {**self.data_config, "fingerprint": self.task.fingerprint},
             },

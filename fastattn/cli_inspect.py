@@ -1,0 +1,39 @@
+"""`fastattn inspect`: a picture of what a trained model attends to."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "inspect",
+        help="draw the attention weights of a trained model",
+        description="Draw the attention weights of every layer and head over a text into a PNG "
+        "file, a row a query.",
+    )
+    parser.set_defaults(command=_inspect)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
+    add("--text", required=True, help="what the model reads; the source of an encoder-decoder")
+    text = "what the decoder has written (its own greedy translation); encoder-decoders only"
+    add("--target", metavar="TEXT", help=text)
+    add("--out", required=True, metavar="FILE", help="the picture, a PNG file")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .training.config import resolve_device
+    from .training.kinds import load_trained
+    from .training.maps import attention_maps, draw_maps
+
+    device = resolve_device(arguments.device)
+    found = load_trained(arguments.checkpoint, device=device)
+    maps = attention_maps(found, arguments.text, target=arguments.target)
+    draw_maps(maps, arguments.out)
+    heads = sum(len(one.weights) for one in maps)
+    sys.stdout.write(f"{heads} heads of {len(maps)} layers in {arguments.out}\n")
+    return 0

@@ -1,0 +1,121 @@
+"""`fastattn tag` and `fastattn translate`: trained encoders and encoder-decoders at work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SOURCES_AT_ONCE = 32
+
+
+def add_tag(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "tag",
+        help="tag words with a trained encoder",
+        description="Write the words of a text, one a line, each with its tag; an empty line ends "
+        "a sentence. Words are Python's tokens for a model that was trained on the standard "
+        "library, and what stands between spaces for others.",
+    )
+    parser.set_defaults(command=_tag)
+    _add_input(parser)
+
+
+def add_translate(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "translate",
+        help="translate texts with a trained encoder-decoder",
+        description="Write a translation a line, of every text in order.",
+    )
+    parser.set_defaults(command=_translate)
+    _add_input(parser, repeatable=True)
+    add = parser.add_argument
+    add("--beams", type=int, default=1, help="search for the likeliest text with so many beams (1)")
+    add("--truncate", action="store_true", help="cut texts that are too long for the model")
+
+
+def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> None:
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
+    one = parser.add_mutually_exclusive_group(required=True)
+    if repeatable:
+        one.add_argument("--text", action="append", help="repeatable")
+        one.add_argument("--file", metavar="FILE", help="UTF-8, a text a line")
+    else:
+        one.add_argument("--text")
+        one.add_argument("--file", metavar="FILE", help="UTF-8")
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+
+
+def _tag(arguments: argparse.Namespace) -> int:
+    from .training.config import resolve_device
+    from .training.data import DataError, read_text_file
+    from .training.kinds import load_trained
+    from .training.tagged_text import split_words
+    from .training.tagging import tag_words
+
+    device = resolve_device(arguments.device)
+    found = load_trained(arguments.checkpoint, "tagger", device=device)
+    name = "--text" if arguments.file is None else arguments.file
+    text = arguments.text if arguments.file is None else read_text_file(Path(name))
+    lines = list(split_words(text, name, python=found.data["python"]))
+    if not lines:
+        raise DataError(f"{name}: there is no word to tag")
+    for words in lines:
+        tags = tag_words(
+            found.model,
+            found.tokenizer,
+            words,
+            tags=found.data["tags"],
+            context_length=found.config.context_length,
+        )
+        rows = (f"{word}\t{tag}\n" for word, tag in zip(words, tags, strict=True))
+        sys.stdout.write("".join(rows) + "\n")
+    return 0
+
+
+def _translate(arguments: argparse.Namespace) -> int:
+    from .training.config import resolve_device
+    from .training.kinds import load_trained
+    from .training.translation import encode_sources, translate_tokens
+
+    if arguments.beams < 1:
+        raise ValueError(f"beams must be at least 1, got {arguments.beams}")
+    texts = list(_texts(arguments))
+    device = resolve_device(arguments.device)
+    found = load_trained(arguments.checkpoint, "seq2seq", device=device)
+    sources = encode_sources(
+        texts,
+        found.tokenizer,
+        source_length=found.config.source_length,
+        truncate=arguments.truncate,
+    )
+    for i in range(0, len(sources), _SOURCES_AT_ONCE):
+        translations = translate_tokens(
+            found.model,
+            found.tokenizer,
+            sources[i : i + _SOURCES_AT_ONCE],
+            beams=arguments.beams,
+        )
+        # A translation of several lines would be taken for several translations.
+        sys.stdout.writelines(f"{' '.join(text.split())}\n" for text in translations)
+    return 0
+
+
+def _texts(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Texts to translate, each with its place."""
+    from .training.data import read_text_file
+
+    if arguments.file is None:
+        for i, text in enumerate(arguments.text, start=1):
+            yield text, "--text" if len(arguments.text) == 1 else f"--text {i}"
+        return
+    lines = read_text_file(Path(arguments.file)).split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        yield line, f"{arguments.file}:{number}"

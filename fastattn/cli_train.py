@@ -1,0 +1,263 @@
+"""`fastattn train`: a GPT, an encoder or an encoder-decoder, from text to checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
+
+MODELS = ("gpt", "encoder", "seq2seq")
+TASKS = ("language", "tagging", "masked", "translation")
+# Fields of the models' configurations whose values are names.
+CHOICES = {
+    "positions": (
+        *("learned", "sinusoidal", "rotary", "alibi"),
+        *("scalar", "content", "transformer_xl", "none"),
+    ),
+    "rotary_style": ("half", "interleaved"),
+    "relative_table": ("trained", "sinusoidal"),
+    "sparse": ("alternate", "merge"),
+    "scoring": ("scaled_dot", "dot", "multiplicative", "additive"),
+    "block": ("pre", "post", "parallel"),
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("relu", "gelu", "gelu_tanh", "geglu", "swiglu"),
+}
+
+
+def add_train(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "train",
+        help="train a GPT, an encoder or an encoder-decoder",
+        description="Train a model. Without --text the data come from this Python's standard "
+        "library: its source text to continue (gpt) or to fill in (encoder, masked), its tokens "
+        "with their tags (encoder, tagging), its docstrings with the names of their functions "
+        "(seq2seq).",
+        # An option that is not given must not contradict the run that --resume continues.
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.set_defaults(command=_train)
+    run = parser.add_argument_group("run")
+    run.add_argument("--model", choices=MODELS, help="(gpt)")
+    run.add_argument(
+        "--task", choices=TASKS, help="of an encoder: tagging (default) or masked; others have one"
+    )
+    run.add_argument("--out", help="the run's folder (runs/ and the model's name)")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="continue the run in --out with its own options; start it if there is none",
+    )
+    _add_data_options(parser.add_argument_group("data"))
+    _add_model_options(parser.add_argument_group("model"))
+    _add_layer_options(parser.add_argument_group("layers"))
+    _add_training_options(parser.add_argument_group("training"))
+
+
+# A dest is the options' part and field that fastattn.training.run.Options keeps them under.
+def _add_data_options(group: Any) -> None:
+    files: dict[str, Any] = {"nargs": "+", "type": os.path.abspath, "metavar": "FILE"}
+    text = "UTF-8: text; for tagging CoNLL's form; for translation source TAB target a line"
+    group.add_argument("--text", dest="data.text", help=text, **files)
+    text = "more such files to measure on (the last tenth of the others); tagging, translation"
+    group.add_argument("--validation", dest="data.validation", help=text, **files)
+    group.add_argument(
+        "--tokenizer",
+        dest="data.tokenizer",
+        help="char (default for gpt), bpe (byte-level, default for others), word, char-bpe, "
+        "wordpiece, unigram; or a tokenizer's JSON, a vocabulary of a token a line in a .txt, or a "
+        "folder with GPT-2's vocab.json and merges.txt",
+    )
+    text = "of a tokenizer that is trained, but char (1024)"
+    group.add_argument("--vocab-size", dest="data.vocab_size", type=int, help=text)
+    text = "cut texts that are too long for the model, instead of refusing them; translation"
+    group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
+
+
+def _add_model_options(group: Any) -> None:
+    def add(option: str, field: str, text: str, **keywords: Any) -> None:
+        group.add_argument(option, dest=f"model.{field}", help=text, **keywords)
+
+    text = "begin with a published configuration, such as gpt2-small; other options change it"
+    add("--preset", "preset", text)
+    add("--layers", "num_layers", "(4)", type=int)
+    add("--heads", "num_heads", "query heads (4)", type=int)
+    add("--kv-heads", "num_kv_heads", "key/value heads (as many as query heads)", type=int)
+    add("--embed-dim", "embed_dim", "width (128)", type=int)
+    add("--hidden-dim", "hidden_dim", "width between the linear layers (4 x --embed-dim)", type=int)
+    add("--context", "context_length", "tokens; gpt and encoder (64)", type=int)
+    text = "layers of the decoder (as many as --layers); seq2seq"
+    add("--decoder-layers", "num_decoder_layers", text, type=int)
+    add("--source-length", "source_length", "tokens of the source (64); seq2seq", type=int)
+    add("--target-length", "target_length", "tokens of the target (64); seq2seq", type=int)
+    add("--dropout", "dropout", "of embeddings and outputs of layers (0)", type=float)
+    add("--attention-dropout", "attention_dropout", "of attention weights (0)", type=float)
+    text = "share of the target that the loss spreads over all tokens (0)"
+    add("--label-smoothing", "label_smoothing", text, type=float)
+    add("--bias", "bias", "give linear layers and norms a bias", action="store_true")
+    text = "one token embedding for sources and targets; seq2seq"
+    add("--share-embeddings", "share_embeddings", text, action="store_true")
+    text = "give the output layer a weight of its own"
+    add("--untied", "tie_weights", text, action="store_false")
+
+
+def _add_layer_options(group: Any) -> None:
+    def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
+        if field in CHOICES and "action" not in keywords:
+            keywords["choices"] = CHOICES[field]
+        to.add_argument(option, dest=f"model.{field}", help=text, **keywords)
+
+    one = group.add_mutually_exclusive_group()
+    add("--positions", "positions", "(learned)", to=one)
+    text = "the same as --positions alibi: lower scores in proportion to the distance"
+    add("--alibi", "positions", text, to=one, action="store_const", const="alibi")
+    add("--rotary-style", "rotary_style", "pairs that are rotated together (half)")
+    text = "distance from which on positions scalar, content and transformer_xl are alike (32)"
+    add("--relative-distance", "relative_distance", text, type=int)
+    add("--relative-table", "relative_table", "vectors of their distances (trained)")
+    text = "add vectors by relative position to the values too"
+    add("--relative-values", "relative_values", text, action="store_true")
+    add("--window", "window", "keys a token sees, itself included (all)", type=int)
+    add("--keep-first", "keep_first", "first keys that stay visible beside --window (0)", type=int)
+    text = "--window and --stride in layers by turns, or both in every layer (dense)"
+    add("--sparse", "sparse", text)
+    add("--stride", "stride", "distance between keys that are seen beyond --window", type=int)
+    add("--scoring", "scoring", "of queries and keys (scaled_dot)")
+    add("--softcap", "softcap", "bound of the attention scores (none)", type=float)
+    add("--sinks", "sinks", "learn a share of attention that goes nowhere", action="store_true")
+    add("--qk-norm", "qk_norm", "normalise queries and keys", action="store_true")
+    add("--block", "block", "order of norm, attention and linear layers (pre)")
+    add("--norm", "norm", "(layernorm)")
+    add("--ffn", "activation", "of the linear layers (gelu)")
+    text = "normalise the embedding, as BERT does"
+    add("--embedding-norm", "embedding_norm", text, action="store_true")
+
+
+def _add_training_options(group: Any) -> None:
+    def add(option: str, field: str, text: str, **keywords: Any) -> None:
+        group.add_argument(option, dest=f"training.{field}", help=text, **keywords)
+
+    add("--steps", "steps", "optimizer steps (2000)", type=int)
+    add("--batch", "batch_size", "windows a forward pass (12)", type=int)
+    add("--accumulate", "accumulation", "forward passes a step (1)", type=int)
+    add("--lr", "learning_rate", "highest learning rate (3e-3)", type=float)
+    add("--min-lr", "min_learning_rate", "learning rate at the end (a tenth)", type=float)
+    add("--warmup", "warmup_steps", "steps of rising learning rate (5 %% of steps)", type=int)
+    add("--weight-decay", "weight_decay", "(0.1)", type=float)
+    add("--grad-clip", "grad_clip", "largest gradient norm, 0 = any (1)", type=float)
+    add("--seed", "seed", "(0)", type=int)
+    add("--device", "device", "auto (default), cpu, cuda or cuda:<index>")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", "dtype", "of activations (auto)", choices=dtypes)
+    add("--compile", "compile", "use torch.compile", action="store_true")
+    add("--log-every", "log_interval", "steps (10)", type=int)
+    add("--eval-every", "eval_interval", "steps (250)", type=int)
+    add("--save-every", "checkpoint_interval", "steps (500)", type=int)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from .training.checkpoint import latest_checkpoint
+    from .training.run import Options, train
+
+    given = vars(arguments)
+    parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}}
+    for name, value in given.items():
+        part, _, field = name.partition(".")
+        if field:
+            parts[part][field] = tuple(value) if isinstance(value, list) else value
+    kind = None
+    if "model" in given or "task" in given:
+        from .training.kinds import find_kind
+
+        kind = find_kind(given.get("model"), given.get("task"))
+    out = given.get("out", os.path.join("runs", "gpt" if kind is None else kind.model))
+    options = Options(**parts, kind=None if kind is None else kind.name)
+    try:
+        with _stop_signals() as stop:
+            result = train(options, out, resume=arguments.resume, should_stop=stop, say=say)
+    except KeyboardInterrupt:
+        say(f"interrupted: {latest_checkpoint(out) or 'nothing'} is kept")
+        return INTERRUPTED
+    if not result.finished:
+        say(
+            f"stopped at step {result.step}: {result.checkpoint} is kept; "
+            f"fastattn train --out {out} --resume goes on"
+        )
+        return INTERRUPTED
+    sys.stdout.write(f"validation loss {result.validation_loss:.4f} over the whole split\n")
+    sys.stdout.writelines(f"{line}\n" for line in _score_lines(result.scores))
+    if result.tokens_per_second:
+        sys.stdout.write(f"{result.tokens_per_second:,.0f} tokens/s while training\n")
+    sys.stdout.write(f"checkpoint {result.checkpoint}\n")
+    sys.stdout.write(f"loss curve {os.path.join(out, 'loss.png')}\n")
+    return 0
+
+
+def _score_lines(scores: Mapping[str, Any]) -> Iterator[str]:
+    """A line a figure; those by tag come in order, below their name."""
+    for name, value in scores.items():
+        title = _SCORE_TITLES.get(name, name)
+        if isinstance(value, Mapping):
+            width = max(map(len, value))
+            yield f"{title}:"
+            yield from (f"  {key:{width}} {figure:.4f}" for key, figure in value.items())
+        else:
+            yield f"{title} {value:.4f}" if isinstance(value, float) else f"{title} {value}"
+
+
+_SCORE_TITLES = {
+    "majority": "accuracy of the most frequent tag alone",
+    "macro_f1": "mean F1",
+    "f1": "F1 of each tag",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "exact_match": "exact match",
+    "pairs": "pairs translated for these scores:",
+}
+
+
+class _Stop:
+    """Asked for by a first signal and granted between two steps; a second signal is at once."""
+
+    def __init__(self) -> None:
+        self._asked = self._heard = False
+
+    def __call__(self) -> bool:
+        self._heard = True
+        return self._asked
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self._asked or not self._heard:
+            raise KeyboardInterrupt
+        self._asked = True
+        # On a terminal the cursor stands behind the progress bar.
+        start = "\n" if sys.stderr.isatty() else ""
+        say(f"{start}stopping after this step (once more to stop at once)")
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """Turns Ctrl-C and SIGTERM into a stop between two steps, while the block runs."""
+    stop = _Stop()
+    before = {
+        number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Write a line for the user, beside what a command gives out."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,92 @@
+"""The weights that an attention layer gives its keys, for the inputs of a call of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cross_attention import CrossGQAttention, ProjectedMemory
+from .modules import GQAttention
+from .relative import RelativeTerms
+from .scoring import additive_attention
+from .statistics import attention_weights
+
+
+@torch.no_grad()
+def self_attention_weights(
+    layer: GQAttention,
+    x: Tensor,
+    *,
+    positions: Tensor | None = None,
+    rotary_tables: tuple[Tensor, Tensor] | None = None,
+    **masks: Any,
+) -> Tensor:
+    """What `layer(x, ...)` multiplies the values by, without dropout; `fastattn.attention_weights`.
+
+    Args:
+        layer: any of this package's self-attentions.
+        x, positions, rotary_tables: as for `GQAttention.forward`, which is called without a cache.
+        masks: key_padding_mask, key_lengths, prefix_lengths and documents, likewise.
+
+    Returns:
+        [B, H_q, T, T], in fp32 or wider unless scoring is "additive", then in x's dtype. Rows add
+        up to 1, with sinks to less, and to 0 where a token sees nothing.
+    """
+    q, k, _ = layer._queries_keys_values(x, positions, rotary_tables, None)
+    terms = RelativeTerms(q) if layer.relative is None else layer.relative(q)
+    masks = {**layer._masks(), **masks}
+    if layer.scoring == "additive":
+        return _additive_weights(q, k, layer.score_vector, layer.backend, masks)
+    scores = layer._scores(terms.bias)
+    if terms.keys is not None:
+        scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
+    return attention_weights(terms.query, k, backend=layer.backend, **masks, **scores)
+
+
+@torch.no_grad()
+def cross_attention_weights(
+    layer: CrossGQAttention, x: Tensor, memory: Tensor | ProjectedMemory, **padding: Any
+) -> Tensor:
+    """What `layer(x, memory, ...)` multiplies the memory's values by, without dropout.
+
+    Args:
+        layer: any of this package's cross-attentions.
+        x, memory: as for `CrossGQAttention.forward`.
+        padding: memory_lengths and memory_padding_mask, likewise.
+
+    Returns:
+        [B, H_q, T, S], as `self_attention_weights`.
+    """
+    if not isinstance(memory, ProjectedMemory):
+        memory = layer.project_memory(
+            memory,
+            padding.get("memory_lengths"),
+            padding_mask=padding.get("memory_padding_mask"),
+        )
+    q = layer._heads(layer.q_proj(x))
+    if layer.qk_norm:
+        q = layer.q_norm(q)
+    if layer.scoring == "multiplicative":
+        q = q @ layer.score_weight.mT
+    _, _, lengths, padding_mask = memory
+    masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}
+    if layer.scoring == "additive":
+        return _additive_weights(q, memory.k, layer.score_vector, layer.backend, masks)
+    return attention_weights(
+        q,
+        memory.k,
+        scale=layer._score_scale,
+        softcap=layer.softcap,
+        sinks=layer.sinks,
+        backend=layer.backend,
+        **masks,
+    )
+
+
+def _additive_weights(
+    q: Tensor, k: Tensor, u: Tensor, backend: str | None, masks: dict[str, Any]
+) -> Tensor:
+    """Attention to values that are the rows of the identity: what comes out are the weights."""
+    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+    v = identity.expand(*k.shape[:2], *identity.shape)
+    return additive_attention(q, k, v, u, backend=backend, **masks)

@@ -1,0 +1,196 @@
+"""What a trained model attends to, layer by layer and head by head, as a picture."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cross_attention import CrossGQAttention
+from ..layer_weights import cross_attention_weights, self_attention_weights
+from ..modules import GQAttention
+from .data import DataError
+from .extras import import_extra
+from .kinds import Trained
+from .tagged_text import split_words
+from .tagging import cut_rows
+from .tokenizer_base import Tokenizer
+from .translation import encode_sources, encode_targets, greedy_tokens
+
+_LABELLED = 48  # tokens up to which a picture names them
+_INCHES = 2.2  # a head's square
+
+
+@dataclass(frozen=True)
+class Map:
+    """The weights of one layer.
+
+    Args:
+        name: of the attention module within its model.
+        weights: [H, T_q, T_k]; rows add up to 1, with sinks to less.
+        queries, keys: their tokens as text.
+    """
+
+    name: str
+    weights: Tensor
+    queries: Sequence[str]
+    keys: Sequence[str]
+
+
+def attention_maps(found: Trained, text: str, *, target: str | None = None) -> list[Map]:
+    """The weights of every attention layer of a model that reads a text.
+
+    Args:
+        found: the model.
+        text: what it reads; the source of an encoder-decoder.
+        target: of an encoder-decoder, what the decoder has written; None = its own greedy
+            translation.
+
+    Returns:
+        A map a layer, in the order in which the model calls them.
+
+    Raises:
+        DataError: a text is empty or too long for the model, or there is a target for a model that
+            takes none.
+    """
+    tokenizer = found.tokenizer
+    if found.kind.name == "seq2seq":
+        limit = found.config.source_length
+        read = encode_sources([(text, "--text")], tokenizer, source_length=limit)
+        if target is None:
+            written = greedy_tokens(found.model, tokenizer, read)[0]
+        else:
+            limit = found.config.target_length
+            pairs = [(target, "--target")]
+            written = list(encode_targets(pairs, tokenizer, target_length=limit)[0])
+        rows = [list(read[0]), [tokenizer.special_id("begin"), *written]]
+        # The decoder reads so many tokens; the last one of a long translation is not read again.
+        rows[1] = rows[1][: found.config.target_length]
+    elif target is not None:
+        raise DataError(f"--target is for an encoder-decoder, not {found.kind.title}")
+    else:
+        rows = [_tokens(found, text)]
+    calls = _record(found.model, rows)
+    labels = [_labels(tokenizer, row) for row in rows]
+    return [_map(name, weights, labels) for name, weights in calls]
+
+
+def _tokens(found: Trained, text: str) -> list[int]:
+    """The tokens of a text, as the model has learned to read it."""
+    limit = found.config.context_length
+    if found.kind.name == "tagger":
+        words = [
+            word
+            for line in split_words(text, "--text", python=found.data["python"])
+            for word in line
+        ]
+        rows = cut_rows(words, found.tokenizer, limit) if words else []
+        tokens = [token for row in rows for token in row.tokens]
+    else:
+        tokens = found.tokenizer.encode(text)
+    if not tokens:
+        raise DataError("--text: the text has no token")
+    if len(tokens) > limit:
+        raise DataError(
+            f"--text: the text has {len(tokens)} tokens, the model reads at most {limit}"
+        )
+    return tokens
+
+
+def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, Tensor]]:
+    """Name and weights [H, T_q, T_k] of every attention, from the inputs that it gets."""
+    calls: list[tuple[str, Tensor]] = []
+
+    def hear(
+        name: str,
+        weigh: Callable[..., Tensor],
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        keywords = {key: value for key, value in keywords.items() if key != "cache"}
+        calls.append((name, weigh(layer, *args, **keywords)[0].float().cpu()))
+
+    hooks = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, GQAttention | CrossGQAttention):
+            weigh: Callable[..., Tensor] = self_attention_weights
+            if isinstance(layer, CrossGQAttention):
+                weigh = cross_attention_weights
+            heard = partial(hear, name, weigh)
+            hooks.append(layer.register_forward_pre_hook(heard, with_kwargs=True))
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            model(*(torch.tensor([list(row)], device=device) for row in rows))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _map(name: str, weights: Tensor, labels: Sequence[Sequence[str]]) -> Map:
+    """A map with the tokens of its two sides; of two sequences the second is the decoder's."""
+    queries, keys = labels[-1], labels[0]
+    if len(labels) > 1 and not name.endswith(".cross"):
+        queries = keys = labels[0] if name.startswith("encoder") else labels[1]
+    return Map(name, weights, queries, keys)
+
+
+def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Each token's own text, with white space as it is written in Python."""
+    texts = (tokenizer.decode([token]) for token in tokens)
+    return [repr(text)[1:-1] if text != " " else "␣" for text in texts]
+
+
+def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
+    """Draws maps into a PNG file: a row a layer, a column a head; dark is much weight.
+
+    Args:
+        maps: at least one.
+        path: the file; it is written when the whole picture is there.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure_module = import_extra("matplotlib.figure", "a picture of attention")
+    columns = max(len(one.weights) for one in maps)
+    longest = max(max(one.weights.shape[1:]) for one in maps)
+    inches = _INCHES * (1 if longest > _LABELLED else max(1.0, longest / 16))
+    size = (inches * columns + 0.5, (inches + 0.4) * len(maps) + 0.5)
+    figure = figure_module.Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(maps), columns, squeeze=False)
+    for row, one in zip(grid, maps, strict=True):
+        for axes in row[len(one.weights) :]:
+            axes.set_axis_off()
+        for head, weights in enumerate(one.weights):
+            row[head].imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+            row[head].set_title(f"{one.name}, head {head}", fontsize=7)
+            _name_tokens(row[head], one, first=head == 0)
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        figure.savefig(picture, format="png", dpi=110)
+    try:
+        Path(path).write_bytes(picture.getvalue())
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _name_tokens(axes: Any, one: Map, *, first: bool) -> None:
+    """Names keys below a head and queries beside a layer's first head, where there are few."""
+    sides = ((axes.set_xticks, one.keys, 90), (axes.set_yticks, one.queries if first else [], 0))
+    for set_ticks, tokens, rotation in sides:
+        if len(tokens) > _LABELLED:
+            tokens = []
+        style = {"rotation": rotation, "fontsize": 6, "parse_math": False} if tokens else {}
+        set_ticks(range(len(tokens)), tokens, **style)

@@ -1,0 +1,184 @@
+"""Words with tags: files in CoNLL's form, and Python source tagged by the interpreter's tokenizer.
+
+The tags of Python's tokens are name, keyword, number, string, operator and comment.
+"""
+
+from __future__ import annotations
+
+import io
+import keyword
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .data import DataError, fingerprint, read_text_file, standard_library_sources
+
+_PYTHON_TAGS = {
+    "NUMBER": "number",
+    "STRING": "string",
+    # An f-string comes in parts from Python 3.12 on, a t-string from 3.14 on.
+    "FSTRING_START": "string",
+    "FSTRING_MIDDLE": "string",
+    "FSTRING_END": "string",
+    "TSTRING_START": "string",
+    "TSTRING_MIDDLE": "string",
+    "TSTRING_END": "string",
+    "OP": "operator",
+    "COMMENT": "comment",
+}
+_LINE_ENDS = {tokenize.NEWLINE, tokenize.NL}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Words that belong together, each with its tag.
+
+    Args:
+        words: not empty.
+        tags: as many.
+        places: of every word, "FILE:LINE".
+    """
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
+    """Reads files in CoNLL's form: a word a line, its tag in the last column, columns by space.
+
+    An empty line ends a sentence; lines that begin with -DOCSTART- are left out.
+
+    Raises:
+        DataError: a file is unreadable or has no word, or a line has a word and no tag; the message
+            names the line.
+    """
+    return [sentence for path in paths for sentence in _conll_sentences(Path(path))]
+
+
+def _conll_sentences(path: Path) -> list[Sentence]:
+    sentences: list[Sentence] = []
+    rows: list[tuple[str, str, str]] = []
+    for number, line in enumerate([*read_text_file(path).split("\n"), ""], start=1):
+        columns = line.split()
+        if columns and columns[0] == "-DOCSTART-":
+            continue
+        if len(columns) == 1:
+            raise DataError(f"{path}:{number}: word {columns[0]!r} has no tag")
+        if columns:
+            rows.append((columns[0], columns[-1], f"{path}:{number}"))
+        elif rows:
+            sentences.append(_sentence(rows))
+            rows = []
+    if not sentences:
+        raise DataError(f"{path} has no word with a tag")
+    return sentences
+
+
+def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence]:
+    """The lines of the standard library's source, tagged; see `standard_library_sources`.
+
+    Raises:
+        DataError: the installation has no source files.
+    """
+    found: list[Sentence] = []
+    for name, source in standard_library_sources(max_characters).items():
+        try:
+            found += python_sentences(source, name)
+        except DataError:
+            # Some files are there to be wrong: templates, and what another version would read.
+            continue
+    return found
+
+
+def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
+    """Tags the tokens of Python source, a sentence a line.
+
+    Of a token over several lines, such as a long string, the first line is the word.
+
+    Args:
+        source: the text.
+        name: what messages call it, such as the file's name.
+
+    Raises:
+        DataError: the text is not Python; the message names the line.
+    """
+    sentences: list[Sentence] = []
+    rows: list[tuple[str, str, str]] = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            tag = _python_tag(token)
+            word = token.string.strip().split("\n")[0]
+            if tag is not None and word:
+                rows.append((word, tag, f"{name}:{token.start[0]}"))
+            if token.type in _LINE_ENDS and rows:
+                sentences.append(_sentence(rows))
+                rows = []
+    except (tokenize.TokenError, SyntaxError) as error:
+        raise DataError(f"{name}:{_error_line(error)}: not Python: {error.args[0]}") from None
+    return sentences + ([_sentence(rows)] if rows else [])
+
+
+def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
+    """The words of every line of a text that has any, for a model to tag.
+
+    Args:
+        text: any.
+        name: what messages call it.
+        python: words are Python's tokens; else they are what stands between spaces.
+
+    Raises:
+        DataError: as `python_sentences`.
+    """
+    if python:
+        return [sentence.words for sentence in python_sentences(text, name)]
+    return [words for line in text.split("\n") if (words := tuple(line.split()))]
+
+
+def _python_tag(token: tokenize.TokenInfo) -> str | None:
+    """The tag of a token; None for what only lays out the source."""
+    if token.type == tokenize.NAME:
+        return "keyword" if keyword.iskeyword(token.string) else "name"
+    return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
+
+
+def _error_line(error: tokenize.TokenError | SyntaxError) -> int:
+    if isinstance(error, SyntaxError):
+        return error.lineno or 1
+    return int(error.args[1][0])
+
+
+def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:
+    words, tags, places = zip(*rows, strict=True)
+    return Sentence(words, tags, places)
+
+
+def tags_of(sentences: Iterable[Sentence]) -> tuple[str, ...]:
+    """All tags in the order of the alphabet, numbered from 0."""
+    return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
+
+
+def check_tags(sentences: Iterable[Sentence], known: Iterable[str]) -> None:
+    """All tags are known ones.
+
+    Raises:
+        DataError: one is not; the message names its line.
+    """
+    known = tuple(known)
+    for sentence in sentences:
+        for tag, place in zip(sentence.tags, sentence.places, strict=True):
+            if tag not in known:
+                raise DataError(f"{place}: unknown tag {tag!r}; the run's are {', '.join(known)}")
+
+
+def sentences_fingerprint(sentences: Iterable[Sentence]) -> str:
+    """SHA-256 of words and tags, in hexadecimal."""
+    return fingerprint("\n".join(_conll_lines(sentences)))
+
+
+def _conll_lines(sentences: Iterable[Sentence]) -> Iterator[str]:
+    for sentence in sentences:
+        for word, tag in zip(sentence.words, sentence.tags, strict=True):
+            yield f"{word}\t{tag}"
+        yield ""

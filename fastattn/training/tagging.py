@@ -1,0 +1,181 @@
+"""Sequence tagging: a tag for every word, read off its first token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import DataError
+from .padding import IGNORED, pad, pad_id
+from .scores import confusion, tag_scores
+from .tagged_text import Sentence
+from .tasks import Batch, Split
+from .tokenizer_base import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of adjoining words that a model reads together.
+
+    Args:
+        tokens: ids, at most as many as the model reads.
+        starts: index of every word's first token.
+        words: of the words, where in the sentence they stand.
+    """
+
+    tokens: tuple[int, ...]
+    starts: tuple[int, ...]
+    words: tuple[int, ...]
+
+
+def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Row]:
+    """Tokenizes words one by one and cuts the sentence between words where it is too long.
+
+    A word of more tokens than a row has loses the last of them. One without any token becomes the
+    unknown token.
+
+    Args:
+        words: not empty.
+        tokenizer: of the model.
+        length: tokens a row at most.
+
+    Raises:
+        TokenizerError: a word has no token and the tokenizer no unknown token.
+    """
+    rows: list[Row] = []
+    tokens: list[int] = []
+    starts: list[int] = []
+    first = 0
+    for i, ids in enumerate(tokenizer.encode_batch(words)):
+        pieces = (ids or [tokenizer.special_id("unknown")])[:length]
+        if len(tokens) + len(pieces) > length:
+            rows.append(Row(tuple(tokens), tuple(starts), tuple(range(first, i))))
+            tokens, starts, first = [], [], i
+        starts.append(len(tokens))
+        tokens += pieces
+    rows.append(Row(tuple(tokens), tuple(starts), tuple(range(first, len(words)))))
+    return rows
+
+
+class TaggingTask:
+    """Tags of words, learned from sentences that have them.
+
+    Args:
+        train, validation: sentences, not empty.
+        tags: all tags, numbered from 0.
+        tokenizer: of the model.
+        context_length: tokens that the model reads at most.
+        fingerprint: SHA-256 of the sentences.
+
+    Raises:
+        DataError: the tokenizer has no token for a word; the message names its line.
+    """
+
+    def __init__(
+        self,
+        train: Sequence[Sentence],
+        validation: Sequence[Sentence],
+        *,
+        tags: Sequence[str],
+        tokenizer: Tokenizer,
+        context_length: int,
+        fingerprint: str,
+    ) -> None:
+        self.tags, self._fingerprint = tuple(tags), fingerprint
+        self._fill = pad_id(tokenizer)
+        numbers = {tag: i for i, tag in enumerate(self.tags)}
+        self._rows: dict[Split, list[tuple[list[int], list[int]]]] = {"train": [], "validation": []}
+        self._words: dict[Split, int] = {}
+        splits: tuple[tuple[Split, Sequence[Sentence]], ...]
+        splits = (("train", train), ("validation", validation))
+        for split, sentences in splits:
+            self._words[split] = sum(len(sentence.words) for sentence in sentences)
+            for sentence in sentences:
+                try:
+                    rows = cut_rows(sentence.words, tokenizer, context_length)
+                except TokenizerError as error:
+                    raise DataError(f"{sentence.places[0]}: {error}") from None
+                self._rows[split] += [_with_targets(row, sentence, numbers) for row in rows]
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def extent(self) -> str:
+        train, validation = self._words["train"], self._words["validation"]
+        return f"{train:,} training and {validation:,} validation words of {len(self.tags)} tags"
+
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        """Random rows, each as likely as any other."""
+        rows = self._rows[split]
+        chosen = torch.randint(len(rows), (batch_size,), generator=generator)
+        return self._batch([rows[i] for i in chosen.tolist()])
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """Every row once."""
+        rows = self._rows["validation"]
+        for i in range(0, len(rows), batch_size):
+            yield self._batch(rows[i : i + batch_size])
+
+    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
+        """What `tag_scores` gives over all words."""
+        device = next(model.parameters()).device
+        K = len(self.tags)
+        counts = torch.zeros(K, K, dtype=torch.int64, device=device)
+        for batch in self.validation(batch_size):
+            batch = batch.to(device)
+            got = model(*batch.inputs, **batch.lengths).argmax(-1)
+            real = batch.targets != IGNORED
+            counts += confusion(batch.targets[real], got[real], K)
+        return tag_scores(counts, self.tags)
+
+    def _batch(self, rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
+        tokens = pad([tokens for tokens, _ in rows], self._fill)
+        targets = pad([targets for _, targets in rows], IGNORED)
+        return Batch((tokens.tokens,), targets.tokens, {"key_lengths": tokens.lengths})
+
+
+def _with_targets(
+    row: Row, sentence: Sentence, numbers: dict[str, int]
+) -> tuple[list[int], list[int]]:
+    """A row's tokens, and the tags of the words at their first tokens."""
+    targets = [IGNORED] * len(row.tokens)
+    for start, word in zip(row.starts, row.words, strict=True):
+        targets[start] = numbers[sentence.tags[word]]
+    return list(row.tokens), targets
+
+
+@torch.no_grad()
+def tag_words(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    words: Sequence[str],
+    *,
+    tags: Sequence[str],
+    context_length: int,
+) -> list[str]:
+    """The tags that a model gives the words of a sentence.
+
+    Args:
+        model: a `Tagger` in evaluation mode.
+        tokenizer: of the model.
+        words: any number.
+        tags: the model's, numbered from 0.
+        context_length: tokens that the model reads at most.
+
+    Raises:
+        TokenizerError: as `cut_rows`.
+    """
+    if not words:
+        return []
+    device = next(model.parameters()).device
+    rows = cut_rows(words, tokenizer, context_length)
+    padded = pad([row.tokens for row in rows], pad_id(tokenizer))
+    logits: Tensor = model(padded.tokens.to(device), key_lengths=padded.lengths.to(device))
+    got = logits.argmax(-1).tolist()
+    return [tags[got[i][start]] for i, row in enumerate(rows) for start in row.starts]

@@ -1,0 +1,231 @@
+"""Translation of one text into another: a sequence of tokens after a sequence of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..generation.translate import beam_translate, greedy_translate
+from ..models.seq2seq import Seq2Seq
+from .data import DataError
+from .padding import IGNORED, pad, pad_id
+from .pairs import Pair
+from .scores import text_scores
+from .tasks import Batch, Split
+from .tokenizer_base import Tokenizer
+
+# Decoding is a step a token; so many pairs tell the scores well enough.
+_SCORED_PAIRS = 500
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """A pair as ids, without begin and end tokens."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+def encode_pairs(
+    pairs: Sequence[Pair],
+    tokenizer: Tokenizer,
+    *,
+    source_length: int,
+    target_length: int,
+    truncate: bool = False,
+) -> list[EncodedPair]:
+    """Encodes pairs and checks that the model can read them.
+
+    Args:
+        pairs: of texts.
+        tokenizer: of both languages.
+        source_length: tokens that the encoder reads at most.
+        target_length: tokens that the decoder reads at most, the begin token among them.
+        truncate: cut what is longer, instead of refusing it.
+
+    Raises:
+        DataError: a text is too long, has no token, or is cut to none; the message names its line.
+    """
+    sources = [(pair.source, pair.place) for pair in pairs]
+    targets = [(pair.target, pair.place) for pair in pairs]
+    columns = (
+        encode_sources(sources, tokenizer, source_length=source_length, truncate=truncate),
+        encode_targets(targets, tokenizer, target_length=target_length, truncate=truncate),
+    )
+    return [EncodedPair(*both) for both in zip(*columns, strict=True)]
+
+
+def encode_sources(
+    texts: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    source_length: int,
+    truncate: bool = False,
+) -> list[tuple[int, ...]]:
+    """Encodes texts to translate, each given with its place, as `encode_pairs` does.
+
+    Raises:
+        DataError: as `encode_pairs`.
+    """
+    return _encode("source", texts, tokenizer, source_length, begin=False, truncate=truncate)
+
+
+def encode_targets(
+    texts: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    target_length: int,
+    truncate: bool = False,
+) -> list[tuple[int, ...]]:
+    """Encodes what has been written, each text given with its place, as `encode_pairs` does.
+
+    Raises:
+        DataError: as `encode_pairs`.
+    """
+    return _encode("target", texts, tokenizer, target_length, begin=True, truncate=truncate)
+
+
+def _encode(
+    side: str,
+    texts: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    begin: bool,
+    truncate: bool,
+) -> list[tuple[int, ...]]:
+    """Ids of texts with places, which with a begin token have to fit into length."""
+    extra = int(begin)
+    room, found = length - extra, []
+    encoded = tokenizer.encode_batch([text for text, _ in texts])
+    for (_, place), ids in zip(texts, encoded, strict=True):
+        kept = ids[:room] if truncate else ids
+        if not kept:
+            cause = f"cut to {room} tokens has none left" if ids else "has no token"
+            raise DataError(f"{place}: the {side} {cause}")
+        if len(kept) > room:
+            with_begin = " with its begin token" if begin else ""
+            raise DataError(
+                f"{place}: the {side} has {len(ids) + extra} tokens{with_begin}, the model reads "
+                f"at most {length}; --truncate cuts what is longer"
+            )
+        found.append(tuple(kept))
+    return found
+
+
+class TranslationTask:
+    """Targets of sources, each token learned from the source and the target's tokens before it.
+
+    Args:
+        train, validation: encoded pairs, not empty.
+        references: the texts of the validation pairs' targets.
+        tokenizer: of both languages, with begin and end tokens.
+        fingerprint: SHA-256 of all pairs.
+
+    Raises:
+        TokenizerError: there is no begin or end token.
+    """
+
+    def __init__(
+        self,
+        train: Sequence[EncodedPair],
+        validation: Sequence[EncodedPair],
+        references: Sequence[str],
+        *,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+    ) -> None:
+        self._pairs: dict[Split, Sequence[EncodedPair]] = {"train": train, "validation": validation}
+        self._references, self._tokenizer = list(references), tokenizer
+        self._fingerprint = fingerprint
+        self._begin, self._end = tokenizer.special_id("begin"), tokenizer.special_id("end")
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def extent(self) -> str:
+        train, validation = len(self._pairs["train"]), len(self._pairs["validation"])
+        return f"{train:,} training and {validation:,} validation pairs"
+
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        """Random pairs, each as likely as any other."""
+        pairs = self._pairs[split]
+        chosen = torch.randint(len(pairs), (batch_size,), generator=generator)
+        return self._batch([pairs[i] for i in chosen.tolist()])
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """Every pair once."""
+        pairs = self._pairs["validation"]
+        for i in range(0, len(pairs), batch_size):
+            yield self._batch(pairs[i : i + batch_size])
+
+    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
+        """What `text_scores` gives for greedy translations, and how many "pairs" were translated.
+
+        These are the first 500 of the validation split.
+        """
+        assert isinstance(model, Seq2Seq), "the task's batches suit no other model"
+        sources = [pair.source for pair in self._pairs["validation"][:_SCORED_PAIRS]]
+        got: list[str] = []
+        for i in range(0, len(sources), batch_size):
+            got += translate_tokens(model, self._tokenizer, sources[i : i + batch_size])
+        return {**text_scores(got, self._references[: len(got)]), "pairs": len(got)}
+
+    def _batch(self, pairs: Sequence[EncodedPair]) -> Batch:
+        source = pad([pair.source for pair in pairs], pad_id(self._tokenizer))
+        inputs = pad([(self._begin, *pair.target) for pair in pairs], pad_id(self._tokenizer))
+        targets = pad([(*pair.target, self._end) for pair in pairs], IGNORED)
+        lengths = {"source_lengths": source.lengths, "target_lengths": inputs.lengths}
+        return Batch((source.tokens, inputs.tokens), targets.tokens, lengths)
+
+
+def translate_tokens(
+    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
+) -> list[str]:
+    """Texts that a model gives for sources, by the likeliest token at a time or by beam search.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        sources: ids, at least one row of at least one.
+        beams: 1 = greedy.
+
+    Raises:
+        ValueError: beams is not positive.
+    """
+    if beams == 1:
+        rows = greedy_tokens(model, tokenizer, sources)
+    else:
+        source, options = _request(model, tokenizer, sources)
+        found = beam_translate(model, source, beams=beams, **options)
+        rows = [beam[0].tokens for beam in found]
+    special = tokenizer.special_ids
+    return [tokenizer.decode([x for x in row if x not in special]).strip() for row in rows]
+
+
+def greedy_tokens(
+    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Ids that a model gives for sources, the likeliest at a time, without begin and end tokens."""
+    source, options = _request(model, tokenizer, sources)
+    return greedy_translate(model, source, **options)
+
+
+def _request(
+    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]]
+) -> tuple[Tensor, dict[str, Any]]:
+    """A padded source, and what the functions of `fastattn.generation.translate` need besides."""
+    device = next(model.parameters()).device
+    padded = pad(sources, pad_id(tokenizer))
+    options = {
+        "begin": tokenizer.special_id("begin"),
+        "end": tokenizer.special_id("end"),
+        "source_lengths": padded.lengths.to(device),
+    }
+    return padded.tokens.to(device), options
