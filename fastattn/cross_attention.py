@@ -134,8 +134,8 @@ class CrossGQAttention(AttentionLayer):
         if self.qk_norm:
             k = self.k_norm(k)
         if not torch.is_grad_enabled():
-            # As the decode kernels read them.
-            k, v = k.contiguous(), v.contiguous()
+            # As the decode kernels read them. A copy of one token has its own strides too.
+            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
         return ProjectedMemory(k, v, lengths, padding_mask)
 
     def forward(
@@ -209,5 +209,7 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It has no gradients. Its last query stands at the last key, so that of several the first would
     stand before the memory where that is shorter than they are.
     """
-    readable = k.shape[-1] * k.element_size() % 16 == 0 and k.is_contiguous() and v.is_contiguous()
-    return q.shape[2] == 1 and readable and not torch.is_grad_enabled()
+    if q.shape[2] != 1 or torch.is_grad_enabled() or k.shape[-1] * k.element_size() % 16:
+        return False
+    # A dim of one has any stride in a tensor that counts as contiguous.
+    return all(x.is_contiguous() and x.stride(2) == x.shape[3] for x in (k, v))

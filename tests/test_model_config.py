@@ -1,0 +1,152 @@
+"""Configurations of models: checks, JSON, old files, presets."""
+
+import json
+
+import pytest
+from torch._subclasses import FakeTensorMode
+
+from fastattn.models.config import TransformerConfig
+from fastattn.models.encoder import Encoder, EncoderConfig
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+
+RELATIVE = {"positions": "content", "relative_values": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stride": 0}, "stride must be a positive integer, got 0"),
+        ({"relative_distance": 0}, "relative_distance must be a positive integer, got 0"),
+        ({"relative_table": "fixed"}, "relative_table must be 'trained' or 'sinusoidal', got"),
+        ({"sparse": "all"}, "sparse must be 'alternate' or 'merge', got 'all'"),
+        ({"stride": 2}, "stride needs sparse='alternate' or 'merge', got 2 without it"),
+        (
+            {"sparse": "merge", "window": 3},
+            "sparse='merge' needs window and stride, got window=3 and stride=None",
+        ),
+        ({"scoring": "cosine"}, "scoring must be 'scaled_dot', .* or 'additive', got 'cosine'"),
+        ({"block": "both"}, "block must be 'pre', 'post' or 'parallel', got 'both'"),
+        ({"norm": "batch"}, "norm must be 'layernorm' or 'rmsnorm', got 'batch'"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        (
+            {"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3},
+            "embed_dim must be even for sinusoids, got 9",
+        ),
+        ({"relative_values": True}, "needs positions to be one of scalar, .* got 'learned'"),
+        ({**RELATIVE, "window": 3}, "window cannot go with relative_values, got 3"),
+        ({**RELATIVE, "softcap": 2.0}, "softcap cannot go with relative_values, got 2.0"),
+        ({**RELATIVE, "sinks": True}, "sinks cannot go with relative_values, got True"),
+        (
+            {**RELATIVE, "attention_dropout": 0.1},
+            "attention_dropout cannot go with relative_values, got 0.1",
+        ),
+        ({"scoring": "additive", "sinks": True}, "sinks cannot go with scoring='additive', got"),
+        (
+            {"scoring": "additive", "positions": "alibi"},
+            "positions must be 'learned', .* with scoring='additive', got 'alibi'",
+        ),
+    ],
+)
+def test_wrong_options_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EncoderConfig(0), "vocab_size must be a positive integer, got 0"),
+        (lambda: EncoderConfig(5, 0), "context_length must be a positive integer, got 0"),
+        (lambda: Seq2SeqConfig(0, 5), "source_vocab_size must be a positive integer, got 0"),
+        (lambda: Seq2SeqConfig(5, 0), "target_vocab_size must be a positive integer, got 0"),
+        (lambda: Seq2SeqConfig(5, 5, 0), "source_length must be a positive integer, got 0"),
+        (lambda: Seq2SeqConfig(5, 5, 5, 0), "target_length must be a positive integer, got 0"),
+        (
+            lambda: Seq2SeqConfig(5, 5, num_decoder_layers=0),
+            "num_decoder_layers must be a positive integer, got 0",
+        ),
+        (
+            lambda: Seq2SeqConfig(5, 6, share_embeddings=True),
+            "one vocabulary, got source_vocab_size=5 and target_vocab_size=6",
+        ),
+        (lambda: EncoderConfig(5, block="x"), "block must be 'pre'"),
+        (
+            lambda: Seq2SeqConfig.from_dict({"source_vocab_size": 5}),
+            "Seq2SeqConfig needs the field",
+        ),
+        (
+            lambda: EncoderConfig.from_dict({"vocab_size": 5, "tags": 3}),
+            "EncoderConfig has no field",
+        ),
+        (lambda: GPTConfig.preset("gpt5"), "GPTConfig has the presets gpt2-small, .* got 'gpt5'"),
+        (lambda: TransformerConfig.preset("x"), "TransformerConfig has the presets none, got 'x'"),
+    ],
+)
+def test_wrong_configs_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTConfig(5, block="parallel", sparse="merge", window=3, stride=2, label_smoothing=0.1),
+        EncoderConfig(5, positions="transformer_xl", norm="rmsnorm", scoring="dot"),
+        Seq2SeqConfig(5, 6, 7, 8, num_decoder_layers=2, activation="swiglu"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_config_survives_json(config):
+    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_config_of_before_the_options_is_what_it_was():
+    fields = {
+        "vocab_size": 7, "context_length": 16, "num_layers": 2, "num_heads": 2,
+        "num_kv_heads": None, "embed_dim": 16, "positions": "rotary", "rotary_style": "half",
+        "rotary_base": 10000.0, "window": 4, "keep_first": 1, "softcap": None, "sinks": False,
+        "qk_norm": False, "dropout": 0.1, "attention_dropout": 0.0, "bias": False,
+        "activation": "gelu_tanh", "hidden_dim": None, "tie_weights": True,
+    }  # fmt: skip
+    config = GPTConfig.from_dict(fields)
+    assert {name: config.to_dict()[name] for name in fields} == fields
+    names = {
+        f"blocks.{i}.{name}.weight"
+        for i in range(2)
+        for name in (
+            "attention_norm", "attention.qkv_proj", "attention.out_proj", "mlp_norm",
+            "mlp.up_proj", "mlp.down_proj",
+        )
+    }  # fmt: skip
+    expected = {"token_embedding.weight", "norm.weight", *names}
+    assert set(GPT(config).state_dict()) == expected
+
+
+# Parameters as published, or counted by the model's own authors' code.
+PRESETS = {
+    "gpt2-small": (GPTConfig, GPT, 124_439_808),
+    "tinyllama": (GPTConfig, GPT, 1_100_048_384),
+    # Without the vectors of its two segments, and its pooler.
+    "bert-base": (EncoderConfig, Encoder, 109_482_240 - 2 * 768 - (768 * 768 + 768)),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_as_many_parameters_as_published(name):
+    config, model, parameters = PRESETS[name]
+    with FakeTensorMode():
+        built = model(config.preset(name))
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameters
+
+
+def test_the_base_transformer_has_sixty_million():
+    with FakeTensorMode():
+        model = Seq2Seq(Seq2SeqConfig.preset("transformer-base"))
+    assert 60e6 < model.num_parameters() < 66e6
+
+
+def test_presets_take_changes():
+    config = GPTConfig.preset("gpt2-small", num_layers=2, window=128)
+    assert (config.num_layers, config.window, config.embed_dim) == (2, 128, 768)

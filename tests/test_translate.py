@@ -1,0 +1,126 @@
+"""Greedy and beam decoding of an encoder-decoder, against all targets there are."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fastattn.generation import beam_translate, greedy_translate, translate
+from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+# Targets of at most three tokens of 1..3, ended by 0; 4 begins them.
+V, COUNT, END, BEGIN = 5, 3, 0, 4
+SOURCE = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 9, 9, 9, 9], [2, 9, 9, 9, 9, 9]])
+LENGTHS = torch.tensor([6, 2, 1])
+CALL = {"source_lengths": LENGTHS, "begin": BEGIN, "end": END, "max_length": COUNT}
+
+
+def make_model(**options) -> Seq2Seq:
+    torch.manual_seed(3)
+    sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 16}
+    model = Seq2Seq(Seq2SeqConfig(10, V, 6, 8, **{**sizes, **options})).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+@torch.no_grad()
+def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
+    """Of every target of a source, the end token counted where it ends one; without a cache."""
+    source = SOURCE[row : row + 1, : LENGTHS[row]]
+    found = {}
+    for length in range(1, COUNT + 1):
+        for tokens in itertools.product(range(V), repeat=length):
+            if END in tokens[:-1] or (tokens[-1] != END and length < COUNT):
+                continue
+            inputs = torch.tensor([[BEGIN, *tokens[:-1]]])
+            scores = model(source, inputs)[0].log_softmax(-1)
+            found[tokens] = sum(float(scores[i, token]) for i, token in enumerate(tokens))
+    return found
+
+
+def without_end(tokens: tuple[int, ...]) -> list[int]:
+    return [token for token in tokens if token != END]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 3.0])
+@pytest.mark.parametrize("options", [{}, {"positions": "content", "relative_distance": 2}])
+def test_wide_beams_find_the_best_of_all_targets(options, penalty):
+    model = make_model(**options)
+    found = beam_translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
+    for row, beams in enumerate(found):
+        scores = {
+            tokens: total / ((5 + len(tokens)) / 6) ** penalty
+            for tokens, total in log_probabilities(model, row).items()
+        }
+        best = sorted(scores, key=lambda tokens: -scores[tokens])[: len(beams)]
+        assert [beam.tokens for beam in beams[:5]] == [without_end(t) for t in best[:5]]
+        assert math.isclose(beams[0].score, scores[best[0]], abs_tol=1e-9)
+    assert len({beams[0].score for beams in found}) == 3, "sources that matter"
+
+
+def test_greedy_takes_the_likeliest_token_of_each_step():
+    model = make_model()
+    expected = []
+    for row in range(3):
+        tokens = []
+        while len(tokens) < COUNT:
+            inputs = torch.tensor([[BEGIN, *tokens]])
+            with torch.no_grad():
+                token = int(model(SOURCE[row : row + 1, : LENGTHS[row]], inputs)[0, -1].argmax())
+            if token == END:
+                break
+            tokens.append(token)
+        expected.append(tokens)
+    assert greedy_translate(model, SOURCE, **CALL) == expected
+    assert translate(model, SOURCE, **CALL) == expected
+    assert len({len(tokens) for tokens in expected}) > 1, "a row that ends before others"
+
+
+def test_translate_takes_the_best_beam():
+    model = make_model()
+    best = [found[0].tokens for found in beam_translate(model, SOURCE, beams=3, **CALL)]
+    assert translate(model, SOURCE, beams=3, **CALL) == best
+
+
+def test_rows_do_not_depend_on_each_other():
+    model = make_model()
+    together = translate(model, SOURCE, beams=2, length_penalty=1.0, **CALL)
+    for row in range(3):
+        alone = {**CALL, "source_lengths": None}
+        source = SOURCE[row : row + 1, : LENGTHS[row]]
+        got = translate(model, source, beams=2, length_penalty=1.0, **alone)
+        assert got == together[row : row + 1]
+
+
+def test_target_length_bounds_what_is_chosen():
+    model = make_model()
+    unknown = {"begin": BEGIN, "end": V - 2}
+    with torch.no_grad():
+        model.decoder.token_embedding.weight[V - 2] = 0  # never the likeliest
+    assert max(map(len, greedy_translate(model, SOURCE, **unknown))) == 8
+    assert max(map(len, greedy_translate(model, SOURCE, max_length=2, **unknown))) == 2
+
+
+def test_wrong_arguments_are_named():
+    model = make_model()
+    for changes, match in (
+        ({"begin": 5}, "begin must be a token in 0..4, got 5"),
+        ({"end": -1}, "end must be a token in 0..4, got -1"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"max_length": 9}, "max_length must be at most target_length=8 with learned positions"),
+        ({"beams": 0}, "beams must be at least 1, got 0"),
+        ({"beams": 2, "length_penalty": math.nan}, "length_penalty must be finite, got nan"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            translate(model, SOURCE, **{**CALL, **changes})
+    with pytest.raises(ValueError, match="source must hold at least one token a row, got none"):
+        translate(model, SOURCE[:, :0], begin=BEGIN, end=END)
+    with torch.no_grad():
+        model.decoder.norm.weight.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="scores are not finite"):
+        translate(model, SOURCE, **CALL)
