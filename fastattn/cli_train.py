@@ -78,6 +78,9 @@ def _add_data_options(group: Any) -> None:
     )
     text = "of a tokenizer that is trained, but char (1024)"
     group.add_argument("--vocab-size", dest="data.vocab_size", type=int, help=text)
+    text = "a masked-token run's folder, whose encoder and tokenizer to begin with; tagging"
+    path: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
+    group.add_argument("--start-from", dest="data.start_from", help=text, **path)
     text = "cut texts that are too long for the model, instead of refusing them; translation"
     group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
 

@@ -230,7 +230,15 @@ def _write_error(run_dir: Path, final: Path, error: OSError) -> CheckpointError:
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """The tensors as the format takes them: on the CPU, and each with memory of its own."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        # A parameter under two names, such as a token embedding that two sides share.
+        plain[name] = own.clone() if own.data_ptr() in seen else own
+        seen.add(own.data_ptr())
+    return plain
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -14,14 +14,15 @@ from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_che
 from .config import TrainConfig, resolve_device
 from .kinds import KINDS, Kind, kind_of
 from .metrics import CURVE_FILE, METRICS_FILE
+from .pretrained import Pretrained
 from .progress import ProgressBar
 from .sources import (
     DataConfig,
-    LabelledDataConfig,
     MaskedDataConfig,
     PairDataConfig,
     PairSource,
     Source,
+    TaggedDataConfig,
     TaggedSource,
     TextSource,
 )
@@ -37,7 +38,7 @@ _CHANGEABLE = {
 _DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
     "gpt": (DataConfig, TextSource),
     "masked": (MaskedDataConfig, TextSource),
-    "tagger": (LabelledDataConfig, TaggedSource),
+    "tagger": (TaggedDataConfig, TaggedSource),
     "seq2seq": (PairDataConfig, PairSource),
 }
 
@@ -119,11 +120,17 @@ def _build(
     device = resolve_device(config.device)
     config.resolve_dtype(device)
     fields = _model_fields(kind, options.model)
+    pretrained = None
+    if checkpoint is None and (start_from := getattr(data_config, "start_from", None)):
+        if "tokenizer" in options.data:
+            raise ValueError("start_from brings its own tokenizer: name no other one")
+        pretrained = Pretrained(start_from)
+        fields = pretrained.fields(fields)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     _model_config(kind, fields, 1)
     source = read(data_config)
     if checkpoint is None:
-        tokenizer = source.make_tokenizer()
+        tokenizer = pretrained.tokenizer if pretrained else source.make_tokenizer()
     else:
         tokenizer = checkpoint.tokenizer
         if checkpoint.config["data"]["fingerprint"] != source.fingerprint:
@@ -134,6 +141,8 @@ def _build(
     task = source.make_task(tokenizer, model_config)
     torch.manual_seed(config.seed)
     model = kind.build(model_config, source.facts).to(device)
+    if pretrained is not None:
+        pretrained.give(model)
     step = 0 if checkpoint is None else checkpoint.step
     say(
         f"{sum(x.numel() for x in model.parameters()):,} parameters, "

@@ -100,6 +100,17 @@ class LabelledDataConfig(DataConfig):
 
 
 @dataclass(frozen=True)
+class TaggedDataConfig(LabelledDataConfig):
+    """As `LabelledDataConfig`.
+
+    Args:
+        start_from: a masked-token run's folder, whose encoder and tokenizer to begin with.
+    """
+
+    start_from: str | None = None
+
+
+@dataclass(frozen=True)
 class PairDataConfig(LabelledDataConfig):
     """As `LabelledDataConfig`.
 

@@ -1,0 +1,169 @@
+"""Pairs to translate: files, the standard library's docstrings, batches, scores, and messages."""
+
+import sys
+
+import pytest
+import torch
+
+from fastattn.training import pairs as pairs_module
+from fastattn.training.data import DataError
+from fastattn.training.pairs import Pair, pairs_fingerprint, read_pairs, standard_library_pairs
+from fastattn.training.scores import confusion, tag_scores, text_scores
+from fastattn.training.tokenizer import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.translation import TranslationTask, encode_pairs, encode_sources
+
+TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)
+PAIRS = [Pair("one two", "eins zwei", "f:1"), Pair("three", "drei", "f:2")]
+
+
+def encode(pairs, *, source_length=4, target_length=4, truncate=False):
+    return encode_pairs(
+        pairs,
+        TOKENIZER,
+        source_length=source_length,
+        target_length=target_length,
+        truncate=truncate,
+    )
+
+
+def test_files_of_pairs_are_read_with_places(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_bytes("one\teins\r\n two words \tzwei Wörter\n".encode())
+    assert read_pairs([path]) == [
+        Pair("one", "eins", f"{path}:1"),
+        Pair("two words", "zwei Wörter", f"{path}:2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\tb\n\nc\td\n", r"bad\.tsv:2: the line is empty, source TAB target is expected"),
+        ("a\tb\nc\n", r"bad\.tsv:2: source TAB target is expected, got 0 tabulators"),
+        ("a\tb\tc\n", r"bad\.tsv:1: source TAB target is expected, got 2 tabulators"),
+        ("a\tb\nc\t \n", r"bad\.tsv:2: the pair has no target"),
+        ("\tb\n", r"bad\.tsv:1: the pair has no source"),
+        ("", r"bad\.tsv is empty"),
+    ],
+)
+def test_an_unusable_file_of_pairs_is_named(content, message, tmp_path):
+    path = tmp_path / "bad.tsv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_pairs([path])
+
+
+def test_docstrings_are_paired_with_the_words_of_names(monkeypatch):
+    source = (
+        'def read_file(x):\n    """Read it.\n\n    More."""\n\n\n'
+        'class A:\n    def __len__(self):\n        """Length."""\n\n'
+        "    async def no_text(self): ...\n\n\n"
+        f'def long():\n    """{"x" * 81}"""\n\n\n'
+        'def read_file():\n    """Read it."""\n'
+    )
+    texts = {"a.py": source, "b.py": "def broken(:"}
+    monkeypatch.setattr(pairs_module, "standard_library_sources", lambda limit: texts)
+    assert standard_library_pairs() == [
+        Pair("Read it.", "read file", "a.py:1"),
+        Pair("Length.", "len", "a.py:8"),
+    ]
+
+
+def test_the_standard_library_has_pairs():
+    found = standard_library_pairs(400_000)
+    assert len(found) > 100
+    assert len({(one.source, one.target) for one in found}) == len(found)
+
+
+def test_the_fingerprint_is_of_both_sides():
+    changed = [
+        PAIRS,
+        PAIRS[:1],
+        [Pair("one", "eins zwei", "f:1"), PAIRS[1]],
+        [PAIRS[0], Pair("three", "zwei", "f:2")],
+    ]
+    assert len({pairs_fingerprint(pairs) for pairs in changed}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source_length": 1}, "f:1: the source has 2 tokens, the model reads at most 1; --trunc"),
+        ({"target_length": 2}, "f:1: the target has 3 tokens with its begin token, the model"),
+        ({"target_length": 1, "truncate": True}, "f:1: the target cut to 0 tokens has none left"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_named(changes, message):
+    with pytest.raises(DataError, match=message):
+        encode(PAIRS, **changes)
+
+
+def test_a_text_without_a_token_is_named():
+    with pytest.raises(DataError, match="f:7: the source has no token"):
+        encode([Pair(" ", "eins", "f:7")])
+    with pytest.raises(DataError, match="--text: the source has no token"):
+        encode_sources([(" ", "--text")], TOKENIZER, source_length=4)
+
+
+def test_pairs_are_cut_on_request():
+    (first, second) = encode(PAIRS, source_length=1, target_length=2, truncate=True)
+    assert list(first.source) == TOKENIZER.encode("one")
+    assert list(first.target) == TOKENIZER.encode("eins")
+    assert list(second.target) == TOKENIZER.encode("drei")
+
+
+def test_batches_are_shifted_padded_and_measured():
+    encoded = encode(PAIRS)
+    task = TranslationTask(
+        encoded, encoded, ["eins zwei", "drei"], tokenizer=TOKENIZER, fingerprint="f"
+    )
+    (batch,) = task.validation(3)
+    source, inputs = batch.inputs
+    begin, end, pad = (TOKENIZER.special_id(name) for name in ("begin", "end", "pad"))
+    one, two, three = TOKENIZER.encode("one two three")
+    eins, zwei, drei = TOKENIZER.encode("eins zwei drei")
+    assert source.tolist() == [[one, two], [three, pad]]
+    assert inputs.tolist() == [[begin, eins, zwei], [begin, drei, pad]]
+    assert batch.targets.tolist() == [[eins, zwei, end], [drei, end, -100]]
+    assert batch.lengths["source_lengths"].tolist() == [2, 1]
+    assert batch.lengths["target_lengths"].tolist() == [3, 2]
+    assert (batch.num_targets, batch.num_tokens) == (5, 8)
+    assert task.extent == "2 training and 2 validation pairs"
+    drawn = task.draw("train", 32, torch.Generator().manual_seed(1))
+    assert set(drawn.lengths["source_lengths"].tolist()) == {1, 2}
+
+
+def test_translation_needs_begin_and_end_tokens():
+    plain = BPETokenizer.train("one", 300)
+    with pytest.raises(TokenizerError, match="no begin token"):
+        TranslationTask([], [], [], tokenizer=plain, fingerprint="f")
+
+
+def test_f1_of_each_tag_by_hand():
+    counts = confusion(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 1, 0]), 3)
+    assert counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 0]]
+    scores = tag_scores(counts, ["a", "b", "c"])
+    # a: 2 right of 3 expected and 3 got; b: 1 right of 2 and 2; c occurs nowhere.
+    assert scores["f1"] == {"a": pytest.approx(2 / 3), "b": pytest.approx(1 / 2)}
+    assert scores["macro_f1"] == pytest.approx(7 / 12)
+    assert (scores["accuracy"], scores["majority"]) == (0.6, 0.6)
+
+
+def test_scores_of_texts_are_sacrebleu_s():
+    import sacrebleu
+
+    expected = ["the cat sat on the mat today", "a dog"]
+    got = ["the cat sat on  the mat now", " a dog"]
+    scores = text_scores(got, expected)
+    assert scores["exact_match"] == 0.5
+    clean = [" ".join(text.split()) for text in got]
+    assert scores["bleu"] == sacrebleu.corpus_bleu(clean, [expected]).score
+    assert scores["chrf"] == sacrebleu.corpus_chrf(clean, [expected]).score
+    assert 50 < scores["bleu"] < 100
+    assert text_scores(expected, expected)["chrf"] == 100
+
+
+def test_a_missing_sacrebleu_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ModuleNotFoundError, match=r"translations needs the package sacrebleu"):
+        text_scores(["a"], ["a"])

@@ -1,0 +1,192 @@
+"""Words with tags: CoNLL's files and Python's own tokens, rows of tokens, and messages."""
+
+import sys
+
+import pytest
+import torch
+
+from fastattn.training.data import DataError
+from fastattn.training.tagged_text import (
+    Sentence,
+    check_tags,
+    python_sentences,
+    read_conll,
+    sentences_fingerprint,
+    split_words,
+    standard_library_sentences,
+    tags_of,
+)
+from fastattn.training.tagging import TaggingTask, cut_rows
+from fastattn.training.tokenizer import BPETokenizer, PieceTokenizer, TokenizerError
+
+CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
+TOKENIZER = PieceTokenizer.train("char", "EU rejects Peter Blackburn", 60)
+
+
+def sentence(words: str, tags: str) -> Sentence:
+    pairs = words.split(), tags.split()
+    return Sentence(*map(tuple, pairs), tuple(f"f:{i}" for i in range(1, 1 + len(pairs[0]))))
+
+
+def task(train, validation=None, *, length=8, tags=("O", "X"), tokenizer=TOKENIZER) -> TaggingTask:
+    validation = train if validation is None else validation
+    return TaggingTask(
+        train,
+        validation,
+        tags=tags,
+        tokenizer=tokenizer,
+        context_length=length,
+        fingerprint="f",
+    )
+
+
+def test_conll_files_are_read_with_places(tmp_path):
+    path = tmp_path / "a.conll"
+    path.write_text(CONLL)
+    found = read_conll([path, path])
+    assert found[:2] == found[2:]
+    first, second = found[:2]
+    assert (first.words, first.tags) == (("EU", "rejects"), ("B-ORG", "O"))
+    assert (second.words, second.tags) == (("Peter",), ("B-PER",))
+    assert first.places == (f"{path}:3", f"{path}:4")
+    assert second.places == (f"{path}:7",)
+    assert tags_of(found) == ("B-ORG", "B-PER", "O")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a O\nb\n", r"bad\.conll:2: word 'b' has no tag"),
+        ("-DOCSTART- O\n\n", r"bad\.conll has no word with a tag"),
+        (" \n", r"bad\.conll is empty"),
+    ],
+)
+def test_an_unusable_conll_file_is_named(content, message, tmp_path):
+    path = tmp_path / "bad.conll"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_conll([path])
+
+
+def test_python_s_tokens_are_tagged_line_by_line():
+    source = 'def f(x):  # twice\n    return 2 * x + len("a")\n\n\n"""long\ntext"""\n'
+    first, second, third = python_sentences(source)
+    assert list(zip(first.words, first.tags, strict=True)) == [
+        ("def", "keyword"),
+        ("f", "name"),
+        ("(", "operator"),
+        ("x", "name"),
+        (")", "operator"),
+        (":", "operator"),
+        ("# twice", "comment"),
+    ]
+    tagged = dict(zip(second.words, second.tags, strict=True))
+    assert (tagged["return"], tagged["2"], tagged['"a"']) == ("keyword", "number", "string")
+    assert (third.words, third.tags) == (('"""long',), ("string",))
+    assert second.places[0] == "the text:2"
+    assert third.places == ("the text:5",)
+
+
+def test_parts_of_f_strings_are_strings():
+    (found,) = python_sentences('y = f"a{x}b"\n')
+    tags = dict(zip(found.words, found.tags, strict=True))
+    if sys.version_info >= (3, 12):
+        assert [tags[part] for part in ('f"', "a", "x", "b")] == [
+            "string", "string", "name", "string",
+        ]  # fmt: skip
+    else:
+        assert tags['f"a{x}b"'] == "string"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("x = (1,\n", "name.py:2: not Python: "), ("  x\n y\n", "name.py:2: not Python: unindent")],
+)
+def test_text_that_is_no_python_is_named(source, message):
+    with pytest.raises(DataError, match=message):
+        python_sentences(source, "name.py")
+
+
+def test_the_standard_library_has_every_tag():
+    found = standard_library_sentences(30_000)
+    assert tags_of(found) == ("comment", "keyword", "name", "number", "operator", "string")
+    assert sum(len(one.words) for one in found) > 2000
+
+
+def test_words_to_tag_are_cut_as_the_training_s_were():
+    assert split_words("a b\n\n c\n", "t", python=False) == [("a", "b"), ("c",)]
+    assert split_words("f(x)\n", "t", python=True) == [("f", "(", "x", ")")]
+    assert split_words(" \n", "t", python=True) == split_words(" \n", "t", python=False) == []
+
+
+def test_an_unknown_tag_is_named_with_its_line():
+    with pytest.raises(DataError, match=r"f:2: unknown tag 'Y'; the run's are O, X"):
+        check_tags([sentence("a b", "O Y")], ("O", "X"))
+
+
+def test_the_fingerprint_is_of_words_tags_and_sentences():
+    sentences = [
+        [sentence("a b", "O X")],
+        [sentence("a b", "O O")],
+        [sentence("a c", "O X")],
+        [sentence("a", "O"), sentence("b", "X")],
+    ]
+    assert len({sentences_fingerprint(one) for one in sentences}) == 4
+
+
+def test_rows_are_cut_between_words():
+    rows = cut_rows(["EU", "rejects", "Pe"], TOKENIZER, 9)
+    assert [(row.starts, row.words) for row in rows] == [((0, 2), (0, 1)), ((0,), (2,))]
+    assert list(rows[0].tokens) == TOKENIZER.encode("EUrejects")
+    long, short = cut_rows(["Blackburn", "EU"], TOKENIZER, 5)
+    assert list(long.tokens) == TOKENIZER.encode("Black")
+    assert list(short.tokens) == TOKENIZER.encode("EU")
+
+
+def test_a_word_without_tokens_is_the_unknown_one():
+    words = PieceTokenizer.train("wordpiece", "a b", 20)
+    assert words.encode(" ") == []
+    assert cut_rows([" "], words, 4)[0].tokens == (words.special_id("unknown"),)
+    plain = BPETokenizer.train("a b", 300)
+    with pytest.raises(TokenizerError, match="no unknown token"):
+        cut_rows([""], plain, 4)
+    with pytest.raises(DataError, match="f:1: the tokenizer has no unknown token"):
+        task([Sentence(("",), ("O",), ("f:1",))], tokenizer=plain)
+
+
+def test_batches_hold_tags_at_first_tokens_and_lengths():
+    one = task([sentence("EU rejects", "X O"), sentence("Pe", "X")], length=16)
+    (batch,) = one.validation(4)
+    assert batch.lengths["key_lengths"].tolist() == [9, 2]
+    assert batch.targets.tolist() == [[1, -100, 0, *[-100] * 6], [1, *[-100] * 8]]
+    assert batch.inputs[0][1].tolist() == [*TOKENIZER.encode("Pe"), *[0] * 7]
+    assert (batch.num_targets, batch.num_tokens) == (3, 11)
+    assert one.extent == "3 training and 3 validation words of 2 tags"
+    drawn = one.draw("train", 64, torch.Generator().manual_seed(0))
+    again = one.draw("train", 64, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn.inputs[0], again.inputs[0])
+    assert set(drawn.lengths["key_lengths"].tolist()) == {9, 2}
+
+
+def test_scores_count_words_and_not_padding():
+    """A model that says X for what begins with P, and O else."""
+    one = task([sentence("EU Pe rejects", "X X O"), sentence("Pe", "O")], length=16)
+    begins = TOKENIZER.encode("P")[0]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens, *, key_lengths):
+            is_p = (tokens == begins).float()
+            return torch.stack([1 - is_p, is_p], dim=-1)
+
+    scores = one.scores(Model(), 1)
+    # Expected X X O O, got O X O X.
+    assert scores == {
+        "accuracy": 0.5,
+        "majority": 0.5,
+        "macro_f1": 0.5,
+        "f1": {"O": 0.5, "X": 0.5},
+    }

@@ -1,0 +1,397 @@
+"""`fastattn train` with every model and task, and what `tag` and `translate` make of them."""
+
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from fastattn import cli_train
+from fastattn.cli import main
+from fastattn.models import config as model_config
+from fastattn.training import sources
+from fastattn.training.checkpoint import CheckpointError, load_checkpoint, load_model
+from fastattn.training.kinds import KINDS, check_tokenizer, find_kind, load_trained
+from fastattn.training.metrics import read_metrics
+from fastattn.training.tagged_text import standard_library_sentences
+from fastattn.training.tokenizer import CharacterTokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+SMALL = [
+    *("--layers", "1", "--heads", "2", "--embed-dim", "32", "--batch", "16", "--lr", "1e-2"),
+    *("--warmup", "5", "--log-every", "50", "--device", "cpu"),
+]
+TINY = ["--layers", "1", "--heads", "2", "--embed-dim", "16", "--batch", "4", "--device", "cpu"]
+CONLL = "the O\nfox X\n\na O\ndog X\n\n" * 8
+PAIRS = "one two\teins zwei\nthree\tdrei\n" * 8
+WORDS = "the quick brown fox jumps over the lazy dog .\n" * 30
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def error_line(capsys, *words: object, code: int = 1) -> str:
+    """Runs a command that must fail, and returns the one line that it may write."""
+    capsys.readouterr()
+    assert run(*words) == code
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert len(written.err.splitlines()) == 1, written.err
+    return written.err.strip()
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def train(out: Path, model: str, text: Path, *options: object) -> int:
+    return run("train", "--model", model, "--text", text, "--out", out, *options)
+
+
+@pytest.fixture(scope="module")
+def torch_only():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def python_tagger(tmp_path_factory, one_thread, torch_only) -> Path:
+    """Tags of the standard library's own tokens."""
+    few = partial(standard_library_sentences, 60_000)
+    torch_only.setattr(sources, "standard_library_sentences", few)
+    out = tmp_path_factory.mktemp("tagger") / "run"
+    options = ["--tokenizer", "char", "--context", 16, "--steps", 60, *SMALL]
+    assert run("train", "--model", "encoder", "--out", out, *options) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory, one_thread, torch_only) -> Path:
+    """Two digits in words."""
+    pairs = [f"{a} {b}\t{DIGITS[a]} {DIGITS[b]}\n" for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(pairs)
+    folder = tmp_path_factory.mktemp("translator")
+    text = write(folder / "digits.tsv", "".join(pairs))
+    options = ["--tokenizer", "word", "--source-length", 4, "--target-length", 4, "--steps", 150]
+    assert train(folder / "run", "seq2seq", text, *options, *SMALL) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory, one_thread, torch_only) -> Path:
+    """A sentence that comes again and again."""
+    folder = tmp_path_factory.mktemp("masked")
+    text = write(folder / "text.txt", WORDS)
+    options = ["--task", "masked", "--tokenizer", "word", "--context", 12, "--steps", 200]
+    extra = ["--positions", "rotary", "--batch", 32]
+    assert train(folder / "run", "encoder", text, *options, *SMALL, *extra) == 0
+    return folder / "run"
+
+
+def test_a_tagger_learns_python_s_tokens(python_tagger, capsys):
+    checkpoint = load_checkpoint(python_tagger)
+    assert checkpoint.config["kind"] == "tagger"
+    scores = checkpoint.state["scores"]
+    assert scores["majority"] < 0.6
+    assert scores["accuracy"] > 0.85
+    assert scores["macro_f1"] > 0.6
+    assert set(scores["f1"]) == set(checkpoint.config["data"]["tags"])
+    assert read_metrics(python_tagger)[-1]["scores"] == scores
+    command = ["tag", "--checkpoint", python_tagger, "--device", "cpu"]
+    assert run(*command, "--text", "import os  # why\n\nx = 3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == [
+        "import", "os", "# why", "", "x", "=", "3", "",
+    ]  # fmt: skip
+    assert "# why\tcomment" in lines
+    assert "=\toperator" in lines
+
+
+def test_scores_are_reported_again_for_a_finished_run(python_tagger, capsys):
+    assert run("train", "--out", python_tagger, "--resume") == 0
+    written = capsys.readouterr().out
+    scores = load_checkpoint(python_tagger).state["scores"]
+    assert f"accuracy {scores['accuracy']:.4f}\n" in written
+    assert f"accuracy of the most frequent tag alone {scores['majority']:.4f}\n" in written
+    assert f"  operator {scores['f1']['operator']:.4f}\n" in written
+
+
+def test_a_translator_learns_digits_in_words(translator, capsys):
+    scores = load_checkpoint(translator).state["scores"]
+    assert scores["exact_match"] > 0.8
+    assert scores["chrf"] > 80
+    assert scores["pairs"] == 10
+    command = ["translate", "--checkpoint", translator, "--device", "cpu"]
+    assert run(*command, "--text", "4 2", "--text", "7 7") == 0
+    assert capsys.readouterr().out == "four two\nseven seven\n"
+    assert run(*command, "--text", "4 2", "--beams", 3) == 0
+    assert capsys.readouterr().out == "four two\n"
+    assert run(*command, "--text", "4 2 9 9 9", "--truncate") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_file_is_translated_line_by_line(translator, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fastattn.cli_tasks._SOURCES_AT_ONCE", 2)
+    path = write(tmp_path / "digits.txt", "".join(f"{a} {a}\n" for a in (1, 3, 5)))
+    assert run("translate", "--checkpoint", translator, "--file", path, "--device", "cpu") == 0
+    assert capsys.readouterr().out == "one one\nthree three\nfive five\n"
+
+
+def test_masked_words_are_named(masked):
+    checkpoint = load_checkpoint(masked)
+    assert checkpoint.config["kind"] == "masked"
+    # The most frequent word stands at one place in five.
+    assert checkpoint.state["scores"]["accuracy"] > 0.8
+
+
+def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, capsys):
+    text = write(tmp_path / "a.conll", CONLL)
+    out = tmp_path / "run"
+    options = ["--start-from", masked, "--steps", 1, "--dropout", 0.1, "--lr", "1e-9"]
+    assert train(out, "encoder", text, *options, "--device", "cpu") == 0
+    tagger, before = load_trained(out, "tagger"), load_trained(masked)
+    assert tagger.tokenizer.to_json() == before.tokenizer.to_json()
+    assert tagger.config.positions == "rotary"
+    assert tagger.config.dropout == 0.1
+    for name, tensor in before.model.encoder.state_dict().items():
+        torch.testing.assert_close(tensor, tagger.model.encoder.state_dict()[name])
+    assert run("train", "--out", out, "--resume") == 0
+    new = tmp_path / "new"
+    start = ["train", "--model", "encoder", "--text", text, "--out", new, "--start-from", masked]
+    line = error_line(capsys, *start, "--embed-dim", 16)
+    assert "is of another configuration: its embed_dim is 32, not 16" in line
+    line = error_line(capsys, *start, "--tokenizer", "char")
+    assert "start_from brings its own tokenizer" in line
+    line = error_line(capsys, *start[:-1], out)
+    assert "holds a tagger, a masked-token model is needed" in line
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "options"),
+    [
+        ("encoder", CONLL, ["--tokenizer", "word", "--context", 8]),
+        ("encoder", WORDS, ["--task", "masked", "--tokenizer", "word", "--context", 8]),
+        ("seq2seq", PAIRS, ["--tokenizer", "word", "--source-length", 4, "--target-length", 5]),
+    ],
+)
+def test_a_stopped_run_ends_bit_for_bit_as_an_uninterrupted_one(
+    model, content, options, tmp_path, monkeypatch
+):
+    from fastattn.training.trainer import Trainer
+
+    text = write(tmp_path / "text", content)
+    options = [*options, *TINY, "--steps", 6, "--dropout", 0.2]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(whole, model, text, *options) == 0
+    step = Trainer._train_step
+
+    def interrupted(self):
+        step(self)
+        if self.step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", interrupted)
+        assert train(parts, model, text, *options, "--save-every", 2) == 130
+    assert load_checkpoint(parts).step == 2
+    assert run("train", "--out", parts, "--resume", "--save-every", 500) == 0
+    for name in ("model.safetensors", "training.safetensors", "checkpoint.json", "tokenizer.json"):
+        one, other = (folder / "step-00000006" / name for folder in (whole, parts))
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_options_reach_the_model(tmp_path):
+    text = write(tmp_path / "pairs.tsv", PAIRS)
+    values = {
+        "positions": "transformer_xl", "relative-distance": 3, "relative-table": "sinusoidal",
+        "ffn": "swiglu", "norm": "rmsnorm", "block": "post", "label-smoothing": 0.1,
+        "hidden-dim": 24, "decoder-layers": 2, "source-length": 6, "target-length": 7,
+    }  # fmt: skip
+    words = [word for name, value in values.items() for word in (f"--{name}", value)]
+    flags = ["--share-embeddings", "--embedding-norm", "--untied", "--bias"]
+    out = tmp_path / "run"
+    options = ["--tokenizer", "char", "--truncate", "--steps", 1, *TINY]
+    assert train(out, "seq2seq", text, *options, *words, *flags) == 0
+    saved = load_checkpoint(out).config["model"]
+    fields = {"ffn": "activation", "decoder-layers": "num_decoder_layers"}
+    for name, value in values.items():
+        assert saved[fields.get(name, name).replace("-", "_")] == value
+    assert saved["share_embeddings"] and saved["embedding_norm"] and saved["bias"]
+    assert saved["tie_weights"] is False
+    model = load_trained(out).model
+    assert model.encoder.token_embedding is model.decoder.token_embedding
+
+
+def test_sparse_layers_and_scoring_reach_the_model(tmp_path):
+    text = write(tmp_path / "a.conll", CONLL)
+    sparse = ["--window", 2, "--sparse", "alternate", "--stride", 2, "--keep-first", 1]
+    options = ["--tokenizer", "word", "--context", 8, "--steps", 1, *TINY]
+    assert train(tmp_path / "a", "encoder", text, *options, *sparse, "--scoring", "dot") == 0
+    saved = load_checkpoint(tmp_path / "a").config["model"]
+    wanted = {"window": 2, "sparse": "alternate", "stride": 2, "keep_first": 1, "scoring": "dot"}
+    assert {name: saved[name] for name in wanted} == wanted
+
+
+def test_a_preset_is_the_base_of_a_configuration(tmp_path, capsys):
+    text = write(tmp_path / "a.conll", CONLL)
+    options = ["--tokenizer", "word", "--steps", 1, "--preset", "bert-base", *TINY]
+    assert train(tmp_path / "run", "encoder", text, *options, "--context", 8) == 0
+    found = load_trained(tmp_path / "run")
+    assert found.config.vocab_size == found.tokenizer.vocab_size
+    assert (found.config.block, found.config.norm_eps) == ("post", 1e-12)
+    assert (found.config.num_layers, found.config.context_length) == (1, 8)
+    command = ["train", "--text", text, "--out", tmp_path / "new", "--preset", "none"]
+    assert "GPTConfig has the presets gpt2-small" in error_line(capsys, *command)
+
+
+def test_a_file_to_measure_on_is_not_trained_on(tmp_path):
+    text = write(tmp_path / "a.conll", CONLL)
+    other = write(tmp_path / "b.conll", "a O\nfox O\nthe X\n")
+    options = ["--tokenizer", "word", "--context", 8, "--steps", 40, "--validation", other]
+    assert train(tmp_path / "run", "encoder", text, *options, *SMALL) == 0
+    # What was learned is wrong there, but for the first word.
+    scores = load_checkpoint(tmp_path / "run").state["scores"]
+    assert scores["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_choices_are_those_of_the_models():
+    assert set(cli_train.CHOICES) == set(model_config._CHOICES)
+    for name, kind in model_config._CHOICES.items():
+        assert cli_train.CHOICES[name] == get_args(kind), name
+    assert {kind.model for kind in KINDS.values()} == set(cli_train.MODELS)
+    assert {kind.task for kind in KINDS.values()} == set(cli_train.TASKS)
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "options", "message"),
+    [
+        ("encoder", "a O\nb\n", "", "text:2: word 'b' has no tag"),
+        ("encoder", "a O\n", "", "there are too few sentences: 1, at least 2 are needed"),
+        ("encoder", CONLL, "--source-length 3", "source_length is no option of model encoder"),
+        ("encoder", CONLL, "--truncate", "truncate is no option of task tagging"),
+        ("encoder", CONLL, "--task translation", "model encoder has the task tagging or masked"),
+        ("gpt", CONLL, "--task tagging", "model gpt has the task language, got task 'tagging'"),
+        ("gpt", CONLL, "--validation x", "validation is no option of task language"),
+        ("encoder", CONLL, "--block post --sparse merge", "sparse='merge' needs window and stride"),
+        ("encoder", CONLL, "--tokenizer letters", "cannot read tokenizer letters: No such file"),
+        ("seq2seq", PAIRS + "\n", "", "text:17: the line is empty, source TAB target is expected"),
+        ("seq2seq", PAIRS + "one\n", "", "text:17: source TAB target is expected, got 0 tabu"),
+        ("seq2seq", PAIRS + "\tb\n", "", "text:17: the pair has no source"),
+        ("seq2seq", PAIRS, "--source-length 1", "text:1: the source has 2 tokens, the model reads"),
+        ("seq2seq", PAIRS, "--target-length 1 --truncate", "text:1: the target cut to 0 tokens"),
+    ],
+)
+def test_unusable_data_and_options_are_named(model, content, options, message, tmp_path, capsys):
+    text = write(tmp_path / "text", content)
+    words = ["--tokenizer", "word", *TINY, *options.split()]
+    line = error_line(
+        capsys, "train", "--model", model, "--text", text, "--out", tmp_path / "run", *words
+    )
+    assert line.startswith("fastattn: error: ")
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_tag_in_the_file_to_measure_on_is_named(tmp_path, capsys):
+    text = write(tmp_path / "a.conll", CONLL)
+    other = write(tmp_path / "b.conll", "the O\n\ndog Y\n")
+    command = ["train", "--model", "encoder", "--text", text, "--validation", other]
+    line = error_line(capsys, *command, "--out", tmp_path / "run")
+    assert f"{other}:3: unknown tag 'Y'; the run's are O, X" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, masked, capsys):
+    cases = [
+        (["generate"], python_tagger, "holds a tagger, a GPT is needed: see fastattn tag"),
+        (["tag", "--text", "a"], masked, "holds a masked-token model, a tagger is needed"),
+        (["translate", "--text", "a"], python_tagger, "a tagger, an encoder-decoder is needed"),
+        (["tag", "--text", "a"], translator, "an encoder-decoder, a tagger is needed: see fast"),
+    ]
+    for command, run_dir, message in cases:
+        line = error_line(capsys, *command, "--checkpoint", run_dir, "--device", "cpu")
+        assert message in line
+    line = error_line(capsys, "train", "--model", "gpt", "--out", translator, "--resume")
+    assert "another configuration: it holds an encoder-decoder, not a GPT" in line
+
+
+def test_another_version_s_kind_is_named(masked, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastattn.training.kinds.KINDS", {"gpt": KINDS["gpt"]})
+    with pytest.raises(CheckpointError, match="of kind 'masked', this fastattn has gpt"):
+        load_trained(masked)
+
+
+def test_a_tokenizer_of_another_checkpoint_is_refused(masked, translator, tmp_path):
+    tokenizer = CharacterTokenizer("".join(map(chr, range(65, 265))))
+    config = load_trained(masked).config
+    with pytest.raises(CheckpointError, match=r"does not belong to it: of 200 ids, its model's"):
+        check_tokenizer(tokenizer, config, "it")
+    mixed = shutil.copytree(masked, tmp_path / "mixed")
+    (folder,) = mixed.glob("step-*")
+    shutil.copy(next(translator.glob("step-*")) / "tokenizer.json", folder)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is (truncated|corrupt)"):
+        load_trained(mixed)
+
+
+def test_kinds_are_found_by_model_and_task():
+    assert find_kind().name == "gpt"
+    assert find_kind("encoder").name == "tagger"
+    assert find_kind(task="masked").name == "masked"
+    assert find_kind("seq2seq", "translation").name == "seq2seq"
+    with pytest.raises(ValueError, match="model must be one of gpt, encoder, seq2seq, got 'rnn'"):
+        find_kind("rnn")
+    with pytest.raises(ValueError, match=r"task must be one of language, tagging, .* got 'none'"):
+        find_kind(task="none")
+
+
+def test_a_checkpoint_that_names_no_kind_is_a_gpt(tmp_path):
+    text = write(tmp_path / "text.txt", WORDS)
+    assert train(tmp_path / "run", "gpt", text, "--context", 8, "--steps", 1, *TINY) == 0
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert checkpoint.config.pop("kind") == "gpt"
+    from fastattn.training.kinds import kind_of
+
+    assert kind_of(checkpoint).name == "gpt"
+    assert load_model(tmp_path / "run")[0].config.context_length == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tag --text \n", "--text: there is no word to tag"),
+        ("tag --text (", "--text:2: not Python: "),
+        ("tag --file absent", "cannot read text file absent: No such file"),
+        ("translate --text 1|2|3|4|5", "--text: the source has 5 tokens, the model reads at most"),
+        ("translate --text 1 --text |", "--text 2: the source has no token"),
+        ("translate --text 1 --beams 0", "beams must be at least 1, got 0"),
+        ("translate --file /dev/null", "text file /dev/null is empty"),
+    ],
+)
+def test_unusable_requests_are_named(words, message, python_tagger, translator, capsys):
+    command, *options = [word.replace("|", " ") for word in words.split(" ")]
+    run_dir = python_tagger if command == "tag" else translator
+    line = error_line(capsys, command, "--checkpoint", run_dir, "--device", "cpu", *options)
+    assert message in line
+
+
+def test_a_line_of_a_file_is_named(translator, tmp_path, capsys):
+    path = write(tmp_path / "texts.txt", "1 2\n\n3 4\n")
+    command = ["translate", "--checkpoint", translator, "--file", path, "--device", "cpu"]
+    assert f"{path}:2: the source has no token" in error_line(capsys, *command)
+
+
+def test_help_is_offered(capsys):
+    for command in ("train", "tag", "translate", "inspect"):
+        assert main([command, "--help"]) == 0
+        assert f"usage: fastattn {command}" in capsys.readouterr().out
+    for command in ("tag", "translate", "tag --checkpoint x", "inspect --checkpoint x"):
+        assert "--help" in error_line(capsys, *command.split(), code=2)
