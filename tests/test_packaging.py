@@ -19,7 +19,9 @@ else:
     import tomli as tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch._dynamo", "tokenizers", "safetensors", "tqdm", "matplotlib", "transformers")
+HEAVY = (
+    "torch._dynamo", "tokenizers", "safetensors", "tqdm", "matplotlib", "transformers", "sacrebleu",
+)  # fmt: skip
 
 
 def find_packages(root: Path) -> dict[str, Path]:
