@@ -1,0 +1,173 @@
+"""Tiny random models of transformers, their weights copied into ours: the same numbers come out."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tr
+from torch import Tensor, nn
+
+from fastattn.models.encoder import Encoder, EncoderConfig
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from fastattn.testing import assert_within_budget
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+V, C, H, L, HIDDEN = 37, 16, 4, 2, 24
+SHARED = {"num_layers": L, "num_heads": H, "embed_dim": C, "hidden_dim": HIDDEN}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def put(ours: nn.Module, *theirs: nn.Module) -> None:
+    """The weights, and biases if there are any, of theirs one below the other."""
+    state = {
+        name: torch.cat([module.state_dict()[name] for module in theirs])
+        for name in ours.state_dict()
+    }
+    ours.load_state_dict(state)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, call, their_call, real=slice(None)) -> None:
+    """ours and theirs within the budget, theirs in fp64 being the reference; at real places."""
+    with torch.no_grad():
+        naive, exact = their_call(theirs), their_call(copy.deepcopy(theirs).double())
+        assert_within_budget("output", call(ours)[real], exact[real], naive[real])
+
+
+def test_bert():
+    config = tr.BertConfig(
+        vocab_size=V, hidden_size=C, num_hidden_layers=L, num_attention_heads=H,
+        intermediate_size=HIDDEN, max_position_embeddings=12, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(tr.BertModel(config, add_pooling_layer=False))
+    preset = EncoderConfig.preset("bert-base", vocab_size=V, context_length=12, **SHARED)
+    ours = randomised(Encoder(preset))
+    put(ours.token_embedding, theirs.embeddings.word_embeddings)
+    put(ours.position_embedding, theirs.embeddings.position_embeddings)
+    # Every token is of the first segment.
+    ours.position_embedding.weight.data += theirs.embeddings.token_type_embeddings.weight.data[0]
+    put(ours.embedding_norm, theirs.embeddings.LayerNorm)
+    for block, layer in zip(ours.blocks, theirs.encoder.layer, strict=True):
+        heads, out = layer.attention.self, layer.attention.output
+        put(block.attention.qkv_proj, heads.query, heads.key, heads.value)
+        put(block.attention.out_proj, out.dense)
+        put(block.attention_norm, out.LayerNorm)
+        put(block.mlp.up_proj, layer.intermediate.dense)
+        put(block.mlp.down_proj, layer.output.dense)
+        put(block.mlp_norm, layer.output.LayerNorm)
+    tokens, lengths = torch.randint(V, (2, 9)), torch.tensor([9, 5])
+    real = torch.arange(9) < lengths[:, None]
+
+    def their_call(model: nn.Module) -> Tensor:
+        return model(tokens, attention_mask=real.long()).last_hidden_state
+
+    assert_same(ours, theirs, lambda model: model(tokens, key_lengths=lengths), their_call, real)
+
+
+def test_bart():
+    config = tr.BartConfig(
+        vocab_size=V, d_model=C, encoder_layers=L, decoder_layers=L, encoder_attention_heads=H,
+        decoder_attention_heads=H, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN,
+        max_position_embeddings=12, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, forced_eos_token_id=2, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(tr.BartForConditionalGeneration(config))
+    theirs.final_logits_bias.zero_()
+    ours = randomised(
+        Seq2Seq(
+            Seq2SeqConfig(
+                V, V, 12, 12, **SHARED, block="post", embedding_norm=True, bias=True,
+                share_embeddings=True,
+            )
+        )
+    )  # fmt: skip
+    put(ours.encoder.token_embedding, theirs.model.shared)
+
+    def put_attention(block: nn.Module, heads: nn.Module, norm: nn.Module) -> None:
+        put(block.attention.qkv_proj, heads.q_proj, heads.k_proj, heads.v_proj)
+        put(block.attention.out_proj, heads.out_proj)
+        put(block.attention_norm, norm)
+
+    for part, twin in ((ours.encoder, theirs.model.encoder), (ours.decoder, theirs.model.decoder)):
+        # Theirs begin at position 2.
+        part.position_embedding.weight.data = twin.embed_positions.weight.data[2:].clone()
+        put(part.embedding_norm, twin.layernorm_embedding)
+        for block, layer in zip(part.blocks, twin.layers, strict=True):
+            put_attention(block, layer.self_attn, layer.self_attn_layer_norm)
+            put(block.mlp.up_proj, layer.fc1)
+            put(block.mlp.down_proj, layer.fc2)
+            put(block.mlp_norm, layer.final_layer_norm)
+            if block.cross is not None:
+                cross = layer.encoder_attn
+                put(block.cross.q_proj, cross.q_proj)
+                put(block.cross.kv_proj, cross.k_proj, cross.v_proj)
+                put(block.cross.out_proj, cross.out_proj)
+                put(block.cross_norm, layer.encoder_attn_layer_norm)
+    source, inputs = torch.randint(V, (2, 9)), torch.randint(V, (2, 7))
+    lengths = torch.tensor([9, 4])
+    mask = (torch.arange(9) < lengths[:, None]).long()
+
+    def their_call(model: nn.Module) -> Tensor:
+        return model(source, attention_mask=mask, decoder_input_ids=inputs).logits
+
+    def call(model: nn.Module) -> Tensor:
+        return model(source, inputs, source_lengths=lengths)
+
+    assert_same(ours, theirs, call, their_call)
+
+
+def test_llama():
+    config = tr.LlamaConfig(
+        vocab_size=V, hidden_size=C, num_hidden_layers=L, num_attention_heads=H,
+        num_key_value_heads=2, intermediate_size=HIDDEN, max_position_embeddings=12,
+        rms_norm_eps=1e-5, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(tr.LlamaForCausalLM(config))
+    sizes = {**SHARED, "num_kv_heads": 2}
+    ours = randomised(GPT(GPTConfig.preset("tinyllama", vocab_size=V, context_length=12, **sizes)))
+    put(ours.token_embedding, theirs.model.embed_tokens)
+    put(ours.head, theirs.lm_head)
+    put(ours.norm, theirs.model.norm)
+    for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
+        heads = layer.self_attn
+        put(block.attention.qkv_proj, heads.q_proj, heads.k_proj, heads.v_proj)
+        put(block.attention.out_proj, heads.o_proj)
+        put(block.attention_norm, layer.input_layernorm)
+        put(block.mlp_norm, layer.post_attention_layernorm)
+        put(block.mlp.up_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
+        put(block.mlp.down_proj, layer.mlp.down_proj)
+    tokens = torch.randint(V, (2, 12))
+    assert_same(ours, theirs, lambda model: model(tokens), lambda model: model(tokens).logits)
+
+
+def test_t5_bias_is_a_layer_of_ours():
+    """T5's self-attention: buckets of distances both ways, scores that are not scaled."""
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    from fastattn import GQAttention
+
+    config = tr.T5Config(
+        d_model=C, num_heads=H, d_kv=C // H, relative_attention_num_buckets=8,
+        relative_attention_max_distance=20, dropout_rate=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomised(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
+    ours = GQAttention(C, H, causal=False, relative_bias=8, relative_max_distance=20, scale=1.0)
+    put(ours.qkv_proj, theirs.q, theirs.k, theirs.v)
+    put(ours.out_proj, theirs.o)
+    ours.relative_bias.data = theirs.relative_attention_bias.weight.data.clone()
+    x = torch.randn(2, 40, C)
+    assert_same(
+        ours, theirs, lambda layer: layer(x),
+        lambda layer: layer(x.to(layer.q.weight.dtype))[0],
+    )  # fmt: skip
