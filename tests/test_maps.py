@@ -1,0 +1,221 @@
+"""The weights of layers and models: equal to what attention does, and as a picture."""
+
+import pytest
+import torch
+
+from fastattn import CausalGQAttention
+from fastattn.cli import main
+from fastattn.cross_attention import CrossGQAttention
+from fastattn.layer_weights import cross_attention_weights, self_attention_weights
+from fastattn.models.encoder import EncoderConfig, MaskedLM, Tagger
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.positions import RelativeContent, RelativeTransformerXL
+from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from fastattn.modules import GQAttention
+from fastattn.training.checkpoint import Checkpoint, save_checkpoint
+from fastattn.training.data import DataError
+from fastattn.training.kinds import KINDS, Trained
+from fastattn.training.maps import Map, attention_maps, draw_maps
+from fastattn.training.tokenizer import PieceTokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+TOKENIZER = PieceTokenizer.train("word", "the fox jumps over a lazy dog $ { x", 60)
+V = TOKENIZER.vocab_size
+SHAPE = {"num_layers": 2, "num_heads": 2, "embed_dim": 16}
+
+
+def make_model(kind: str, **options) -> Trained:
+    torch.manual_seed(0)
+    if kind == "seq2seq":
+        sizes = {"source_length": 6, "target_length": 4}
+        shape = {**SHAPE, **options}
+        config = Seq2SeqConfig(source_vocab_size=V, target_vocab_size=V, **sizes, **shape)
+        model = Seq2Seq(config)
+    elif kind == "gpt":
+        config = GPTConfig(vocab_size=V, context_length=6, **SHAPE, **options)
+        model = GPT(config)
+    else:
+        config = EncoderConfig(vocab_size=V, context_length=6, **SHAPE, **options)
+        model = MaskedLM(config) if kind == "masked" else Tagger(config, 3)
+    # Untrained weights are small, and all scores with them.
+    for parameter in model.parameters():
+        parameter.data.mul_(8)
+    data = {"tags": ["A", "B", "C"], "python": False}
+    return Trained(KINDS[kind], model.eval(), config, TOKENIZER, data)
+
+
+def assert_rows_sum_to_one(weights: torch.Tensor) -> None:
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+def values_by_weights(layer, weights, v):
+    """out_proj(weights @ v), with key/value heads shared."""
+    groups = layer.num_heads // layer.num_kv_heads
+    return layer._project(weights.to(v.dtype) @ v.repeat_interleave(groups, dim=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False, "rotary": "half", "qk_norm": True},
+        {"window": 3, "keep_first": 1, "alibi": True},
+        {"causal": False, "stride": 2, "softcap": 3.0},
+        {"relative_bias": 4, "sinks": True},
+        {"scoring": "multiplicative", "rotary": "interleaved"},
+        {"scoring": "additive", "causal": False},
+        {"relative": RelativeContent(8, 3)},
+        {"relative": RelativeTransformerXL(2, 8, 3)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_a_self_attention_multiplies_values_by_these_weights(options):
+    torch.manual_seed(1)
+    layer = GQAttention(16, 2, 1, **options).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, lengths = torch.randn(2, 6, 16).double(), torch.tensor([6, 4])
+    weights = self_attention_weights(layer, x, key_lengths=lengths)
+    assert weights.shape == (2, 2, 6, 6)
+    _, _, v = layer._queries_keys_values(x, None, None, None)
+    expected = layer(x, key_lengths=lengths)
+    found = values_by_weights(layer, weights, v)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1, :4], expected[1, :4])
+    if "sinks" in options:
+        assert weights.sum(-1).max() < 1 + 1e-9
+        assert weights.sum(-1).min() < 0.9
+    else:
+        torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 6).double())
+    assert (weights[1, :, :, 4:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"qk_norm": True}, {"scoring": "multiplicative"}, {"scoring": "additive"}]
+)
+def test_a_cross_attention_multiplies_values_by_these_weights(options):
+    torch.manual_seed(1)
+    layer = CrossGQAttention(16, 2, 1, memory_dim=8, **options).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, memory = torch.randn(2, 3, 16).double(), torch.randn(2, 5, 8).double()
+    lengths = torch.tensor([5, 2])
+    weights = cross_attention_weights(layer, x, memory, memory_lengths=lengths)
+    projected = layer.project_memory(memory, lengths)
+    assert torch.equal(cross_attention_weights(layer, x, projected), weights)
+    torch.testing.assert_close(values_by_weights(layer, weights, projected.v), layer(x, projected))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 3).double())
+    assert (weights[1, :, :, 2:] == 0).all()
+
+
+def test_weights_are_of_the_call_s_own_positions():
+    layer = CausalGQAttention(16, 2, rotary="half").eval()
+    x = torch.randn(1, 4, 16)
+    apart = torch.tensor([0, 5, 6, 20])
+    weights = self_attention_weights(layer, x, positions=apart)
+    assert not torch.allclose(weights, self_attention_weights(layer, x))
+    shifted = self_attention_weights(layer, x, positions=apart + 7)
+    torch.testing.assert_close(weights, shifted)
+
+
+def test_maps_of_a_gpt_see_the_past_alone():
+    found = make_model("gpt", positions="rotary")
+    maps = attention_maps(found, "the fox jumps over")
+    assert [one.name for one in maps] == ["blocks.0.attention", "blocks.1.attention"]
+    for one in maps:
+        assert one.weights.shape == (2, 4, 4)
+        assert_rows_sum_to_one(one.weights)
+        assert (one.weights.triu(1) == 0).all()
+        assert list(one.queries) == list(one.keys) == ["the", "fox", "jumps", "over"]
+    assert not torch.allclose(maps[0].weights, maps[1].weights)
+
+
+@pytest.mark.parametrize("kind", ["masked", "tagger"])
+def test_maps_of_an_encoder_see_both_sides(kind):
+    maps = attention_maps(make_model(kind), "the fox jumps")
+    assert [one.name for one in maps] == [f"encoder.blocks.{i}.attention" for i in range(2)]
+    for one in maps:
+        assert_rows_sum_to_one(one.weights)
+        assert (one.weights > 0).all()
+
+
+def test_maps_of_an_encoder_decoder_have_three_kinds():
+    found = make_model("seq2seq")
+    maps = attention_maps(found, "the lazy dog", target="a fox")
+    assert [(one.name, tuple(one.weights.shape)) for one in maps] == [
+        ("encoder.blocks.0.attention", (2, 3, 3)),
+        ("encoder.blocks.1.attention", (2, 3, 3)),
+        ("decoder.blocks.0.attention", (2, 3, 3)),
+        ("decoder.blocks.0.cross", (2, 3, 3)),
+        ("decoder.blocks.1.attention", (2, 3, 3)),
+        ("decoder.blocks.1.cross", (2, 3, 3)),
+    ]
+    source, written = ["the", "lazy", "dog"], ["[BEGIN]", "a", "fox"]
+    sides = [(list(one.queries), list(one.keys)) for one in maps]
+    assert sides[0] == (source, source)
+    assert sides[2] == (written, written)
+    assert sides[3] == (written, source)
+    for one in maps:
+        assert_rows_sum_to_one(one.weights)
+    own = attention_maps(found, "the lazy dog")
+    assert own[2].queries[0] == "[BEGIN]"
+    assert len(own[2].queries) <= found.config.target_length
+
+
+def test_hooks_are_gone_afterwards():
+    found = make_model("gpt")
+    attention_maps(found, "the fox")
+    assert all(not module._forward_pre_hooks for module in found.model.modules())
+    with pytest.raises(DataError):
+        attention_maps(found, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "target", "message"),
+    [
+        ("gpt", " ", None, "--text: the text has no token"),
+        ("tagger", "", None, "--text: the text has no token"),
+        ("gpt", "the fox jumps over a lazy dog", None, "--text: the text has 7 tokens, the model"),
+        (
+            "tagger",
+            "the fox jumps over a lazy dog",
+            None,
+            "has 7 tokens, the model reads at most 6",
+        ),
+        ("masked", "the", "the", "--target is for an encoder-decoder, not a masked-token model"),
+        ("seq2seq", "the", "a fox jumps over", "--target: the target has 5 tokens with its begin"),
+        ("seq2seq", "", None, "--text: the source has no token"),
+    ],
+)
+def test_unusable_texts_are_named(kind, text, target, message):
+    with pytest.raises(DataError, match=message):
+        attention_maps(make_model(kind), text, target=target)
+
+
+def test_the_command_draws_a_picture(tmp_path, capsys):
+    found = make_model("seq2seq", num_layers=1)
+    config = {"kind": "seq2seq", "model": found.config.to_dict(), "data": {}}
+    checkpoint = Checkpoint(1, found.model.state_dict(), {}, TOKENIZER, config, {})
+    save_checkpoint(tmp_path / "run", checkpoint)
+    out = tmp_path / "maps.png"
+    # The font lacks the last sign.
+    command = ["inspect", "--checkpoint", str(tmp_path / "run"), "--text", "the fox 漢"]
+    assert main([*command, "--out", str(out), "--device", "cpu"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"6 heads of 3 layers in {out}\n"
+    absent = tmp_path / "absent" / "maps.png"
+    assert main([*command, "--out", str(absent), "--device", "cpu"]) == 1
+    assert f"cannot write {absent}: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_long_text_is_drawn_without_names(tmp_path):
+    names = ["漢"] * 60
+    draw_maps([Map("layer", torch.rand(1, 60, 60), names, names)], tmp_path / "long.png")
+    assert (tmp_path / "long.png").stat().st_size > 1000
+
+
+def test_a_token_is_no_formula(tmp_path):
+    names = ["$a{b$", "漢"]
+    draw_maps([Map("layer", torch.rand(1, 2, 2), names, names)], tmp_path / "short.png")
+    assert (tmp_path / "short.png").stat().st_size > 1000
