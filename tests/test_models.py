@@ -211,6 +211,22 @@ def test_initial_weights_of_layers_that_write_are_smaller():
                 assert abs(parameter.std() / expected - 1) < 0.1, name
 
 
+@pytest.mark.parametrize("name", ["rotary-rms-swiglu", "transformer-xl-values", "additive"])
+def test_autocast_costs_precision_alone(name):
+    model = make_seq2seq(**VARIANTS[name])
+    source, inputs, targets = torch.randint(V, (3, 2, 6))
+    logits, _ = model(source, inputs, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, loss = model(source, inputs, targets)
+        memory, cache = model.encode(source), model.new_cache(2)
+        with torch.no_grad():
+            steps = [model.decode(token, memory, cache) for token in inputs.split(1, dim=1)]
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    for x in (got, torch.cat(steps, dim=1)):
+        assert (x - logits).norm() < 0.05 * logits.norm()
+
+
 def test_compiles_to_one_graph():
     options = {"positions": "transformer_xl", **RELATIVE, "relative_values": True}
     model = make_seq2seq(**options, num_layers=1, block="parallel", norm="rmsnorm")

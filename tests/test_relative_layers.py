@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import GQAttention, PagedKVCache
+from fastattn import GQAttention, KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
 from fastattn.models.positions import (
     DistanceVectors,
@@ -158,6 +158,17 @@ def test_pages_serve_relative_keys():
         steps.append(layer(part, cache=cache))
     exact = naive(copy.deepcopy(layer).double(), x.double())
     assert_within_budget("steps", torch.cat(steps, dim=1), exact, naive(layer, x))
+
+
+@torch.no_grad()
+def test_codes_are_not_read_in_order():
+    layer = make_layer("content")
+    codes = KVCache(1, H_k, 9, D, quantize="int8")
+    with pytest.raises(ValueError, match="without .* relative terms on keys or values, additive"):
+        layer(torch.randn(1, 2, C), cache=codes)
+    assert codes.length_bound == 0
+    # A bias is what the decode kernels take.
+    assert make_layer("scalar")(torch.randn(1, 2, C), cache=codes).isfinite().all()
 
 
 def test_padding_on_the_left_has_no_part_in_the_values():
