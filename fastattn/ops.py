@@ -114,7 +114,7 @@ def _hopper_backward(
         return _backward(do, dlse, q, k, v, o, lse, options)
     with _device_of(q):
         grads = launch_hopper_backward(do, dlse, q, k, v, o, lse, options)
-    return (*grads, torch.empty_like(lse), q.new_empty(0))
+    return (*grads, q.new_empty(0))
 
 
 def _backward_bias(

@@ -162,7 +162,8 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
 def first_state(h, m, l, score):
     """Maximum (log2 units) and sum of rows before any key: nothing, or the head's sink alone."""
     if score.sinks_ptr is not None:
-        m = tl.zeros_like(m) + tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
+        # l is 0, in whatever layout Gluon kernels keep it.
+        m = l + tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
         l = l + 1.0
     return m, l
 

@@ -133,7 +133,7 @@ def test_auto_is_torch_in_a_plain_cpu_process() -> None:
 HOPPER_REASONS = [
     ({"D": 64, "dtype": torch.float32}, {}, "q is float32; they take bfloat16 and float16"),
     ({"D": 96, "dtype": torch.bfloat16}, {}, "head dim 96 is none of 64, 128, 256"),
-    ({"D": 64, "dtype": torch.bfloat16}, {"softcap": 3.0}, "they do not know softcap"),
+    ({"D": 64, "dtype": torch.bfloat16}, {"stride": 2}, "they do not know stride"),
 ]
 
 

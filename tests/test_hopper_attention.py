@@ -1,6 +1,9 @@
 """The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+import fastattn
+from fastattn import ops
 from fastattn.arguments import dense_options
 from fastattn.kernels.hopper import backward, forward
 from fastattn.kernels.hopper.host import tile_order, why_not_hopper
@@ -28,38 +33,28 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The launchers launch into the emulator; each test has an order of events of its own."""
+    """backend="hopper" launches into the emulator; each test has an order of events of its own."""
     seed = sum(map(ord, request.node.name))
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, Emulated(getattr(module, name), seed))
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
 
 
-class HopperAttention(torch.autograd.Function):
-    """The launchers as an operator."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, programs: int) -> Any:
-        o, lse = forward.launch_hopper_forward(q, k, v, options, programs)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options, ctx.programs = options, programs
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        grads = backward.launch_hopper_backward(
-            do, dlse.contiguous(), q, k, v, o, lse, ctx.options, ctx.programs
-        )
-        return *grads, None, None
+@contextlib.contextmanager
+def grid_of(programs: int) -> Iterator[None]:
+    """Persistent grids have this size in the block, where there are as many tiles."""
+    with (
+        mock.patch.object(forward, "multiprocessors", lambda device: programs),
+        mock.patch.object(backward, "multiprocessors", lambda device: programs),
+    ):
+        yield
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, programs: int = 3, **arguments: Any
-) -> Any:
-    options = dense_options(q, k, v, **arguments)
-    assert return_lse
-    assert why_not_hopper(q, k, v, options, backward=True) is None
-    return HopperAttention.apply(q, k, v, options, programs)
+def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    options = {name: x for name, x in arguments.items() if name != "return_lse"}
+    reason = why_not_hopper(q, k, v, dense_options(q, k, v, **options), backward=True)
+    assert reason is None, "another backward would be tested"
+    return fastattn.attention(q, k, v, **arguments, backend="hopper")
 
 
 def check(
@@ -74,10 +69,8 @@ def check(
         arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
         for b, length in enumerate(key_lengths):
             k.data[b, :, length:] = v.data[b, :, length:] = float("nan")
-    assert_matches_reference(
-        lambda *qkv, **named: attention(*qkv, programs=programs, **named),
-        q, k, v, clean=clean, **({"causal": True} | arguments),
-    )  # fmt: skip
+    with grid_of(programs):
+        assert_matches_reference(attention, q, k, v, clean=clean, **({"causal": True} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +100,14 @@ def check(
         pytest.param(dict(T_k=200, query_offset=-40), id="negative-offset"),
         pytest.param(dict(T_k=200, query_offset=1000, window=(20, None)), id="past-every-key"),
         pytest.param(dict(T_q=70, scale=0.5), id="scale"),
+        pytest.param(dict(T_q=200, scale=1.0, softcap=4.0), id="softcap"),
+        pytest.param(
+            dict(D=128, T_k=200, softcap=0.5, key_lengths=[150], causal=False), id="d128-softcap"
+        ),
+        pytest.param(dict(B=2, T_q=70, T_k=40, sinks=torch.tensor([0.5, -9.0])), id="sinks"),
+        pytest.param(
+            dict(T_q=70, softcap=2.0, sinks=torch.tensor([3.0, 0.0])), id="softcap-and-sinks"
+        ),
     ],
 )
 def test_matches_the_reference(case: dict[str, Any]) -> None:
@@ -158,7 +159,8 @@ def test_widest_heads_forward() -> None:
     q, k, v = make_qkv(1, 2, 1, 150, 200, 256, dtype=torch.bfloat16, requires_grad=False)
     lengths = torch.tensor([170], dtype=torch.int32)
     options = dense_options(q, k, v, causal=True, key_lengths=lengths)
-    o, lse = forward.launch_hopper_forward(q, k, v, options, 2)
+    with grid_of(2):
+        o, lse = forward.launch_hopper_forward(q, k, v, options)
     visible = torch.arange(200) <= torch.arange(150)[:, None] + 50
     hidden = ~(visible & (torch.arange(200) < 170))
 
@@ -178,8 +180,9 @@ def test_gradients_repeat_bit_for_bit() -> None:
         for name, module in KERNELS.items():
             getattr(module, name).seed = seed
         q, k, v = make_qkv(1, 4, 2, 200, None, 64, dtype=torch.bfloat16)
-        o, _ = attention(q, k, v, return_lse=True, programs=programs, causal=True)
-        return torch.autograd.grad(o.float().square().sum(), (q, k, v))
+        with grid_of(programs):
+            o = attention(q, k, v, causal=True)
+            return torch.autograd.grad(o.float().square().sum(), (q, k, v))
 
     for once, again in zip(gradients(1, 1), gradients(2, 7), strict=True):
         assert torch.equal(once, again)
@@ -201,7 +204,7 @@ def test_no_queries() -> None:
         (dict(D=64, D_v=128), {}, r"head dims of q and v differ \(64 and 128\)"),
         (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
         (dict(T_k=0), {}, "there are no keys"),
-        (dict(), {"softcap": 5.0}, "they do not know softcap"),
+        (dict(), {"stride": 2}, "they do not know stride"),
         (dict(T_k=64), {"key_padding_mask": torch.ones(1, 64, dtype=torch.bool)}, "key_padding"),
     ],
 )

@@ -3,14 +3,13 @@
 The launchers compile in worker processes; nothing runs.
 """
 
-import itertools
 from concurrent.futures import Future
 
 import pytest
 import torch
 
 from fastattn.kernels.hopper.backward import launch_hopper_backward
-from fastattn.kernels.hopper.config import HEAD_DIMS, forward_config
+from fastattn.kernels.hopper.config import forward_config
 from fastattn.kernels.hopper.forward import launch_hopper_forward
 from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool
@@ -18,26 +17,21 @@ from fastattn.testing.cross_compile import CompiledFacts, count_compilations
 from fastattn.testing.sass import Loop, exponentials_under_wgmma, read_sass
 
 CONSUMERS = 2
-# Sides of the band, and whether rows have lengths of their own.
-MASKS = {"full": (None, None, False), "causal": (None, 0, False), "all": (9, 9, True)}
-FORWARD = [
-    *itertools.product(HEAD_DIMS, ("causal",)),
-    (64, "full"),
-    (128, "all"),
-]
-BACKWARD = [(64, "causal"), (128, "causal"), (128, "all")]
+# "all": every option that changes the code of a loop or adds to what a tile keeps.
+FORWARD = [(64, "causal"), (128, "causal"), (256, "causal"), (128, "all")]
+BACKWARD = [(64, "causal"), (128, "causal"), (64, "all"), (128, "all")]
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks, and nothing at all in forward with a band alone.
 SPILL_BYTES = {"forward": 48, "backward": 128}
-# Instructions of the loop over full blocks.
+# Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
+# off: they are what the loops took before there were others.
 BUDGET = {
-    ("hopper_forward_kernel", 64): 500,
-    ("hopper_forward_kernel", 128): 550,
-    ("hopper_forward_kernel", 256): 470,
-    ("hopper_backward_dq_kernel", 64): 400,
-    ("hopper_backward_dq_kernel", 128): 430,
-    ("hopper_backward_dkv_kernel", 64): 380,
-    ("hopper_backward_dkv_kernel", 128): 430,
+    ("hopper_forward_kernel", "causal"): {64: 490, 128: 531, 256: 457},
+    ("hopper_forward_kernel", "all"): {128: 1000},
+    ("hopper_backward_dq_kernel", "causal"): {64: 375, 128: 418},
+    ("hopper_backward_dq_kernel", "all"): {64: 530, 128: 580},
+    ("hopper_backward_dkv_kernel", "causal"): {64: 365, 128: 421},
+    ("hopper_backward_dkv_kernel", "all"): {64: 690, 128: 430},
 }
 
 
@@ -45,11 +39,18 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch(kernel: str, D: int, mask: str, T: int = 1000) -> None:
-    left, right, lengths = MASKS[mask]
+def options_of(case: str) -> Options:
+    if case == "causal":
+        return Options(right=0, scale=0.1)
+    return Options(
+        left=9, right=9, key_lengths=meta(2, dtype=torch.int32), scale=0.1,
+        softcap=5.0, sinks=meta(4, dtype=torch.float32),
+    )  # fmt: skip
+
+
+def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
+    options = options_of(case)
     q, k = meta(2, 4, T, D), meta(2, 2, T, D)
-    key_lengths = meta(2, dtype=torch.int32) if lengths else None
-    options = Options(left=left, right=right, key_lengths=key_lengths, scale=0.1)
     if kernel == "forward":
         launch_hopper_forward(q, k, k, options)
     else:
@@ -70,14 +71,16 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
     """All cases, submitted at once so that every worker has something to do."""
     cases = [("forward", *case) for case in FORWARD] + [("backward", *case) for case in BACKWARD]
     return {
-        (kernel, D, mask): compile_pool.submit(
-            f"{__file__}:launch", "sm_90", kernel=kernel, D=D, mask=mask
+        (kernel, D, case): compile_pool.submit(
+            f"{__file__}:launch", "sm_90", kernel=kernel, D=D, case=case
         )
-        for kernel, D, mask in cases
+        for kernel, D, case in cases
     }
 
 
-def check(fact: CompiledFacts, D: int, spill_bytes: int) -> tuple[list[Loop], list[Loop]]:
+def check(
+    fact: CompiledFacts, D: int, case: str, spill_bytes: int
+) -> tuple[list[Loop], list[Loop]]:
     """What holds for every kernel; its loops over full and over masked blocks, by consumer."""
     assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
@@ -91,30 +94,32 @@ def check(fact: CompiledFacts, D: int, spill_bytes: int) -> tuple[list[Loop], li
         assert loop.overlap is not None and loop.overlap >= 0.9, f"{fact.name}: {loop.overlap}"
     for loop in full:
         assert loop.count("LDL", "STL") == 0, f"{fact.name} spills in its loop"
-        assert loop.count("FSEL") == 0, f"{fact.name} masks full blocks"
-        assert loop.total <= BUDGET[fact.name, D], f"{fact.name}: {loop.total} instructions"
+        # A mask takes one a score; a quotient that ptxas leaves in the loop, a few.
+        assert loop.count("FSEL") < 8, f"{fact.name} masks full blocks"
+        budget = BUDGET[fact.name, case][D]
+        assert loop.total <= budget, f"{fact.name}: {loop.total} instructions"
         assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
     for loop in masked:
-        assert loop.count("FSEL") > 0
+        assert loop.count("FSEL") >= 8
     return full, masked
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: "-".join(map(str, case)))
 def test_forward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
-    D, mask = case
-    (fact,) = compiled["forward", D, mask].result()
-    full, _ = check(fact, D, SPILL_BYTES["forward"] if mask == "all" else 0)
-    scores = 64 * forward_config(D, mask == "all").BLOCK // 128  # a thread
+    D, name = case
+    (fact,) = compiled["forward", D, name].result()
+    full, _ = check(fact, D, name, SPILL_BYTES["forward"] if name == "all" else 0)
+    scores = 64 * forward_config(D, name == "all").BLOCK // 128  # a thread
     assert all(loop.count("MUFU.EX2") >= scores for loop in full)
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=lambda case: "-".join(map(str, case)))
 def test_backward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
-    D, mask = case
-    facts = compiled["backward", D, mask].result()
+    D, name = case
+    facts = compiled["backward", D, name].result()
     assert [f.name for f in facts] == ["hopper_backward_dq_kernel", "hopper_backward_dkv_kernel"]
     for fact in facts:
-        check(fact, D, SPILL_BYTES["backward"])
+        check(fact, D, name, SPILL_BYTES["backward"])
 
 
 def test_a_new_length_compiles_nothing(compile_pool: CompilePool) -> None:

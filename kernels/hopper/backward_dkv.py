@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..mask import batch_row, full_block, masked_block
+from ..score import gradient, modified
 from ..softmax import weights
 from .band import block_number, plan_of_keys, sees
 from .pipeline import (
@@ -74,7 +75,7 @@ def _produce(inputs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk, dv, k, v, q_ring, do_ring, n, stats, row, keys, h, batch, mask, scale_log2,
+    dk, dv, k, v, q_ring, do_ring, n, stats, row, keys, h, batch, mask, score,
     MASKED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
@@ -89,24 +90,34 @@ def _step(
     # has to be kept beside them. Keys that do not exist start elsewhere: were all rows plainly
     # equal they would be copied from one another between the products, and ptxas would wait there.
     elsewhere = gl.where(keys < batch.end, 0.0, 1.0)[:, None]
-    s_start = elsewhere + gl.load(minus_lse_ptr + rows)[None, :]
+    minus_lse = gl.load(minus_lse_ptr + rows)[None, :]
+    s_start = elsewhere + minus_lse
     dp_start = elsewhere + gl.load(minus_delta_ptr + rows)[None, :]
+    lse = 0.0
+    if score.softcap is not None:
+        # What a capped score needs subtracted cannot be subtracted before.
+        lse = minus_lse * -score.scale
 
     wait_full(q_ring, n, True, STAGES)
     q = tile_of(q_ring, n, BLOCK_M, D, STAGES)
-    s = warpgroup_mma(k, q.permute((1, 0)), s_start, is_async=True)
+    s = warpgroup_mma(
+        k, q.permute((1, 0)), s_start, use_acc=score.softcap is None, is_async=True
+    )  # fmt: skip
     wait_full(do_ring, n, True, STAGES)
     do = tile_of(do_ring, n, BLOCK_M, D, STAGES)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp_start, is_async=True)
 
     s = warpgroup_mma_wait(1, deps=[s])
-    p = weights(s, 0.0, scale_log2)
+    rows = rows[None, :]
+    keys = keys[:, None]
+    s, factor, before, capped = modified(s, rows, keys, h, batch, score)
+    p = weights(s, lse, factor)
     if MASKED:
-        keep = sees(rows[None, :], keys[:, None], h, batch, mask)
-        p = gl.where(keep, p, 0.0)
+        p = gl.where(sees(rows, keys, h, batch, mask), p, 0.0)
     dv = warpgroup_mma(as_operand(p, dtype, D), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    dk = warpgroup_mma(as_operand(p * dp, dtype, D), q, dk, is_async=True)
+    _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
+    dk = warpgroup_mma(as_operand(ds, dtype, D), q, dk, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv])
     release(do_ring, n, STAGES)
     dk = warpgroup_mma_wait(0, deps=[dk])
@@ -128,8 +139,7 @@ def _consume(
     outputs, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):
     """dK and dV of 64 keys of each tile."""
-    dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work = outputs
-    scale, scale_log2 = scales
+    dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, score, work = outputs
     _order, _T_q, _T_k, H_k, G, mask, total = work
     minus_lse_ptr, minus_delta_ptr, stats_stride = stats
     LAYOUT: gl.constexpr = accumulator_layout(D)
@@ -154,19 +164,19 @@ def _consume(
                 row = masked_block(j, at, mask) * BLOCK_M
                 dk, dv = _step(
                     dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
-                    batch, mask, scale_log2, True, BLOCK_M, D, STAGES, dtype,
+                    batch, mask, score, True, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
             for j in range(blocks - masked):
                 row = full_block(j, at, mask) * BLOCK_M
                 dk, dv = _step(
                     dk, dv, k, v, q_ring, do_ring, n + masked + j, head_stats, row, keys, h * G + g,
-                    batch, mask, scale_log2, False, BLOCK_M, D, STAGES, dtype,
+                    batch, mask, score, False, BLOCK_M, D, STAGES, dtype,
                 )  # fmt: skip
             n += blocks
 
         # The weights of keys that no query may see were never masked: they end here.
         exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < batch.end)[:, None]
-        _store(dk_desc, k_slots, gl.where(exists, dk * scale, 0.0), b, h, first, CONSUMER, D)
+        _store(dk_desc, k_slots, gl.where(exists, dk * score.scale, 0.0), b, h, first, CONSUMER, D)
         _store(dv_desc, v_slots, gl.where(exists, dv, 0.0), b, h, first, CONSUMER, D)
         tma.store_wait(pendings=0)
         release_slot(k_slots, CONSUMER)
@@ -178,8 +188,8 @@ def _consume(
 ])  # fmt: skip
 def hopper_backward_dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, minus_lse_ptr, minus_delta_ptr,
-    stats_stride, mask,
-    T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles, scale, scale_log2,
+    stats_stride, mask, score,
+    T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -194,8 +204,7 @@ def hopper_backward_dkv_kernel(
     work = ((heads, tiles, group, group_tiles), T_q, T_k, H_k, G, mask, total)
     inputs = (q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work)
     stats = (minus_lse_ptr, minus_delta_ptr, stats_stride)
-    scales = (scale, scale_log2)
-    outputs = (dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, scales, work)
+    outputs = (dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, score, work)
     gl.warp_specialize([
         (_consume, (outputs, 0, BLOCK_M, D, STAGES)),
         (_consume, (outputs, 1, BLOCK_M, D, STAGES)),

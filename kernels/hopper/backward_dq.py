@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..mask import batch_row, masked_block
+from ..mask import batch_row, full_block, masked_block
 from ..number import value
+from ..score import gradient, modified
 from ..softmax import weights
 from .band import block_number, plan_of_queries, sees
 from .pipeline import (
@@ -77,8 +78,7 @@ def _produce(inputs, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexp
 
 @gluon.jit
 def _step(
-    dq, q, do, lse, delta, k_ring, v_ring, n, more, rows, key, h, row, mask,
-    scale_log2,
+    dq, q, do, lse, delta, k_ring, v_ring, n, more, rows, key, h, row, mask, score,
     MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
@@ -91,16 +91,18 @@ def _step(
     v = tile_of(v_ring, n, BLOCK_N, D, STAGES)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = weights(s, lse[:, None], scale_log2)
+    rows = rows[:, None]
+    keys = (key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    s, factor, before, capped = modified(s, rows, keys, h, row, score)
+    p = weights(s, lse[:, None], factor)
     if MASKED:
-        keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        keep = sees(rows[:, None], keys[None, :], h, row, mask)
-        p = gl.where(keep, p, 0.0)
+        p = gl.where(sees(rows, keys, h, row, mask), p, 0.0)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(k_ring, n + 1, more, STAGES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(v_ring, n, STAGES)
-    ds = p * (dp - delta[:, None])
+    dx = p * (dp - delta[:, None])
+    _dbias, ds = gradient(dx, before, capped, rows, keys, h, row, None, score)
     dq = warpgroup_mma(as_operand(ds, dtype, D), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     release(k_ring, n, STAGES)
@@ -123,9 +125,8 @@ def _consume(
     outputs, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):
     """dQ and delta of 64 queries of each tile."""
-    dq_desc, q_slots, do_slots, k_ring, v_ring, o_rows, stats, scales, work = outputs
+    dq_desc, q_slots, do_slots, k_ring, v_ring, o_rows, stats, score, work = outputs
     o_ptr, o_strides = o_rows
-    scale, scale_log2 = scales
     _order, T_q, _T_k, H_q, _G, mask, total = work
     lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride = stats
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
@@ -153,7 +154,7 @@ def _consume(
             delta -= gl.load(dlse_ptr + of_head, mask=rows < T_q, other=0.0)
         of_head = (b * H_q + h).to(gl.int64) * stats_stride + rows
         gl.store(minus_delta_ptr + of_head, -delta)
-        gl.store(minus_lse_ptr + of_head, -lse / scale)
+        gl.store(minus_lse_ptr + of_head, -lse / score.scale)
 
         dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
         wait_full(k_ring, n, True, STAGES)
@@ -161,17 +162,18 @@ def _consume(
             key = masked_block(j, at, mask) * BLOCK_N
             dq = _step(
                 dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, scale_log2, True, BLOCK_N, D, STAGES, dtype,
+                h, row, mask, score, True, BLOCK_N, D, STAGES, dtype,
             )  # fmt: skip
         for j in range(masked, blocks):
+            key = full_block(j - masked, at, mask) * BLOCK_N
             dq = _step(
-                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0,
-                h, row, mask, scale_log2, False, BLOCK_N, D, STAGES, dtype,
+                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+                h, row, mask, score, False, BLOCK_N, D, STAGES, dtype,
             )  # fmt: skip
         n += blocks
 
         release_slot(do_slots, CONSUMER)
-        q.store((dq * scale).to(dtype))
+        q.store((dq * score.scale).to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(dq_desc, [b, h, first, 0], q_tile)
         tma.store_wait(pendings=0)
@@ -183,8 +185,8 @@ def _consume(
 ])  # fmt: skip
 def hopper_backward_dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, o_ptr, o_strides, lse_ptr, dlse_ptr,
-    minus_lse_ptr, minus_delta_ptr, stats_stride, mask,
-    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, scale, scale_log2,
+    minus_lse_ptr, minus_delta_ptr, stats_stride, mask, score,
+    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -202,8 +204,7 @@ def hopper_backward_dq_kernel(
     inputs = (q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, work)
     stats = (lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride)
     outputs = (
-        dq_desc, q_slots, do_slots, k_ring, v_ring, (o_ptr, o_strides), stats, (scale, scale_log2),
-        work,
+        dq_desc, q_slots, do_slots, k_ring, v_ring, (o_ptr, o_strides), stats, score, work,
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (outputs, 0, BLOCK_N, D, STAGES)),

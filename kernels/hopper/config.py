@@ -36,13 +36,16 @@ def forward_config(D: int, lengths: bool) -> HopperConfig:
     }[D]
 
 
-def backward_config(kernel: str, D: int, lengths: bool) -> HopperConfig:
-    """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO."""
+def backward_config(kernel: str, D: int, lengths: bool, softcap: bool) -> HopperConfig:
+    """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO.
+
+    softcap: capped scores stay in registers for their derivative, which takes smaller blocks.
+    """
     if kernel == "dkv":
-        return HopperConfig(64, 2)
+        return HopperConfig(32, 4) if softcap and D == 128 else HopperConfig(64, 2)
     registers = (232, 40) if lengths else (240, 24)
     return {
-        64: HopperConfig(128, 2, 2, *registers),
-        # With lengths a block of 128 keys does not fit the registers.
-        128: HopperConfig(64 if lengths else 128, 2, 2, *registers),
+        64: HopperConfig(64 if softcap else 128, 2, 2, *registers),
+        # With lengths, too, a block of 128 keys does not fit the registers.
+        128: HopperConfig(64 if lengths or softcap else 128, 2, 2, *registers),
     }[D]

@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import blocks as number_of_blocks
-from ..arguments import empty_in_layout, kernel_mask
+from ..arguments import empty_in_layout, kernel_mask, kernel_score
 from ..mask import batch_row
-from ..softmax import LOG2E, finish, online_step
+from ..score import first_state, modified
+from ..softmax import finish, online_step
 from .band import block_number, plan_of_queries, sees
 from .config import forward_config
 from .host import describe, heads_in_l2, multiprocessors, tile_order
@@ -98,15 +99,18 @@ def _start_scores(q, k_ring, n, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def _mask(s, rows, key, h, row, mask, BLOCK_N: gl.constexpr):
+def _scores(s, rows, key, h, row, mask, score, MASKED: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The scores of s = q.k, -inf where hidden, and the factor to log2 units: see `modified`."""
     cols = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, accumulator_layout(BLOCK_N)))
-    keep = sees(rows[:, None], cols[None, :], h, row, mask)
-    return gl.where(keep, s, float("-inf"))
+    s, factor, _before, _capped = modified(s, rows[:, None], cols[None, :], h, row, score)
+    if MASKED:
+        s = gl.where(sees(rows[:, None], cols[None, :], h, row, mask), s, float("-inf"))
+    return s, factor
 
 
 @gluon.jit
 def _step(
-    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, h, row, mask, scale_log2,
+    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, h, row, mask, score,
     MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n and values of block n - 1, whose weights are p, at the same time."""
@@ -116,9 +120,8 @@ def _step(
     acc_next = warpgroup_mma(p, v, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     release(k_ring, n, STAGES)
-    if MASKED:
-        s = _mask(s, rows, key, h, row, mask, BLOCK_N)
-    weights, rescale, m, l = online_step(s, m, l, scale_log2, MASKED)
+    s, factor = _scores(s, rows, key, h, row, mask, score, MASKED, BLOCK_N)
+    weights, rescale, m, l = online_step(s, m, l, factor, MASKED)
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
     wait_full(k_ring, n + 1, more, STAGES)
@@ -137,7 +140,7 @@ def _consume(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_LAYOUT: gl.constexpr = accumulator_layout(D)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, scale_log2, work = outputs
+    o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, score, work = outputs
     _order, T_q, _T_k, H_q, mask, total = work
     dtype: gl.constexpr = o_desc.dtype
     q_tile = queries[0].index(CONSUMER)
@@ -151,6 +154,7 @@ def _consume(
         rows = first + gl.arange(0, ROWS, layout=S_ROWS)
         m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
         l = gl.zeros([ROWS], gl.float32, S_ROWS)
+        m, l = first_state(h, m, l, score)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
         wait_slot(queries, i, CONSUMER)
@@ -159,20 +163,21 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s])
         release(k_ring, n, STAGES)
         key = block_number(0, masked, at, mask) * BLOCK_N
-        s = _mask(s, rows, key, h, row, mask, BLOCK_N)
-        weights, _rescale, m, l = online_step(s, m, l, scale_log2, True)
+        s, factor = _scores(s, rows, key, h, row, mask, score, True, BLOCK_N)
+        weights, _rescale, m, l = online_step(s, m, l, factor, True)
         p = as_operand(weights, dtype, D)
         wait_full(k_ring, n + 1, blocks > 1, STAGES)
         for j in range(1, masked):
             key = block_number(j, masked, at, mask) * BLOCK_N
             acc, p, m, l = _step(
                 acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, scale_log2, True, BLOCK_N, D, STAGES,
+                h, row, mask, score, True, BLOCK_N, D, STAGES,
             )  # fmt: skip
         for j in range(gl.maximum(masked, 1), blocks):
+            key = block_number(j, masked, at, mask) * BLOCK_N
             acc, p, m, l = _step(
-                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, 0,
-                h, row, mask, scale_log2, False, BLOCK_N, D, STAGES,
+                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+                h, row, mask, score, False, BLOCK_N, D, STAGES,
             )  # fmt: skip
         n += blocks
         wait_full(v_ring, n - 1, True, STAGES)
@@ -205,8 +210,8 @@ def _consume(
     "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, mask,
-    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles, scale_log2,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, mask, score,
+    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
@@ -222,7 +227,7 @@ def hopper_forward_kernel(
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
     work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
     inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
-    outputs = (o_desc, lse_ptr, q_ring, o_tiles, k_ring, v_ring, scale_log2, work)
+    outputs = (o_desc, lse_ptr, q_ring, o_tiles, k_ring, v_ring, score, work)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
@@ -239,12 +244,11 @@ def hopper_forward_kernel(
 
 
 def launch_hopper_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, programs: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
-    q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None. programs:
-    size of the persistent grid, by default one for each multiprocessor.
+    q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None.
     """
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
@@ -255,10 +259,10 @@ def launch_hopper_forward(
     order = tile_order(B * H_q, tiles, heads_in_l2(k, v) * (H_q // H_k))
     if order[0] == 0:
         return o, lse
-    hopper_forward_kernel[(min(order[0], programs or multiprocessors(q.device)),)](
+    hopper_forward_kernel[(min(order[0], multiprocessors(q.device)),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(o, ROWS.value), lse, kernel_mask(options),
-        T_q, T_k, H_q, H_q // H_k, *order, options.scale * LOG2E.value,
+        describe(o, ROWS.value), lse, kernel_mask(options), kernel_score(options, q.dtype),
+        T_q, T_k, H_q, H_q // H_k, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMERS,
         config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,
         num_warps=4,

@@ -26,7 +26,7 @@ _MAX_LENGTH = 1 << 28
 # What the kernels know of an Options record; the rest has to be as in an empty one.
 _SERVED = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
-    "keep_first", "scale",
+    "keep_first", "scale", "softcap", "sinks",
 }  # fmt: skip
 
 
