@@ -140,11 +140,11 @@ def test_translation_needs_begin_and_end_tokens():
 
 
 def test_f1_of_each_tag_by_hand():
-    counts = confusion(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 1, 0]), 3)
-    assert counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 0]]
+    counts = confusion(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 1, 1, 1]), 3)
+    assert counts.tolist() == [[1, 2, 0], [0, 2, 0], [0, 0, 0]]
     scores = tag_scores(counts, ["a", "b", "c"])
-    # a: 2 right of 3 expected and 3 got; b: 1 right of 2 and 2; c occurs nowhere.
-    assert scores["f1"] == {"a": pytest.approx(2 / 3), "b": pytest.approx(1 / 2)}
+    # a: 1 right of 3 expected and 1 got; b: 2 right of 2 and 4; c occurs nowhere.
+    assert scores["f1"] == {"a": pytest.approx(1 / 2), "b": pytest.approx(2 / 3)}
     assert scores["macro_f1"] == pytest.approx(7 / 12)
     assert (scores["accuracy"], scores["majority"]) == (0.6, 0.6)
 
