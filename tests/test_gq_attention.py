@@ -246,6 +246,14 @@ def test_a_memory_projected_once_serves_every_step(lengths, backend, device, mon
     assert_within_budget("steps", torch.cat(steps, dim=1).cpu(), exact, plain)
 
 
+def test_a_memory_of_one_token_projected_for_training_serves_steps():
+    layer, x, memory = make_cross(), torch.randn(2, 1, C), torch.randn(2, 1, M)
+    projected = layer.project_memory(memory)
+    expected = layer(x, projected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, projected), expected)
+
+
 @torch.no_grad()
 def test_padding_of_a_memory_reaches_nothing():
     layer, x, memory = make_cross(), torch.randn(2, 1, C), torch.randn(2, 9, M)

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.positions import sinusoids
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.testing import assert_within_budget
 
@@ -114,8 +115,21 @@ def test_padding_of_sources_and_targets_reaches_nothing():
 
 
 @torch.no_grad()
-def test_ragged_targets_in_a_cache_equal_each_alone():
-    model = make_seq2seq(positions="content", **RELATIVE)
+def test_sinusoids_are_added_to_embeddings_as_large_as_they_are():
+    sizes = {**SIZES, "tie_weights": False}
+    model = randomised(GPT(GPTConfig(V, T, **sizes, positions="sinusoidal")))
+    twin = GPT(GPTConfig(V, T, **sizes))
+    table = sinusoids(torch.arange(T), 16)
+    twin.load_state_dict({**model.state_dict(), "position_embedding.weight": table})
+    twin.token_embedding.weight *= 16**0.5
+    tokens = torch.randint(V, (2, T))
+    torch.testing.assert_close(model(tokens), twin(tokens))
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "content"])
+@torch.no_grad()
+def test_ragged_targets_in_a_cache_equal_each_alone(positions):
+    model = make_seq2seq(positions=positions, **RELATIVE)
     source, inputs = torch.randint(V, (2, S)), torch.randint(V + 2, (2, 6))
     memory, cache = model.encode(source), model.new_cache(2)
     starts = torch.tensor([5, 3])
