@@ -50,6 +50,7 @@ class KVCache:
         v: [B, H_k, max_length, D_v].
         k_scale, v_scale: fp32 [B, H_k, max_length] beside codes, else None.
         lengths: int32 [B] on the device, changed in place: clone it to keep a value.
+        rotates: `append` takes q and rotary.
         starts: int32 [B] where rows are padded on the left (see `set_starts`), else None.
         length_bound: a number on the host that no row's length exceeds. Slots from there on hold
             no token in any row.
@@ -69,6 +70,8 @@ class KVCache:
         >>> cache.lengths.tolist()
         [6, 4]
     """
+
+    rotates = True
 
     def __init__(
         self,

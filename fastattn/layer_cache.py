@@ -20,6 +20,14 @@ def decodes(rows: int, cache: LayerCache) -> bool:
     return rows <= _FEW_ROWS or not getattr(cache, "is_plain", True)
 
 
+def rotates(cache: LayerCache) -> bool:
+    """Whether the cache's `append` rotates keys and queries itself, and may do so here.
+
+    A compiled graph would make the tables of all positions anew in every step.
+    """
+    return getattr(cache, "rotates", False) and not torch.compiler.is_compiling()
+
+
 def append_and_read(
     cache: LayerCache, k: Tensor, v: Tensor, key_lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .cross_attention import CrossGQAttention, ProjectedMemory
 from .modules import GQAttention
 from .relative import RelativeTerms
+from .rotary import RotaryPositions
 from .scoring import additive_attention
 from .statistics import attention_weights
 
@@ -18,7 +19,7 @@ def self_attention_weights(
     x: Tensor,
     *,
     positions: Tensor | None = None,
-    rotary_tables: tuple[Tensor, Tensor] | None = None,
+    rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
     **masks: Any,
 ) -> Tensor:
     """What `layer(x, ...)` multiplies the values by, without dropout; `fastattn.attention_weights`.
@@ -32,7 +33,7 @@ def self_attention_weights(
         [B, H_q, T, T], in fp32 or wider unless scoring is "additive", then in x's dtype. Rows add
         up to 1, with sinks to less, and to 0 where a token sees nothing.
     """
-    q, k, _ = layer._queries_keys_values(x, positions, rotary_tables, None)
+    q, k, _ = layer._queries_keys_values(x, layer._tables(x, positions, rotary_tables), None)
     terms = RelativeTerms(q) if layer.relative is None else layer.relative(q)
     masks = {**layer._masks(), **masks}
     if layer.scoring == "additive":

@@ -1,6 +1,6 @@
 """Checks of what layers are made of and called with, beside those of attention's own arguments."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from . import checks
 from .cache import KVCache
 from .relative import RelativeScheme
-from .rotary import check_rotary_dim, check_rotary_style
+from .rotary import RotaryPositions, check_rotary_dim, check_rotary_style
 
 
 class LayerCache(Protocol):
@@ -20,6 +20,8 @@ class LayerCache(Protocol):
         length_bound: a number that no row's length exceeds.
         lengths: int32 [B].
         uniform_length: the length of every row where it is known to be one number, else None.
+        rotates: optional; True if `append` takes q, rotary and rotary_style as `KVCache.append`
+            does.
     """
 
     k: Tensor
@@ -33,14 +35,14 @@ class LayerCache(Protocol):
     @property
     def uniform_length(self) -> int | None: ...
 
-    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> object:
+    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> Any:
         """Write each row's new tokens after its last one."""
 
 
 def check_positions(
     x: Tensor,
     positions: Tensor | None,
-    tables: tuple[Tensor, Tensor] | None,
+    tables: RotaryPositions | tuple[Tensor, Tensor] | None,
     rotary_dim: int | None,
 ) -> None:
     """Positions or tables of x's tokens for a layer that rotates rotary_dim channels, None = no."""
@@ -57,10 +59,13 @@ def check_positions(
             f"positions must have shape [{T}] or [{B}, {T}] to match x, "
             f"got {tuple(positions.shape)}"
         )
-    if tables is not None and 2 * tables[0].shape[-1] != rotary_dim:
+    if tables is None:
+        return
+    columns = tables[0].shape[-1] if isinstance(tables, tuple) else tables.rotary_dim // 2
+    if 2 * columns != rotary_dim:
         raise ValueError(
             f"rotary_tables must have {rotary_dim // 2} columns for rotary_dim = "
-            f"{rotary_dim}, got {tables[0].shape[-1]}"
+            f"{rotary_dim}, got {columns}"
         )
 
 

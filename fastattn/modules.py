@@ -10,12 +10,12 @@ from . import checks, module_checks
 from .attention_layer import AttentionLayer, Scoring
 from .decode import decode_attention
 from .functional import attention
-from .layer_cache import append_and_read, decodes
+from .layer_cache import append_and_read, decodes, rotates
 from .module_checks import LayerCache as LayerCache
 from .options import Window
 from .positions import alibi_slopes, t5_relative_bias
 from .relative import RelativeScheme, RelativeTerms, relative_values
-from .rotary import RotaryStyle, apply_rotary, rotary_tables
+from .rotary import RotaryPositions, RotaryStyle, apply_rotary, rotary_tables
 from .scoring import additive_attention
 
 if TYPE_CHECKING:
@@ -161,6 +161,9 @@ class GQAttention(AttentionLayer):
         self.rotary = rotary
         self.rotary_base = rotary_base
         self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
+        self.rotary_positions = (
+            None if rotary is None else RotaryPositions(self.rotary_dim, base=rotary_base)
+        )
         self.relative_max_distance = 128 if relative_max_distance is None else relative_max_distance
         self.relative = relative
         H_q, D = num_heads, self.head_dim
@@ -185,7 +188,7 @@ class GQAttention(AttentionLayer):
         prefix_lengths: int | Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
-        rotary_tables: tuple[Tensor, Tensor] | None = None,
+        rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend; with a cache, append x to it and attend to all that it holds.
@@ -206,8 +209,9 @@ class GQAttention(AttentionLayer):
             positions: integers [T] or [B, T], positions of x's tokens for the rotary embedding.
                 Default: 0..T-1, or with a cache those that follow each row's length. Only
                 distances matter to it, so left padding needs no positions of its own.
-            rotary_tables: (cos, sin) as `fastattn.rotary.rotary_tables` makes them for x's
-                positions, in place of `positions`: make them once for all layers.
+            rotary_tables: in place of `positions`, made once for all layers: (cos, sin) as
+                `fastattn.rotary.rotary_tables` makes them for x's positions; or the default ones of
+                a `fastattn.rotary.RotaryPositions`, which a cache may then apply as it stores keys.
             cache: one for this layer, from `new_cache`, or anything else that a `LayerCache` is. It
                 holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`. Tokens
                 see what the cache holds already: without causal, those before them and of x all.
@@ -239,19 +243,15 @@ class GQAttention(AttentionLayer):
             module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache, in_order)
             module_checks.check_groups_in_cache(x, prefix_lengths, documents, cache)
 
-        q, k, v = self._queries_keys_values(x, positions, rotary_tables, cache)
+        tables = self._tables(x, positions, rotary_tables)
+        rows = x.shape[1] * self.num_heads // self.num_kv_heads
+        if cache is not None and not in_order and decodes(rows, cache):
+            return self._decode(x, tables, cache, key_lengths)
+        q, k, v = self._queries_keys_values(x, tables, cache)
         terms = RelativeTerms(q) if scheme is None else scheme(q)
         masks, scores = self._masks(), self._scores(terms.bias)
         query_offset = None
         if cache is not None:
-            rows = x.shape[1] * self.num_heads // self.num_kv_heads
-            if not in_order and decodes(rows, cache):
-                cache.append(k, v, key_lengths)
-                out = decode_attention(
-                    terms.query, cache, new_lengths=key_lengths, backend=self.backend,
-                    **masks, **scores,
-                )  # fmt: skip
-                return self._project(out)
             k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
         masks = {
             **masks, "key_padding_mask": key_padding_mask, "key_lengths": key_lengths,
@@ -276,14 +276,52 @@ class GQAttention(AttentionLayer):
         )  # fmt: skip
         return self._project(out)
 
+    def _decode(
+        self,
+        x: Tensor,
+        tables: RotaryPositions | tuple[Tensor, Tensor] | None,
+        cache: LayerCache,
+        key_lengths: Tensor | None,
+    ) -> Tensor:
+        """The layer by the kernels for few queries, with rotation and append in one if possible."""
+        if isinstance(tables, RotaryPositions) and rotates(cache):
+            qk, v = self._projected(x)
+            q, k = self._split(qk)
+            whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
+            append: Any = cache.append
+            q = append(k, v, key_lengths, q=q, rotary=whole, rotary_style=self.rotary)
+        else:
+            q, k, v = self._queries_keys_values(x, tables, cache)
+            cache.append(k, v, key_lengths)
+        terms = RelativeTerms(q) if self.relative is None else self.relative(q)
+        out = decode_attention(
+            terms.query, cache, new_lengths=key_lengths, backend=self.backend, **self._masks(),
+            **self._scores(terms.bias),
+        )  # fmt: skip
+        return self._project(out)
+
     def _queries_keys_values(
         self,
         x: Tensor,
-        positions: Tensor | None,
-        tables: tuple[Tensor, Tensor] | None,
+        tables: RotaryPositions | tuple[Tensor, Tensor] | None,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D], normalised and rotated."""
+        qk, v = self._projected(x)
+        if isinstance(tables, RotaryPositions):
+            T = x.shape[1]
+            if cache is None:
+                tables = tables.at(0, T, T, x.device)
+            else:
+                n = cache.uniform_length
+                first = cache.lengths if n is None else n
+                tables = tables.at(first, T, cache.length_bound + T, x.device)
+        if tables is not None and self.rotary is not None:
+            qk = apply_rotary(qk, *tables, style=self.rotary)
+        return *self._split(qk), v
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k behind one another, [B, H_q + H_k, T, D], and v, normalised, not rotated."""
         H_q, H_k = self.num_heads, self.num_kv_heads
         qk, v = torch.split(self._heads(self.qkv_proj(x)), [H_q + H_k, H_k], dim=1)
         if self.qk_norm or self.scoring == "multiplicative":
@@ -293,11 +331,22 @@ class GQAttention(AttentionLayer):
             if self.scoring == "multiplicative":
                 q = q @ self.score_weight.mT
             qk = torch.cat((q, k), dim=1)
-        if self.rotary is not None:
-            cos, sin = tables or self._default_tables(x, positions, cache)
-            qk = apply_rotary(qk, cos, sin, style=self.rotary)
-        q, k = torch.split(qk, [H_q, H_k], dim=1)
-        return q, k, v
+        return qk, v
+
+    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
+        return q, k
+
+    def _tables(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        tables: RotaryPositions | tuple[Tensor, Tensor] | None,
+    ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
+        """What x is rotated by; None = nothing."""
+        if positions is None or self.rotary is None:
+            return self.rotary_positions if tables is None else tables
+        return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
 
     def _repr_values(self) -> dict[str, Any]:
         table = self.relative_bias
@@ -342,17 +391,6 @@ class GQAttention(AttentionLayer):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         _place_slopes(self)
         return self
-
-    def _default_tables(
-        self, x: Tensor, positions: Tensor | None, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions given, or of those that follow what the cache holds."""
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            if cache is not None:
-                n = cache.uniform_length
-                positions = positions + (cache.lengths.unsqueeze(1) if n is None else n)
-        return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
 
 
 class CausalGQAttention(GQAttention):

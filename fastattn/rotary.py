@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .rotary_scaling import RotaryScaling, plain_frequencies
 
@@ -110,6 +111,59 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
         pieces = (*pieces, x[..., rotary_dim:])
     turned = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
     return turned.transpose(1, 2) if heads_inside else turned
+
+
+class RotaryPositions:
+    """`rotary_tables` of the positions from 0 on, made once and kept, longer as they are asked for.
+
+    A cache that rotates keys as it stores them takes the whole tables (`up_to`); who rotates them
+    before takes the rows of the tokens at hand (`at`). Where torch compiles or traces, these rows
+    are made anew.
+
+    Args:
+        rotary_dim, base, scaling: as for `rotary_tables`.
+    """
+
+    def __init__(
+        self, rotary_dim: int, *, base: float = 10000.0, scaling: RotaryScaling | None = None
+    ) -> None:
+        check_rotary_dim(rotary_dim)
+        self.rotary_dim, self.base, self.scaling = rotary_dim, base, scaling
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def up_to(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin), fp32 [N, rotary_dim // 2], of positions 0..N-1 with N >= length."""
+        kept = self._kept
+        if kept is None or kept[0].shape[0] < length or kept[0].device != device:
+            # Twice as long every time: a text that grows token by token makes few of them.
+            n = length if kept is None else max(length, 2 * kept[0].shape[0])
+            # An inference tensor could not be saved for a backward pass later.
+            with torch.inference_mode(False):
+                kept = self._kept = self._tables(torch.arange(n, device=device))
+        return kept
+
+    def at(
+        self, first: int | Tensor, count: int, bound: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin), fp32 [count, rotary_dim // 2], or [B, ...] where first is a tensor.
+
+        Args:
+            first: position of the first token, or integers [B]. Tokens past bound are padding.
+            count: tokens a row.
+            bound: no position reaches it.
+            device: of the tables.
+        """
+        steps = torch.arange(count, device=device)
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
+        cos, sin = self.up_to(bound, device)
+        if isinstance(first, int):
+            return cos[first : first + count], sin[first : first + count]
+        rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
+        return cos[rows], sin[rows]
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.rotary_dim, base=self.base, scaling=self.scaling)
 
 
 def check_rotary_dim(rotary_dim: int, head_dim: int | None = None) -> None:

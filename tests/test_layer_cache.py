@@ -86,3 +86,33 @@ def test_new_tokens_that_are_padding(decoded: list[int], device: str) -> None:
     row = torch.cat((first[1, :1], second[1]))
     assert_within_budget("row 1", row, exact[1, :3], naive[1, :3])
     assert decoded == [3, 2]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_decoding_rotates_as_it_appends(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the cache for rotation of queries and keys and for writing them."""
+    layer = make_layer(device, backend, num_heads=4, num_kv_heads=2, rotary="interleaved")
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    exact, naive = exact_and_naive(layer, x)
+    cache = KVCache(2, 2, 8, layer.head_dim, device=device)
+    with torch.no_grad():
+        monkeypatch.delattr(modules, "apply_rotary")
+        steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
+    assert_within_budget("steps", torch.cat(steps, 1), exact, naive)
+
+
+def test_caches_that_do_not_rotate_are_given_rotated_keys(device: str) -> None:
+    class Plain(KVCache):
+        rotates = False
+
+        def append(self, k, v, new_lengths=None):
+            return super().append(k, v, new_lengths)
+
+    layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half")
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    cache = Plain(2, 2, 8, layer.head_dim, device=device)
+    with torch.no_grad():
+        steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
+    assert_within_budget("steps", torch.cat(steps, 1), *exact_and_naive(layer, x))

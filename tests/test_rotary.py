@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastattn.rotary import apply_rotary, rotary_tables
+from fastattn.rotary import RotaryPositions, apply_rotary, rotary_tables
 
 STYLES = ("half", "interleaved")
 
@@ -203,3 +203,42 @@ def test_application_errors():
         apply_rotary(x[..., :6], cos, sin)
     with pytest.raises(ValueError, match=r"on x's device cpu, got cpu and meta"):
         apply_rotary(x, cos, sin.to("meta"))
+
+
+def test_kept_tables_grow_and_are_those_of_the_positions() -> None:
+    cpu = torch.device("cpu")
+    kept = RotaryPositions(6, base=500.0)
+    first = kept.up_to(5, cpu)
+    assert first[0].shape == (5, 3)
+    assert kept.up_to(3, cpu) is first
+    longer = kept.up_to(6, cpu)
+    assert longer[0].shape == (10, 3), "twice as long, not by one"
+    for ours, expected in zip(longer, rotary_tables(10, 6, base=500.0), strict=True):
+        assert torch.equal(ours, expected)
+    for start in (4, torch.tensor([2, 7])):
+        steps = torch.arange(3)
+        positions = steps + (start if isinstance(start, int) else start[:, None])
+        for ours, expected in zip(
+            kept.at(start, 3, 10, cpu), rotary_tables(positions, 6, base=500.0), strict=True
+        ):
+            assert torch.equal(ours, expected)
+
+
+def test_padding_past_the_kept_tables_gets_some_row() -> None:
+    cos, _ = RotaryPositions(4).at(torch.tensor([0, 3]), 3, 5, torch.device("cpu"))
+    assert torch.equal(cos[0], rotary_tables(3, 4)[0])
+    assert torch.equal(cos[1, :2], rotary_tables(5, 4)[0][3:])
+
+
+def test_tables_made_for_inference_serve_training() -> None:
+    kept = RotaryPositions(4)
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with torch.inference_mode():
+        kept.up_to(3, x.device)
+    apply_rotary(x, *kept.at(0, 3, 3, x.device)).sum().backward()
+    assert x.grad is not None
+
+
+def test_kept_tables_check_their_width() -> None:
+    with pytest.raises(ValueError, match=r"rotary_dim must be even and positive, got 5"):
+        RotaryPositions(5)

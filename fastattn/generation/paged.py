@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class PagedRows:
     """
 
     uniform_length: int | None = None
+    rotates = True
 
     def __init__(
         self, cache: PagedKVCache, rows: Sequence[int], layer: int, lengths: Tensor, bound: int
@@ -31,14 +33,17 @@ class PagedRows:
         self._cache, self._rows, self._layer = cache, rows, layer
         self._gathered: tuple[Tensor, Tensor] | None = None
 
-    def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> None:
+    def append(
+        self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None, **rotation: Any
+    ) -> Tensor | None:
         """Write each row's new tokens, layer by layer from the first; as `KVCache.append`."""
         counts = None if new_lengths is None else new_lengths.tolist()
-        self._cache.append(self._rows, k, v, counts, layer=self._layer)
+        turned = self._cache.append(self._rows, k, v, counts, layer=self._layer, **rotation)
         # Out of place: the layers share the lengths before the step.
         self.lengths = self.lengths + (k.shape[2] if new_lengths is None else new_lengths)
         self.length_bound = self.view().length_bound
         self._gathered = None
+        return turned
 
     def view(self) -> CacheView:
         """What a kernel reads: the pages as they are."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from ..rotary import RotaryPositions
     from ..scoring import MaskArguments
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -183,7 +184,7 @@ class Block(nn.Module):
         x: Tensor,
         *,
         key_lengths: Tensor | None = None,
-        rotary_tables: tuple[Tensor, Tensor] | None = None,
+        rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
         cache: LayerCache | None = None,
         memory: ProjectedMemory | None = None,
     ) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..cache import KVCache
 from ..cross_attention import ProjectedMemory
 from ..modules import LayerCache
-from ..rotary import rotary_tables
+from ..rotary import RotaryPositions
 from .config import TransformerConfig
 from .layers import Block, make_block, make_norm
 from .positions import LearnedPositions, SinusoidalPositions
@@ -61,6 +61,12 @@ class TokenStack(nn.Module):
         count = config.num_layers if num_layers is None else num_layers
         self.token_embedding = nn.Embedding(vocab_size, C)
         self.position_embedding = _make_positions(config, length)
+        # One for all layers.
+        self.rotary_positions = (
+            RotaryPositions(config.head_dim, base=config.rotary_base)
+            if config.positions == "rotary"
+            else None
+        )
         self.embedding_norm = self._make_norm() if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
@@ -83,14 +89,13 @@ class TokenStack(nn.Module):
     ) -> Tensor:
         """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
         x = self.dropout(self._embed(tokens, cache))
-        tables = None
-        if self.config.positions == "rotary":
-            tables = self._rotary_tables(tokens, cache)
+        whole, T = self.rotary_positions, tokens.shape[1]
+        tables = None if whole is None or cache is not None else whole.at(0, T, T, x.device)
         for i, block in enumerate(self.blocks):
             x = block(
                 x,
                 key_lengths=key_lengths,
-                rotary_tables=tables,
+                rotary_tables=whole if tables is None else tables,
                 cache=None if cache is None else cache[i],
                 memory=None if memory is None else memory[i],
             )
@@ -109,15 +114,6 @@ class TokenStack(nn.Module):
             at = positions.at(_first_position(cache), tokens.shape[1], x.device)
             x = x + at.to(x.dtype)
         return x if self.embedding_norm is None else self.embedding_norm(x)
-
-    def _rotary_tables(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None
-    ) -> tuple[Tensor, Tensor]:
-        """The (cos, sin) that all layers rotate by, made once for them."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        first = _first_position(cache)
-        positions = positions + (first[:, None] if isinstance(first, Tensor) else first)
-        return rotary_tables(positions, self.config.head_dim, base=self.config.rotary_base)
 
     def _new_cache(
         self,
