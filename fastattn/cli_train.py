@@ -49,7 +49,7 @@ def add_train(commands: Any) -> None:
     run.add_argument(
         "--task", choices=TASKS, help="of an encoder: tagging (default) or masked; others have one"
     )
-    run.add_argument("--out", help="the run's folder (runs/ and the model's name)")
+    run.add_argument("--out", metavar="DIR", help="the run's folder (runs/ and the model's name)")
     run.add_argument(
         "--resume",
         action="store_true",
@@ -72,12 +72,13 @@ def _add_data_options(group: Any) -> None:
     group.add_argument(
         "--tokenizer",
         dest="data.tokenizer",
+        metavar="NAME",
         help="char (default for gpt), bpe (byte-level, default for others), word, char-bpe, "
         "wordpiece, unigram; or a tokenizer's JSON, a vocabulary of a token a line in a .txt, or a "
         "folder with GPT-2's vocab.json and merges.txt",
     )
     text = "of a tokenizer that is trained, but char (1024)"
-    group.add_argument("--vocab-size", dest="data.vocab_size", type=int, help=text)
+    group.add_argument("--vocab-size", dest="data.vocab_size", type=int, metavar="N", help=text)
     text = "a masked-token run's folder, whose encoder and tokenizer to begin with; tagging"
     path: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
     group.add_argument("--start-from", dest="data.start_from", help=text, **path)
@@ -85,9 +86,17 @@ def _add_data_options(group: Any) -> None:
     group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
 
 
+def _shown(option: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """keywords with what --help shows for the value, which would be the dest."""
+    if "action" in keywords or "choices" in keywords:
+        return keywords
+    name = {int: "N", float: "X"}.get(keywords.get("type", str), option.lstrip("-").upper())
+    return {"metavar": name, **keywords}
+
+
 def _add_model_options(group: Any) -> None:
     def add(option: str, field: str, text: str, **keywords: Any) -> None:
-        group.add_argument(option, dest=f"model.{field}", help=text, **keywords)
+        group.add_argument(option, dest=f"model.{field}", help=text, **_shown(option, keywords))
 
     text = "begin with a published configuration, such as gpt2-small; other options change it"
     add("--preset", "preset", text)
@@ -116,7 +125,7 @@ def _add_layer_options(group: Any) -> None:
     def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
         if field in CHOICES and "action" not in keywords:
             keywords["choices"] = CHOICES[field]
-        to.add_argument(option, dest=f"model.{field}", help=text, **keywords)
+        to.add_argument(option, dest=f"model.{field}", help=text, **_shown(option, keywords))
 
     one = group.add_mutually_exclusive_group()
     add("--positions", "positions", "(learned)", to=one)
@@ -146,7 +155,7 @@ def _add_layer_options(group: Any) -> None:
 
 def _add_training_options(group: Any) -> None:
     def add(option: str, field: str, text: str, **keywords: Any) -> None:
-        group.add_argument(option, dest=f"training.{field}", help=text, **keywords)
+        group.add_argument(option, dest=f"training.{field}", help=text, **_shown(option, keywords))
 
     add("--steps", "steps", "optimizer steps (2000)", type=int)
     add("--batch", "batch_size", "windows a forward pass (12)", type=int)
