@@ -247,7 +247,7 @@ def test_a_memory_projected_once_serves_every_step(lengths, backend, device, mon
 
 
 def test_a_memory_of_one_token_projected_for_training_serves_steps():
-    layer, x, memory = make_cross(), torch.randn(2, 1, C), torch.randn(2, 1, M)
+    layer, x, memory = make_cross(), torch.randn(1, 1, C), torch.randn(1, 1, M)
     projected = layer.project_memory(memory)
     expected = layer(x, projected)
     with torch.no_grad():
