@@ -31,8 +31,10 @@ def find_blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
 
 
 def find_commands(text: str, program: str) -> Iterator[list[str]]:
-    """Yield the arguments of every call of a program in the bash blocks."""
-    for _, block in find_blocks(text, "bash"):
+    """Yield the arguments of every call of a program in the bash blocks and in tables."""
+    blocks = [block for _, block in find_blocks(text, "bash")]
+    cells = re.findall(rf"\| `({program} [^`]+)` \|", text)
+    for block in (*blocks, "\n".join(cells)):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words and re.fullmatch(r"\w+=.*", words[0]):
