@@ -82,11 +82,9 @@ class GQAttention(AttentionLayer):
     Parameters (the projections initialised as `nn.Linear` does):
         qkv_proj.weight: [(H_q + 2 H_k) D, C], the rows of q, then k, then v, head by head.
         out_proj.weight: [C, H_q D].
-        q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
-        sinks: [H_q], from 0.
         relative_bias: [buckets, H_q], from 0.
-        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
-        score_vector: [H_q, D]; with scoring="additive".
+        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: where they are asked for;
+            see `fastattn.attention_layer.AttentionLayer`.
 
     Raises:
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
@@ -400,11 +398,6 @@ class CausalGQAttention(GQAttention):
         embed_dim, num_heads, num_kv_heads, options: those of `GQAttention`, except causal.
 
     Parameters, forward, caches and errors are those of `GQAttention` too.
-
-    Example:
-        >>> layer = CausalGQAttention(64, num_heads=4, num_kv_heads=2, window=8)
-        >>> layer(torch.randn(2, 10, 64)).shape
-        torch.Size([2, 10, 64])
     """
 
     def __init__(
