@@ -69,8 +69,9 @@ def _wide(x: Tensor, exists: Tensor | None) -> Tensor:
 
 def autocasting(device: torch.device) -> bool:
     """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
-    known = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
-    return known and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def _scores(

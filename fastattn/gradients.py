@@ -32,6 +32,12 @@ def save(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, Tensor]
 ) -> None:
     """Keeps what the backward pass reads."""
+    ctx.set_materialize_grads(False)
+    if options.plain:  # each training step waits for this: nothing is searched for tensors
+        ctx.tensor_fields = ()
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, *output)
+        return
     ctx.tensor_fields = [
         name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
     ]
@@ -39,7 +45,6 @@ def save(
     ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
     without: dict[str, Any] = dict.fromkeys(ctx.tensor_fields)
     ctx.options = options._replace(**without, mod_tensors=())
-    ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any) -> Saved:

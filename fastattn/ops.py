@@ -9,7 +9,7 @@ This is the only file of the package that knows the kernels. They are imported o
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import transforms
-from .gradients import Ways, as_batch, as_packed, gradients, needed_of, placed, save
+from .gradients import DIFFERENTIABLE, Ways, as_batch, as_packed, gradients, needed_of, placed, save
 from .op_schema import flat, operator, unflat
 from .options import Options
 
@@ -61,9 +61,11 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 def _kernels() -> ModuleType:
     from . import kernels
     from .kernels import (  # noqa: F401
+        arguments,
         backward,
         backward_bias,
         backward_relative,
+        config,
         forward,
         interpreter,
     )
@@ -255,7 +257,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *gradients(ctx.ways, ctx, ctx.needs_input_grad[2:], do, dlse))
+        needs = ctx.needs_input_grad[2:]
+        # A plain call has q, k and v alone.
+        needed = (*needs, *(False,) * (3 + len(DIFFERENTIABLE) - len(needs)))
+        return (None, None, *gradients(ctx.ways, ctx, needed, do, dlse)[: len(needs)])
+
+
+# The `apply` of torch's class asks for transforms of torch.func, argument by argument, before it
+# comes to this; here nothing transforms.
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply
 
 
 def attend(
@@ -267,7 +277,8 @@ def attend(
     have contiguous last dims that are whole multiples of 16 bytes; packed ones have three dims.
     hopper: by the kernels for Hopper, for which `why_not_hopper` is None.
     """
-    options = _in_order(options)
+    if not options.plain:
+        options = _in_order(options)
     if options.cu_seqlens_q is None:
         return _attend(q, k, v, options, hopper)
     query = options.relative_query
@@ -281,19 +292,44 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool
 ) -> tuple[Tensor, Tensor]:
     output: tuple[Tensor, Tensor]
-    if transforms.transforming():
-        return transforms.attend(HOPPER_BY_OPS if hopper else BY_OPS, q, k, v, options)
     if _may_be_traced(q):
-        output = (HOPPER_BY_OPS if hopper else BY_OPS).forward(q, k, v, options)
+        ways = HOPPER_BY_OPS if hopper else BY_OPS
+        if transforms.transforming():
+            return transforms.attend(ways, q, k, v, options)
+        output = ways.forward(q, k, v, options)
         return output
-    ways = _HOPPER if hopper else _DIRECT
+    return attend_by(_HOPPER if hopper else _DIRECT, q, k, v, options)
+
+
+def attend_by(
+    ways: Ways, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`attend` where nothing traces, by ways that lead through no ops."""
     if torch.is_grad_enabled():
-        inputs = (q, k, v, *options.differentiable)
-        if any(x is not None and x.requires_grad for x in inputs):
-            output = _Attention.apply(ways, options, *inputs)  # type: ignore[no-untyped-call]
-            return output
-    output = ways.forward(q, k, v, options)
+        others = () if options.plain else options.differentiable
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad
+        if wanted or any(x is not None and x.requires_grad for x in others):
+            return _apply(ways, options, q, k, v, *others)
+    output: tuple[Tensor, Tensor] = ways.forward(q, k, v, options)
     return output
+
+
+def place(dtype: torch.dtype) -> Hashable:
+    """What kernels for this dtype go by beside their arguments: equal where they are the same."""
+    kernels = _kernels()
+    return kernels.config.place(), kernels.arguments.dot_precision(dtype)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Ways | None:
+    """Ways for calls that differ from this one in the contents of q, k and v alone.
+
+    They are good as long as `place` is the same. None where such a call has to be worked out anew:
+    on a device that is not the current one, and for tensors that kernels cannot read as they lie.
+    """
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return None
+    forward = _kernels().forward.prepare_forward(q, k, v, options)
+    return None if forward is None else _DIRECT._replace(forward=forward)
 
 
 # Read by kernels with a fixed order of elements.

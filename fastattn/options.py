@@ -93,6 +93,31 @@ class Options(NamedTuple):
         return self.left, 0 if self.right is None else min(self.right, 0)
 
     @property
+    def plain(self) -> bool:
+        """Whether numbers say it all: there are no tensors, and no functions."""
+        return (
+            self.key_padding_mask is None
+            and self.key_lengths is None
+            and self.query_offsets is None
+            and self.prefix_lengths is None
+            and self.q_documents is None
+            and self.k_documents is None
+            and self.attn_mask is None
+            and self.alibi_slopes is None
+            and self.dropout_seed is None
+            and self.cu_seqlens_q is None
+            and self.cu_seqlens_k is None
+            and self.attn_bias is None
+            and self.relative_bias is None
+            and self.relative_keys is None
+            and self.relative_query is None
+            and self.sinks is None
+            and not self.mod_tensors
+            and self.mask_mod is None
+            and self.score_mod is None
+        )
+
+    @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors beside q, k and v that have gradients, in the order of their fields."""
         return (

@@ -94,8 +94,9 @@ def empty_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
     """Empty [B, heads, rows, cols] in the memory order of `like`: a [B, T, H, D] user keeps it."""
     B = like.shape[0]
     if like.stride(1) < like.stride(2):
-        return like.new_empty(B, rows, heads, cols).transpose(1, 2)
-    return like.new_empty(B, heads, rows, cols)
+        by_rows = torch.empty(B, rows, heads, cols, dtype=like.dtype, device=like.device)
+        return by_rows.transpose(1, 2)
+    return torch.empty(B, heads, rows, cols, dtype=like.dtype, device=like.device)
 
 
 def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
@@ -108,16 +109,17 @@ def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
 def query_programs(options: Options, q: Tensor, BLOCK_M: int) -> int:
     """Programs of a kernel that works on tiles of queries: see `tile.query_program`."""
     B, H_q, T_q, _ = q.shape
-    return _tiles(options.cu_seqlens_q, B, T_q, BLOCK_M) * H_q
+    return tiles_of(options.cu_seqlens_q, B, T_q, BLOCK_M) * H_q
 
 
 def key_programs(options: Options, k: Tensor, BLOCK_N: int) -> int:
     """Programs of a kernel that works on tiles of keys: see `tile.key_program`."""
     B, H_k, T_k, _ = k.shape
-    return _tiles(options.cu_seqlens_k, B, T_k, BLOCK_N) * H_k
+    return tiles_of(options.cu_seqlens_k, B, T_k, BLOCK_N) * H_k
 
 
-def _tiles(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
+def tiles_of(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
+    """Tiles of one head in all batch rows; of packed sequences at least as many, see `tile`."""
     if cu_seqlens is None:
         return B * blocks(T, BLOCK)
     sequences = cu_seqlens.shape[0] - 1

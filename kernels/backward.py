@@ -46,6 +46,7 @@ from .mask import (
     visible,
     worth_loading,
 )
+from .plan import Launch, launch_for
 from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_products, relative_query, unskewed, vectors_of_tile
 from .score import dropped, gradient, kept, modified
@@ -248,6 +249,38 @@ def attention_backward_dkv_kernel(
     store_tile(dv_ptr, dv_stride, n_first, dv, in_keys, BLOCK_N, BLOCK_DV, D_V)
 
 
+def _plan_dq(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
+    dq: Tensor, dquery: Tensor | None,
+) -> Launch:  # fmt: skip
+    dims = (block_dim(q.shape[3]), block_dim(v.shape[3]))
+    tile = tile_for("backward_dq", options, q, *dims)
+    programs = query_programs(options, q, tile.BLOCK_M)
+    return Launch(
+        attention_backward_dq_kernel, programs, tile,
+        *map(strides, (q, k, v, o, do, dq)), None if dquery is None else strides(dquery),
+        mask_for_queries(options, q, k, tile) if programs else None,
+        kernel_score(options, q.dtype), *sizes(q, k),
+        q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, *dims,
+        index_type(q, k, v, o, do, dq, options.relative_query, dquery), dot_precision(q.dtype),
+    )  # fmt: skip
+
+
+def _plan_dkv(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor
+) -> Launch:  # fmt: skip
+    dims = (block_dim(q.shape[3]), block_dim(v.shape[3]))
+    tile = tile_for("backward_dkv", options, q, *dims)
+    programs = key_programs(options, k, tile.BLOCK_N)
+    return Launch(
+        attention_backward_dkv_kernel, programs, tile, *map(strides, (q, k, v, do, dk, dv)),
+        mask_for_keys(options, q, k, tile) if programs else None,
+        kernel_score(options, q.dtype), *sizes(q, k),
+        q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, *dims,
+        index_type(q, k, v, do, dk, dv, options.relative_query), dot_precision(q.dtype),
+    )  # fmt: skip
+
+
 def launch_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
@@ -259,34 +292,15 @@ def launch_backward(
     o and lse as `launch_forward` returned them for the same q, k, v and options.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    _, H_q, T_q, D = q.shape
-    H_k, T_k, D_v = v.shape[1:]
-    dq = empty_in_layout(q, H_q, T_q, D)
-    dk = empty_in_layout(k, H_k, T_k, D)
-    dv = empty_in_layout(v, H_k, T_k, D_v)
+    dq = empty_in_layout(q, *q.shape[1:])
+    dk = empty_in_layout(k, *k.shape[1:])
+    dv = empty_in_layout(v, *v.shape[1:])
     delta = torch.empty_like(lse)
-    dims = (block_dim(D), block_dim(D_v))
-    score = kernel_score(options, q.dtype)
     query = options.relative_query
-    dquery = None if query is None else empty_in_layout(query, H_q, T_q, D)
-    index = index_type(q, k, v, o, do, dq, dk, dv, query, dquery)
-    promises = (index, dot_precision(q.dtype))
+    dquery = None if query is None else empty_in_layout(query, *query.shape[1:])
 
-    tile = tile_for("backward_dq", options, q, *dims)
-    if programs := query_programs(options, q, tile.BLOCK_M):
-        attention_backward_dq_kernel[(programs,)](
-            q, k, v, o, do, lse, dlse, dq, delta, dquery, *map(strides, (q, k, v, o, do, dq)),
-            None if dquery is None else strides(dquery),
-            mask_for_queries(options, q, k, tile), score, *sizes(q, k),
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-    tile = tile_for("backward_dkv", options, q, *dims)
-    if programs := key_programs(options, k, tile.BLOCK_N):
-        attention_backward_dkv_kernel[(programs,)](
-            q, k, v, do, lse, delta, dk, dv, *map(strides, (q, k, v, do, dk, dv)),
-            mask_for_keys(options, q, k, tile), score, *sizes(q, k),
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
+    launch(q, k, v, o, do, lse, dlse, dq, delta, dquery)
+    launch = launch_for(_plan_dkv, options, (q, k, v, do), dk, dv)
+    launch(q, k, v, do, lse, delta, dk, dv)
     return dq, dk, dv, delta, q.new_empty(0) if dquery is None else dquery

@@ -5,7 +5,7 @@ Nothing is timed or tuned at run time, so a first call compiles one kernel and r
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -64,6 +64,12 @@ def forced(**configs: TileConfig) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(saved)
+
+
+def place() -> Hashable:
+    """What `lookup` goes by beside its arguments: equal where it gives the same."""
+    device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
+    return device, tuple(_forced.items()) if _forced else ()
 
 
 def current_arch() -> str:

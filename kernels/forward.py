@@ -32,6 +32,7 @@ from .mask import (
     visible,
     worth_loading,
 )
+from .plan import Launch, launch_for
 from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_products, relative_query, vectors_of_tile
 from .score import dropped, first_state, kept, modified
@@ -39,7 +40,11 @@ from .softmax import finish, online_step
 from .tile import head, load_tile, query_program, query_rows, store_tile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastattn.options import Options
+
+    Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
 @triton.jit
@@ -121,6 +126,20 @@ def attention_forward_kernel(
     tl.store(lse_ptr + stats, lse, mask=in_rows)
 
 
+def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
+    BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
+    tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV)
+    programs = query_programs(options, q, tile.BLOCK_M)
+    return Launch(
+        attention_forward_kernel, programs, tile,
+        strides(q), strides(k), strides(v), strides(o),
+        mask_for_queries(options, q, k, tile) if programs else None,
+        kernel_score(options, q.dtype), *sizes(q, k),
+        q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
+        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
+    )  # fmt: skip
+
+
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
@@ -128,20 +147,32 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
-    B, H_q, T_q, D = q.shape
-    D_v = v.shape[3]
-    o = empty_in_layout(q, H_q, T_q, D_v)
+    B, H_q, T_q, _ = q.shape
+    o = empty_in_layout(q, H_q, T_q, v.shape[3])
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
-    tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV)
-    programs = query_programs(options, q, tile.BLOCK_M)
-    if programs == 0:
-        return o, lse
-    attention_forward_kernel[(programs,)](
-        q, k, v, o, lse, strides(q), strides(k), strides(v), strides(o),
-        mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    launch_for(_plan, options, (q, k, v), o)(q, k, v, o, lse)
     return o, lse
+
+
+def prepare_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward | None:
+    """`launch_forward` for tensors of the same shapes, strides, dtype and device and the same
+    options, worked out; None where copies of these tensors have to be launched.
+
+    It depends on `config.place` and `dot_precision` too, and takes the current device for theirs.
+    """
+    if any(aligned(x) is not x for x in (q, k, v)):
+        return None
+    like = empty_in_layout(q, *q.shape[1:3], v.shape[3])
+    launch = launch_for(_plan, options, (q, k, v), like)
+    shape, steps, dtype, device = like.shape, like.stride(), q.dtype, q.device
+    rows = shape[:3]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return launch_forward(q, k, v, options)
+        o = torch.empty_strided(shape, steps, dtype=dtype, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        launch(q, k, v, o, lse)
+        return o, lse
+
+    return forward

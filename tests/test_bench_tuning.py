@@ -7,12 +7,13 @@ from importlib import resources
 
 import pytest
 
+from fastattn import known_calls
 from fastattn.bench import tuning
 from fastattn.bench.attention import Bench
 from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
-from fastattn.kernels import config
+from fastattn.kernels import config, plan
 from fastattn.kernels.config import TileConfig
 
 H200_SHARED = 227 * 1024
@@ -115,6 +116,8 @@ class FakeTimer(HostTimer):
             return tiles[-1][1]
 
         def start():
+            known_calls.forget()
+            plan.forget()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(config, "lookup", remember)
                 function()

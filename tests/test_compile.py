@@ -192,7 +192,7 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
 def test_full_blocks_take_few_instructions(
     kernel: str, D: int, dtype: str, compiled: dict[tuple, Future]
 ) -> None:
-    """Of the scalar kind there are fewer than time for in the shadow of the matrix products."""
+    """What is not a matrix product has to find time beside the products."""
     for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
         full, _ = sorted(fact.loops, key=lambda loop: loop.total)
         assert full.total <= BUDGET[fact.name, D], f"{fact.name}: {full.total} instructions"

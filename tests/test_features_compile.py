@@ -87,9 +87,8 @@ FEW, LOOKUP = 8, 40  # instructions
 HEAD_DIMS = (64, 128)
 # Each for one head dim, in turns.
 LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABLE))]
-# What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has all that
-# takes smaller tiles at once, and lengths, padding and offsets for every
-# target.
+# What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has what
+# takes smaller tiles all at once, and lengths, padding and offsets for every target.
 ALONE = [
     ("documents", "sm_80"), ("alibi", "sm_100"), ("softcap", "sm_90"),
     ("attn_bias", "sm_80"), ("relative_bias", "sm_90"),

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import BlockMask, formula, op_schema, ops
+from fastattn import BlockMask, formula, known_calls, op_schema, ops
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.compare import results
@@ -213,6 +213,7 @@ def test_kernels_run_on_the_device_of_their_tensors(
         return original(x)
 
     monkeypatch.setattr(torch.cuda, "device_of", recorded)
+    known_calls.forget()
     inputs = make_qkv(**SIZES, device=device)
     causal(*inputs).sum().backward()
     assert entered == [inputs[0].shape] * 2

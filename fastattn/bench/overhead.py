@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import dispatch, functional
-from ..kernels import config, forward
+from .. import dispatch, functional, known_calls
+from ..kernels import config, forward, plan
 from ..testing.cross_compile import compiling_for
 from .measure import Function
 
@@ -68,8 +68,7 @@ def calls(device: str) -> dict[str, Function]:
         `attention` without gradients. "fastattn with grad": with a graph recorded. On a GPU also
         "sdpa" and "sdpa with grad", torch's own function, to be called with flash pinned.
     """
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = (torch.randn(_SHAPE, device=device, dtype=dtype) for _ in range(3))
+    q, k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     ours = partial(functional.attention, causal=True, backend="triton")
     found: dict[str, Function] = {
@@ -94,6 +93,20 @@ def call_costs(device: str, **options: Any) -> dict[str, float]:
         return {name: host_cost(call, **options) for name, call in calls(device).items()}
 
 
+def over_bare_launch(device: str, rounds: int = 20) -> dict[str, float]:
+    """Host time of each of `calls` as a multiple of the bare launch's.
+
+    Each is the least of the runs that take turns here: what else the machine does adds to them.
+    """
+    least: dict[str, float] = {}
+    found = calls(device)
+    for _ in range(rounds):
+        for name, call in found.items():
+            cost = host_cost(call, calls=40, repeats=1)
+            least[name] = min(cost, least.get(name, cost))
+    return {name: cost / least["bare launch"] for name, cost in least.items()}
+
+
 def bare_launch(call: Function) -> Function:
     """The kernel launch that `call` makes last, alone: the same kernel with the same arguments."""
     kernel = forward.attention_forward_kernel
@@ -104,6 +117,9 @@ def bare_launch(call: Function) -> Function:
         launched.append(partial(run, *args, **kwargs))
         return run(*args, **kwargs)
 
+    # What is worked out already goes past `run`.
+    plan.forget()
+    known_calls.forget()
     with mock.patch.object(kernel, "run", remember):
         call()
     return launched[-1]
@@ -122,7 +138,10 @@ def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
         config.forced(**tiles),
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
     ):
-        yield
+        try:
+            yield
+        finally:
+            known_calls.forget()
 
 
 _IMPORT = """

@@ -1,0 +1,247 @@
+"""Calls like an earlier one skip what was worked out for that, and nothing else."""
+
+from collections.abc import Iterator
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from fastattn import arguments, attention, known_calls
+from fastattn.bench import overhead
+from fastattn.kernels import config, forward, plan
+from fastattn.kernels.config import TileConfig
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.compile_pool import CompilePool
+
+by_triton = partial(attention, backend="triton")
+SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    known_calls.forget()
+    plan.forget()
+    yield
+    known_calls.forget()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every call whose arguments are checked."""
+    found: list[int] = []
+    check = arguments.dense_options
+
+    def counting(*args, **kwargs):
+        found.append(1)
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(arguments, "dense_options", counting)
+    return found
+
+
+def inputs(device: str, **changes) -> tuple[torch.Tensor, ...]:
+    return make_qkv(**{**SIZES, "dtype": torch.float32, "device": device, **changes})
+
+
+def test_a_known_call_computes_with_its_own_tensors(device: str, checked: list[int]) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = inputs(device)
+        assert_matches_reference(by_triton, q, k, v, causal=True, window=4)
+    assert len(checked) == 1
+
+
+def test_gradients_are_those_of_a_first_call(device: str) -> None:
+    q, k, v = inputs(device, requires_grad=True)
+    grads = [
+        torch.autograd.grad(
+            attention(q, k, v, causal=True, backend="triton"), (q, k, v), torch.ones_like(q)
+        )
+        for _ in range(2)
+    ]
+    for first, second in zip(*grads, strict=True):
+        assert torch.equal(first, second)
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": 0.5},
+        {"window": 3},
+        {"window": (3, 0)},
+        {"softcap": 9.0},
+        {"causal": False},
+        {"query_offset": 1},
+        {"window": 3, "keep_first": 1},
+        {"window": 3, "stride": 2},
+    ],
+    ids=str,
+)
+def test_other_arguments_make_another_call(device: str, checked: list[int], other: dict) -> None:
+    q, k, v = inputs(device)
+    plain = attention(q, k, v, causal=True, backend="triton")
+    changed = attention(q, k, v, **{"causal": True, "backend": "triton", **other})
+    assert len(checked) == 2
+    assert not torch.equal(plain, changed)
+    again = attention(q, k, v, **{"causal": True, "backend": "triton", **other})
+    assert torch.equal(changed, again)
+
+
+def test_other_tensors_make_another_call(device: str, checked: list[int]) -> None:
+    q, k, v = inputs(device)
+    for rows in ((q, k, v), (by_rows(q), k, v), (q, by_rows(torch.cat([k, k], 1)), v)):
+        if rows[1].shape[1] == 2:
+            rows = (rows[0], rows[1], torch.cat([v, v], 1))
+        assert_matches_reference(by_triton, *rows, causal=True)
+    q, k, v = inputs(device, dtype=torch.float16)
+    assert attention(q, k, v, causal=True, backend="triton").dtype == torch.float16
+    assert len(checked) == 4
+
+
+@pytest.mark.parametrize(
+    ("first", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"window": 1}, {"window": True}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({}, {"window": [1, 0]}),
+        ({}, {"mod_tensors": (torch.zeros(1),)}),
+        ({}, {"backend": "none"}),
+    ],
+    ids=str,
+)
+def test_what_is_equal_but_wrong_is_still_refused(device: str, first: dict, wrong: dict) -> None:
+    q, k, v = inputs(device)
+    attention(q, k, v, **{"backend": "triton", **first})
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        attention(q, k, v, **{"backend": "triton", **first, **wrong})
+
+
+def test_a_seed_without_dropout_is_checked_each_time(device: str) -> None:
+    q, k, v = inputs(device)
+    seed = torch.zeros(2, dtype=torch.int64, device=device)
+    attention(q, k, v, dropout_seed=seed, backend="triton")
+    with pytest.raises(ValueError, match="dropout_seed"):
+        attention(q, k, v, dropout_seed=seed[:1], backend="triton")
+
+
+def test_calls_with_other_tensors_are_not_kept(device: str, checked: list[int]) -> None:
+    q, k, v = inputs(device)
+    for length in (3, 5):
+        lengths = torch.tensor([length], device=device)
+        assert_matches_reference(by_triton, q, k, v, key_lengths=lengths)
+    assert len(checked) == 2
+    assert not known_calls._known
+
+
+def test_what_is_known_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_calls, "_KEPT", 2)
+    monkeypatch.setattr(plan, "_KEPT", 2)
+    for T in range(1, 5):
+        q, k, v = inputs(device, T_q=T, T_k=T)
+        attention(q, k, v, backend="triton")
+        assert len(known_calls._known) <= 2 and len(plan._known) <= 2
+
+
+def test_the_environment_and_the_tiles_are_asked_each_time(
+    device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(device)
+    attention(q, k, v)
+    with config.forced(forward=TileConfig(32, 32)):
+        attention(q, k, v)
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    attention(q, k, v)
+    assert len(checked) == 3
+
+
+def test_tensors_that_start_between_16_bytes_are_copied(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strides are those of a known call."""
+    q, k, v = (x.detach() for x in inputs(device))
+    shifted = torch.empty(q.numel() + 1, device=device)[1:].view_as(q).copy_(q)
+    assert shifted.data_ptr() % 16 and shifted.stride() == q.stride()
+    expected = attention(q, k, v, backend="triton")
+    launched = []
+    launch = plan.Launch.__call__
+
+    def recorded(self, *tensors):
+        launched.append([x.data_ptr() % 16 for x in tensors])
+        launch(self, *tensors)
+
+    monkeypatch.setattr(plan.Launch, "__call__", recorded)
+    assert torch.equal(attention(shifted, k, v, backend="triton"), expected)
+    assert launched == [[0] * 5]
+
+
+def test_autocast_is_seen(device: str) -> None:
+    q, k, v = inputs(device)
+    attention(q, k, v, backend="triton")
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        assert attention(q, k, v, backend="triton").dtype == torch.bfloat16
+
+
+def launches() -> dict[str, list[int]]:
+    """How often Triton was asked to look at the arguments of the forward kernel, call by call."""
+    looked = 0
+    kernel = forward.attention_forward_kernel
+    run = kernel.run
+
+    def counting(*args, **kwargs):
+        nonlocal looked
+        looked += 1
+        return run(*args, **kwargs)
+
+    found: dict[str, list[int]] = {"twice": [], "another length": []}
+    with overhead.stand_in_gpu(), mock.patch.object(kernel, "run", counting):
+        for name, T in (("twice", 64), ("twice", 64), ("another length", 65)):
+            q = torch.zeros(1, 2, T, 32, dtype=torch.bfloat16)
+            attention(q, q, q, backend="triton")
+            found[name].append(looked)
+    return found
+
+
+def test_a_known_call_launches_its_compiled_kernel(compile_pool: CompilePool) -> None:
+    assert compile_pool.call(f"{__file__}:launches", "sm_90") == {
+        "twice": [1, 1],
+        "another length": [2],
+    }
+
+
+def same_kernels() -> list[bool]:
+    """Whether a launch that is worked out has the compiled kernel that Triton would take."""
+    found = []
+    with overhead.stand_in_gpu():
+        for T, H_k in ((64, 1), (1, 2), (65, 2), (4096, 1)):
+            q, k = (torch.zeros(2, H, T, 32, dtype=torch.bfloat16) for H in (2, H_k))
+
+            def call(q: torch.Tensor = q, k: torch.Tensor = k) -> torch.Tensor:
+                return attention(q, k, k, causal=True, backend="triton")
+
+            plan.forget()
+            call()
+            (launch,) = plan._known.values()
+            found.append(launch._compiled is overhead.bare_launch(call)())
+    return found
+
+
+def test_a_known_launch_is_what_triton_would_choose(compile_pool: CompilePool) -> None:
+    assert compile_pool.call(f"{__file__}:same_kernels", "sm_90") == [True] * 4
+
+
+def over_bare_launch() -> dict[str, float]:
+    with overhead.stand_in_gpu():
+        return overhead.over_bare_launch("cpu")
+
+
+def test_the_host_takes_little_longer_than_a_bare_launch(compile_pool: CompilePool) -> None:
+    """Which itself is a third of what checks and arguments cost before they were remembered."""
+    ratios = compile_pool.call(f"{__file__}:over_bare_launch", "sm_90")
+    assert ratios["fastattn"] < 2.5
+    assert ratios["fastattn with grad"] < 4.5
