@@ -188,3 +188,16 @@ def test_rows_that_cannot_be_padded_are_named():
         encode_padded(tokenizer, ["the", "  "])
     with pytest.raises(ValueError, match="but max_length=2 leaves none of text 0"):
         encode_padded(tokenizer, ["the"], max_length=2, begin=True, end=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_follows_another_joins_it(kind):
+    from fastattn.generation.text import TextStream, encode_prompt
+
+    tokenizer = make(kind)
+    whole = tokenizer.encode("the rat sat on")
+    before = len(tokenizer.encode("the rat"))
+    stream = TextStream(tokenizer, after="the rat")
+    pieces = [stream.feed(token) for token in whole[before:]]
+    assert "".join(pieces) + stream.finish() == " sat on"
+    assert len(encode_prompt(tokenizer, "")) == 1

@@ -206,7 +206,7 @@ def generate_texts(
     """
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     requests = _make_requests(model, tokens, counts, sampling, seed, end_token)
-    streams = [TextStream(tokenizer, stop) for _ in prompts]
+    streams = [TextStream(tokenizer, stop, prompt) for prompt in prompts]
     tally = Tally() if tally is None else tally
     batch = Batch(model, requests, cuda_graph=cuda_graph)
     while batch.running:

@@ -123,7 +123,7 @@ def beam_texts(
     TextStream(tokenizer, stop)
 
     def is_end(tokens: list[int]) -> bool:
-        stream = TextStream(tokenizer, stop)
+        stream = TextStream(tokenizer, stop, prompt)
         for token in tokens:
             stream.feed(token)
         return stream.stopped
@@ -132,7 +132,7 @@ def beam_texts(
         model, encode_prompt(tokenizer, prompt), count, beams=beams, length_penalty=length_penalty,
         end_token=end_token, is_end=is_end if stop else None,
     )  # fmt: skip
-    return [(text_until_stop(tokenizer, beam.tokens, stop), beam) for beam in found]
+    return [(text_until_stop(tokenizer, beam.tokens, stop, prompt), beam) for beam in found]
 
 
 class Search:

@@ -210,7 +210,7 @@ def speculative_text(
 
     Args, yields and errors: as `generate_text` and `speculative_tokens`.
     """
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(tokenizer, stop, prompt)
     tokens = speculative_tokens(
         model, draft, encode_prompt(tokenizer, prompt), count, drafts=drafts,
         sampling=sampling, seed=seed, end_token=end_token, tally=tally,

@@ -32,6 +32,7 @@ class TextStream:
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
+        after: the text that comes before: tokenizers of words begin a text without a space.
 
     Attributes:
         stopped: whether a stop string has occurred.
@@ -40,11 +41,13 @@ class TextStream:
         ValueError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: TextCodec, stop: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: TextCodec, stop: Iterable[str] = (), after: str = "") -> None:
         self._stop = tuple(stop)
         if "" in self._stop:
             raise ValueError("stop must hold strings of at least one character, got ''")
         self._decoder = tokenizer.decoder()
+        for token in tokenizer.encode(after):
+            self._decoder.feed(token)
         self._held = ""
         self.stopped = False
 
@@ -94,14 +97,16 @@ def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
     return tokenizer.encode(prompt) or _line_start(tokenizer)
 
 
-def text_until_stop(tokenizer: TextCodec, tokens: Sequence[int], stop: Sequence[str]) -> str:
-    """The whole text of tokens, up to the first stop string."""
-    stream = TextStream(tokenizer, stop)
+def text_until_stop(
+    tokenizer: TextCodec, tokens: Sequence[int], stop: Sequence[str], after: str = ""
+) -> str:
+    """The whole text of tokens behind another text, up to the first stop string."""
+    stream = TextStream(tokenizer, stop, after)
     return "".join([stream.feed(token) for token in tokens]) + stream.finish()
 
 
 def _line_start(tokenizer: TextCodec) -> list[int]:
     try:
-        return tokenizer.encode("\n")
+        return tokenizer.encode("\n") or [0]
     except ValueError:
         return [0]
