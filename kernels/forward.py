@@ -162,7 +162,7 @@ def prepare_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forwar
     """
     if any(aligned(x) is not x for x in (q, k, v)):
         return None
-    like = empty_in_layout(q, *q.shape[1:3], v.shape[3])
+    like = empty_in_layout(q, q.shape[1], q.shape[2], v.shape[3])
     launch = launch_for(_plan, options, (q, k, v), like)
     shape, steps, dtype, device = like.shape, like.stride(), q.dtype, q.device
     rows = shape[:3]
