@@ -246,7 +246,8 @@ def test_backend_that_cannot_serve_is_refused():
     k = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r'"triton" cannot append to this cache: k is float64'):
         cache.append(k, k, backend="triton")
-    with pytest.raises(ValueError, match=r"backend must be one of auto, hopper, triton, torch, got 'cuda'"):
+    message = r"backend must be one of auto, hopper, triton, torch, got 'cuda'"
+    with pytest.raises(ValueError, match=message):
         cache.append(k, k, backend="cuda")
     assert cache.lengths.tolist() == [0]
 
