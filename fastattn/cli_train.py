@@ -82,6 +82,8 @@ def _add_data_options(group: Any) -> None:
     text = "a masked-token run's folder, whose encoder and tokenizer to begin with; tagging"
     path: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
     group.add_argument("--start-from", dest="data.start_from", help=text, **path)
+    text = "without --text: names of functions for their docstrings (default), or dates in words"
+    group.add_argument("--pairs", dest="data.pairs", choices=("names", "dates"), help=text)
     text = "cut texts that are too long for the model, instead of refusing them; translation"
     group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
 

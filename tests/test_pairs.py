@@ -1,5 +1,6 @@
 """Pairs to translate: files, the standard library's docstrings, batches, scores, and messages."""
 
+import datetime
 import sys
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 
 from fastattn.training import pairs as pairs_module
 from fastattn.training.data import DataError
-from fastattn.training.pairs import Pair, pairs_fingerprint, read_pairs, standard_library_pairs
+from fastattn.training.pairs import (
+    Pair,
+    date_in_words,
+    date_pairs,
+    pairs_fingerprint,
+    read_pairs,
+    standard_library_pairs,
+)
 from fastattn.training.scores import confusion, tag_scores, text_scores
 from fastattn.training.tokenizer import BPETokenizer, PieceTokenizer, TokenizerError
 from fastattn.training.translation import TranslationTask, encode_pairs, encode_sources
@@ -167,3 +175,32 @@ def test_a_missing_sacrebleu_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(ModuleNotFoundError, match=r"translations needs the package sacrebleu"):
         text_scores(["a"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("day", "words"),
+    [
+        ((1954, 11, 21), "twenty-first of November nineteen fifty-four"),
+        ((2000, 1, 1), "first of January two thousand"),
+        ((2001, 5, 30), "thirtieth of May two thousand one"),
+        ((2012, 2, 12), "twelfth of February twenty twelve"),
+        ((1900, 3, 20), "twentieth of March nineteen hundred"),
+        ((1905, 8, 13), "thirteenth of August nineteen oh five"),
+    ],
+)
+def test_dates_are_written_in_words(day, words):
+    assert date_in_words(datetime.date(*day)) == words
+
+
+def test_every_day_is_paired_once_in_one_of_three_forms():
+    found = date_pairs()
+    assert len(found) == len({pair.place for pair in found}) == 36525
+    assert len({pair.target for pair in found}) == 36525
+    for separator, order in (("-", (0, 1, 2)), (".", (2, 1, 0)), ("/", (2, 0, 1))):
+        some = [pair for pair in found if separator in pair.source]
+        assert 0.3 < len(some) / len(found) < 0.37
+        numbers = some[0].source.split(separator)
+        day = datetime.date(*(int(numbers[i]) for i in order))
+        assert some[0].target == date_in_words(day)
+    # Neither the first nor the last tenth is of some years alone.
+    assert len({pair.place[:4] for pair in found[:3650]}) == 100

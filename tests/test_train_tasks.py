@@ -253,6 +253,17 @@ def test_a_preset_is_the_base_of_a_configuration(tmp_path, capsys):
     assert "GPTConfig has the presets gpt2-small" in error_line(capsys, *command)
 
 
+def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastattn.training.pairs._YEARS", range(2026, 2027))
+    options = ["--pairs", "dates", "--tokenizer", "char", "--steps", 1, *TINY]
+    assert run("train", "--model", "seq2seq", "--out", tmp_path / "run", *options) == 0
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert checkpoint.config["data"]["pairs"] == "dates"
+    assert checkpoint.state["scores"]["pairs"] == 36
+    with pytest.raises(ValueError, match="pairs must be 'names' or 'dates', got 'numbers'"):
+        sources.PairDataConfig(pairs="numbers")
+
+
 def test_a_file_to_measure_on_is_not_trained_on(tmp_path):
     text = write(tmp_path / "a.conll", CONLL)
     other = write(tmp_path / "b.conll", "a O\nfox O\nthe X\n")
@@ -286,6 +297,7 @@ def test_choices_are_those_of_the_models():
         ("seq2seq", PAIRS + "\n", "", "text:17: the line is empty, source TAB target is expected"),
         ("seq2seq", PAIRS + "one\n", "", "text:17: source TAB target is expected, got 0 tabu"),
         ("seq2seq", PAIRS + "\tb\n", "", "text:17: the pair has no source"),
+        ("seq2seq", PAIRS, "--pairs dates", "pairs are made where there is no text: leave out one"),
         ("seq2seq", PAIRS, "--source-length 1", "text:1: the source has 2 tokens, the model reads"),
         ("seq2seq", PAIRS, "--target-length 1 --truncate", "text:1: the target cut to 0 tokens"),
     ],

@@ -1,14 +1,32 @@
-"""Pairs of texts to translate: TSV files, and docstrings with the names of their functions."""
+"""Pairs of texts to translate: TSV files, docstrings with names of functions, dates in words."""
 
 from __future__ import annotations
 
 import ast
+import datetime
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .data import DataError, fingerprint, read_text_file, standard_library_sources
 
+_YEARS = range(1950, 2050)
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July", "August", "September"),
+    *("October", "November", "December"),
+)
+_ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"),
+    *("eighteen", "nineteen"),
+)
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_FIRST = {
+    **{"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"},
+    **{"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"},
+}
+_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y")
 _LONGEST_SUMMARY = 80  # characters; a docstring's first line that is longer is often no sentence
 
 
@@ -69,6 +87,51 @@ def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
         for pair in _docstrings(source, name):
             found.setdefault((pair.source, pair.target), pair)
     return list(found.values())
+
+
+def date_pairs() -> list[Pair]:
+    """Every day from 1950 to 2049 in figures, each in one of three forms, and in words.
+
+    "2026-11-21", "21.11.2026" or "11/21/2026" and "twenty-first of November twenty twenty-six". The
+    order, and which day has which form, follow a hash, so that any part is of the same mix.
+    """
+    pairs: dict[bytes, Pair] = {}
+    for year in _YEARS:
+        day = datetime.date(year, 1, 1)
+        while day.year == year:
+            digest = hashlib.sha256(day.isoformat().encode()).digest()
+            source = day.strftime(_FORMATS[digest[0] % len(_FORMATS)])
+            pairs[digest] = Pair(source, date_in_words(day), day.isoformat())
+            day += datetime.timedelta(days=1)
+    return [pairs[digest] for digest in sorted(pairs)]
+
+
+def date_in_words(day: datetime.date) -> str:
+    """A date from 1100 to 9999 in English words: "first of May two thousand one"."""
+    return f"{_ordinal(day.day)} of {_MONTHS[day.month - 1]} {_year(day.year)}"
+
+
+def _number(value: int) -> str:
+    """A number below 100 in words."""
+    if value < len(_ONES):
+        return _ONES[value]
+    tens, ones = divmod(value, 10)
+    return f"{_TENS[tens]}-{_ONES[ones]}" if ones else _TENS[tens]
+
+
+def _ordinal(value: int) -> str:
+    head, dash, last = _number(value).rpartition("-")
+    return f"{head}{dash}{_FIRST.get(last, f'{last}th')}"
+
+
+def _year(value: int) -> str:
+    centuries, rest = divmod(value, 100)
+    if rest == 0 and centuries % 10:
+        return f"{_number(centuries)} hundred"
+    if centuries % 10 == 0 and rest < 10:
+        thousands = f"{_number(centuries // 10)} thousand"
+        return f"{thousands} {_number(rest)}" if rest else thousands
+    return f"{_number(centuries)} {'oh ' if rest < 10 else ''}{_number(rest)}"
 
 
 def _docstrings(source: str, name: str) -> Iterator[Pair]:

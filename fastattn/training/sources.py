@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from .data import (
     standard_library_text,
 )
 from .masking import MaskedTask
-from .pairs import pairs_fingerprint, read_pairs, standard_library_pairs
+from .pairs import Pair, date_pairs, pairs_fingerprint, read_pairs, standard_library_pairs
 from .scores import import_sacrebleu
 from .tagged_text import (
     check_tags,
@@ -31,6 +31,11 @@ from .tokenizer_base import Tokenizer
 from .translation import TranslationTask, encode_pairs
 
 _Item = TypeVar("_Item")
+
+_PAIRS: dict[str, Callable[[], list[Pair]]] = {
+    "names": standard_library_pairs,
+    "dates": date_pairs,
+}
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,32 @@ class PairDataConfig(LabelledDataConfig):
     """As `LabelledDataConfig`.
 
     Args:
+        pairs: without text, which ones to make: "names", docstrings of the standard library's
+            functions with the words of their names; "dates", in figures and in words.
         truncate: cut texts that are too long for the model, instead of refusing them. Those of the
             standard library are always cut.
+
+    Raises:
+        ValueError: there are no such pairs, or a text is named beside them.
     """
 
+    pairs: str | None = None
     truncate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pairs not in (None, *_PAIRS):
+            known = " or ".join(map(repr, _PAIRS))
+            raise ValueError(f"pairs must be {known}, got {self.pairs!r}")
+        if self.pairs is not None and self.text:
+            raise ValueError("pairs are made where there is no text: leave out one of the two")
+
+    def read_pairs(self) -> list[Pair]:
+        """The text's pairs, or those that are made.
+
+        Raises:
+            DataError: as `read_pairs` and `standard_library_pairs`.
+        """
+        return read_pairs(self.text) if self.text else _PAIRS[self.pairs or "names"]()
 
 
 class Source(Protocol):
@@ -193,8 +219,9 @@ class PairSource:
     def __init__(self, config: PairDataConfig) -> None:
         import_sacrebleu()
         self._config = config
-        found = read_pairs(config.text) if config.text else standard_library_pairs()
-        self._train, self._validation = _split(found, read_pairs(config.validation), "pairs")
+        self._train, self._validation = _split(
+            config.read_pairs(), read_pairs(config.validation), "pairs"
+        )
         self.fingerprint = pairs_fingerprint([*self._train, *self._validation])
         self.facts: dict[str, Any] = {}
 
