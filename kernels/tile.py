@@ -77,7 +77,7 @@ def store_tile(
 
 
 @triton.jit
-def _sequence(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
+def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
     """Which packed sequence owns a slot, and which of its tiles the slot is.
 
     Sequence b has the slots from cu[b] // BLOCK + b up to those of the next one: at least as many
@@ -100,7 +100,7 @@ def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
     tile = slot
     b = row // heads
     if cu_ptr is not None:
-        b, tile = _sequence(slot, cu_ptr, value(sequences), BLOCK)
+        b, tile = sequence_of(slot, cu_ptr, value(sequences), BLOCK)
     return tile, b, row % heads
 
 

@@ -1,6 +1,7 @@
 """The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,11 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import fastattn
-from fastattn import ops
-from fastattn.arguments import dense_options
+from fastattn import ops, reference
+from fastattn.arguments import dense_options, packed_options
 from fastattn.kernels.hopper import backward, forward
 from fastattn.kernels.hopper.host import tile_order, why_not_hopper
-from fastattn.kernels.hopper.pipeline import locate, number_of_tiles, tile_number
+from fastattn.kernels.hopper.tiles import locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.gluon_emulator import Emulated
@@ -112,6 +113,73 @@ def check(
 )
 def test_matches_the_reference(case: dict[str, Any]) -> None:
     check(**case)
+
+
+def starts(*lengths: int) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor, **arguments: Any) -> Any:
+    """`fastattn.attention_varlen` for sequences laid behind one another."""
+    options = {name: x for name, x in arguments.items() if name != "return_lse"}
+    checked = packed_options(q, k, v, *offsets, {}, **options)
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    assert why_not_hopper(*rows, checked, backward=True) is None
+    return fastattn.attention_varlen(q, k, v, *offsets, **arguments, backend="hopper")
+
+
+def packed_inputs(total_q: int, total_k: int, D: int, H_q: int = 2) -> tuple[Tensor, ...]:
+    q, k, v = make_qkv(1, H_q, 1, total_q, total_k, D, dtype=torch.bfloat16, layout="bthd")
+    return tuple(x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths", "D", "options"),
+    [
+        pytest.param((150, 0, 70, 1), (200, 5, 0, 130), 64, {}, id="ragged-and-empty"),
+        pytest.param((128, 64), (128, 192), 64, {"causal": False}, id="whole-tiles"),
+        pytest.param(
+            (40, 90, 60), (40, 90, 60), 128, {"sinks": torch.tensor([0.5, -1.0])}, id="d128"
+        ),
+        pytest.param(
+            (130, 20),
+            (140, 100),
+            64,
+            {"window": (60, 0), "softcap": 2.0, "key_lengths": torch.tensor([100, 70])},
+            id="window-softcap-lengths",
+        ),
+    ],
+)
+def test_packed_sequences(q_lengths: Any, k_lengths: Any, D: int, options: dict[str, Any]) -> None:
+    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
+    with grid_of(2):
+        assert_matches_reference(
+            packed, *inputs, starts(*q_lengths), starts(*k_lengths),
+            oracle=reference.attention_varlen, **({"causal": True} | options),
+        )  # fmt: skip
+
+
+def test_sequences_see_nothing_of_each_other() -> None:
+    """One of them is NaN throughout, and the others have bit for bit what they have alone."""
+    lengths = (70, 40, 100)
+    offsets = starts(*lengths)
+
+    def results(rows: list[Tensor], offsets: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in rows]
+        o, lse = packed(*leaves, offsets, offsets, causal=True, return_lse=True)
+        grads = torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach()))
+        return [o.detach(), lse.detach().T, *grads]
+
+    inputs = packed_inputs(sum(lengths), sum(lengths), 64)
+    spoilt = [x.detach().clone() for x in inputs]
+    for x in spoilt:
+        x[70:110] = float("nan")
+    together = results(spoilt, offsets)
+    for n in (0, 2):
+        mine = slice(int(offsets[n]), int(offsets[n + 1]))
+        alone = results([x[mine] for x in inputs], starts(lengths[n]))
+        for ours, expected in zip(together, alone, strict=True):
+            assert torch.equal(ours[mine], expected)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 100])

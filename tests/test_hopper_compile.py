@@ -17,12 +17,13 @@ from fastattn.testing.cross_compile import CompiledFacts, count_compilations
 from fastattn.testing.sass import Loop, exponentials_under_wgmma, read_sass
 
 CONSUMERS = 2
-# "all": every option that changes the code of a loop or adds to what a tile keeps.
+# "all": every option that changes the code of a loop or adds to what a tile keeps, packed sequences
+# with lengths among them.
 FORWARD = [(64, "causal"), (128, "causal"), (256, "causal"), (128, "all")]
 BACKWARD = [(64, "causal"), (128, "causal"), (64, "all"), (128, "all")]
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks, and nothing at all in forward with a band alone.
-SPILL_BYTES = {"forward": 48, "backward": 128}
+SPILL_BYTES = {"forward": 80, "backward": 128}
 # Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
 # off: they are what the loops took before there were others.
 BUDGET = {
@@ -42,19 +43,21 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def options_of(case: str) -> Options:
     if case == "causal":
         return Options(right=0, scale=0.1)
+    offsets = meta(4, dtype=torch.int32)
     return Options(
-        left=9, right=9, key_lengths=meta(2, dtype=torch.int32), scale=0.1,
-        softcap=5.0, sinks=meta(4, dtype=torch.float32),
+        left=9, right=9, key_lengths=meta(3, dtype=torch.int32), scale=0.1, query_offset=None,
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=5.0,
+        sinks=meta(4, dtype=torch.float32),
     )  # fmt: skip
 
 
 def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
     options = options_of(case)
-    q, k = meta(2, 4, T, D), meta(2, 2, T, D)
+    q, k = meta(1, 4, T, D), meta(1, 2, T, D)
     if kernel == "forward":
         launch_hopper_forward(q, k, k, options)
     else:
-        lse = meta(2, 4, T, dtype=torch.float32)
+        lse = meta(1, 4, T, dtype=torch.float32)
         launch_hopper_backward(q, lse, q, k, k, q, lse, options)
 
 

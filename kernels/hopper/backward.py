@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..arguments import blocks, empty_in_layout, kernel_mask, kernel_score, strides
+from ..arguments import empty_in_layout, kernel_mask, kernel_score, strides, tiles_of
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .config import backward_config
-from .host import describe, heads_in_l2, multiprocessors, tile_order
+from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
 from .pipeline import ROWS
 
 if TYPE_CHECKING:
@@ -43,32 +43,34 @@ def launch_hopper_backward(
     dq = empty_in_layout(q, H_q, T_q, D)
     dk = empty_in_layout(k, H_k, T_k, D)
     dv = empty_in_layout(v, H_k, T_k, D)
+    delta = torch.empty_like(lse)
     if B * H_q * T_q == 0:
-        return dq, dk.zero_(), dv.zero_(), torch.empty_like(lse)
+        return dq, dk.zero_(), dv.zero_(), delta
     programs = multiprocessors(q.device)
     mask, score = kernel_mask(options), kernel_score(options, q.dtype)
     rows = 2 * ROWS.value
-    stats = lse.new_empty(2, B * H_q, blocks(T_q, rows) * rows)
-    needs = (options.key_lengths is not None, options.softcap is not None)
-    config = backward_config("dq", D, *needs)
-    order = tile_order(B * H_q, blocks(T_q, rows), heads_in_l2(k, v) * G)
+    tiles = tiles_of(options.cu_seqlens_q, 1, T_q, rows)
+    stats = lse.new_empty(2, B * H_q, tiles * rows)
+    config = backward_config("dq", D, end_early(options), options.softcap is not None)
+    order = tile_order(B * H_q, tiles, heads_in_l2(k, v) * G)
     hopper_backward_dq_kernel[(min(order[0], programs),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(do, ROWS.value), describe(dq, ROWS.value), o, strides(o), lse, dlse, *stats,
+        describe(do, ROWS.value), describe(dq, ROWS.value), rows_of(dq, options),
+        (o, strides(o)), lse, dlse, delta if options.sinks is not None else None, *stats,
         stats.stride(1), mask, score, T_q, T_k, H_q, G, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
-    config = backward_config("dkv", D, *needs)
-    order = tile_order(B * H_k, blocks(T_k, rows), max(1, heads_in_l2(q, do) // G))
+    packed = options.cu_seqlens_q is not None
+    config = backward_config("dkv", D, packed, options.softcap is not None)
+    tiles = tiles_of(options.cu_seqlens_k, 1, T_k, rows)
+    order = tile_order(B * H_k, tiles, max(1, heads_in_l2(q, do) // G))
     hopper_backward_dkv_kernel[(min(order[0], programs),)](
         describe(q, config.BLOCK), describe(k, ROWS.value), describe(v, ROWS.value),
         describe(do, config.BLOCK), describe(dk, ROWS.value), describe(dv, ROWS.value),
-        *stats, stats.stride(1), mask, score, T_q, T_k, H_k, G, *order,
+        rows_of(dk, options), rows_of(dv, options), *stats, stats.stride(1), mask, score,
+        T_q, T_k, H_k, G, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
-    delta = torch.empty_like(lse)
-    if options.sinks is not None:
-        torch.neg(stats[1].view(B, H_q, -1)[:, :, :T_q], out=delta)
     return dq, dk, dv, delta

@@ -8,69 +8,77 @@ met by one program, one after the other: sums in registers, in a fixed order, no
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..mask import batch_row, full_block, masked_block
+from ..mask import full_block, masked_block
 from ..score import gradient, modified
 from ..softmax import weights
-from .band import block_number, plan_of_keys, sees
+from .band import block_number, sees
 from .pipeline import (
     ROWS,
     accumulator_layout,
+    allocate_barriers,
     allocate_ring,
     as_operand,
-    load,
+    first_slot,
     load_slot,
-    locate,
-    number_of_tiles,
+    load_until,
     release,
     release_slot,
-    tile_number,
+    send,
     tile_of,
     wait_full,
     wait_slot,
 )
+from .tiles import key_tile, number_of_tiles
 
 
 @gluon.jit
-def _tile_facts(i, work, BLOCK_M: gl.constexpr):
-    """Of this program's i-th tile of 128 keys: h_k, first key, its batch row, its plan of blocks.
-
-    The plan is that of the first query head, as of all others.
-    """
-    order, T_q, T_k, H_k, G, mask, _total = work
-    tile, head = locate(tile_number(i), order, False)
-    b = head // H_k
-    h = head - b * H_k
-    row = batch_row(b, T_q, T_k, mask)
-    first = tile * (2 * ROWS)
-    return h, first, row, plan_of_keys(tile, first, h * G, row, mask, 2 * ROWS, BLOCK_M)
-
-
-@gluon.jit
-def _produce(inputs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def _produce(inputs, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """Load K and V of each tile, then the blocks of queries of all its heads."""
-    q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work = inputs
-    _order, _T_q, _T_k, _H_k, G, mask, total = work
+    G, work = inputs[-2:]
+    _order, _T_q, _T_k, _H_k, mask, total = work
+    done = 0
     n = 0
+    scrubs = 0
     for i in range(number_of_tiles(total)):
-        h, first, batch, plan = _tile_facts(i, work, BLOCK_M)
-        masked, blocks, at = plan
-        b = batch.b
-        for consumer in gl.static_range(2):
-            load_slot(k_slots, i, k_desc, b, h, first, consumer)
-        for consumer in gl.static_range(2):
-            load_slot(v_slots, i, v_desc, b, h, first, consumer)
-        for g in range(G):
-            for j in range(blocks):
-                row = block_number(j, masked, at, mask) * BLOCK_M
-                load(q_ring, n, q_desc, b, h * G + g, row, STAGES)
-                load(do_ring, n, do_desc, b, h * G + g, row, STAGES)
-                n += 1
+        tile = key_tile(i, work, G, 2 * ROWS, BLOCK_M)
+        if mask.cu_k_ptr is None or tile[1] < tile[2].T_k:
+            n, scrubs = _load_tile(inputs, tile, done, n, scrubs, BLOCK_M, D, STAGES)
+            done += 1
+
+
+@gluon.jit
+def _load_tile(
+    inputs, tile, i, n, scrubs, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
+    """The i-th tile that there is; n and scrubs go on, see `load_until`."""
+    q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, landed, G, work = inputs
+    _order, _T_q, _T_k, _H_k, mask, _total = work
+    EARLY: gl.constexpr = mask.cu_q_ptr is not None
+    h, first, batch, memory, plan = tile
+    b, first_q, first_k = memory
+    masked, blocks, at = plan
+    for consumer in gl.static_range(2):
+        load_slot(k_slots, i, k_desc, b, h, first_k + first, consumer)
+    for consumer in gl.static_range(2):
+        load_slot(v_slots, i, v_desc, b, h, first_k + first, consumer)
+    for g in range(G):
+        for j in range(blocks):
+            row = block_number(j, masked, at, mask) * BLOCK_M
+            scrubs = load_until(
+                q_ring, n, q_desc, b, h * G + g, first_q + row, batch.T_q - row, landed, scrubs,
+                BLOCK_M, D, STAGES, EARLY,
+            )  # fmt: skip
+            scrubs = load_until(
+                do_ring, n, do_desc, b, h * G + g, first_q + row, batch.T_q - row, landed, scrubs,
+                BLOCK_M, D, STAGES, EARLY,
+            )  # fmt: skip
+            n += 1
+    return n, scrubs
 
 
 @gluon.jit
@@ -126,68 +134,85 @@ def _step(
 
 
 @gluon.jit
-def _store(desc, slots, x, b, h, first, CONSUMER: gl.constexpr, D: gl.constexpr):
-    """x [64, D] to global memory, through the slot of the keys it belongs to."""
-    tile = slots[0].index(CONSUMER)
-    tile.reshape([ROWS, D]).store(x.to(desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [b, h, first, 0], tile)
-
-
-@gluon.jit
 def _consume(
     outputs, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):
     """dK and dV of 64 keys of each tile."""
-    dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, score, work = outputs
-    _order, _T_q, _T_k, H_k, G, mask, total = work
-    minus_lse_ptr, minus_delta_ptr, stats_stride = stats
-    LAYOUT: gl.constexpr = accumulator_layout(D)
-    dtype: gl.constexpr = dk_desc.dtype
-    k = k_slots[0].index(CONSUMER).reshape([ROWS, D])
-    v = v_slots[0].index(CONSUMER).reshape([ROWS, D])
+    G, work = outputs[-2:]
+    _order, _T_q, _T_k, _H_k, mask, total = work
+    done = 0
     n = 0
     for i in range(number_of_tiles(total)):
-        h, first, batch, plan = _tile_facts(i, work, BLOCK_M)
-        masked, blocks, at = plan
-        b = batch.b
-        first += CONSUMER * ROWS
-        keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(BLOCK_M)))
-        dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
-        dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
-        wait_slot(k_slots, i, CONSUMER)
-        wait_slot(v_slots, i, CONSUMER)
-        for g in range(G):
-            row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * stats_stride
-            head_stats = (minus_lse_ptr + row_of_stats, minus_delta_ptr + row_of_stats)
-            for j in range(masked):
-                row = masked_block(j, at, mask) * BLOCK_M
-                dk, dv = _step(
-                    dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
-                    batch, mask, score, True, BLOCK_M, D, STAGES, dtype,
-                )  # fmt: skip
-            for j in range(blocks - masked):
-                row = full_block(j, at, mask) * BLOCK_M
-                dk, dv = _step(
-                    dk, dv, k, v, q_ring, do_ring, n + masked + j, head_stats, row, keys, h * G + g,
-                    batch, mask, score, False, BLOCK_M, D, STAGES, dtype,
-                )  # fmt: skip
-            n += blocks
+        tile = key_tile(i, work, G, 2 * ROWS, BLOCK_M)
+        if mask.cu_k_ptr is None or tile[1] < tile[2].T_k:
+            n = _differentiate(outputs, tile, done, n, CONSUMER, BLOCK_M, D, STAGES)
+            done += 1
 
-        # The weights of keys that no query may see were never masked: they end here.
-        exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < batch.end)[:, None]
-        _store(dk_desc, k_slots, gl.where(exists, dk * score.scale, 0.0), b, h, first, CONSUMER, D)
-        _store(dv_desc, v_slots, gl.where(exists, dv, 0.0), b, h, first, CONSUMER, D)
-        tma.store_wait(pendings=0)
-        release_slot(k_slots, CONSUMER)
-        release_slot(v_slots, CONSUMER)
+
+@gluon.jit
+def _differentiate(
+    outputs, tile, i, n,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The i-th tile that there is, whose first block is the n-th; returns the n of the next."""
+    dk_out, dv_out, k_slots, v_slots, q_ring, do_ring, stats, score, G, work = outputs
+    _order, _T_q, _T_k, H_k, mask, _total = work
+    minus_lse_ptr, minus_delta_ptr, stats_stride = stats
+    LAYOUT: gl.constexpr = accumulator_layout(D)
+    dtype: gl.constexpr = dk_out[0].dtype
+    k = k_slots[0].index(CONSUMER).reshape([ROWS, D])
+    v = v_slots[0].index(CONSUMER).reshape([ROWS, D])
+    h, first, batch, memory, plan = tile
+    b, first_q, first_k = memory
+    masked, blocks, at = plan
+    first += CONSUMER * ROWS
+    keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(BLOCK_M)))
+    dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    wait_slot(k_slots, i, CONSUMER)
+    wait_slot(v_slots, i, CONSUMER)
+    for g in range(G):
+        row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * stats_stride
+        row_of_stats += first_slot(batch.b, first_q, mask)
+        head_stats = (minus_lse_ptr + row_of_stats, minus_delta_ptr + row_of_stats)
+        for j in range(masked):
+            row = masked_block(j, at, mask) * BLOCK_M
+            dk, dv = _step(
+                dk, dv, k, v, q_ring, do_ring, n + j, head_stats, row, keys, h * G + g,
+                batch, mask, score, True, BLOCK_M, D, STAGES, dtype,
+            )  # fmt: skip
+        for j in range(blocks - masked):
+            row = full_block(j, at, mask) * BLOCK_M
+            dk, dv = _step(
+                dk, dv, k, v, q_ring, do_ring, n + masked + j, head_stats, row, keys, h * G + g,
+                batch, mask, score, False, BLOCK_M, D, STAGES, dtype,
+            )  # fmt: skip
+        n += blocks
+
+    # The weights of keys that no query may see were never masked: they end here.
+    exists = (first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) < batch.end)[:, None]
+    k.store(gl.where(exists, dk * score.scale, 0.0).to(dtype))
+    dk_desc, dk_rows = dk_out
+    send(
+        dk_desc, k_slots[0].index(CONSUMER), dk_rows, b, h, first_k + first, batch.T_k - first, D
+    )  # fmt: skip
+    v.store(gl.where(exists, dv, 0.0).to(dtype))
+    dv_desc, dv_rows = dv_out
+    send(
+        dv_desc, v_slots[0].index(CONSUMER), dv_rows, b, h, first_k + first, batch.T_k - first, D
+    )  # fmt: skip
+    tma.store_wait(pendings=0)
+    release_slot(k_slots, CONSUMER)
+    release_slot(v_slots, CONSUMER)
+    return n
 
 
 @gluon.jit(do_not_specialize=[
     "stats_stride", "T_q", "T_k", "H_k", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_backward_dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, minus_lse_ptr, minus_delta_ptr,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dk_rows, dv_rows,
+    minus_lse_ptr, minus_delta_ptr,
     stats_stride, mask, score,
     T_q, T_k, H_k, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -196,17 +221,20 @@ def hopper_backward_dkv_kernel(
     """Persistent grid of any size over `tiles` tiles of 128 keys of each K/V head.
 
     minus_lse, minus_delta: rows of stats_stride numbers, a head each, of `backward_dq`.
+    dk_rows, dv_rows: as o_rows of the forward kernel.
     """
     k_slots = allocate_ring(k_desc, 2, 1)
     v_slots = allocate_ring(v_desc, 2, 1)
     q_ring = allocate_ring(q_desc, STAGES, 2)
     do_ring = allocate_ring(do_desc, STAGES, 2)
-    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_k, G, mask, total)
-    inputs = (q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, work)
+    landed = allocate_barriers(1, 1).index(0)  # see load_until
+    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_k, mask, total)
+    inputs = (q_desc, k_desc, v_desc, do_desc, k_slots, v_slots, q_ring, do_ring, landed, G, work)
     stats = (minus_lse_ptr, minus_delta_ptr, stats_stride)
-    outputs = (dk_desc, dv_desc, k_slots, v_slots, q_ring, do_ring, stats, score, work)
+    dk_out, dv_out = (dk_desc, dk_rows), (dv_desc, dv_rows)
+    outputs = (dk_out, dv_out, k_slots, v_slots, q_ring, do_ring, stats, score, G, work)
     gl.warp_specialize([
         (_consume, (outputs, 0, BLOCK_M, D, STAGES)),
         (_consume, (outputs, 1, BLOCK_M, D, STAGES)),
-        (_produce, (inputs, BLOCK_M, STAGES)),
+        (_produce, (inputs, BLOCK_M, D, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -7,73 +7,75 @@ written as dK/dV takes them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..mask import batch_row, full_block, masked_block
+from ..mask import full_block, masked_block
 from ..number import value
 from ..score import gradient, modified
 from ..softmax import weights
-from .band import block_number, plan_of_queries, sees
+from .band import block_number, sees
 from .pipeline import (
     ROWS,
     accumulator_layout,
     allocate_barriers,
     allocate_ring,
     as_operand,
-    load_keys,
+    first_slot,
     load_slot,
-    locate,
-    number_of_tiles,
+    load_until,
     release,
     release_slot,
-    tile_number,
+    send,
     tile_of,
     wait_full,
     wait_slot,
 )
-
-
-@gluon.jit
-def _tile_facts(i, work, BLOCK_N: gl.constexpr):
-    """Of this program's i-th tile of 128 queries: h, first query, its batch row, its plan."""
-    order, T_q, T_k, H_q, _G, mask, _total = work
-    tile, head = locate(tile_number(i), order, True)
-    b = head // H_q
-    h = head - b * H_q
-    row = batch_row(b, T_q, T_k, mask)
-    first = tile * (2 * ROWS)
-    return h, first, row, plan_of_queries(tile, first, h, row, mask, 2 * ROWS, BLOCK_N)
+from .tiles import number_of_tiles, query_tile
 
 
 @gluon.jit
 def _produce(inputs, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """Load Q and dO of each tile, then its K and V blocks."""
-    q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, work = inputs
-    _order, _T_q, _T_k, _H_q, G, mask, total = work
+    _order, _T_q, _T_k, _H_q, mask, total = inputs[-1]
+    done = 0
     n = 0
     scrubs = 0
     for i in range(number_of_tiles(total)):
-        h, first, row, plan = _tile_facts(i, work, BLOCK_N)
-        masked, blocks, at = plan
-        b = row.b
-        for consumer in gl.static_range(2):
-            load_slot(q_slots, i, q_desc, b, h, first, consumer)
-            load_slot(do_slots, i, do_desc, b, h, first, consumer)
-        for j in range(blocks):
-            key = block_number(j, masked, at, mask) * BLOCK_N
-            scrubs = load_keys(
-                k_ring, n, k_desc, b, h // G, key, row.end, landed, scrubs,
-                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
-            )  # fmt: skip
-            scrubs = load_keys(
-                v_ring, n, v_desc, b, h // G, key, row.end, landed, scrubs,
-                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
-            )  # fmt: skip
-            n += 1
+        tile = query_tile(i, inputs[-1], 2 * ROWS, BLOCK_N)
+        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
+            n, scrubs = _load_tile(inputs, tile, done, n, scrubs, BLOCK_N, D, STAGES)
+            done += 1
+
+
+@gluon.jit
+def _load_tile(
+    inputs, tile, i, n, scrubs, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
+    """The i-th tile that there is; n and scrubs go on, see `load_until`."""
+    q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, G, work = inputs
+    _order, _T_q, _T_k, _H_q, mask, _total = work
+    EARLY: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
+    h, first, row, memory, plan = tile
+    b, first_q, first_k = memory
+    masked, blocks, at = plan
+    for consumer in gl.static_range(2):
+        load_slot(q_slots, i, q_desc, b, h, first_q + first, consumer)
+        load_slot(do_slots, i, do_desc, b, h, first_q + first, consumer)
+    for j in range(blocks):
+        key = block_number(j, masked, at, mask) * BLOCK_N
+        scrubs = load_until(
+            k_ring, n, k_desc, b, h // G, first_k + key, row.end - key, landed, scrubs,
+            BLOCK_N, D, STAGES, EARLY,
+        )  # fmt: skip
+        scrubs = load_until(
+            v_ring, n, v_desc, b, h // G, first_k + key, row.end - key, landed, scrubs,
+            BLOCK_N, D, STAGES, EARLY,
+        )  # fmt: skip
+        n += 1
+    return n, scrubs
 
 
 @gluon.jit
@@ -125,67 +127,85 @@ def _consume(
     outputs, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):
     """dQ and delta of 64 queries of each tile."""
-    dq_desc, q_slots, do_slots, k_ring, v_ring, o_rows, stats, score, work = outputs
-    o_ptr, o_strides = o_rows
-    _order, T_q, _T_k, H_q, _G, mask, total = work
-    lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride = stats
+    _order, _T_q, _T_k, _H_q, mask, total = outputs[-1]
+    done = 0
+    n = 0
+    for i in range(number_of_tiles(total)):
+        tile = query_tile(i, outputs[-1], 2 * ROWS, BLOCK_N)
+        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
+            n = _differentiate(outputs, tile, done, n, CONSUMER, BLOCK_N, D, STAGES)
+            done += 1
+
+
+@gluon.jit
+def _differentiate(
+    outputs, tile, i, n,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The i-th tile that there is, whose first block is the n-th; returns the n of the next."""
+    dq_desc, dq_rows, q_slots, do_slots, k_ring, v_ring, o_rows, stats, score, work = outputs
+    _order, T_q, _T_k, H_q, mask, _total = work
+    lse_ptr, dlse_ptr, delta_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride = stats
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     dtype: gl.constexpr = dq_desc.dtype
     q_tile = q_slots[0].index(CONSUMER)
     q = q_tile.reshape([ROWS, D])
     do = do_slots[0].index(CONSUMER).reshape([ROWS, D])
-    n = 0
-    for i in range(number_of_tiles(total)):
-        h, first, row, plan = _tile_facts(i, work, BLOCK_N)
-        masked, blocks, at = plan
-        b = row.b
-        first += CONSUMER * ROWS
-        rows = first + gl.arange(0, ROWS, layout=S_ROWS)
-        of_head = (b * H_q + h).to(gl.int64) * T_q + rows
-        lse = gl.load(lse_ptr + of_head, mask=rows < T_q, other=float("inf"))
-        wait_slot(q_slots, i, CONSUMER)
-        wait_slot(do_slots, i, CONSUMER)
-        o_head = o_ptr + b.to(gl.int64) * value(o_strides[0])
-        o_head += h.to(gl.int64) * value(o_strides[1])
-        o_head += first.to(gl.int64) * value(o_strides[2])
-        delta = _row_dot(o_head, value(o_strides[2]), do, T_q - first, D)
-        delta = gl.convert_layout(delta, S_ROWS)
-        if dlse_ptr is not None:
-            delta -= gl.load(dlse_ptr + of_head, mask=rows < T_q, other=0.0)
-        of_head = (b * H_q + h).to(gl.int64) * stats_stride + rows
-        gl.store(minus_delta_ptr + of_head, -delta)
-        gl.store(minus_lse_ptr + of_head, -lse / score.scale)
+    h, first, row, memory, plan = tile
+    b, first_q, _first_k = memory
+    masked, blocks, at = plan
+    first += CONSUMER * ROWS
+    rows = first + gl.arange(0, ROWS, layout=S_ROWS)
+    of_head = (b * H_q + h).to(gl.int64) * T_q + first_q + rows
+    lse = gl.load(lse_ptr + of_head, mask=rows < row.T_q, other=float("inf"))
+    wait_slot(q_slots, i, CONSUMER)
+    wait_slot(do_slots, i, CONSUMER)
+    o_ptr, o_strides = o_rows
+    o_head = o_ptr + gl.cast(b, gl.int64) * value(o_strides[0])
+    o_head += h.to(gl.int64) * value(o_strides[1])
+    o_head += (first_q + first).to(gl.int64) * value(o_strides[2])
+    delta = _row_dot(o_head, value(o_strides[2]), do, row.T_q - first, D)
+    delta = gl.convert_layout(delta, S_ROWS)
+    if mask.cu_q_ptr is not None:
+        # Past the end are the rows of another sequence.
+        delta = gl.where(rows < row.T_q, delta, 0.0)
+    if dlse_ptr is not None:
+        delta -= gl.load(dlse_ptr + of_head, mask=rows < row.T_q, other=0.0)
+    if delta_ptr is not None:
+        gl.store(delta_ptr + of_head, delta, mask=rows < row.T_q)
+    of_head = (b * H_q + h).to(gl.int64) * stats_stride + first_slot(row.b, first_q, mask) + rows
+    gl.store(minus_delta_ptr + of_head, -delta)
+    gl.store(minus_lse_ptr + of_head, -lse / score.scale)
 
-        dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
-        wait_full(k_ring, n, True, STAGES)
-        for j in range(masked):
-            key = masked_block(j, at, mask) * BLOCK_N
-            dq = _step(
-                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, score, True, BLOCK_N, D, STAGES, dtype,
-            )  # fmt: skip
-        for j in range(masked, blocks):
-            key = full_block(j - masked, at, mask) * BLOCK_N
-            dq = _step(
-                dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, score, False, BLOCK_N, D, STAGES, dtype,
-            )  # fmt: skip
-        n += blocks
+    dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+    wait_full(k_ring, n, True, STAGES)
+    for j in range(masked):
+        key = masked_block(j, at, mask) * BLOCK_N
+        dq = _step(
+            dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, True, BLOCK_N, D, STAGES, dtype,
+        )  # fmt: skip
+    for j in range(masked, blocks):
+        key = full_block(j - masked, at, mask) * BLOCK_N
+        dq = _step(
+            dq, q, do, lse, delta, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, False, BLOCK_N, D, STAGES, dtype,
+        )  # fmt: skip
 
-        release_slot(do_slots, CONSUMER)
-        q.store((dq * score.scale).to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dq_desc, [b, h, first, 0], q_tile)
-        tma.store_wait(pendings=0)
-        release_slot(q_slots, CONSUMER)
+    release_slot(do_slots, CONSUMER)
+    q.store((dq * score.scale).to(dtype))
+    send(dq_desc, q_tile, dq_rows, b, h, first_q + first, row.T_q - first, D)
+    tma.store_wait(pendings=0)
+    release_slot(q_slots, CONSUMER)
+    return n + blocks
 
 
 @gluon.jit(do_not_specialize=[
     "stats_stride", "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_backward_dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, o_ptr, o_strides, lse_ptr, dlse_ptr,
-    minus_lse_ptr, minus_delta_ptr, stats_stride, mask, score,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dq_rows, o_rows, lse_ptr, dlse_ptr,
+    delta_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride, mask, score,
     T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -194,17 +214,18 @@ def hopper_backward_dq_kernel(
 
     Writes beside dQ what the scores and dP of each row start from in dK/dV: minus_lse = -lse /
     scale and minus_delta, heads stats_stride apart and whole tiles, -inf and 0 past the last row.
+    o_rows: o and its strides; dq_rows: as o_rows of the forward kernel.
     """
     q_slots = allocate_ring(q_desc, 2, 1)
     do_slots = allocate_ring(do_desc, 2, 1)
     k_ring = allocate_ring(k_desc, STAGES, 2)
     v_ring = allocate_ring(v_desc, STAGES, 2)
-    landed = allocate_barriers(1, 1).index(0)  # see load_keys
-    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, G, mask, total)
-    inputs = (q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, work)
-    stats = (lse_ptr, dlse_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride)
+    landed = allocate_barriers(1, 1).index(0)  # see load_until
+    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
+    inputs = (q_desc, k_desc, v_desc, do_desc, q_slots, do_slots, k_ring, v_ring, landed, G, work)
+    stats = (lse_ptr, dlse_ptr, delta_ptr, minus_lse_ptr, minus_delta_ptr, stats_stride)
     outputs = (
-        dq_desc, q_slots, do_slots, k_ring, v_ring, (o_ptr, o_strides), stats, score, work,
+        dq_desc, dq_rows, q_slots, do_slots, k_ring, v_ring, o_rows, stats, score, work,
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (outputs, 0, BLOCK_N, D, STAGES)),

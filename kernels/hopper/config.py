@@ -25,9 +25,14 @@ class HopperConfig:
     APART: bool = True
 
 
-def forward_config(D: int, lengths: bool) -> HopperConfig:
-    """lengths: the producer also zeroes the values behind the last key, which takes registers."""
-    registers = (232, 40) if lengths else (240, 24)
+def _registers(early: bool) -> tuple[int, int]:
+    """early: the producer also zeroes the rows behind the last one, which takes registers."""
+    return (232, 40) if early else (240, 24)
+
+
+def forward_config(D: int, early: bool) -> HopperConfig:
+    """early: the keys of a batch row may end before those in memory."""
+    registers = _registers(early)
     return {
         64: HopperConfig(128, 4, 2, *registers),
         128: HopperConfig(128, 2, 2, *registers),
@@ -36,16 +41,15 @@ def forward_config(D: int, lengths: bool) -> HopperConfig:
     }[D]
 
 
-def backward_config(kernel: str, D: int, lengths: bool, softcap: bool) -> HopperConfig:
+def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperConfig:
     """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO.
 
-    softcap: capped scores stay in registers for their derivative, which takes smaller blocks.
+    early: what the rings carry may end before the rows in memory do. softcap: capped scores stay in
+    registers for their derivative. Either takes smaller blocks where registers are short.
     """
+    registers = _registers(early)
     if kernel == "dkv":
-        return HopperConfig(32, 4) if softcap and D == 128 else HopperConfig(64, 2)
-    registers = (232, 40) if lengths else (240, 24)
-    return {
-        64: HopperConfig(64 if softcap else 128, 2, 2, *registers),
-        # With lengths, too, a block of 128 keys does not fit the registers.
-        128: HopperConfig(64 if lengths or softcap else 128, 2, 2, *registers),
-    }[D]
+        small = D == 128 and (early or softcap)
+        return HopperConfig(32, 4, 2, *registers) if small else HopperConfig(64, 2, 2, *registers)
+    small = softcap or (D == 128 and early)
+    return HopperConfig(64 if small else 128, 2, 2, *registers)

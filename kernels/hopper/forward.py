@@ -13,20 +13,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..arguments import blocks as number_of_blocks
-from ..arguments import empty_in_layout, kernel_mask, kernel_score
-from ..mask import batch_row
+from ..arguments import empty_in_layout, kernel_mask, kernel_score, tiles_of
 from ..score import first_state, modified
 from ..softmax import finish, online_step
-from .band import block_number, plan_of_queries, sees
+from .band import block_number, sees
 from .config import forward_config
-from .host import describe, heads_in_l2, multiprocessors, tile_order
+from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
 from .pipeline import (
     ROWS,
     accumulator_layout,
@@ -34,33 +31,19 @@ from .pipeline import (
     allocate_ring,
     as_operand,
     load,
-    load_keys,
     load_slot,
-    locate,
-    number_of_tiles,
+    load_until,
     release,
     release_slot,
-    tile_number,
+    send,
     tile_of,
     wait_full,
     wait_slot,
 )
+from .tiles import number_of_tiles, query_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
-
-
-@gluon.jit
-def _tile_facts(i, work, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Of this program's i-th tile: h, first query, its batch row, its plan of blocks."""
-    order, T_q, T_k, H_q, mask, _total = work
-    tile, head = locate(tile_number(i), order, True)
-    b = head // H_q
-    h = head - b * H_q
-    row = batch_row(b, T_q, T_k, mask)
-    first = tile * (CONSUMERS * ROWS)
-    plan = plan_of_queries(tile, first, h, row, mask, CONSUMERS * ROWS, BLOCK_N)
-    return h, first, row, plan
 
 
 @gluon.jit
@@ -68,26 +51,42 @@ def _produce(
     inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):
     """Load the queries of each tile, and its K and V blocks in the order they are used."""
-    q_desc, k_desc, v_desc, queries, k_ring, v_ring, landed, G, work = inputs
-    _order, _T_q, _T_k, _H_q, mask, total = work
+    _order, _T_q, _T_k, _H_q, mask, total = inputs[-1]
+    done = 0
     n = 0
     scrubs = 0
     for i in range(number_of_tiles(total)):
-        h, first, row, plan = _tile_facts(i, work, CONSUMERS, BLOCK_N)
-        masked, blocks, at = plan
-        b = row.b
-        load_slot(queries, i, q_desc, b, h, first, 0)
-        for j in range(blocks):
-            key = block_number(j, masked, at, mask) * BLOCK_N
-            load(k_ring, n, k_desc, b, h // G, key, STAGES)
-            if j == 0:
-                for consumer in gl.static_range(1, CONSUMERS):
-                    load_slot(queries, i, q_desc, b, h, first, consumer)
-            scrubs = load_keys(
-                v_ring, n, v_desc, b, h // G, key, row.end, landed, scrubs,
-                BLOCK_N, D, STAGES, mask.lengths_ptr is not None,
-            )  # fmt: skip
-            n += 1
+        tile = query_tile(i, inputs[-1], CONSUMERS * ROWS, BLOCK_N)
+        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
+            n, scrubs = _load_tile(inputs, tile, done, n, scrubs, CONSUMERS, BLOCK_N, D, STAGES)
+            done += 1
+
+
+@gluon.jit
+def _load_tile(
+    inputs, tile, i, n, scrubs,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The i-th tile that there is; n and scrubs go on, see `load_until`."""
+    q_desc, k_desc, v_desc, queries, k_ring, v_ring, landed, G, work = inputs
+    _order, _T_q, _T_k, _H_q, mask, _total = work
+    EARLY: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
+    h, first, row, memory, plan = tile
+    b, first_q, first_k = memory
+    masked, blocks, at = plan
+    load_slot(queries, i, q_desc, b, h, first_q + first, 0)
+    for j in range(blocks):
+        key = block_number(j, masked, at, mask) * BLOCK_N
+        load(k_ring, n, k_desc, b, h // G, first_k + key, STAGES)
+        if j == 0:
+            for consumer in gl.static_range(1, CONSUMERS):
+                load_slot(queries, i, q_desc, b, h, first_q + first, consumer)
+        scrubs = load_until(
+            v_ring, n, v_desc, b, h // G, first_k + key, row.end - key, landed, scrubs,
+            BLOCK_N, D, STAGES, EARLY,
+        )  # fmt: skip
+        n += 1
+    return n, scrubs
 
 
 @gluon.jit
@@ -137,97 +136,114 @@ def _consume(
     D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
     """o and lse of 64 queries of each tile."""
+    _order, _T_q, _T_k, _H_q, mask, total = outputs[-1]
+    done = 0
+    n = 0
+    for i in range(number_of_tiles(total)):
+        tile = query_tile(i, outputs[-1], CONSUMERS * ROWS, BLOCK_N)
+        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
+            n = _attend(outputs, tile, done, n, CONSUMER, BLOCK_N, D, STAGES, O_APART)
+            done += 1
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _attend(
+    outputs, tile, i, n, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, O_APART: gl.constexpr,
+):  # fmt: skip
+    """The i-th tile that there is, whose first block is the n-th; returns the n of the next."""
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_LAYOUT: gl.constexpr = accumulator_layout(D)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    o_desc, lse_ptr, queries, o_tiles, k_ring, v_ring, score, work = outputs
-    _order, T_q, _T_k, H_q, mask, total = work
+    o_desc, o_rows, lse_ptr, queries, o_tiles, k_ring, v_ring, score, work = outputs
+    _order, T_q, _T_k, H_q, mask, _total = work
     dtype: gl.constexpr = o_desc.dtype
     q_tile = queries[0].index(CONSUMER)
     q = q_tile.reshape([ROWS, D])
-    n = 0
-    for i in range(number_of_tiles(total)):
-        h, first, row, plan = _tile_facts(i, work, CONSUMERS, BLOCK_N)
-        masked, blocks, at = plan
-        b = row.b
-        first += CONSUMER * ROWS
-        rows = first + gl.arange(0, ROWS, layout=S_ROWS)
-        m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        l = gl.zeros([ROWS], gl.float32, S_ROWS)
-        m, l = first_state(h, m, l, score)
-        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+    h, first, row, memory, plan = tile
+    b, first_q, _first_k = memory
+    masked, blocks, at = plan
+    first += CONSUMER * ROWS
+    rows = first + gl.arange(0, ROWS, layout=S_ROWS)
+    m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+    l = gl.zeros([ROWS], gl.float32, S_ROWS)
+    m, l = first_state(h, m, l, score)
+    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
-        wait_slot(queries, i, CONSUMER)
-        wait_full(k_ring, n, True, STAGES)
-        s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
-        s = warpgroup_mma_wait(0, deps=[s])
-        release(k_ring, n, STAGES)
-        key = block_number(0, masked, at, mask) * BLOCK_N
-        s, factor = _scores(s, rows, key, h, row, mask, score, True, BLOCK_N)
-        weights, _rescale, m, l = online_step(s, m, l, factor, True)
-        p = as_operand(weights, dtype, D)
-        wait_full(k_ring, n + 1, blocks > 1, STAGES)
-        for j in range(1, masked):
-            key = block_number(j, masked, at, mask) * BLOCK_N
-            acc, p, m, l = _step(
-                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, score, True, BLOCK_N, D, STAGES,
-            )  # fmt: skip
-        for j in range(gl.maximum(masked, 1), blocks):
-            key = block_number(j, masked, at, mask) * BLOCK_N
-            acc, p, m, l = _step(
-                acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-                h, row, mask, score, False, BLOCK_N, D, STAGES,
-            )  # fmt: skip
-        n += blocks
-        wait_full(v_ring, n - 1, True, STAGES)
-        v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        if O_APART:
-            release_slot(queries, CONSUMER)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        release(v_ring, n - 1, STAGES)
+    wait_slot(queries, i, CONSUMER)
+    wait_full(k_ring, n, True, STAGES)
+    s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release(k_ring, n, STAGES)
+    key = block_number(0, masked, at, mask) * BLOCK_N
+    s, factor = _scores(s, rows, key, h, row, mask, score, True, BLOCK_N)
+    weights, _rescale, m, l = online_step(s, m, l, factor, True)
+    p = as_operand(weights, dtype, D)
+    wait_full(k_ring, n + 1, blocks > 1, STAGES)
+    for j in range(1, masked):
+        key = block_number(j, masked, at, mask) * BLOCK_N
+        acc, p, m, l = _step(
+            acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, True, BLOCK_N, D, STAGES,
+        )  # fmt: skip
+    for j in range(gl.maximum(masked, 1), blocks):
+        key = block_number(j, masked, at, mask) * BLOCK_N
+        acc, p, m, l = _step(
+            acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, False, BLOCK_N, D, STAGES,
+        )  # fmt: skip
+    n += blocks
+    wait_full(v_ring, n - 1, True, STAGES)
+    v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    if O_APART:
+        release_slot(queries, CONSUMER)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(v_ring, n - 1, STAGES)
 
-        o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
-        rows = first + gl.arange(0, ROWS, layout=O_ROWS)
-        lse_row = lse_ptr + (b * H_q + h).to(gl.int64) * T_q
-        gl.store(lse_row + rows, lse, mask=rows < T_q)
-        o_tile = q_tile
-        if O_APART:
-            o_tile = o_tiles.index(CONSUMER)
-            # The store of the tile before has had all this time.
-            tma.store_wait(pendings=0)
-        o_tile.reshape([ROWS, D]).store(o.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [b, h, first, 0], o_tile)
-        if not O_APART:
-            tma.store_wait(pendings=0)
-            release_slot(queries, CONSUMER)
-    tma.store_wait(pendings=0)
+    o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
+    rows = first + gl.arange(0, ROWS, layout=O_ROWS)
+    lse_row = lse_ptr + (b * H_q + h).to(gl.int64) * T_q + first_q
+    gl.store(lse_row + rows, lse, mask=rows < row.T_q)
+    o_tile = q_tile
+    if O_APART:
+        o_tile = o_tiles.index(CONSUMER)
+        # The store of the tile before has had all this time.
+        tma.store_wait(pendings=0)
+    o_tile.reshape([ROWS, D]).store(o.to(dtype))
+    send(o_desc, o_tile, o_rows, b, h, first_q + first, row.T_q - first, D)
+    if not O_APART:
+        tma.store_wait(pendings=0)
+        release_slot(queries, CONSUMER)
+    return n
 
 
 @gluon.jit(do_not_specialize=[
     "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
 ])  # fmt: skip
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, mask, score,
+    q_desc, k_desc, v_desc, o_desc, o_rows, lse_ptr, mask, score,
     T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
-    """Persistent grid of any size over `tiles` tiles of 64 * CONSUMERS queries of each head."""
+    """Persistent grid of any size over `tiles` tiles of 64 * CONSUMERS queries of each head.
+
+    o_rows: o and its strides where it holds packed sequences, else (None, None); see `send`.
+    """
     # Dimensions of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if CONSUMERS == 3 else CONSUMERS
     q_ring = allocate_ring(q_desc, SLOTS, 1)
     k_ring = allocate_ring(k_desc, STAGES, CONSUMERS)
     v_ring = allocate_ring(v_desc, STAGES, CONSUMERS)
-    landed = allocate_barriers(1, 1).index(0)  # see load_keys
+    landed = allocate_barriers(1, 1).index(0)  # see load_until
     o_tiles = q_ring[0]
     if O_APART:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
     work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
     inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
-    outputs = (o_desc, lse_ptr, q_ring, o_tiles, k_ring, v_ring, score, work)
+    outputs = (o_desc, o_rows, lse_ptr, q_ring, o_tiles, k_ring, v_ring, score, work)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
@@ -254,15 +270,15 @@ def launch_hopper_forward(
     _, H_k, T_k, _ = k.shape
     o = empty_in_layout(q, H_q, T_q, D)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    config = forward_config(D, options.key_lengths is not None)
-    tiles = number_of_blocks(T_q, ROWS.value * config.CONSUMERS)
+    config = forward_config(D, end_early(options))
+    tiles = tiles_of(options.cu_seqlens_q, 1, T_q, ROWS.value * config.CONSUMERS)
     order = tile_order(B * H_q, tiles, heads_in_l2(k, v) * (H_q // H_k))
     if order[0] == 0:
         return o, lse
     hopper_forward_kernel[(min(order[0], multiprocessors(q.device)),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(o, ROWS.value), lse, kernel_mask(options), kernel_score(options, q.dtype),
-        T_q, T_k, H_q, H_q // H_k, *order,
+        describe(o, ROWS.value), rows_of(o, options), lse, kernel_mask(options),
+        kernel_score(options, q.dtype), T_q, T_k, H_q, H_q // H_k, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMERS,
         config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,
         num_warps=4,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..arguments import aligned
+from ..arguments import aligned, strides
 from .config import BACKWARD_HEAD_DIMS, HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _MAX_LENGTH = 1 << 28
 # What the kernels know of an Options record; the rest has to be as in an empty one.
 _SERVED = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
-    "keep_first", "scale", "softcap", "sinks",
+    "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
 }  # fmt: skip
 
 
@@ -38,7 +38,9 @@ def why_not_hopper(
     The caller sees to the GPU (sm_90). Where the answer for `backward` alone is a reason, any
     other backward serves o and lse of the forward.
     """
-    D, D_v, T_k = q.shape[-1], v.shape[-1], k.shape[-2]
+    D, D_v = q.shape[-1], v.shape[-1]
+    # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
+    T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
     if q.dtype not in _DTYPES:
         return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
     if D_v != D:
@@ -50,7 +52,7 @@ def why_not_hopper(
     for name, value in options._asdict().items():
         if name not in _SERVED and value is not defaults[name] and value != defaults[name]:
             return f"they do not know {name}"
-    longest = max(T_k, q.shape[-2])
+    longest = max(T_k, T_q)
     if T_k == 0:
         return "there are no keys"
     if longest >= _MAX_LENGTH:
@@ -66,13 +68,23 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
     x = aligned(x)
     elements = 16 // x.element_size()
     # A stride that is never taken may be anything, but TMA wants whole multiples of 16 bytes.
-    strides = [
+    steps = [
         stride if size > 1 else elements
         for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     ]
     block = [1, 1, rows, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+
+
+def end_early(options: Options) -> bool:
+    """Whether the keys of a batch row may end before those in memory do."""
+    return options.key_lengths is not None or options.cu_seqlens_k is not None
+
+
+def rows_of(x: Tensor, options: Options) -> tuple[Tensor | None, tuple[int | None, ...] | None]:
+    """What `pipeline.send` needs to know of an output [B, H, T, D]."""
+    return (None, None) if options.cu_seqlens_q is None else (x, strides(x))
 
 
 def tile_order(heads: int, tiles: int, group: int) -> tuple[int, int, int, int, int]:

@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels share: rings of stages, loads, and the order of tiles.
+"""What the warp-specialised kernels share: rings of stages, loads and stores.
 
 A ring is (tiles, full, empty): shared memory [STAGES, ...] and two mbarriers a stage. The producer
 waits until a stage is empty and loads it; the bytes that land complete `full`. Consumers wait for
@@ -9,6 +9,8 @@ stage n mod STAGES in round n div STAGES; n counts on from tile to tile of a per
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..tile import head
 
 ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
 # The smallest piece of a swizzled tile that can be addressed by itself.
@@ -115,27 +117,26 @@ def release_slot(slots, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(
+def load_until(
     ring, n, desc, b, h, first, end, landed, scrubs,
-    ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, LENGTHS: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """`load`, with zeros from key `end` on, whatever the tensor holds there.
+    """`load`, with zeros from row first + `end` on, whatever the tensor holds there.
 
-    A hidden key has weight 0, and 0 times NaN is NaN. Where the row's keys end with the tensor TMA
-    fills in the zeros; where they end before it (LENGTHS) the tile lands at a barrier of the
-    producer's own, which writes the zeros and only then calls the stage full.
-    Returns how often it did so.
+    A hidden row has weight 0, and 0 times NaN is NaN. Where rows end with the tensor TMA fills in
+    the zeros; where they may end before it (EARLY) the tile lands at a barrier of the producer's
+    own, which writes the zeros and only then calls the stage full. Returns how often it did so.
     """
     tiles, full, empty = ring
     stage, parity = place(n, STAGES)
     tile = tiles.index(stage)
-    if LENGTHS:
+    if EARLY:
         mbarrier.wait(empty.index(stage), parity ^ 1)
-        if first + ROWS > end:
+        if end < ROWS:
             mbarrier.expect(landed, desc.block_type.nbytes)
             tma.async_copy_global_to_shared(desc, [b, h, first, 0], landed, tile)
             mbarrier.wait(landed, scrubs & 1)
-            _zero_rows(tile.reshape([ROWS, COLS]), end - first, ROWS, COLS)
+            _zero_rows(tile.reshape([ROWS, COLS]), end, ROWS, COLS)
             fence_async_shared()
             mbarrier.arrive(full.index(stage), count=1)
             scrubs += 1
@@ -161,41 +162,30 @@ def _zero_rows(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def number_of_tiles(total):
-    """How many of `total` tiles this program of a persistent grid works on; see `tile_number`."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    rounds = total // programs
-    place_in_last = gl.where(rounds % 2 == 0, program, programs - 1 - program)
-    return rounds + (place_in_last < total - rounds * programs).to(gl.int32)
+def first_slot(b, first_q, mask):
+    """First row of batch row b in the vectors of backward, whose tiles of 128 queries are whole."""
+    first = 0
+    if mask.cu_q_ptr is not None:
+        first = (first_q // (2 * ROWS) + b) * (2 * ROWS)
+    return first
 
 
 @gluon.jit
-def tile_number(i):
-    """The i-th tile of this program: the order of programs is turned round after each.
+def send(desc, tile, rows, b, h, first, kept, COLS: gl.constexpr):
+    """Consumer: write a tile that it filled to rows `first`... of head h, the first `kept` of them.
 
-    Tiles come longest first. Dealt in one direction the first program would get the longest of
-    every round; this way it gets the longest of one and the shortest of the next.
+    TMA does it, and clips what lies past the end of the tensor. Where the rows of something else
+    may follow, rows is (pointer, strides), and a tile that is not whole goes through registers;
+    elsewhere it is (None, None). Only what went by TMA has to be waited for.
     """
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return i * programs + gl.where(i % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def locate(number, order, LAST_FIRST: gl.constexpr):
-    """(tile, head) of a tile number; head counts on over the batch rows.
-
-    order: all heads, tiles of each, heads in a group, tiles in a group. Heads are taken a group at
-    a time, as many as keep their K and V in L2; inside of a group all heads do one tile before any
-    does the next. LAST_FIRST: the last tiles are the longest ones.
-    """
-    heads, tiles, group, group_tiles = order
-    first_head = number // group_tiles * group
-    rest = number - first_head * tiles
-    heads_here = gl.minimum(group, heads - first_head)
-    tile = rest // heads_here
-    head = first_head + rest - tile * heads_here
-    if LAST_FIRST:
-        tile = tiles - 1 - tile
-    return tile, head
+    ptr, strides = rows
+    fence_async_shared()
+    if ptr is None or kept >= ROWS:
+        tma.async_copy_shared_to_global(desc, [b, h, first, 0], tile)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+        ptr, stride = head(ptr, b, h, first, strides, gl.int64)
+        pointers = ptr + (row * stride)[:, None] + cols[None, :]
+        gl.store(pointers, tile.reshape([ROWS, COLS]).load(LAYOUT), mask=(row < kept)[:, None])
