@@ -32,6 +32,7 @@ from .scoring import multiplicative_attention as multiplicative_attention
 from .statistics import AttentionStatistics as AttentionStatistics
 from .statistics import attention_statistics as attention_statistics
 from .statistics import attention_weights as attention_weights
+from .warmup import warmup as warmup
 
 __all__ = [
     "AttentionStatistics",
@@ -66,4 +67,5 @@ __all__ = [
     "t5_relative_bias",
     "unpatch_sdpa",
     "view_of_tensors",
+    "warmup",
 ]

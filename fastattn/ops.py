@@ -59,16 +59,9 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 @cache
 def _kernels() -> ModuleType:
+    """What every call needs; a first call does not wait for the kernels of gradients."""
     from . import kernels
-    from .kernels import (  # noqa: F401
-        arguments,
-        backward,
-        backward_bias,
-        backward_relative,
-        config,
-        forward,
-        interpreter,
-    )
+    from .kernels import arguments, config, forward, interpreter  # noqa: F401
 
     if interpreting():
         interpreter.mend()
@@ -92,8 +85,11 @@ def _backward(
     options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
+    _kernels()
+    from .kernels.backward import launch_backward
+
     with _device_of(q):
-        return _kernels().backward.launch_backward(do, dlse, q, k, v, o, lse, options)
+        return launch_backward(do, dlse, q, k, v, o, lse, options)
 
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -123,18 +119,22 @@ def _backward_bias(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> Tensor:
     """The gradient of attn_bias, fp32 in its shape."""
+    _kernels()
+    from .kernels.backward_bias import launch_backward_bias
+
     with _device_of(q):
-        return _kernels().backward_bias.launch_backward_bias(do, q, k, v, lse, delta, options)
+        return launch_backward_bias(do, q, k, v, lse, delta, options)
 
 
 def _backward_relative(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """The gradients of relative_bias and relative_keys in fp32, empty where there is none."""
+    _kernels()
+    from .kernels.backward_relative import launch_backward_relative
+
     with _device_of(q):
-        return _kernels().backward_relative.launch_backward_relative(
-            do, q, k, v, lse, delta, options
-        )
+        return launch_backward_relative(do, q, k, v, lse, delta, options)
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"

@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "fastattn.layer_weights",
         "fastattn.modules",
+        "fastattn.warmup",
         "fastattn.cross_attention",
         "fastattn.attention_layer",
         "fastattn.module_checks",

@@ -1,0 +1,116 @@
+"""Compile kernels before they are needed."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .functional import attention, attention_varlen
+
+# Any length, number of heads and batch size does: kernels are compiled for none of them.
+_B, _H, _T = 2, 2, 16
+
+
+def _per_row(device: torch.device) -> Tensor:
+    return torch.full((_B,), _T, dtype=torch.int32, device=device)
+
+
+# What to call `attention` with; values do not matter, only which arguments are given.
+_FLAGS: dict[str, Any] = {
+    "full": lambda device: {},
+    "causal": lambda device: {"causal": True},
+    "window": lambda device: {"window": 8},
+    "key_lengths": lambda device: {"key_lengths": _per_row(device)},
+    "query_offset": lambda device: {"query_offset": 0 * _per_row(device)},
+    "key_padding_mask": lambda device: {
+        "key_padding_mask": torch.ones(_B, _T, dtype=torch.bool, device=device)
+    },
+    "documents": lambda device: {
+        "documents": torch.zeros(_B, _T, dtype=torch.int32, device=device)
+    },
+    "softcap": lambda device: {"softcap": 30.0},
+    "alibi_slopes": lambda device: {"alibi_slopes": torch.ones(_H, device=device)},
+    "sinks": lambda device: {"sinks": torch.zeros(_H, device=device)},
+    "dropout": lambda device: {
+        "dropout": 0.1,
+        "dropout_seed": torch.zeros(2, dtype=torch.int64, device=device),
+    },
+    "return_lse": lambda device: {"return_lse": True},
+    "varlen": lambda device: {},
+}
+
+
+def warmup(
+    head_dims: int | Iterable[int],
+    dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
+    *,
+    calls: str | Iterable[str] = "causal",
+    backward: bool = True,
+    device: torch.device | str = "cuda",
+) -> None:
+    """Compile the kernels of `attention` for the current GPU, so that later calls compile nothing.
+
+    A first call takes seconds where Triton's disk cache does not know its kernels. They are
+    compiled for a combination of head dim, dtype and arguments: lengths, batch sizes, numbers of
+    heads and memory orders need none of their own. Calls on small tensors are made, each once.
+
+        fastattn.warmup((64, 128), calls=("causal", "causal+key_lengths"))
+
+    Args:
+        head_dims: of q, k and v.
+        dtypes: fp16, bf16 or fp32.
+        calls: names of arguments that calls will have, joined by "+": causal, window, key_lengths,
+            query_offset (a tensor), key_padding_mask, documents, softcap, alibi_slopes, sinks,
+            dropout, return_lse (with gradients of lse); "full" for none of them; "varlen" among
+            them for `attention_varlen`. A window is the last keys, as an int is.
+        backward: also the kernels of gradients.
+        device: of the tensors.
+
+    Raises:
+        ValueError: an unknown name, or something that the kernels cannot serve; the message says
+            why.
+        TypeError: head_dims or dtypes of the wrong type.
+    """
+    dims = [head_dims] if isinstance(head_dims, int) else list(head_dims)
+    kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+    for D in dims:
+        checks.check_count("head_dims", D, 1)
+    for dtype in kinds:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
+    names = [_flags(call) for call in ([calls] if isinstance(calls, str) else calls)]
+    for flags in names:
+        for D in dims:
+            for dtype in kinds:
+                _call(flags, D, dtype, torch.device(device), backward)
+
+
+def _flags(call: str) -> list[str]:
+    flags = call.split("+")
+    for flag in flags:
+        if flag not in _FLAGS:
+            raise ValueError(f"calls must name some of {', '.join(_FLAGS)}, got {flag!r}")
+    return flags
+
+
+def _call(
+    flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
+) -> None:
+    arguments: dict[str, Any] = {"backend": "triton"}
+    for flag in flags:
+        arguments |= _FLAGS[flag](device)
+    packed = "varlen" in flags
+    shape = (_B * _T, _H, D) if packed else (_B, _H, _T, D)
+    q, k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
+    with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
+        leaves = [x.requires_grad_(backward) for x in (q, k, v)]
+        if packed:
+            starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
+            found = attention_varlen(*leaves, starts, **arguments)
+        else:
+            found = attention(*leaves, **arguments)
+        outputs = found if isinstance(found, tuple) else (found,)
+        if backward:
+            torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])
