@@ -108,9 +108,9 @@ def _call(
         leaves = [x.requires_grad_(backward) for x in (q, k, v)]
         if packed:
             starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
-            found = attention_varlen(*leaves, starts, **arguments)
+            found: Any = attention_varlen(leaves[0], leaves[1], leaves[2], starts, **arguments)
         else:
-            found = attention(*leaves, **arguments)
+            found = attention(leaves[0], leaves[1], leaves[2], **arguments)
         outputs = found if isinstance(found, tuple) else (found,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])

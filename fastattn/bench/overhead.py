@@ -171,7 +171,7 @@ def import_ms(repeats: int = 3) -> float:
 
 
 @triton.jit
-def _nothing_kernel(x_ptr):
+def _nothing_kernel(x_ptr: Any) -> None:
     tl.store(x_ptr, 0.0)
 
 
@@ -182,8 +182,10 @@ def first_call(device: str) -> float:
     counted: it looks at every byte of its own installation.
     """
     q = torch.randn(_SHAPE, device=device, dtype=torch.bfloat16)
-    gpu = contextlib.nullcontext() if device == "cuda" else stand_in_gpu()
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    gpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    synchronize: Callable[[], object] = torch.cuda.synchronize
+    if device != "cuda":
+        gpu, synchronize = stand_in_gpu(), lambda: None
     with torch.no_grad(), gpu:
         _nothing_kernel[(1,)](torch.empty(1, device=device))
         synchronize()
