@@ -28,6 +28,19 @@ _NOTHING = """## Not measured yet
 There is no such file yet: nothing has been measured on a GPU, and the kernels have run on none. Do
 not expect a particular speed."""
 
+_OPEN = """## Open questions
+
+What is known without a measurement, from Triton 3.7 and sm_90, and what one has to settle:
+
+- Automatic warp specialisation (`tl.range(..., warp_specialize=True)`) of the forward kernel. With
+  eight warps the compiler takes no notice: the loops come out the same, instruction by instruction.
+  With four its pass `NVGPUWarpSpecialization` fails, since the kernel has one loop over full blocks
+  and another over masked ones, and loads through pointers. It would take a single loop that masks
+  every block, and descriptors for all that it loads. The portable kernels keep the plain schedule;
+  those in kernels/hopper specialise warps by hand.
+- A forward tile of 128 by 128 at head dim 64. It takes fewer instructions for a pair of query and
+  key than the 128 by 64 in the table, and spills nothing but in calls with `documents`."""
+
 
 def page(folder: Path) -> str:
     """The text of README.md for the JSON files of a folder.
@@ -40,6 +53,7 @@ def page(folder: Path) -> str:
     parts.append("## Measured" if reports else _NOTHING)
     parts += [markdown(data).strip() for data in reports]
     parts.append(_verified(reports))
+    parts.append(_OPEN)
     return "\n\n".join(parts) + "\n"
 
 
