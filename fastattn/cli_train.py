@@ -160,7 +160,7 @@ def _add_training_options(group: Any) -> None:
         group.add_argument(option, dest=f"training.{field}", help=text, **_shown(option, keywords))
 
     add("--steps", "steps", "optimizer steps (2000)", type=int)
-    add("--batch", "batch_size", "windows a forward pass (12)", type=int)
+    add("--batch", "batch_size", "windows, sentences or pairs a forward pass (12)", type=int)
     add("--accumulate", "accumulation", "forward passes a step (1)", type=int)
     add("--lr", "learning_rate", "highest learning rate (3e-3)", type=float)
     add("--min-lr", "min_learning_rate", "learning rate at the end (a tenth)", type=float)

@@ -19,7 +19,7 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps.
-        batch_size: windows a forward pass.
+        batch_size: windows, sentences or pairs a forward pass.
         accumulation: forward passes a step; their gradients are averaged.
         learning_rate: of AdamW, at its highest, after warm-up.
         min_learning_rate: at the last step; None = a tenth of learning_rate.
