@@ -219,7 +219,7 @@ def test_options_reach_the_model(tmp_path):
     words = [word for name, value in values.items() for word in (f"--{name}", value)]
     flags = ["--share-embeddings", "--embedding-norm", "--untied", "--bias"]
     out = tmp_path / "run"
-    options = ["--tokenizer", "char", "--truncate", "--steps", 1, *TINY]
+    options = ["--tokenizer", "char", "--truncate", "--steps", 1, "--dtype", "bfloat16", *TINY]
     assert train(out, "seq2seq", text, *options, *words, *flags) == 0
     saved = load_checkpoint(out).config["model"]
     fields = {"ffn": "activation", "decoder-layers": "num_decoder_layers"}
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_names_no_kind_is_a_gpt(tmp_path):
     ("words", "message"),
     [
         ("tag --text \n", "--text: there is no word to tag"),
-        ("tag --text (", "--text:2: not Python: "),
+        ("tag --text (", ": not Python: "),
         ("tag --file absent", "cannot read text file absent: No such file"),
         ("translate --text 1|2|3|4|5", "--text: the source has 5 tokens, the model reads at most"),
         ("translate --text 1 --text |", "--text 2: the source has no token"),

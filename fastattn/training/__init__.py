@@ -1,1 +1,1 @@
-"""Training a reference model on text."""
+"""Training the models: tokenizers, data, tasks, the loop, checkpoints, and what was learned."""

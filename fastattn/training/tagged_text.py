@@ -110,6 +110,8 @@ def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             tag = _python_tag(token)
             word = token.string.strip().split("\n")[0]
+            if token.type == tokenize.ERRORTOKEN and word:
+                raise DataError(f"{name}:{token.start[0]}: not Python: {word!r}")
             if tag is not None and word:
                 rows.append((word, tag, f"{name}:{token.start[0]}"))
             if token.type in _LINE_ENDS and rows:
