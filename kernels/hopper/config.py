@@ -14,7 +14,7 @@ class HopperConfig:
     BLOCK: rows of the tiles that go through the rings. STAGES: of each ring, a power of two.
     CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three warpgroups
     share 64512. APART: outputs leave through shared memory of their own, so that the next tile
-    need not wait for them.
+    need not wait for them. PING_PONG: consumers of forward issue their products in turn.
     """
 
     BLOCK: int
@@ -23,6 +23,7 @@ class HopperConfig:
     CONSUMER_REGISTERS: int = 240
     PRODUCER_REGISTERS: int = 24
     APART: bool = True
+    PING_PONG: bool = False
 
 
 def _registers(early: bool) -> tuple[int, int]:

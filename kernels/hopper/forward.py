@@ -33,9 +33,11 @@ from .pipeline import (
     load,
     load_slot,
     load_until,
+    pass_turn,
     release,
     release_slot,
     send,
+    take_turn,
     tile_of,
     wait_full,
     wait_slot,
@@ -109,14 +111,17 @@ def _scores(s, rows, key, h, row, mask, score, MASKED: gl.constexpr, BLOCK_N: gl
 
 @gluon.jit
 def _step(
-    acc, p, m, l, q, k_ring, v_ring, n, more, rows, key, h, row, mask, score,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    acc, p, m, l, q, k_ring, v_ring, turns, n, more, rows, key, h, row, mask, score,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of block n and values of block n - 1, whose weights are p, at the same time."""
+    take_turn(turns, n, CONSUMER, TURNS)
     s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
     wait_full(v_ring, n - 1, True, STAGES)
     v = tile_of(v_ring, n - 1, BLOCK_N, D, STAGES)
     acc_next = warpgroup_mma(p, v, acc, is_async=True)
+    pass_turn(turns, CONSUMER, TURNS)
     s = warpgroup_mma_wait(1, deps=[s])
     release(k_ring, n, STAGES)
     s, factor = _scores(s, rows, key, h, row, mask, score, MASKED, BLOCK_N)
@@ -132,8 +137,8 @@ def _step(
 
 @gluon.jit
 def _consume(
-    outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
+    outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
     """o and lse of 64 queries of each tile."""
     _order, _T_q, _T_k, _H_q, mask, total = outputs[-1]
@@ -142,21 +147,21 @@ def _consume(
     for i in range(number_of_tiles(total)):
         tile = query_tile(i, outputs[-1], CONSUMERS * ROWS, BLOCK_N)
         if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
-            n = _attend(outputs, tile, done, n, CONSUMER, BLOCK_N, D, STAGES, O_APART)
+            n = _attend(outputs, tile, done, n, CONSUMER, TURNS, BLOCK_N, D, STAGES, O_APART)
             done += 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _attend(
-    outputs, tile, i, n, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, O_APART: gl.constexpr,
+    outputs, tile, i, n, CONSUMER: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
 ):  # fmt: skip
     """The i-th tile that there is, whose first block is the n-th; returns the n of the next."""
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N))
     O_LAYOUT: gl.constexpr = accumulator_layout(D)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    o_desc, o_rows, lse_ptr, queries, o_tiles, k_ring, v_ring, score, work = outputs
+    o_desc, o_rows, lse_ptr, queries, o_tiles, k_ring, v_ring, turns, score, work = outputs
     _order, T_q, _T_k, H_q, mask, _total = work
     dtype: gl.constexpr = o_desc.dtype
     q_tile = queries[0].index(CONSUMER)
@@ -173,7 +178,9 @@ def _attend(
 
     wait_slot(queries, i, CONSUMER)
     wait_full(k_ring, n, True, STAGES)
+    take_turn(turns, n, CONSUMER, TURNS)
     s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
+    pass_turn(turns, CONSUMER, TURNS)
     s = warpgroup_mma_wait(0, deps=[s])
     release(k_ring, n, STAGES)
     key = block_number(0, masked, at, mask) * BLOCK_N
@@ -184,14 +191,14 @@ def _attend(
     for j in range(1, masked):
         key = block_number(j, masked, at, mask) * BLOCK_N
         acc, p, m, l = _step(
-            acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-            h, row, mask, score, True, BLOCK_N, D, STAGES,
+            acc, p, m, l, q, k_ring, v_ring, turns, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, True, CONSUMER, TURNS, BLOCK_N, D, STAGES,
         )  # fmt: skip
     for j in range(gl.maximum(masked, 1), blocks):
         key = block_number(j, masked, at, mask) * BLOCK_N
         acc, p, m, l = _step(
-            acc, p, m, l, q, k_ring, v_ring, n + j, j + 1 < blocks, rows, key,
-            h, row, mask, score, False, BLOCK_N, D, STAGES,
+            acc, p, m, l, q, k_ring, v_ring, turns, n + j, j + 1 < blocks, rows, key,
+            h, row, mask, score, False, CONSUMER, TURNS, BLOCK_N, D, STAGES,
         )  # fmt: skip
     n += blocks
     wait_full(v_ring, n - 1, True, STAGES)
@@ -227,6 +234,7 @@ def hopper_forward_kernel(
     T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Persistent grid of any size over `tiles` tiles of 64 * CONSUMERS queries of each head.
 
@@ -241,20 +249,24 @@ def hopper_forward_kernel(
     o_tiles = q_ring[0]
     if O_APART:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
+    turns = landed
+    if PING_PONG:
+        turns = allocate_barriers(SLOTS, 1)
+    TURNS: gl.constexpr = CONSUMERS if PING_PONG else 0
     work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
     inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
-    outputs = (o_desc, o_rows, lse_ptr, q_ring, o_tiles, k_ring, v_ring, score, work)
+    outputs = (o_desc, o_rows, lse_ptr, q_ring, o_tiles, k_ring, v_ring, turns, score, work)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 1, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 0, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 1, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
             (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (outputs, 0, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 1, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 2, CONSUMERS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 0, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 1, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
+            (_consume, (outputs, 2, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
             (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -280,7 +292,7 @@ def launch_hopper_forward(
         describe(o, ROWS.value), rows_of(o, options), lse, kernel_mask(options),
         kernel_score(options, q.dtype), T_q, T_k, H_q, H_q // H_k, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMERS,
-        config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART,
+        config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART, config.PING_PONG,
         num_warps=4,
     )  # fmt: skip
     return o, lse

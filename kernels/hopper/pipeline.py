@@ -64,6 +64,27 @@ def release(ring, n, STAGES: gl.constexpr):
     mbarrier.arrive(ring[2].index(stage), count=1)
 
 
+@gluon.jit
+def take_turn(turns, n, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+    """Consumer: until it may issue the products of its n-th block.
+
+    TURNS: how many consumers take turns; with 0, nobody waits. turns: a barrier for each, at which
+    the one before it arrives. All have the same blocks, so that they count alike; the first begins.
+    """
+    if TURNS > 0:
+        if CONSUMER == 0:
+            mbarrier.wait(turns.index(0), (n & 1) ^ 1)
+        else:
+            mbarrier.wait(turns.index(CONSUMER), n & 1)
+
+
+@gluon.jit
+def pass_turn(turns, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+    """Consumer: its products are issued, and the next consumer's may follow them."""
+    if TURNS > 0:
+        mbarrier.arrive(turns.index((CONSUMER + 1) % TURNS), count=1)
+
+
 @gluon.constexpr_function
 def accumulator_layout(columns):
     """Where a warpgroup keeps the [64, columns] result of a product."""
