@@ -1,10 +1,14 @@
-"""Time tiles of the kernels on this machine's GPU and write its tuning table.
+"""Choose tiles of the kernels and write tuning tables: by timing them on this machine's GPU, or,
+without one, by what the compilers make of them.
 
-    python bench/tune.py --out DIR --seconds 300
+    python bench/tune.py --out DIR --static sm_90        # leaves DIR/sm_90.json and .survivors.json
+    python bench/tune.py --out DIR --seconds 300         # on a GPU
+    python bench/tune.py --out DIR --survivors DIR/sm_90.survivors.json
 
-DIR gets <arch>.json: the table in kernels/tuning with the rows that were measured in place. Rows
-come in the order of their importance, and the file is written after each. If DIR holds a
-results.json of bench/run_all.py, the rows and every candidate's outcome go there too.
+DIR gets <arch>.json: the table in kernels/tuning with the rows that were chosen in place, each
+saying whether it was modelled or measured. On a GPU, rows come in the order of their importance and
+the file is written after each; with --survivors only what a static sweep left is timed. If DIR
+holds a results.json of bench/run_all.py, the rows and every candidate's outcome go there too.
 """
 
 import argparse
@@ -13,18 +17,47 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import facts, tuning
+from fastattn.bench import facts, static_sweep, tuning
 from fastattn.bench.report import Report
 from fastattn.bench.suite import gpu_bench
+from fastattn.testing.cross_compile import TARGETS
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def static(out: Path, target: str, places: list[str], workers: int) -> int:
+    """Compile every candidate; one line for each place, and the files after each."""
+    chosen = static_sweep.named_places(places) if places else tuning.PLACES
+    compilation = tuning.Compilation(target, workers)
+    found = {}
+    try:
+        for place, survivors in static_sweep.sweep(target, chosen, compilation):
+            found[place] = survivors
+            static_sweep.write(out, target, found)
+            sys.stdout.write(f"{place}: {survivors[0] if survivors else 'no tile fits'}\n")
+    finally:
+        compilation.close()
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder for the table"
     )
     parser.add_argument("--seconds", type=float, default=300, help="for everything (300)")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--static", choices=sorted(TARGETS), metavar="ARCH", help="compile for this GPU, time none"
+    )
+    parser.add_argument(
+        "--places", nargs="*", default=[], metavar="KERNEL:BYTES:D", help="static: these rows (all)"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="static: processes (2)")
+    parser.add_argument(
+        "--survivors", type=Path, metavar="FILE", help="time what a static sweep left"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.static:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        return static(arguments.out, arguments.static, arguments.places, arguments.workers)
     if not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to time here\n")
         return 2
@@ -37,8 +70,9 @@ def main() -> int:
     bench = gpu_bench("quick")
     bench.effort = tuning.effort_for(arguments.seconds)
     for table, rows, tried in tuning.tune(
-        arguments.out, bench, left, report.data["environment"], command
-    ):
+        arguments.out, bench, left, report.data["environment"], command,
+        static_sweep.read(arguments.survivors) if arguments.survivors else None,
+    ):  # fmt: skip
         report.data["tuning"] = {"table": table.name, "rows": rows, "tried": tried}
         report.save()
         sys.stdout.write(f"{rows[-1]}\n")

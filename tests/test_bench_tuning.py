@@ -12,6 +12,7 @@ from fastattn.bench import tuning
 from fastattn.bench.attention import Bench
 from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
+from fastattn.bench.static_sweep import survivor
 from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
 from fastattn.kernels import config, plan
 from fastattn.kernels.config import TileConfig
@@ -28,19 +29,21 @@ def test_every_place_has_candidates_that_fit(place):
         held, streamed = tile.BLOCK_M, tile.BLOCK_N
         if place.kernel == "backward_dkv":
             held, streamed = streamed, held
-        copies = 1 if place.kernel == "forward" else 2
+        copies = 2 if place.kernel.startswith("backward") else 1
         elements = copies * held * place.BLOCK_D + 2 * tile.num_stages * streamed * place.BLOCK_D
         assert elements * place.element_size <= H200_SHARED
 
 
 def test_places_cover_the_table_and_begin_with_what_matters():
-    assert {p.kernel for p in PLACES} == set(config.KERNELS)
+    assert {p.kernel for p in PLACES} == {*config.KERNELS, "decode", "decode_chunk"}
     assert {(p.element_size, p.BLOCK_D) for p in PLACES} == {
         (size, D) for size in (2, 4) for D in (64, 128, 256)
     }
     assert PLACES[0] == Place("forward", 2, 128)
     case = Place("backward_dq", 2, 64).case(causal=True)
     assert (case.B * case.T_q, case.H_q * case.D, case.direction) == (16384, 2048, "backward")
+    case = Place("decode_chunk", 2, 128).case(causal=False)
+    assert (case.family, case.H_q // case.H_k, case.T_q, case.causal) == ("decode", 4, 64, True)
 
 
 TABLE = {
@@ -85,6 +88,11 @@ def on_the_cpu(monkeypatch):
     """Places are timed on a small case that the interpreter can run, among three tiles."""
 
     def small(place, causal):
+        if place.kernel.startswith("decode"):
+            return Case(
+                "decode", "forward", 1, 1, 1, 1, 40, 16, True, dtype="float32", layout="bhtd",
+                device="cpu",
+            )  # fmt: skip
         direction = "forward" if place.kernel == "forward" else "backward"
         return Case(
             direction, direction, 1, 1, 1, 40, 40, 16, causal, dtype="float32", device="cpu"
@@ -128,13 +136,21 @@ class FakeTimer(HostTimer):
         return start
 
 
-@pytest.mark.parametrize("kernel", config.KERNELS)
+@pytest.mark.parametrize("kernel", [*config.KERNELS, "decode"])
 def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(on_the_cpu, kernel):
     sweep = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
     row = next(sweep.sweep((Place(kernel, 4, 16),)))
     assert (row["BLOCK_M"], row["BLOCK_N"]) == (B.BLOCK_M, B.BLOCK_N)
     assert (row["kernel"], row["source"], row["ms"], row["ms_full"]) == (kernel, "measured", 1, 1)
     assert [entry["ms"] for entry in sweep.tried] == [3.0, 1.0, 2.0]
+
+
+def test_survivors_of_a_static_sweep_are_the_candidates(on_the_cpu):
+    place = Place("forward", 4, 16)
+    sweep = tuner({})
+    sweep.survivors = {place: [C, A]}
+    assert sweep.tiles(place) == [A, C]
+    assert sweep.tiles(Place("forward", 2, 16)) == [A, B, C]
 
 
 def test_tiles_that_spill_are_not_tried(on_the_cpu):
@@ -199,6 +215,12 @@ def test_candidates_are_compiled_ahead():
             compilation.submit(place, tile)
         assert compilation.why_not(place, fits, 120) is None
         assert "shared memory" in compilation.why_not(place, too_large, 120)
+        place, tile = Place("decode", 2, 64), TileConfig(16, 64, 4, 1)
+        compilation.submit(place, tile)
+        facts = compilation.facts(place, tile)
+        assert survivor(place, tile, facts).cycles > 0
+        compilation.submit(place, TileConfig(16, 48, 4, 1))  # no power of two
+        assert compilation.facts(place, TileConfig(16, 48, 4, 1)) is None
     finally:
         compilation.close()
 

@@ -8,27 +8,21 @@ timed in alternation with the tile that is in use.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from .. import dispatch, functional
 from ..kernels import config
 from ..kernels.config import TileConfig
-from ..testing.compile_pool import CompilePool
-from ..testing.cross_compile import TARGETS, CompiledFacts
 from .attention import Bench, prepare, release
+from .candidates import PLACES, Compilation, Place, candidates
 from .cases import Case
 from .correctness import Expected
 from .implementations import IMPLEMENTATIONS, OURS
@@ -37,131 +31,7 @@ from .measure import Effort, Function, Timing, compare
 from .report import write_whole
 
 _FINALISTS = 4
-_MOST = 24  # candidates of a row
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
-_FAMILIES = {
-    "forward": ("attention_forward_kernel",),
-    "backward_dq": ("attention_backward_dq_kernel",),
-    "backward_dkv": ("attention_backward_dkv_kernel",),
-}
-
-
-@dataclass(frozen=True)
-class Place:
-    """A row of a tuning table: kernel, bytes of an element, padded head dim."""
-
-    kernel: str
-    element_size: int
-    BLOCK_D: int
-
-    def case(self, causal: bool) -> Case:
-        """What its tiles are timed on: 16384 tokens in sequences of 4096, hidden size 2048."""
-        H = 2048 // self.BLOCK_D
-        direction = "forward" if self.kernel == "forward" else "backward"
-        dtype = "bfloat16" if self.element_size == 2 else "float32"
-        return Case(direction, direction, 4, H, H, 4096, 4096, self.BLOCK_D, causal, dtype=dtype)  # type: ignore[arg-type]
-
-
-PLACES: tuple[Place, ...] = tuple(
-    Place(kernel, size, D)
-    for size, D in ((2, 128), (2, 64), (2, 256), (4, 64), (4, 128), (4, 256))
-    for kernel in ("forward", "backward_dkv", "backward_dq")
-)
-
-
-def candidates(place: Place, shared_bytes: int) -> list[TileConfig]:
-    """Tiles that may suit a row, those with the larger tiles first.
-
-    Left out without a compilation: tiles whose accumulators alone would fill the registers, and
-    those whose operands cannot fit `shared_bytes`.
-    """
-    rows = (64, 128) if place.kernel == "forward" else (32, 64, 128)
-    grid = itertools.product(rows, (32, 64, 128), (4, 8), (1, 2, 3))
-    tiles = [TileConfig(*numbers) for numbers in grid]
-    fitting = [t for t in tiles if _plausible(place, t, shared_bytes)]
-    fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
-    return fitting[:_MOST]
-
-
-def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
-    D, threads = place.BLOCK_D, 32 * tile.num_warps
-    backward = place.kernel != "forward"
-    by_keys = place.kernel == "backward_dkv"
-    held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
-    accumulators = held * D * (2 if by_keys else 1) + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
-    operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
-    return accumulators / threads <= 224 and operands * place.element_size <= shared_bytes
-
-
-def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict[str, int]) -> None:
-    """Launch what uses a kernel, with a tile, for the stand-in driver of a compiling process."""
-    dtype = torch.bfloat16 if element_size == 2 else torch.float32
-    q, k, v = (torch.zeros(1, 256, 1, D, dtype=dtype).transpose(1, 2) for _ in range(3))
-    leaves = [x.requires_grad_(kernel != "forward") for x in (q, k, v)]
-    with (
-        config.forced(**{kernel: TileConfig(**tile)}),
-        mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
-    ):
-        o = functional.attention(*leaves, causal=causal, backend="triton")
-        if kernel != "forward":
-            torch.autograd.grad(o, leaves, torch.zeros_like(o))
-
-
-class Compilation:
-    """Compiles candidates ahead, in other processes, where their results land in Triton's cache.
-
-    Args:
-        arch: name of the GPU's architecture; others than `cross_compile.TARGETS` are not compiled
-            ahead.
-        workers: processes.
-    """
-
-    def __init__(self, arch: str, workers: int) -> None:
-        self._arch = arch
-        self._pool = CompilePool(workers) if arch in TARGETS else None
-        self._futures: dict[tuple[Place, TileConfig, bool], Future[list[CompiledFacts]]] = {}
-
-    def submit(self, place: Place, tile: TileConfig) -> None:
-        """Start with a candidate, causal and not."""
-        for causal in (True, False) if self._pool else ():
-            assert self._pool is not None
-            self._futures[place, tile, causal] = self._pool.submit(
-                "fastattn.bench.tuning:launch_once",
-                self._arch,
-                kernel=place.kernel,
-                element_size=place.element_size,
-                D=place.BLOCK_D,
-                causal=causal,
-                tile=asdict(tile),
-            )
-
-    def why_not(self, place: Place, tile: TileConfig, seconds: float) -> str | None:
-        """Why a candidate is not worth a launch, waiting at most `seconds`; None if it is."""
-        for causal in (True, False):
-            future = self._futures.pop((place, tile, causal), None)
-            if future is None:
-                continue
-            try:
-                facts = future.result(timeout=max(0.0, seconds))
-            except TimeoutError:
-                return "was not compiled in time"
-            except BrokenProcessPool:
-                continue  # some candidate has ended the compiler: what is left compiles at launch
-            except Exception as error:
-                return f"does not compile: {' '.join(str(error).split())[:200]}"
-            for fact in facts:
-                if fact.name not in _FAMILIES[place.kernel]:
-                    continue
-                if fact.spills:
-                    return f"spills {fact.spill_store_bytes} bytes a thread"
-                if not fact.fits_shared_memory:
-                    return f"needs {fact.shared_bytes} bytes of shared memory"
-        return None
-
-    def close(self) -> None:
-        """End the processes."""
-        if self._pool is not None:
-            self._pool.close()
 
 
 @dataclass
@@ -173,6 +43,7 @@ class Tuner:
         left: seconds left.
         compilation: compiles ahead.
         shared_bytes: shared memory that a program may take.
+        survivors: candidates by place, where a static sweep has left some.
         usual: the tile in use.
         tried: every candidate with its outcome, as JSON values.
     """
@@ -181,6 +52,7 @@ class Tuner:
     left: Callable[[], float]
     compilation: Compilation
     shared_bytes: int
+    survivors: Mapping[Place, list[TileConfig]] = field(default_factory=dict)
     usual: Callable[[Place], TileConfig] = lambda p: config.lookup(
         p.kernel, p.element_size, p.BLOCK_D
     )
@@ -189,7 +61,8 @@ class Tuner:
     def tiles(self, place: Place) -> list[TileConfig]:
         """The tile in use, then the candidates."""
         usual = self.usual(place)
-        return [usual, *(t for t in candidates(place, self.shared_bytes) if t != usual)]
+        others = self.survivors.get(place) or candidates(place, self.shared_bytes)
+        return [usual, *(tile for tile in others if tile != usual)]
 
     def sweep(self, places: tuple[Place, ...] = PLACES) -> Iterator[dict[str, Any]]:
         """The fastest tile of each place, as the row of a table, as soon as it is known."""
@@ -321,9 +194,12 @@ def provenance(environment: dict[str, Any], command: str) -> dict[str, str]:
 
 
 def tune(
-    out: Path, bench: Bench, left: Callable[[], float], environment: dict[str, Any], command: str
-) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:
+    out: Path, bench: Bench, left: Callable[[], float], environment: dict[str, Any], command: str,
+    survivors: Mapping[Place, list[TileConfig]] | None = None,
+) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:  # fmt: skip
     """Sweep on the current GPU; after each row the table under `out` is written anew.
+
+    survivors: of a static sweep of this architecture, in place of all candidates.
 
     Yields:
         The table's file, the rows measured so far, and every candidate tried so far.
@@ -334,7 +210,7 @@ def tune(
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     workers = max(1, min(10, (os.cpu_count() or 1) - 4))
     compilation = Compilation(arch, workers)
-    tuner = Tuner(bench, left, compilation, shared)
+    tuner = Tuner(bench, left, compilation, shared, survivors or {})
     table = {"device": properties.name, "rows": list(config.table(name))}
     source = provenance(environment, command)
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,133 @@
+"""What a sweep without a GPU keeps of the tiles, and the files it leaves."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from fastattn.bench import static_sweep
+from fastattn.bench.candidates import Compilation, Place
+from fastattn.bench.static_sweep import Survivor, loop_cycles, named_places, pareto, survivor
+from fastattn.kernels import config
+from fastattn.kernels.config import TileConfig
+from fastattn.testing.cross_compile import CompiledFacts
+from fastattn.testing.sass import Loop
+
+PLACE = Place("forward", 2, 64)
+TILE = TileConfig(128, 64, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "opcodes", "cycles"),
+    [
+        ("sm_90", {"FFMA": 90, "MUFU.EX2": 10}, 100),  # issue
+        ("sm_90", {"FFMA": 20, "MUFU.EX2": 10, "MUFU.RCP": 2}, 96),
+        ("sm_90", {"HGMMA.64x128x16.F32.BF16": 4, "FFMA": 10}, 256),
+        ("sm_80", {"HMMA.16816.F32.BF16": 16, "FFMA": 10}, 128),
+        ("sm_89", {"HMMA.16816.F32.BF16": 16, "FFMA": 10}, 512),
+    ],
+)
+def test_the_busiest_unit_counts(target: str, opcodes: dict[str, int], cycles: float) -> None:
+    assert loop_cycles(Loop(0, opcodes), target) == cycles
+
+
+def fact(name: str = "attention_forward_kernel", spilled: int = 0, fits: bool = True, loops=()):
+    found = CompiledFacts(
+        name=name, target="sm_90", num_warps=8, num_stages=2, shared_bytes=1000,
+        fits_shared_memory=fits, registers=100, spill_store_bytes=spilled, spill_load_bytes=0,
+        mma=frozenset(), wgmma_register_a=0, warnings=(), cubin=None,
+    )  # fmt: skip
+    vars(found)["loops"] = loops
+    return found
+
+
+LOOPS = (Loop(0, {"FFMA": 4096, "FSEL": 1}), Loop(1, {"FFMA": 2048}))
+
+
+def test_a_tile_is_weighed_by_its_loop_over_full_blocks() -> None:
+    found = survivor(PLACE, TILE, [fact(loops=LOOPS), fact("other", spilled=8)])
+    # Two warps a scheduler, 2048 cycles each, for 128 x 64 pairs.
+    assert found == Survivor(TILE, 2 * 2048 / (128 * 64), 2 * 64 * 2 / 128, 1000)
+    by_keys = survivor(
+        Place("backward_dkv", 2, 64), TILE, [fact("attention_backward_dkv_kernel", loops=LOOPS)]
+    )
+    assert by_keys is not None and by_keys.loaded_bytes == 2 * 64 * 2 / 64
+
+
+def test_without_loops_there_are_no_cycles() -> None:
+    found = survivor(PLACE, TILE, [fact()])
+    assert found is not None and found.cycles is None
+
+
+@pytest.mark.parametrize(
+    "facts", [[fact(), fact(spilled=4)], [fact(fits=False)], [fact("other")], []], ids=str
+)
+def test_a_tile_that_does_not_compile_well_is_out(facts: list[CompiledFacts]) -> None:
+    assert survivor(PLACE, TILE, facts) is None
+
+
+def test_what_is_worse_in_everything_is_out() -> None:
+    def made(cycles: float, loaded: float, stages: int, shared: int) -> Survivor:
+        return Survivor(TileConfig(128, 64, 8, stages), cycles, loaded, shared)
+
+    best, ahead, small = made(1, 1, 1, 9), made(1, 1, 2, 12), made(2, 2, 1, 4)
+    worse = made(2, 2, 1, 9)
+    assert pareto([worse, small, ahead, best, best]) == [ahead, best, small]
+
+
+class Known(Compilation):
+    """Every tile has one loop, as long as its tile is small; some tiles spill."""
+
+    def __init__(self) -> None:
+        super().__init__("an unknown architecture", 1)
+
+    def facts(self, place: Place, tile: TileConfig) -> list[CompiledFacts] | None:
+        if tile.num_stages == 3:
+            return None
+        return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=4 * (tile.num_warps == 4))]
+
+
+def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
+    found = dict(static_sweep.sweep("sm_90", [PLACE], Known()))
+    tiles = [s.tile for s in found[PLACE]]
+    assert tiles[0] == TileConfig(128, 128, 8, 2)
+    assert {tile.num_warps for tile in tiles} == {8}
+    table, sets = static_sweep.write(tmp_path, "sm_90", found)
+    rows = json.loads(table.read_text())["rows"]
+    assert len(rows) == len(config.table("sm_90"))
+    (row,) = (
+        r for r in rows if (r["kernel"], r["element_size"], r["BLOCK_D"]) == ("forward", 2, 64)
+    )
+    assert (row["BLOCK_M"], row["BLOCK_N"], row["source"]) == (128, 128, "modelled")
+    assert static_sweep.read(sets) == {PLACE: tiles}
+
+
+def test_a_place_without_tiles_keeps_its_row(tmp_path: Path) -> None:
+    table, _ = static_sweep.write(tmp_path, "sm_89", {PLACE: []})
+    assert table.name == "sm_86.json"
+    assert json.loads(table.read_text())["rows"] == list(config.table("sm_86"))
+
+
+def test_places_are_named() -> None:
+    assert named_places(["decode:2:64", "forward:4:128"]) == [
+        Place("decode", 2, 64),
+        Place("forward", 4, 128),
+    ]
+    with pytest.raises(ValueError, match=r"places must be among forward:2:128, .*got 'forward'"):
+        named_places(["forward"])
+
+
+def test_the_tool_sweeps_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).resolve().parents[1] / "bench" / "tune.py"
+    spec = importlib.util.spec_from_file_location("tune", path)
+    assert spec is not None and spec.loader is not None
+    tune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tune)
+    monkeypatch.setattr(tune.tuning, "Compilation", lambda target, workers: Known())
+    arguments = ["--out", str(tmp_path), "--static", "sm_90", "--places", "decode:2:64"]
+    assert tune.main(arguments) == 0
+    assert "no tile fits" in capsys.readouterr().out
+    assert static_sweep.read(tmp_path / "sm_90.survivors.json") == {Place("decode", 2, 64): []}
