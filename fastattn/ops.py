@@ -48,9 +48,14 @@ def on_hopper(device: torch.device) -> bool:
     return (properties.major, properties.minor) == (9, 0)
 
 
-def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Hopper kernels cannot serve a call that the portable ones can, or None."""
-    if not on_hopper(q.device):
+def why_not_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
+) -> str | None:
+    """Why the Hopper kernels cannot serve a call that the portable ones can, or None.
+
+    device: where the call would be, if not where q is.
+    """
+    if not on_hopper(device or q.device):
         return "its kernels are written for GPUs of compute capability 9.0"
     from .kernels.hopper.host import why_not_hopper
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn import attention as attend
-from fastattn import reference
+from fastattn import ops, reference
 from fastattn.bench import attention, correctness
 from fastattn.bench.attention import Bench, DeviceLost, prepare, run_case
 from fastattn.bench.cases import Case, gpu_cases
@@ -196,6 +196,18 @@ def test_triton_passes_the_check(device):
     case = replace(BACKWARD, lengths=(16, 5), device=device)
     inputs = make_inputs(case)
     prepare(ours, case, inputs, correctness.expect(case, inputs))
+
+
+def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
+    hopper = next(i for i in IMPLEMENTATIONS if i.name == "fastattn-hopper")
+    case = replace(CASE, device="cuda", dtype="bfloat16", D=64)
+    assert "compute capability 9.0" in hopper.serves(replace(case, device="cpu"))
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    assert hopper.serves(case) is None
+    assert "head dim 80" in hopper.serves(replace(case, D=80))
+    assert "decoding" in hopper.serves(replace(case, family="decode"))
+    padded = replace(case, lengths=(16, 5), padding_side="left")
+    assert "no key_padding_mask" in hopper.serves(padded)
 
 
 def test_every_implementation_answers_for_every_case():

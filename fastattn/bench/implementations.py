@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import reference
+from .. import ops, reference
 from ..decode import decode_attention, view_of_tensors
 from ..functional import attention
+from ..options import Options
 from .cases import Case
 from .inputs import Inputs, visible_mask
 from .peers import PEERS
@@ -38,6 +39,8 @@ def _holds_all_scores(case: Case) -> str | None:
 
 def _fastattn(backend: str) -> Implementation:
     def serves(case: Case) -> str | None:
+        if backend == "hopper":
+            return _why_not_hopper(case)
         if backend == "triton" and case.device != "cuda":
             return "its kernels need a GPU"
         return None
@@ -60,6 +63,18 @@ def _fastattn(backend: str) -> Implementation:
         return call
 
     return Implementation(f"fastattn-{backend}", serves, prepare)
+
+
+def _why_not_hopper(case: Case) -> str | None:
+    if case.family == "decode":
+        return "it has no kernels for decoding"
+    dtype = getattr(torch, case.dtype)
+    q = torch.empty(case.B, case.H_q, case.T_q, case.D, dtype=dtype, device="meta")
+    k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
+    if case.lengths is not None and case.padding_side == "left":
+        return "its kernels know key_lengths, and no key_padding_mask"
+    device = torch.device(case.device if torch.cuda.is_available() else "cpu")
+    return ops.why_not_hopper(q, k, k, Options(), device)
 
 
 def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
@@ -163,6 +178,7 @@ def _default_sdpa() -> Implementation:
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
+    _fastattn("hopper"),
     *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
     *PEERS,
     _pinned_sdpa("efficient"),
