@@ -1,0 +1,75 @@
+"""The Hopper kernels on the GPU they are written for, against the oracle.
+
+The emulator's tests cover more cases; these say whether the hardware agrees.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import ops, reference
+from fastattn.testing import assert_matches_reference, make_qkv
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(device: str) -> None:
+    if not ops.on_hopper(torch.device(device)):
+        pytest.skip("this GPU is not of compute capability 9.0")
+
+
+def attention(*inputs: Tensor, **arguments: Any) -> Any:
+    packed = inputs[0].dim() == 3
+    function = fastattn.attention_varlen if packed else fastattn.attention
+    return function(*inputs, **arguments, backend="hopper")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"causal": True}, id="causal"),
+        pytest.param({}, id="full"),
+        pytest.param({"causal": True, "window": (200, 0)}, id="window"),
+        pytest.param({"causal": True, "key_lengths": [2500, 300]}, id="lengths"),
+        pytest.param({"causal": True, "softcap": 5.0, "sinks": [0.5, -1.0, 3.0, 0.0]}, id="score"),
+    ],
+)
+def test_hopper_matches_the_reference(
+    options: dict[str, Any], D: int, dtype: torch.dtype, device: str
+) -> None:
+    """Of 144 tiles, more than there are multiprocessors, the last of each head is not whole."""
+    tensors = {
+        name: torch.tensor(x, device=device) if isinstance(x, list) else x
+        for name, x in options.items()
+    }
+    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=dtype, device=device)
+    assert_matches_reference(attention, *inputs, **tensors)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_hopper_packed_sequences(causal: bool, D: int, device: str) -> None:
+    starts_q = torch.tensor([0, 700, 700, 829, 1000], dtype=torch.int32, device=device)
+    starts_k = torch.tensor([0, 500, 620, 620, 1100], dtype=torch.int32, device=device)
+    batch = make_qkv(1, 4, 2, 1000, 1100, D, dtype=torch.bfloat16, device=device, layout="bthd")
+    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
+    assert_matches_reference(
+        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, causal=causal
+    )
+
+
+def test_hopper_gradients_repeat_bit_for_bit(device: str) -> None:
+    inputs = make_qkv(2, 4, 2, 1000, None, 128, dtype=torch.bfloat16, device=device)
+
+    def gradients() -> tuple[Tensor, ...]:
+        o = attention(*inputs, causal=True)
+        return torch.autograd.grad(o.float().square().sum(), inputs)
+
+    for once, again in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(once, again)
