@@ -241,7 +241,7 @@ def over_bare_launch() -> dict[str, float]:
 
 
 def test_the_host_takes_little_longer_than_a_bare_launch(compile_pool: CompilePool) -> None:
-    """Which itself is a third of what checks and arguments cost before they were remembered."""
+    """The bounds leave room for what else a machine does; a call that is not known exceeds one."""
     ratios = compile_pool.call(f"{__file__}:over_bare_launch", "sm_90")
-    assert ratios["fastattn"] < 2.5
-    assert ratios["fastattn with grad"] < 4.5
+    assert ratios["fastattn"] < 2.2
+    assert ratios["fastattn with grad"] < 4
