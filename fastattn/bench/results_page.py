@@ -40,11 +40,11 @@ What is known without a measurement, from Triton 3.7 and sm_90, and what one has
   those in kernels/hopper specialise warps by hand.
 - A forward tile of 128 by 128 at head dim 64. It takes fewer instructions for a pair of query and
   key than the 128 by 64 in the table, and spills nothing but in calls with `documents`.
-- The kernels for Hopper, of which nothing has been measured. On an H100 or H200,
-  `pytest tests -m gpu -k hopper` runs their numeric tests, and
+- Turns of the consumers, and other blocks and stages, in the kernels for Hopper. On an H100 or
+  H200, `pytest tests -m gpu -k hopper` runs their numeric tests, and
   `python bench/run_all.py --out DIR --skip tuning` checks `fastattn-hopper` and times it beside the
-  others. Whether consumers should take turns is the difference between two such runs, the second
-  with `PING_PONG: bool = True` in `kernels/hopper/config.py`; so are other blocks and stages."""
+  others. What turns are worth is the difference between two such runs, the second with
+  `PING_PONG: bool = True` in `kernels/hopper/config.py`; the same goes for the other fields there."""
 
 
 def page(folder: Path) -> str:
