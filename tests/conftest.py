@@ -32,6 +32,12 @@ if not _HAS_GPU:
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same numbers in every run, whatever ran before in the same process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def device() -> str:
     """Device for the tensors of a kernel test: "cuda" where kernels run compiled, else "cpu"."""

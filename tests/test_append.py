@@ -10,11 +10,6 @@ from fastattn.rotary import apply_rotary, rotary_tables
 B, H_Q, H_K, MAX = 3, 4, 2, 20
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def tokens_of(
     B, H_q, H_k, T, D, D_v, *, device, dtype=torch.float32, transposed=True
 ) -> tuple[Tensor, Tensor, Tensor]:

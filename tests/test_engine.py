@@ -22,11 +22,6 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make_wishes(number: int, context: int, seed: int = 0) -> list[dict]:
     """Arguments of `submit`, many kinds mixed."""
     source = random.Random(seed)

@@ -23,11 +23,6 @@ from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 GREEDY = Sampling(greedy=True)
 
 

@@ -10,12 +10,6 @@ from fastattn.generation.window import Window
 from fastattn.testing import assert_within_budget
 from fastattn.testing.gpt import make_gpt
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 # Rows of several lengths; idle rows, also full ones; windows that start anew, one row or all.
 PLANS = {
     "ragged": [[[1, 2, 3], [4]], [[5], [6]], [[7], []], [[8], []], [[9], [10]]],

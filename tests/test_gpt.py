@@ -35,11 +35,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make_model(device="cpu", **changes) -> GPT:
     """A small GPT whose parameters are large enough for every one of them to matter."""
     model = GPT(GPTConfig(**{**SMALL, **changes}))

@@ -18,11 +18,6 @@ C, M, H_q, H_k, D = 32, 24, 4, 2, 8
 LENGTHS = torch.tensor([9, 5])
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def randomised(layer):
     """The layer with parameters none of which is at 0 or 1."""
     for name, parameter in layer.named_parameters():

@@ -46,11 +46,6 @@ VARIANTS = {
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def randomised(model: nn.Module) -> nn.Module:
     """The model in evaluation mode, every parameter large enough to matter."""
     for parameter in model.parameters():

@@ -57,11 +57,6 @@ def text() -> Tensor:
     return torch.tensor([known.index(letter) for letter in letters])
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def windows(text: Tensor, length: int) -> Tensor:
     """[BATCH, length] pieces from random places."""
     places = torch.randint(len(text) - length, (BATCH, 1))

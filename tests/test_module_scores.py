@@ -36,11 +36,6 @@ GROUPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("kwargs", GROUPS.values(), ids=GROUPS)
 def test_prefixes_and_documents_equal_the_naive_layer(kwargs, device):
     layer = make_layer(device, **kwargs)

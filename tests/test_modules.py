@@ -21,11 +21,6 @@ from fastattn.testing.modules import (
 )
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
 def test_output_and_gradients_equal_the_naive_layer(kwargs, device):
     assert_layer_equals_naive(

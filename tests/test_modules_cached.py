@@ -23,11 +23,6 @@ COUNTED_FROM_QUERIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
 def test_steps_with_a_cache_equal_the_full_forward(kwargs, device):
     layer = make_layer(device, **kwargs)

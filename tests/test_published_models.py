@@ -18,11 +18,6 @@ V, C, H, L, HIDDEN = 37, 16, 4, 2, 24
 SHARED = {"num_layers": L, "num_heads": H, "embed_dim": C, "hidden_dim": HIDDEN}
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def randomised(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)

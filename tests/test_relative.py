@@ -200,9 +200,10 @@ SPILL_BYTES = {
 USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 # target, kernel, head dim, dtype
 COMPILED = [
-    *itertools.product(("sm_80", "sm_90", "sm_100", "gfx942"), KERNELS, (64, 128), ("bfloat16",)),
-    *itertools.product(("sm_90",), KERNELS, (256,), ("bfloat16",)),
-    *itertools.product(("sm_80", "sm_90"), KERNELS, (64, 128), ("float32",)),
+    *itertools.product(("sm_90",), KERNELS, (64, 128, 256), ("bfloat16",)),
+    *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("bfloat16",)),
+    *itertools.product(("sm_100",), KERNELS, (64,), ("bfloat16",)),
+    *itertools.product(("sm_80",), KERNELS, (128,), ("float32",)),
 ]
 
 

@@ -35,11 +35,6 @@ SCHEMES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make_layer(
     scheme: str, *, values: bool = False, backend: str = "torch", device="cpu", **options
 ) -> GQAttention:

@@ -10,11 +10,6 @@ B, H, D, D_V = 3, 2, 8, 4
 WINDOW, SINKS = 5, 2
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def tokens(T: int) -> tuple[Tensor, Tensor]:
     return torch.randn(B, H, T, D), torch.randn(B, H, T, D_V)
 

@@ -10,11 +10,6 @@ from fastattn.rotary import RotaryPositions, apply_rotary, rotary_tables
 STYLES = ("half", "interleaved")
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def pair_channels(style: str, i: int, rotary_dim: int) -> tuple[int, int]:
     return (i, i + rotary_dim // 2) if style == "half" else (2 * i, 2 * i + 1)
 

@@ -16,11 +16,6 @@ V, COUNT = 4, 4
 PROMPT = [1, 3]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def make_model(**changes) -> GPT:
     return make_gpt(V, std=0.35, **changes).double()
 

@@ -25,11 +25,6 @@ GREEDY = Sampling(greedy=True)
 CHI_SQUARE_26 = 54.05
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize(
     ("draft_context", "prompt"), [(12, 1), (12, 30), (5, 4), (30, 12)], ids=str

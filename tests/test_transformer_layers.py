@@ -20,11 +20,6 @@ C = 16
 SIZES = {"num_layers": 2, "num_heads": 4, "embed_dim": C}
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def randomised(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
