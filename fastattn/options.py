@@ -94,9 +94,14 @@ class Options(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether numbers say it all: there are no tensors, and no functions."""
+        """Whether numbers say it all: there are no tensors, and no functions.
+
+        Nor a stride, of which launchers make a table: a call under the capture of a CUDA graph only
+        records the making, and the table must not be taken for one that is filled.
+        """
         return (
-            self.key_padding_mask is None
+            self.stride is None
+            and self.key_padding_mask is None
             and self.key_lengths is None
             and self.query_offsets is None
             and self.prefix_lengths is None

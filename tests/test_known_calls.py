@@ -11,6 +11,7 @@ from fastattn import arguments, attention, known_calls
 from fastattn.bench import overhead
 from fastattn.kernels import config, forward, plan
 from fastattn.kernels.config import TileConfig
+from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compile_pool import CompilePool
 
@@ -245,3 +246,8 @@ def test_the_host_takes_little_longer_than_a_bare_launch(compile_pool: CompilePo
     ratios = compile_pool.call(f"{__file__}:over_bare_launch", "sm_90")
     assert ratios["fastattn"] < 2.2
     assert ratios["fastattn with grad"] < 4
+
+
+def test_calls_that_need_a_table_of_blocks_are_worked_out_each_time() -> None:
+    assert Options(causal=True, left=4, scale=1.0).plain
+    assert not Options(causal=True, stride=4, scale=1.0).plain
