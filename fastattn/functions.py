@@ -4,6 +4,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import torch
+
+from .capture import may_keep
+
 
 @dataclass(frozen=True)
 class BlockMask:
@@ -30,6 +34,10 @@ class BlockMask:
     per_batch: bool = True
     per_head: bool = True
     tables: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def may_keep(self, device: torch.device) -> bool:
+        """Whether a table made now may join `tables`."""
+        return may_keep(device)
 
 
 def name_of(mod: Any) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .capture import may_keep
 from .rotary_scaling import RotaryScaling, plain_frequencies
 
 RotaryStyle = Literal["half", "interleaved"]
@@ -139,7 +140,9 @@ class RotaryPositions:
             n = length if kept is None else max(length, 2 * kept[0].shape[0])
             # An inference tensor could not be saved for a backward pass later.
             with torch.inference_mode(False):
-                kept = self._kept = self._tables(torch.arange(n, device=device))
+                kept = self._tables(torch.arange(n, device=device))
+            if may_keep(device):
+                self._kept = kept
         return kept
 
     def at(

@@ -149,7 +149,7 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
     complete = with_table(
         mask, *sizes, of_keys=of_keys, per_batch=per_batch, per_head=per_head, device=q.device
     )
-    if place is not None:
+    if place is not None and mod.may_keep(q.device):
         table = {name: getattr(complete, name) for name in _TABLE_FIELDS}
         if len(kept) >= _TABLES_KEPT:
             del kept[next(iter(kept))]

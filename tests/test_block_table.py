@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 import fastattn
-from fastattn import reference
+from fastattn import functions, reference
 from fastattn.kernels import interpreter
 from fastattn.kernels.block_table import mask_for_keys, mask_for_queries
 from fastattn.kernels.config import TileConfig
@@ -221,3 +221,17 @@ def test_a_block_mask_keeps_its_tables(device: str) -> None:
     assert not torch.equal(changed, first)
     options = fastattn.arguments.dense_options(q, k, v, mask_mod=mod, mod_tensors=(heads,))
     assert mask_for_keys(options, q, k, LARGE_TILE).blocks_ptr.shape != changed.shape
+
+
+def test_tables_that_a_graph_records_are_not_kept(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    heads = HEADS[0].to(device, copy=True)
+    mod = fastattn.BlockMask(by_head, per_batch=False)
+    options = fastattn.arguments.dense_options(q, k, v, mask_mod=mod, mod_tensors=(heads,))
+    with monkeypatch.context() as patched:
+        patched.setattr(functions, "may_keep", lambda device: False)
+        recorded = mask_for_queries(options, q, k, LARGE_TILE).blocks_ptr
+    assert mod.tables == {}
+    assert mask_for_queries(options, q, k, LARGE_TILE).blocks_ptr is not recorded

@@ -62,6 +62,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.gradients",
         "fastattn.second_order",
         "fastattn.transforms",
+        "fastattn.capture",
         "fastattn.functions",
         "fastattn.op_schema",
         "fastattn.additive_formula",

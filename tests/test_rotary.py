@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fastattn import rotary
 from fastattn.rotary import RotaryPositions, apply_rotary, rotary_tables
 
 STYLES = ("half", "interleaved")
@@ -237,3 +238,12 @@ def test_tables_made_for_inference_serve_training() -> None:
 def test_kept_tables_check_their_width() -> None:
     with pytest.raises(ValueError, match=r"rotary_dim must be even and positive, got 5"):
         RotaryPositions(5)
+
+
+def test_tables_that_a_graph_records_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    kept = RotaryPositions(4)
+    with monkeypatch.context() as patched:
+        patched.setattr(rotary, "may_keep", lambda device: False)
+        recorded = kept.up_to(3, cpu)
+    assert kept.up_to(3, cpu) is not recorded
