@@ -1,6 +1,22 @@
-"""What a CUDA graph being captured means for tensors that are made once and kept."""
+"""CUDA graphs: how work is captured, and which tensors made meanwhile may be kept."""
+
+from collections.abc import Callable
 
 import torch
+
+
+def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
+    """A replay of what `work` launches on the current CUDA device; runs it once, to warm it up."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Some libraries set themselves up at their first call on a stream.
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def may_keep(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -88,18 +88,23 @@ def _add_data_options(group: Any) -> None:
     group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
 
 
-def _shown(option: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """keywords with what --help shows for the value, which would be the dest."""
-    if "action" in keywords or "choices" in keywords:
-        return keywords
-    name = {int: "N", float: "X"}.get(keywords.get("type", str), option.lstrip("-").upper())
-    return {"metavar": name, **keywords}
+def _adder(group: Any, part: str) -> Callable[..., None]:
+    """add(option, field, help, ...): an option of a group for a field of a part of the options."""
+
+    def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
+        if field in CHOICES and "action" not in keywords:
+            keywords["choices"] = CHOICES[field]
+        if "action" not in keywords and "choices" not in keywords:
+            # In --help argparse would show the dest.
+            name = {int: "N", float: "X"}.get(keywords.get("type", str), option.lstrip("-").upper())
+            keywords["metavar"] = name
+        to.add_argument(option, dest=f"{part}.{field}", help=text, **keywords)
+
+    return add
 
 
 def _add_model_options(group: Any) -> None:
-    def add(option: str, field: str, text: str, **keywords: Any) -> None:
-        group.add_argument(option, dest=f"model.{field}", help=text, **_shown(option, keywords))
-
+    add = _adder(group, "model")
     text = "begin with a published configuration, such as gpt2-small; other options change it"
     add("--preset", "preset", text)
     add("--layers", "num_layers", "(4)", type=int)
@@ -124,11 +129,7 @@ def _add_model_options(group: Any) -> None:
 
 
 def _add_layer_options(group: Any) -> None:
-    def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
-        if field in CHOICES and "action" not in keywords:
-            keywords["choices"] = CHOICES[field]
-        to.add_argument(option, dest=f"model.{field}", help=text, **_shown(option, keywords))
-
+    add = _adder(group, "model")
     one = group.add_mutually_exclusive_group()
     add("--positions", "positions", "(learned)", to=one)
     text = "the same as --positions alibi: lower scores in proportion to the distance"
@@ -156,9 +157,7 @@ def _add_layer_options(group: Any) -> None:
 
 
 def _add_training_options(group: Any) -> None:
-    def add(option: str, field: str, text: str, **keywords: Any) -> None:
-        group.add_argument(option, dest=f"training.{field}", help=text, **_shown(option, keywords))
-
+    add = _adder(group, "training")
     add("--steps", "steps", "optimizer steps (2000)", type=int)
     add("--batch", "batch_size", "windows, sentences or pairs a forward pass (12)", type=int)
     add("--accumulate", "accumulation", "forward passes a step (1)", type=int)

@@ -16,6 +16,12 @@ from .second_order import gradients_with_graph
 DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
 
 
+# Where q, k, v and these fields stand among an op's arguments.
+_PLACES = [0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE)]
+# Before mod_tensors, a field that takes several places.
+assert max(_PLACES) < 3 + Options._fields.index("mod_tensors")
+
+
 class Ways(NamedTuple):
     """How a call reaches its kernels: by their ops where it is traced, else directly."""
 
@@ -121,23 +127,15 @@ def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:
     return options._replace(**given)
 
 
-def _places() -> list[int]:
-    """Where q, k, v and the fields in DIFFERENTIABLE stand among an op's arguments."""
-    places = [0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE)]
-    # Before mod_tensors, a field that takes several places.
-    assert max(places) < 3 + Options._fields.index("mod_tensors")
-    return places
-
-
 def needed_of(needs: Sequence[bool]) -> list[bool]:
     """Which of q, k, v and the fields in DIFFERENTIABLE need a gradient, of an op's arguments."""
-    return [needs[place] for place in _places()]
+    return [needs[place] for place in _PLACES]
 
 
 def placed(found: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the fields in DIFFERENTIABLE, as those of an op's arguments."""
     grads: list[Tensor | None] = [None] * count
-    for place, grad in zip(_places(), found, strict=True):
+    for place, grad in zip(_PLACES, found, strict=True):
         grads[place] = grad
     return tuple(grads)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..capture import record_cuda_graph
 from . import figures
 from .cases import Case
 from .correctness import Expected, check, expect
@@ -151,22 +152,8 @@ def prepare(
         check(case, *_results(case, attention, inputs), expected)
         memory = _memory(case, work_from_nothing(case, attention, inputs))
         if case.graph:
-            work = as_cuda_graph(work)
+            work = record_cuda_graph(work)
     return work, memory
-
-
-def as_cuda_graph(work: Function) -> Function:
-    """A replay of what `work` launches, recorded now."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Some libraries set themselves up at their first call on a stream.
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:

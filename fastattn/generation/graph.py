@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..capture import record_cuda_graph
 from ..models.gpt import GPT
 from .window import Window
 
@@ -91,20 +92,6 @@ class GraphWindow(Window):
         replay = self._record(step)
         undo()
         return replay
-
-
-def record_cuda_graph(step: Replay) -> Replay:
-    """Records a function on the current CUDA device, without running it."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Some libraries set themselves up at their first call on a stream.
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def make_window(

@@ -89,13 +89,16 @@ class TokenStack(nn.Module):
     ) -> Tensor:
         """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
         x = self.dropout(self._embed(tokens, cache))
-        whole, T = self.rotary_positions, tokens.shape[1]
-        tables = None if whole is None or cache is not None else whole.at(0, T, T, x.device)
+        tables: RotaryPositions | tuple[Tensor, Tensor] | None = self.rotary_positions
+        if isinstance(tables, RotaryPositions) and cache is None:
+            # The same rows in every layer.
+            T = tokens.shape[1]
+            tables = tables.at(0, T, T, x.device)
         for i, block in enumerate(self.blocks):
             x = block(
                 x,
                 key_lengths=key_lengths,
-                rotary_tables=whole if tables is None else tables,
+                rotary_tables=tables,
                 cache=None if cache is None else cache[i],
                 memory=None if memory is None else memory[i],
             )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .data import TextDataset, evaluation_batches, random_batch
+from .data import TextDataset
 from .padding import IGNORED
-from .tasks import Batch, Split
+from .tasks import Batch, LanguageTask
 from .tokenizer_base import Tokenizer
 
 # Devlin et al. 2019, section 3.1 and appendix A.1.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
-_VALIDATION_SEED = 0
 
 
 def mask_tokens(
@@ -49,7 +47,7 @@ def mask_tokens(
     return inputs, tokens.masked_fill(~chosen, IGNORED)
 
 
-class MaskedTask:
+class MaskedTask(LanguageTask):
     """Naming of hidden tokens in windows of a text.
 
     Args:
@@ -62,33 +60,10 @@ class MaskedTask:
     """
 
     def __init__(self, dataset: TextDataset, tokenizer: Tokenizer, context_length: int) -> None:
-        self._dataset, self._context_length = dataset, context_length
+        super().__init__(dataset, context_length)
         self._mask = tokenizer.special_id("mask")
         ids = set(range(tokenizer.vocab_size)) - tokenizer.special_ids
         self._replacements = torch.tensor(sorted(ids))
-
-    @property
-    def fingerprint(self) -> str:
-        return self._dataset.fingerprint
-
-    @property
-    def extent(self) -> str:
-        train, validation = len(self._dataset.train), len(self._dataset.validation)
-        return f"{train:,} training and {validation:,} validation tokens"
-
-    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """Windows of the split at random places, masked anew each time."""
-        tokens: Tensor = getattr(self._dataset, split)
-        context = min(self._context_length, len(tokens) - 1)
-        windows, _ = random_batch(tokens, batch_size, context, generator)
-        return self._masked(windows, generator)
-
-    def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Adjoining windows, masked the same way every time."""
-        generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        tokens = self._dataset.validation
-        for windows, _ in evaluation_batches(tokens, batch_size, self._context_length):
-            yield self._masked(windows, generator)
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
         """Share of the hidden tokens that the model names."""
@@ -101,8 +76,9 @@ class MaskedTask:
             total += batch.num_targets
         return {"accuracy": right / total}
 
-    def _masked(self, windows: Tensor, generator: torch.Generator) -> Batch:
+    def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
+        """Windows masked by the generator."""
         inputs, targets = mask_tokens(
-            windows, mask=self._mask, replacements=self._replacements, generator=generator
+            inputs, mask=self._mask, replacements=self._replacements, generator=generator
         )
         return Batch((inputs,), targets)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from .data import TextDataset, evaluation_batches, random_batch
 from .padding import IGNORED
 
+_VALIDATION_SEED = 0
+
 Split = Literal["train", "validation"]
 
 
@@ -107,15 +109,20 @@ class LanguageTask:
         """Windows of the split at random places; shorter ones if the split is shorter."""
         tokens: Tensor = getattr(self._dataset, split)
         context = min(self._context_length, len(tokens) - 1)
-        inputs, targets = random_batch(tokens, batch_size, context, generator)
-        return Batch((inputs,), targets)
+        windows = random_batch(tokens, batch_size, context, generator)
+        return self._batch(*windows, generator)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Adjoining windows: every token but the first is a target once."""
+        """Adjoining windows of the whole split, the same every time."""
+        generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         tokens = self._dataset.validation
-        for inputs, targets in evaluation_batches(tokens, batch_size, self._context_length):
-            yield Batch((inputs,), targets)
+        for windows in evaluation_batches(tokens, batch_size, self._context_length):
+            yield self._batch(*windows, generator)
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
         """None: the loss tells all."""
         return {}
+
+    def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
+        """Of windows and the same one token further on."""
+        return Batch((inputs,), targets)
