@@ -96,17 +96,22 @@ def call_costs(device: str, **options: Any) -> dict[str, float]:
 
 
 def over_bare_launch(device: str, rounds: int = 20) -> dict[str, float]:
-    """Host time of each of `calls` as a multiple of the bare launch's.
+    """Host time of each of `calls` as a multiple of the bare launch's."""
+    least = least_costs(calls(device), rounds)
+    return {name: cost / least["bare launch"] for name, cost in least.items()}
 
-    Each is the least of the runs that take turns here: what else the machine does adds to them.
+
+def least_costs(found: dict[str, Function], rounds: int = 20) -> dict[str, float]:
+    """Microseconds of host time of each of these, the least of runs that take turns.
+
+    What else the machine does only adds to them.
     """
     least: dict[str, float] = {}
-    found = calls(device)
     for _ in range(rounds):
         for name, call in found.items():
             cost = host_cost(call, calls=40, repeats=1)
             least[name] = min(cost, least.get(name, cost))
-    return {name: cost / least["bare launch"] for name, cost in least.items()}
+    return least
 
 
 def bare_launch(call: Function) -> Function:
