@@ -114,6 +114,7 @@ _NOT_CACHED = {
     "score_mod_grad": "there are no gradients",
     "dropout": "there is no training from a cache",
     "dropout_seed": "there is no training from a cache",
+    "deterministic": "there are no gradients",
 }
 
 
@@ -180,6 +181,7 @@ def _options(
     sinks: Tensor | None = None,
     dropout: float = 0,
     dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
 ) -> Options:
     """Check what dense and packed calls share, and put all into one record.
 
@@ -221,6 +223,8 @@ def _options(
         dropout = score_checks.check_dropout(dropout)
     if dropout_seed is not None:
         score_checks.check_dropout_seed(dropout_seed, q)
+    if deterministic is not True:
+        checks.check_flag("deterministic", deterministic)
     # By position, in the order of the fields, for speed.
     return Options(
         key_padding_mask,
@@ -249,6 +253,7 @@ def _options(
         checks.check_scale(scale, q.shape[-1]),
         softcap,
         dropout,
+        not deterministic,
         mask_mod,
         score_mod,
         score_mod_grad,

@@ -68,10 +68,15 @@ def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
         raise ValueError(f"k must have a number of heads that divides q's {H_q}, got {H_k}")
 
 
+def check_flag(name: str, x: bool) -> None:
+    """True or False, and nothing that only counts as one."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
+
+
 def check_band(causal: bool, window: Window) -> tuple[int | None, int | None]:
     """The window's sides (left, right) around a query's own position; None = unbounded."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    check_flag("causal", causal)
     return _window_sides(window)
 
 

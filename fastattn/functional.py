@@ -56,6 +56,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout: float = 0,  # an int: torch.compile would make a default that is a float dynamic
     dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -134,6 +135,11 @@ def attention(
             Applied whenever it is above 0: pass 0 for evaluation.
         dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device,
             so torch.manual_seed repeats it. `dropout_keep_mask` shows what a seed drops.
+        deterministic: gradients are the same bits from run to run. False permits the kernels of
+            "triton" and "hopper" to add the gradient of q up in one pass with that of k and v, by
+            atomics in fp32: less work, more traffic, and last bits that may differ. The forward is
+            the same, and torch.use_deterministic_algorithms(True) overrides it. The "torch" backend
+            is as deterministic as torch is, which on a GPU goes by that flag alone.
         return_lse: also return the log of the softmax denominators.
         backend: "hopper" (has to be asked for), "triton", "torch" or "auto" (default; the
             environment variable FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same
@@ -154,7 +160,7 @@ def attention(
     """
     values = (
         window, causal, keep_first, stride, query_offset, scale, softcap, dropout, mod_tensors,
-        backend,
+        deterministic, backend,
     )  # fmt: skip
     others = (
         prefix_lengths, key_padding_mask, key_lengths, documents, attn_mask, mask_mod,
@@ -173,7 +179,7 @@ def attention(
         # In the order of ScoreArguments.
         causal, window, prefix_lengths, keep_first, stride, mask_mod, mod_tensors, key_lengths,
         scale, softcap, alibi_slopes, relative_bias, relative_keys, relative_query, score_mod,
-        score_mod_grad, sinks, dropout, dropout_seed,
+        score_mod_grad, sinks, dropout, dropout_seed, deterministic,
     )  # fmt: skip
     return _compute(q, k, v, options, return_lse, backend, key if dropout_seed is None else None)
 

@@ -32,6 +32,7 @@ class ScoreArguments(TypedDict, total=False):
     sinks: Tensor | None
     dropout: float
     dropout_seed: Tensor | None
+    deterministic: bool
 
 
 class AttentionArguments(ScoreArguments, total=False):
@@ -78,6 +79,8 @@ class Options(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     dropout: float = 0.0
+    # Whether dQ may be added up by atomics, in an order that is another in each run.
+    atomic_dq: bool = False
     mask_mod: Any = None
     score_mod: Any = None
     score_mod_grad: Any = None

@@ -48,6 +48,7 @@ def attention(
     dropout: float = 0,
     dropout_seed: Tensor | None = None,
     dropout_keep: Tensor | None = None,
+    deterministic: bool = True,
     query_offset: int | Tensor | None = None,
     attn_mask: Tensor | None = None,
     return_lse: bool = False,

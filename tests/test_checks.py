@@ -73,6 +73,7 @@ BAD = [
         r"divides q's 4, got 0",
     ),
     (qkv(causal=1), TypeError, r"causal must be a bool, got int"),
+    (qkv(deterministic=1), TypeError, r"deterministic must be a bool, got int"),
     (qkv(window=0), ValueError, r"window as an int counts visible keys, at least 1, got 0"),
     (qkv(window=True), TypeError, r"window must be an int or a tuple \(left, right\), got True"),
     (qkv(window=(1, 2, 3)), TypeError, r"window must be .* got \(1, 2, 3\)"),
@@ -354,6 +355,7 @@ BAD_PACKED = [
     ),
     (packed(documents=1), TypeError, "takes no documents: cu_seqlens separates"),
     (packed(colour=1), TypeError, "takes no colour: there is no such argument"),
+    (packed(deterministic=None), TypeError, "deterministic must be a bool, got NoneType"),
     (
         packed(cu_seqlens_q=torch.tensor([0, 4, 3])),
         ValueError,

@@ -58,6 +58,7 @@ REFUSED = [
     ({"dropout_seed": 1}, TypeError, "takes no dropout_seed: there is no training"),
     ({"score_mod_grad": 1}, TypeError, "takes no score_mod_grad: there are no gradients"),
     ({"colour": 1}, TypeError, "takes no colour: there is no such argument"),
+    ({"deterministic": True}, TypeError, "takes no deterministic: there are no gradients"),
     ({"attn_mask": 1}, TypeError, "attn_mask must be a bool tensor, got int"),
     ({"attn_mask": torch.zeros(1, 5)}, TypeError, "attn_mask must be bool .* got torch.float32"),
     (

@@ -109,6 +109,7 @@ def test_other_tensors_make_another_call(device: str, checked: list[int]) -> Non
     [
         ({"causal": True}, {"causal": 1}),
         ({"window": 1}, {"window": True}),
+        ({"deterministic": False}, {"deterministic": 0}),
         ({"window": (1, 0)}, {"window": (True, 0)}),
         ({}, {"window": [1, 0]}),
         ({}, {"mod_tensors": (torch.zeros(1),)}),

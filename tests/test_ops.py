@@ -34,7 +34,7 @@ def op_arguments(**options):
     masks = tuple(x.to(q.device) for x in masks)
     return [
         (q, k, v, *op_schema.flat(Options(causal=True, scale=0.25))),
-        (q, k, v, *op_schema.flat(Options(*masks, left=4, scale=0.25))),
+        (q, k, v, *op_schema.flat(Options(*masks, left=4, scale=0.25, atomic_dq=True))),
     ]
 
 

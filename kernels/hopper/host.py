@@ -27,6 +27,7 @@ _MAX_LENGTH = 1 << 28
 _SERVED = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
     "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
+    "atomic_dq",
 }  # fmt: skip
 
 
