@@ -62,6 +62,20 @@ def why_not_hopper(
     return why_not_hopper(q, k, v, options)
 
 
+def why_not_one_pass(options: Options, *, hopper: bool = False) -> str | None:
+    """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
+
+    hopper: whether it is the kernels for Hopper that serve it.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms(True) rules it out"
+    if hopper:
+        return "there is no such kernel for Hopper"
+    if options.relative_keys is not None:
+        return "its kernel does not know relative_keys"
+    return None
+
+
 @cache
 def _kernels() -> ModuleType:
     """What every call needs; a first call does not wait for the kernels of gradients."""
@@ -91,10 +105,13 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
     _kernels()
-    from .kernels.backward import launch_backward
+    from .kernels.backward import launch_backward, launch_backward_one_pass
 
+    # Asked when it runs, as torch's own ops do: the flag may change after the forward.
+    one_pass = options.atomic_dq and why_not_one_pass(options) is None
+    launch = launch_backward_one_pass if one_pass else launch_backward
     with _device_of(q):
-        return launch_backward(do, dlse, q, k, v, o, lse, options)
+        return launch(do, dlse, q, k, v, o, lse, options)
 
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

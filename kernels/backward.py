@@ -1,4 +1,4 @@
-"""Backward, deterministic: one program a tile of queries for dQ, one a tile of keys for dK and dV.
+"""Backward: one program a tile of queries for dQ, one a tile of keys for dK and dV.
 
 With p = softmax weights, do the gradient of o and dlse that of lse (Dao et al. 2022, appendix B.4):
 
@@ -7,11 +7,13 @@ With p = softmax weights, do the gradient of o and dlse that of lse (Dao et al. 
 
 p is computed again from lse; with dropout, dv takes the weights that survived and dp is dropped
 like them. The G query heads of a K/V head are met in a loop by one program, so dK and dV are summed
-in registers and never expanded; there are no atomics.
+in registers and never expanded. These two passes are deterministic. Where it is permitted, one pass
+computes all three: the programs of keys add up dQ by atomics, see `backward_atomic`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +34,7 @@ from .arguments import (
     strides,
     tile_for,
 )
+from .backward_atomic import launch_finish_dq, launch_start_dq
 from .block_table import mask_for_keys, mask_for_queries
 from .gradient import load_lse, tile_gradient
 from .mask import (
@@ -51,7 +54,16 @@ from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_products, relative_query, unskewed, vectors_of_tile
 from .score import dropped, gradient, kept, modified
 from .softmax import weights
-from .tile import head, key_program, load_tile, load_vector, query_program, query_rows, store_tile
+from .tile import (
+    add_tile,
+    head,
+    key_program,
+    load_tile,
+    load_vector,
+    query_program,
+    query_rows,
+    store_tile,
+)
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -153,12 +165,15 @@ def attention_backward_dq_kernel(
 
 @triton.jit
 def _grow_dkv(
-    dk, dv, k, v, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, batch, first_q, m_first,
-    n_first, in_rows, keep, h, H_q, row, score,
+    dk, dv, k, v, valid, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, dq_ptr, batch,
+    first_q, m_first, n_first, in_rows, keep, h, H_q, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk += ds^T q and dv += p^T do for one query block, transposed: keys down, queries across."""
+    """dk += ds^T q and dv += p^T do for one query block, transposed: keys down, queries across.
+
+    With dq_ptr, rows of fp32, ds k is added there.
+    """
     BLOCK_N: tl.constexpr = k.shape[0]
     rows = m_first + tl.arange(0, BLOCK_M)
     k_pos = (n_first + tl.arange(0, BLOCK_N))[:, None]
@@ -187,19 +202,28 @@ def _grow_dkv(
     dx = p * (dp - delta[None, :])
     _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
     dk = add_weighted_rows(dk, ds, q, PRECISION)
+    if dq_ptr is not None:
+        # The weight of a key that does not exist was never masked, and may be anything.
+        ds = tl.trans(tl.where(valid[:, None], ds, 0.0))
+        dq = add_weighted_rows(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), ds, k, PRECISION)
+        add_tile(dq_ptr, D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, D)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_backward_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask, score,
     H_q, G, T_q, T_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`."""
+    """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
+
+    dq_ptr: fp32 [B, H_q, T_q, D] to add the dQ of these keys to, without the scale, by atomics; or
+    None.
+    """
     tile, b, h_k = key_program(T_k, H_q // G, mask, BLOCK_N)
     n_first = tile * BLOCK_N
     row = batch_row(b, T_q, T_k, mask)
@@ -222,12 +246,15 @@ def attention_backward_dkv_kernel(
         q_head, q_stride = head(q_ptr, batch, h_q, first_q, q_strides, INDEX)
         do_head, do_stride = head(do_ptr, batch, h_q, first_q, do_strides, INDEX)
         stats = (batch * H_q + h_q).to(tl.int64) * T_q + first_q
+        dq_head = None
+        if dq_ptr is not None:
+            dq_head = dq_ptr + stats * D
         full, boundary, place = query_plan(tile, k_first, k_last, h_q, row, mask, BLOCK_M)
         for i in range(0, full):
             dk, dv = _grow_dkv(
-                dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, batch, first_q, full_block(i, place, mask) * BLOCK_M, n_first,
-                None, None, h_q, H_q, row, score,
+                dk, dv, k, v, valid, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
+                delta_ptr + stats, dq_head, batch, first_q,
+                full_block(i, place, mask) * BLOCK_M, n_first, None, None, h_q, H_q, row, score,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
         for i in range(0, boundary):
@@ -235,8 +262,8 @@ def attention_backward_dkv_kernel(
             rows = m_first + tl.arange(0, BLOCK_M)
             keep = visible(rows[None, :], k_pos[:, None], h_q, row, mask)
             dk, dv = _grow_dkv(
-                dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, batch, first_q, m_first, n_first, rows < row.T_q, keep,
+                dk, dv, k, v, valid, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
+                delta_ptr + stats, dq_head, batch, first_q, m_first, n_first, rows < row.T_q, keep,
                 h_q, H_q, row, score, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
 
@@ -267,10 +294,11 @@ def _plan_dq(
 
 
 def _plan_dkv(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
+    kernel: str = "backward_dkv",
 ) -> Launch:  # fmt: skip
     dims = (block_dim(q.shape[3]), block_dim(v.shape[3]))
-    tile = tile_for("backward_dkv", options, q, *dims)
+    tile = tile_for(kernel, options, q, *dims)
     programs = key_programs(options, k, tile.BLOCK_N)
     return Launch(
         attention_backward_dkv_kernel, programs, tile, *map(strides, (q, k, v, do, dk, dv)),
@@ -279,6 +307,9 @@ def _plan_dkv(
         q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, *dims,
         index_type(q, k, v, do, dk, dv, options.relative_query), dot_precision(q.dtype),
     )  # fmt: skip
+
+
+_plan_one_pass = partial(_plan_dkv, kernel="backward_one_pass")
 
 
 def launch_backward(
@@ -302,5 +333,26 @@ def launch_backward(
     launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
     launch(q, k, v, o, do, lse, dlse, dq, delta, dquery)
     launch = launch_for(_plan_dkv, options, (q, k, v, do), dk, dv)
-    launch(q, k, v, do, lse, delta, dk, dv)
+    launch(q, k, v, do, lse, delta, dk, dv, None)
     return dq, dk, dv, delta, q.new_empty(0) if dquery is None else dquery
+
+
+def launch_backward_one_pass(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `launch_backward`, with dQ added up by atomics; the last, which is empty, has no kernel.
+
+    For any options without relative keys. Takes 4 bytes more for each element of q.
+    """
+    assert options.relative_keys is None, "left to launch_backward"
+    q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
+    dq = empty_in_layout(q, *q.shape[1:])
+    dk = empty_in_layout(k, *k.shape[1:])
+    dv = empty_in_layout(v, *v.shape[1:])
+    delta = torch.empty_like(lse)
+    total = launch_start_dq(do, dlse, q, o, lse, delta, options)
+    launch = launch_for(_plan_one_pass, options, (q, k, v, do), dk, dv)
+    launch(q, k, v, do, lse, delta, dk, dv, total)
+    launch_finish_dq(total, dq, options)
+    return dq, dk, dv, delta, q.new_empty(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import triton
 
-KERNELS = ("forward", "backward_dq", "backward_dkv")
+KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_one_pass")
 # Kinds of rows: one a kernel, decoding by one new token or several, and one for all kernels on
 # calls with relative keys and for the gradients of relative keys and biases; those hold more at
 # once than the others' tiles leave.

@@ -77,6 +77,21 @@ def store_tile(
 
 
 @triton.jit
+def add_tile(
+    ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Add tile [ROWS, COLS] to fp32 rows that other programs add to; arguments as `load_tile`'s."""
+    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
+    mask = None
+    if keep is not None:
+        mask = keep[:, None]
+    if WIDTH != COLS:
+        within = (tl.arange(0, COLS) < WIDTH)[None, :]
+        mask = within if keep is None else mask & within
+    tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
+
+
+@triton.jit
 def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
     """Which packed sequence owns a slot, and which of its tiles the slot is.
 

@@ -1,0 +1,152 @@
+"""What a backward in one pass over the scores needs before and after it.
+
+A kernel of one program a tile of keys computes dK and dV in registers, and of every dS that it meets
+the part of dQ too. Many programs meet the same query: they add to one fp32 sum by atomics, in an
+order that is another in each run, so its last bits are. Five products in place of the seven of two
+passes, for the traffic of the sum. Before it, `launch_start_dq` computes what the rows need and
+zeroes the sum; after it, `launch_finish_dq` scales the sum into q's dtype and memory order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import block_dim, blocks, index_type, strides, tiles_of
+from .config import TileConfig
+from .mask import Mask, batch_row, memory_rows
+from .number import number
+from .plan import Launch, launch_for
+from .tile import head, load_tile, load_vector, query_program, query_rows, store_tile
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+# Rows of statistics come in whole tiles of this many: those of the Hopper kernels.
+STATS_ROWS = 128
+# Elements of a tile that the registers of its program hold twice.
+_ELEMENTS = 128 * 128
+_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["stats_stride", "H_q", "T_q"])
+def start_dq_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr, minus_lse_ptr, minus_delta_ptr,
+    o_strides, do_strides, mask, scale, stats_stride, H_q, T_q,
+    D: tl.constexpr, D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(o * do) - dlse of a tile of queries, and zeros where their dQ is summed.
+
+    Grid as forward with G = 1. dq: fp32 [B, H_q, T_q, D]; delta, lse, dlse: fp32 [B, H_q, T_q].
+    minus_lse = -lse / scale and minus_delta = -delta are what the products of the Hopper kernels
+    start from: rows of stats_stride numbers, a head each, in whole tiles, -inf and 0 past the last
+    query. Of packed sequences each has tiles of its own, in its slots (`tile.sequence_of`).
+    """
+    tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
+    row = batch_row(b, T_q, T_q, mask)
+    batch, first_q, _ = memory_rows(b, mask)
+    m_first, _, rows, in_rows = query_rows(tile, row.T_q, ROWS)
+    o_ptr, o_stride = head(o_ptr, batch, h, first_q, o_strides, INDEX)
+    do_ptr, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
+    o = load_tile(o_ptr, o_stride, m_first, in_rows, ROWS, BLOCK_DV, D_V)
+    do = load_tile(do_ptr, do_stride, m_first, in_rows, ROWS, BLOCK_DV, D_V)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    first = (batch * H_q + h).to(tl.int64) * T_q + first_q
+    if dlse_ptr is not None:
+        delta -= load_vector(dlse_ptr + first + rows, in_rows, 0.0)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + first + rows, delta, mask=in_rows)
+    zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    store_tile(dq_ptr + first * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
+    if minus_lse_ptr is not None:
+        stats = (batch * H_q + h).to(tl.int64) * stats_stride + rows
+        if mask.cu_q_ptr is not None:
+            stats += (first_q // ROWS + b) * ROWS
+        lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
+        # A slot that its sequence leaves empty belongs to nobody, or to the next one.
+        there = m_first < row.T_q
+        tl.store(minus_lse_ptr + stats, -lse / scale, mask=there)
+        tl.store(minus_delta_ptr + stats, -delta, mask=there)
+
+
+@triton.jit(do_not_specialize=["H_q", "T_q"])
+def finish_dq_kernel(
+    sum_ptr, dq_ptr, dq_strides, scale, H_q, T_q,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * sum for a tile of rows; sum fp32 [B, H_q, T_q, D] contiguous."""
+    tiles = tl.cdiv(T_q, ROWS)
+    of_head = tl.program_id(0) // tiles
+    m_first = (tl.program_id(0) % tiles) * ROWS
+    in_rows = m_first + tl.arange(0, ROWS) < T_q
+    sum_ptr += of_head.to(tl.int64) * T_q * D
+    dq_ptr, dq_stride = head(dq_ptr, of_head // H_q, of_head % H_q, 0, dq_strides, INDEX)
+    dq = load_tile(sum_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
+
+
+def _rows(*dims: int) -> int:
+    """Rows of a tile that has this many columns."""
+    return min(STATS_ROWS, _ELEMENTS // max(dims))
+
+
+def _plan_start(
+    options: Options, q: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
+    stats: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    B, H_q, T_q, D = q.shape
+    dims = (block_dim(D), block_dim(o.shape[3]))
+    rows = _rows(*dims)
+    # Rows that are not laid out by sequences need not know of them.
+    cu_seqlens = None if stats is None else options.cu_seqlens_q
+    mask = Mask()
+    if cu_seqlens is not None:
+        sequences = number(cu_seqlens.shape[0] - 1)
+        mask = Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
+    assert stats is None or rows == STATS_ROWS, "statistics are in tiles of other rows"
+    return Launch(
+        start_dq_kernel, tiles_of(cu_seqlens, B, T_q, rows) * H_q,
+        TileConfig(rows, rows, _WARPS), strides(o), strides(do), mask, options.scale,
+        0 if stats is None else stats.stride(1), H_q, T_q,
+        D, o.shape[3], rows, *dims, index_type(o, do),
+    )  # fmt: skip
+
+
+def launch_start_dq(
+    do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None,
+    options: Options, stats: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The sum to add dQ to, fp32 [B, H_q, T_q, D] of zeros; delta, like lse, is filled if given.
+
+    do and o [B, H_q, T_q, D_v] as `arguments.aligned` leaves them.
+
+    stats: fp32 [2, B * H_q, rows], to be filled with -lse / scale and -delta, heads in whole tiles
+        of STATS_ROWS; of packed sequences T_q // STATS_ROWS + N tiles. For head dims up to 128.
+    """
+    total = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
+    if stats is None:
+        launch = launch_for(_plan_start, options, (q, o, do, dlse))
+    else:
+        launch = _plan_start(options, q, o, do, dlse, stats)
+    launch(o, do, lse, dlse, delta, total, minus_lse, minus_delta)
+    return total
+
+
+def _plan_finish(options: Options, dq: Tensor) -> Launch:
+    B, H_q, T_q, D = dq.shape
+    rows = _rows(block_dim(D))
+    return Launch(
+        finish_dq_kernel, B * H_q * blocks(T_q, rows), TileConfig(rows, rows, _WARPS),
+        strides(dq), options.scale, H_q, T_q, D, rows, block_dim(D), index_type(dq),
+    )  # fmt: skip
+
+
+def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
+    """dq [B, H_q, T_q, D], in any memory order, from the sum of `launch_start_dq`."""
+    launch_for(_plan_finish, options, (dq,))(total, dq)
