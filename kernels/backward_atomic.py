@@ -1,7 +1,7 @@
 """What a backward in one pass over the scores needs before and after it.
 
-A kernel of one program a tile of keys computes dK and dV in registers, and of every dS that it meets
-the part of dQ too. Many programs meet the same query: they add to one fp32 sum by atomics, in an
+A kernel of one program a tile of keys computes dK and dV in registers, and of every dS it meets the
+part of dQ too. Many programs meet the same query: they add to one fp32 sum by atomics, in an
 order that is another in each run, so its last bits are. Five products in place of the seven of two
 passes, for the traffic of the sum. Before it, `launch_start_dq` computes what the rows need and
 zeroes the sum; after it, `launch_finish_dq` scales the sum into q's dtype and memory order.

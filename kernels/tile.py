@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .number import value
 
@@ -81,14 +82,21 @@ def add_tile(
     ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Add tile [ROWS, COLS] to fp32 rows that other programs add to; arguments as `load_tile`'s."""
-    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
+    cols = tl.arange(0, COLS)
+    if not cuda_capability_geq(9):
+        # There each atomic takes one column. Were it known that columns follow one another, a
+        # thread would take four in a row, and each of its atomics touch every sector of the row.
+        cols = tl.minimum(cols, COLS - 1)
+    offsets = tl.arange(0, ROWS)[:, None] * stride_t + cols[None, :]
     mask = None
     if keep is not None:
         mask = keep[:, None]
     if WIDTH != COLS:
-        within = (tl.arange(0, COLS) < WIDTH)[None, :]
+        within = (cols < WIDTH)[None, :]
         mask = within if keep is None else mask & within
-    tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
+    tl.atomic_add(
+        ptr + tl.cast(first, tl.int64) * stride_t + offsets, tile, mask=mask, sem="relaxed"
+    )
 
 
 @triton.jit
