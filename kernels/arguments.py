@@ -90,13 +90,19 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee"
 
 
-def empty_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
-    """Empty [B, heads, rows, cols] in the memory order of `like`: a [B, T, H, D] user keeps it."""
+def empty_in_layout(
+    like: Tensor, heads: int, rows: int, cols: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Empty [B, heads, rows, cols] in the memory order of `like`: a [B, T, H, D] user keeps it.
+
+    dtype: default that of `like`.
+    """
     B = like.shape[0]
+    dtype = like.dtype if dtype is None else dtype
     if like.stride(1) < like.stride(2):
-        by_rows = torch.empty(B, rows, heads, cols, dtype=like.dtype, device=like.device)
+        by_rows = torch.empty(B, rows, heads, cols, dtype=dtype, device=like.device)
         return by_rows.transpose(1, 2)
-    return torch.empty(B, heads, rows, cols, dtype=like.dtype, device=like.device)
+    return torch.empty(B, heads, rows, cols, dtype=dtype, device=like.device)
 
 
 def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:

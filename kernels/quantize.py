@@ -53,6 +53,17 @@ def from_e4m3(code):
 
 
 @triton.jit
+def key_at(place):
+    """Which key's weight, and value, stands at a place of a product over keys in 8 bits on sm_90.
+
+    After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, and as
+    operand of the next product it gives four that stand side by side. Any order of keys will do
+    that weights and values share. In this one those four stand side by side: no weight moves.
+    """
+    return (place & -16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
+
+
+@triton.jit
 def numbers_of(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """int8 or (as uint8) e4m3 codes in DTYPE, which holds each exactly.
 

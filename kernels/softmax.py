@@ -13,13 +13,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def online_step(s, m, l, scale_log2, MASKED: tl.constexpr):
+def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0):
     """Take a block of scores s = q.k (unscaled, -inf where hidden) into the state of its rows.
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
     scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
+    SHIFT: m stays this far below the largest score, and weights reach 2^SHIFT.
     """
-    m_next = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    largest = tl.max(s, 1) * scale_log2
+    if SHIFT > 0:
+        largest = largest - SHIFT
+    m_next = tl.maximum(m, largest)
     m_finite = m_next
     if MASKED:
         # A row that has seen nothing yet: -inf minus -inf would be NaN.

@@ -89,6 +89,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.forward",
         "fastattn.kernels.additive",
         "fastattn.kernels.statistics",
+        "fastattn.kernels.values",
         "fastattn.kernels.backward",
         "fastattn.kernels.backward_bias",
         "fastattn.kernels.backward_relative",

@@ -42,6 +42,14 @@ def forward_config(D: int, early: bool) -> HopperConfig:
     }[D]
 
 
+def fp8_config(D: int, early: bool) -> HopperConfig:
+    """That of forward in 8 bits. Weights wait for their product in 32, so that 256 columns of
+    output leave registers for blocks of 64 keys only.
+    """
+    registers = _registers(early)
+    return HopperConfig(64 if D == 256 else 128, 4, 2, *registers)
+
+
 def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperConfig:
     """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO.
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_TYPES = {**_DTYPES, torch.float8_e4m3fn: gl.float8e4nv}
 # Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
 _L2_BYTES = 32 << 20
 # Where nothing else is known: H100 and H200 SXM.
@@ -39,14 +40,28 @@ def why_not_hopper(
     The caller sees to the GPU (sm_90). Where the answer for `backward` alone is a reason, any
     other backward serves o and lse of the forward.
     """
+    if q.dtype not in _DTYPES:
+        return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
+    return _why_not(q, k, v, options, BACKWARD_HEAD_DIMS if backward else HEAD_DIMS)
+
+
+def why_not_hopper_fp8(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
+) -> str | None:
+    """`why_not_hopper` for e4m3 numbers q [B, H_q, T_q, D], k and v, and o in `dtype`."""
+    if dtype not in _DTYPES:
+        return f"out_dtype is {str(dtype).removeprefix('torch.')}; they write bfloat16 and float16"
+    return _why_not(q, k, v, options, HEAD_DIMS)
+
+
+def _why_not(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, served: tuple[int, ...]
+) -> str | None:
     D, D_v = q.shape[-1], v.shape[-1]
     # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
     T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
-    if q.dtype not in _DTYPES:
-        return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
     if D_v != D:
         return f"head dims of q and v differ ({D} and {D_v})"
-    served = BACKWARD_HEAD_DIMS if backward else HEAD_DIMS
     if D not in served:
         return f"head dim {D} is none of {', '.join(map(str, served))}"
     defaults = options._field_defaults
@@ -61,8 +76,8 @@ def why_not_hopper(
     return None
 
 
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """A TMA descriptor of x [B, H, T, D] in tiles of `rows` rows of one head.
+def describe(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
+    """A TMA descriptor of x [B, H, T, D] in tiles of `rows` rows of one head; cols: default all.
 
     Tiles are zero-filled past the last row when loaded, and clipped there when stored.
     """
@@ -73,8 +88,8 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
         stride if size > 1 else elements
         for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     ]
-    block = [1, 1, rows, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    block = [1, 1, rows, x.shape[3] if cols is None else cols]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
 
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..quantize import key_at
 from ..tile import head
 
 ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
@@ -86,29 +87,48 @@ def pass_turn(turns, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns):
-    """Where a warpgroup keeps the [64, columns] result of a product."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator_layout(columns, dtype=gl.bfloat16):
+    """Where a warpgroup keeps the [64, columns] result of a product of this type."""
+    depth = 256 // dtype.primitive_bitwidth
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
 @gluon.jit
 def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     """x as the register operand of a product with COLUMNS columns: nothing moves between threads.
 
-    x is in the layout of an accumulator.
+    x is in the layout of an accumulator. In 8 bits its columns come in the order of `key_at`.
     """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(COLUMNS), 2)
+    IN_A_REGISTER: gl.constexpr = 32 // dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = accumulator_layout(COLUMNS, dtype)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, IN_A_REGISTER)
+    if IN_A_REGISTER == 4:
+        KEYS: gl.constexpr = x.shape[1]
+        x = x.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, KEYS])
     return gl.convert_layout(x.to(dtype), OPERAND)
 
 
 @gluon.jit
-def load(ring, n, desc, b, h, first, STAGES: gl.constexpr):
-    """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row."""
+def load(ring, n, desc, b, h, first, STAGES: gl.constexpr, TURNED: gl.constexpr = False):
+    """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row.
+
+    TURNED: the tensor and its tiles have rows for columns.
+    """
     tiles, full, empty = ring
     stage, parity = place(n, STAGES)
     mbarrier.wait(empty.index(stage), parity ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, first, 0], full.index(stage), tiles.index(stage))
+    _copy(desc, b, h, first, full.index(stage), tiles.index(stage), TURNED)
+
+
+@gluon.jit
+def _copy(desc, b, h, first, landed, tile, TURNED: gl.constexpr):
+    row = first
+    col = 0
+    if TURNED:
+        row = 0
+        col = first
+    tma.async_copy_global_to_shared(desc, [b, h, row, col], landed, tile)
 
 
 @gluon.jit
@@ -141,6 +161,7 @@ def release_slot(slots, NUMBER: gl.constexpr):
 def load_until(
     ring, n, desc, b, h, first, end, landed, scrubs,
     ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    TURNED: gl.constexpr = False,
 ):  # fmt: skip
     """`load`, with zeros from row first + `end` on, whatever the tensor holds there.
 
@@ -155,17 +176,20 @@ def load_until(
         mbarrier.wait(empty.index(stage), parity ^ 1)
         if end < ROWS:
             mbarrier.expect(landed, desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc, [b, h, first, 0], landed, tile)
+            _copy(desc, b, h, first, landed, tile, TURNED)
             mbarrier.wait(landed, scrubs & 1)
-            _zero_rows(tile.reshape([ROWS, COLS]), end, ROWS, COLS)
+            if TURNED:
+                _zero_columns(tile.reshape([COLS, ROWS]), end, COLS, ROWS)
+            else:
+                _zero_rows(tile.reshape([ROWS, COLS]), end, ROWS, COLS)
             fence_async_shared()
             mbarrier.arrive(full.index(stage), count=1)
             scrubs += 1
         else:
             mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc, [b, h, first, 0], full.index(stage), tile)
+            _copy(desc, b, h, first, full.index(stage), tile, TURNED)
     else:
-        load(ring, n, desc, b, h, first, STAGES)
+        load(ring, n, desc, b, h, first, STAGES, TURNED)
     return scrubs
 
 
@@ -180,6 +204,18 @@ def _zero_rows(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
                 piece = tile.slice(first, _PIECE_ROWS, 0).slice(col, _PIECE_COLS, 1)
                 values = piece.load(LAYOUT)
                 piece.store(gl.where((first + rows < kept)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _zero_columns(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """`_zero_rows` for a tile of 8 bits whose columns are keys in the order of `key_at`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
+    places = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    stays = (key_at(places) < kept)[None, :]
+    for first in gl.static_range(0, ROWS, _PIECE_ROWS):
+        piece = tile.slice(first, _PIECE_ROWS, 0)
+        values = piece.load(LAYOUT)
+        piece.store(gl.where(stays, values, gl.zeros_like(values)))
 
 
 @gluon.jit

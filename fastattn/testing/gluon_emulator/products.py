@@ -61,6 +61,26 @@ def _check(a: Any, b: Any, acc: Tensor, warps: int) -> None:
             f"{warps} warps multiply {M} rows of {a.dtype} and {b.dtype}; whole warpgroups do, "
             f"multiples of {_ROWS} rows, of one type"
         )
+    _check_bits(a, b, acc, a.dtype.primitive_bitwidth)
+
+
+def _check_bits(a: Any, b: SharedView, acc: Tensor, bits: int) -> None:
+    """An instruction takes 32 bytes of each row, a register 4; only 16 bits may lie transposed."""
+    if bits != 16:
+        for number, x, along in (("first", a, 1), ("second", b, 0)):
+            if isinstance(x, SharedView) and x.data.stride(along) != 1:
+                raise IllegalError(
+                    f"the {number} operand of a product in {bits} bits must be contiguous along "
+                    f"the dimension that is summed over, got strides {x.data.stride()}"
+                )
+    depth = getattr(acc.layout, "instr_shape", (0, 0, 256 // bits))[2]
+    if depth != 256 // bits:
+        raise IllegalError(f"an instruction in {bits} bits is {256 // bits} deep, not {depth}")
+    width = a.layout.k_width if isinstance(a, Tensor) else 32 // bits
+    if width != 32 // bits:
+        raise IllegalError(
+            f"an operand in {bits} bits has {32 // bits} columns a register, not {width}"
+        )
 
 
 def warpgroup_mma(

@@ -62,6 +62,12 @@ class Tensor:
     def to(self, dtype: Any) -> "Tensor":
         return Tensor(self.data.to(to_torch(dtype)), self.layout)
 
+    def reshape(self, shape: list[int]) -> "Tensor":
+        return Tensor(self.data.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Tensor":
+        return Tensor(self.data.permute(order))
+
     def __getitem__(self, key: Any) -> "Tensor":
         return Tensor(self.data[key])
 
