@@ -13,6 +13,11 @@ from .decode import explain_decode as explain_decode
 from .decode import view_of_tensors as view_of_tensors
 from .dispatch import Explanation as Explanation
 from .dropout import keep_mask as dropout_keep_mask
+from .fp8 import PackedValues as PackedValues
+from .fp8 import attention_fp8 as attention_fp8
+from .fp8 import explain_fp8 as explain_fp8
+from .fp8 import pack_values as pack_values
+from .fp8 import quantize_fp8 as quantize_fp8
 from .functional import attention as attention
 from .functional import attention_varlen as attention_varlen
 from .functional import explain as explain
@@ -45,11 +50,13 @@ __all__ = [
     "KVCache",
     "MultiheadAttention",
     "OutOfPages",
+    "PackedValues",
     "PagedKVCache",
     "QuantizedKVCache",
     "additive_attention",
     "alibi_slopes",
     "attention",
+    "attention_fp8",
     "attention_statistics",
     "attention_varlen",
     "attention_weights",
@@ -60,9 +67,12 @@ __all__ = [
     "dropout_keep_mask",
     "explain",
     "explain_decode",
+    "explain_fp8",
     "merge",
     "multiplicative_attention",
+    "pack_values",
     "patch_sdpa",
+    "quantize_fp8",
     "swap",
     "t5_relative_bias",
     "unpatch_sdpa",

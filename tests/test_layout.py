@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "fastattn.functional",
         "fastattn.decode",
+        "fastattn.fp8",
         "fastattn.merging",
         "fastattn.relative",
         "fastattn.scoring",
@@ -68,6 +69,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.additive_formula",
         "fastattn.additive_ops",
         "fastattn.statistics_ops",
+        "fastattn.fp8_ops",
         "fastattn.row_chunks",
         "fastattn.torch_language",
         "fastattn.dropout",
@@ -133,7 +135,7 @@ KERNELS = "fastattn.kernels"
 TYPED_BY_KERNELS = "fastattn.options"
 KERNEL_IMPORTERS = (
     "fastattn.ops", "fastattn.additive_ops", "fastattn.cache_ops", "fastattn.decode_ops",
-    "fastattn.statistics_ops", "fastattn.testing", "fastattn.bench",
+    "fastattn.statistics_ops", "fastattn.fp8_ops", "fastattn.testing", "fastattn.bench",
 )  # fmt: skip
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 # What a plain install has; everything else is imported inside the function that needs it.

@@ -372,9 +372,10 @@ def launch_hopper_forward_fp8(
     values: v as `kernels.values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
     [B, H_k], fp32 and contiguous.
     """
-    config = fp8_config(q.shape[3], end_early(options))
-    o = empty_in_layout(q, *q.shape[1:], dtype=dtype)
-    v = describe(values, q.shape[3], config.BLOCK)
+    _, H_q, T_q, D = q.shape
+    config = fp8_config(D, end_early(options))
+    o = empty_in_layout(q, H_q, T_q, D, dtype)
+    v = describe(values, D, config.BLOCK)
     return o, _launch(q, k, v, o, scales, config, options)
 
 

@@ -1,0 +1,98 @@
+"""The Hopper forward in 8 bits as a torch operator, and the short way to it; see `ops`."""
+
+import torch
+from torch import Tensor
+
+from . import op_schema, ops
+from .options import Options
+
+
+def why_not_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
+) -> str | None:
+    """Why the Hopper kernel cannot serve a call in 8 bits with o in `dtype`, or None.
+
+    q, k, v: tensors of the call's shapes on its device, of any dtype.
+    """
+    if not ops.TRITON_INSTALLED:
+        return "triton is not installed"
+    if not ops.on_hopper(q.device):
+        return "its kernels are written for GPUs of compute capability 9.0"
+    from .kernels.hopper.host import why_not_hopper_fp8
+
+    return why_not_hopper_fp8(q, k, v, options, dtype)
+
+
+def _pack(v: Tensor) -> Tensor:
+    ops._kernels()  # which repairs the interpreter, where there is one
+    from .kernels.values import launch_pack_values
+
+    with ops._device_of(v):
+        return launch_pack_values(v)
+
+
+pack_values = torch.library.custom_op(
+    "fastattn::pack_values", _pack, mutates_args=(), schema="(Tensor v) -> Tensor"
+)
+
+
+@pack_values.register_fake
+def _(v: Tensor) -> Tensor:
+    B, H, T, D = v.shape
+    return v.new_empty(B, H, D, -(-T // 16) * 16)
+
+
+def _forward(
+    q: Tensor, k: Tensor, values: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
+    dtype: torch.dtype, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse; see `kernels.hopper.forward.launch_hopper_forward_fp8`."""
+    from .kernels.hopper.forward import launch_hopper_forward_fp8
+
+    scales = (q_scale, k_scale, v_scale)
+    with ops._device_of(q):
+        return launch_hopper_forward_fp8(q, k, values, scales, dtype, options)
+
+
+hopper_forward_fp8 = op_schema.operator(
+    "hopper_forward_fp8",
+    _forward,
+    "Tensor q, Tensor k, Tensor values, Tensor q_scale, Tensor k_scale, Tensor v_scale, "
+    "ScalarType dtype",
+    "(Tensor, Tensor)",
+)
+
+
+@hopper_forward_fp8.register_fake
+def _(
+    q: Tensor, k: Tensor, values: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor,
+    dtype: torch.dtype, *_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, H_q, T_q, D = q.shape
+    o = ops._fake_in_layout(q, H_q, T_q, D)
+    return o.to(dtype), q.new_empty(B, H_q, T_q, dtype=torch.float32)
+
+
+def pack(v: Tensor) -> Tensor:
+    """v [B, H, T, D] e4m3, D 64, 128 or 256, with its keys contiguous; see `kernels.values`."""
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    packed: Tensor = pack_values(v) if ops._may_be_traced(v) else _pack(v)
+    return packed
+
+
+def attend(
+    q: Tensor, k: Tensor, values: Tensor, scales: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B, H_q, T_q, D] in `dtype` and lse, by the op where something traces, else directly.
+
+    values: from `pack`. For calls of which `why_not_hopper` is None.
+    """
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_scale, k_scale, v_scale = (x.contiguous() for x in scales)
+    options = ops._in_order(options)
+    if ops._may_be_traced(q):
+        flat = op_schema.flat(options)
+        o, lse = hopper_forward_fp8(q, k, values, q_scale, k_scale, v_scale, dtype, *flat)
+        return o, lse
+    return _forward(q, k, values, q_scale, k_scale, v_scale, dtype, options)
