@@ -10,11 +10,11 @@ in the last place, and 2^-10, half the step of its subnormal numbers,
 
     |o_i - exact| <= sum_j (u w_ij + 2^-18 max_j w_ij) |v_scale v_j|   over the visible keys,
 
-plus what 16-bit attention errs by, too. lse is not affected: sums take weights before rounding.
-Hopper's tensor cores add up products in 8 bits with about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3
-Technical Report", arXiv 2412.19437, section 3.3.2), a further relative 2^-13 or so an instruction
-of 32 columns or keys. As FlashAttention-3 does (Shah et al. 2024, arXiv 2407.08608), the kernel
-leaves it at that.
+a sink's weight counted in the maximum, plus what 16-bit attention errs by, too. lse is not
+affected: sums take weights before rounding. Hopper's tensor cores add up products in 8 bits with
+about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2):
+a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The kernel leaves it at
+that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
 """
 
 import os

@@ -1,0 +1,104 @@
+"""What attention in 8 bits may err by: the bound of `fastattn.fp8`, computed with the oracle.
+
+Held against the oracle in fp64 on the numbers that the codes stand for, element by element:
+
+    |o - ref|  <=  (2^-4 + a) W + 2^-18 M S  +  eps(dtype) |ref|  +  64 eps(fp32)
+
+W = sum_j w_j |v_j|, S = sum_j |v_j|, both over the keys that a row sees, and M its largest weight,
+that of its sink counted.
+The first term is the rounding of weights to e4m3's 3 bits, the second that of those so small that
+they are subnormal. The others are one rounding of the output and the floor of `budget`. a is what
+the sums themselves cost. In fp32 it is 2^-15: scores reach 2^5 in log2 units and sums have 2^10
+terms or more, each to 2^-24 and with signs that cancel in part. A tensor core of Hopper that keeps
+14 bits loses 2^-13 of what it holds in every instruction of 32 keys, and in every one of 32 columns
+of q and k; the latter shifts a score, and with it weights and lse, by up to
+
+    d = (D / 32) 2^-13 max_j scale |q| . |k_j|        a = 2^-15 + (T_k / 32) 2^-13 + 2 d
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .budget import assert_within_budget
+
+# How much hotter the softmax is that stands for a maximum.
+_HOT = 64.0
+
+
+def dequantized(codes: Tensor, scale: Tensor | None) -> Tensor:
+    """scale * codes in fp64."""
+    return codes.double() * (1.0 if scale is None else scale.double()[..., None, None])
+
+
+def fp8_bounds(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, tensor_cores: bool, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Bounds on the errors of o [B, H_q, T_q, D_v] in `dtype`, and of lse beside fp32's own.
+
+    Args:
+        q, k, v: fp64, what the codes stand for.
+        tensor_cores: sums are those of Hopper's tensor cores, not fp32.
+        arguments: mask, scale, softcap and sinks.
+    """
+    D, T_k = q.shape[3], k.shape[2]
+    o, lse = reference.attention(q, k, v, return_lse=True, **arguments)
+    heavy = reference.attention(q, k, v.abs(), **arguments)
+    assert isinstance(heavy, Tensor)
+    # A sink is no key; without score and sink every weight is 1 over the number of keys seen.
+    masks = {n: x for n, x in arguments.items() if n not in ("scale", "softcap", "sinks")}
+    mean, log_count = reference.attention(q * 0, k, v.abs(), return_lse=True, **masks)
+    total = mean * log_count.exp()[..., None]
+    scale = arguments.get("scale") or D**-0.5
+    softcap = arguments.get("softcap")
+    sinks = arguments.get("sinks")
+    hot = masks | {"scale": scale * _HOT, "softcap": softcap and softcap * _HOT}
+    hot["sinks"] = None if sinks is None else sinks * _HOT
+    largest = reference.attention(q, k, v, return_lse=True, **hot)[1] / _HOT
+    largest_weight = (largest - lse).exp().nan_to_num(0.0)[..., None]
+    shift = torch.zeros_like(lse)
+    a = torch.tensor(2.0**-15, dtype=lse.dtype, device=lse.device)
+    if tensor_cores:
+        hot["softcap"] = hot["sinks"] = None
+        most = reference.attention(q.abs(), k.abs(), v, return_lse=True, **hot)[1] / _HOT
+        shift = (D / 32 * 2.0**-13 * most).clamp(min=0.0)
+        a = a + T_k / 32 * 2.0**-13 + 2 * shift[..., None]
+    bound = (2.0**-4 + a) * heavy + 2.0**-18 * largest_weight * total
+    bound = bound + torch.finfo(dtype).eps * o.abs() + 64 * torch.finfo(torch.float32).eps
+    return bound, shift
+
+
+def assert_within_fp8_bounds(
+    o: Tensor,
+    lse: Tensor,
+    codes: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    tensor_cores: bool = False,
+    **arguments: Any,
+) -> None:
+    """o and lse of `attention_fp8` are what its codes and scales give, within `fp8_bounds`.
+
+    lse is held to the budget of fp32, and what tensor cores add.
+
+    Raises:
+        AssertionError: naming the result, its error and the bound.
+    """
+    q, k, v = (dequantized(x, scale) for x, scale in zip(codes, scales, strict=True))
+    wide = {n: x.double() if n == "sinks" else x for n, x in arguments.items()}
+    exact, exact_lse = reference.attention(q, k, v, return_lse=True, **wide)
+    bound, shift = fp8_bounds(q, k, v, o.dtype, tensor_cores=tensor_cores, **wide)
+    narrow = (x.float() for x in (q, k, v))
+    plain_lse = reference.attention(*narrow, return_lse=True, **arguments)[1]
+    assert o.isfinite().all(), "o has NaN or inf"
+    excess = (o.double() - exact).abs() - bound
+    worst = int(excess.argmax())
+    assert excess.max() <= 0, (
+        f"o: error {float((o.double() - exact).abs().flatten()[worst]):.3e} exceeds its bound "
+        f"{float(bound.flatten()[worst]):.3e}"
+    )
+    moved = lse.double() - exact_lse
+    within = lse - moved.clamp(-shift, shift).nan_to_num(0.0).to(lse.dtype)
+    assert_within_budget("lse", within, exact_lse, plain_lse)

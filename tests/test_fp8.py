@@ -1,0 +1,277 @@
+"""Attention in 8 bits: codes and scales, packed values, backends that dequantise, and the bound."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import fp8, fp8_ops, ops, quantize_fp8, reference
+from fastattn.fp8 import E4M3, PackedValues
+from fastattn.kernels.values import launch_pack_values
+from fastattn.testing import assert_within_budget, make_qkv
+from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
+
+# Each head has a size of its own; the scores of all are moderate.
+SIZES = {4: (1.0, 1.5, 200.0, 300.0), 2: (1.0, 1 / 250)}
+
+
+def drawn(B: int = 2, H_q: int = 4, H_k: int = 2, T_q: int = 20, T_k: int = 30, D: int = 64) -> Any:
+    """(codes, scales) of random q, k and v whose heads differ in size."""
+    tensors = make_qkv(B, H_q, H_k, T_q, T_k, D, requires_grad=False)
+    codes, scales = [], []
+    for x in tensors:
+        sizes = torch.tensor(SIZES[x.shape[1]])
+        code, scale = quantize_fp8(x * sizes[:, None, None])
+        codes.append(code)
+        scales.append(scale)
+    return tuple(codes), tuple(scales)
+
+
+def named(scales: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+
+
+def test_codes_and_scales_of_a_head():
+    x = torch.randn(2, 3, 50, 16) * torch.tensor([1e-6, 1.0, 1e6])[:, None, None]
+    codes, scale = quantize_fp8(x)
+    assert codes.dtype == E4M3 and codes.shape == x.shape
+    assert scale.dtype == torch.float32 and scale.shape == (2, 3)
+    assert torch.equal(scale, x.abs().amax((2, 3)) / 448)
+    allowed = torch.maximum(x.abs() / 16, scale[..., None, None] / 1024)
+    error = (dequantized(codes, scale) - x).abs()
+    assert (error <= allowed * (1 + 2.0**-16)).all()
+    assert (error > allowed / 2).any()
+
+
+def test_rows_that_do_not_count_reach_no_scale():
+    x = torch.randn(2, 1, 10, 4)
+    spoilt = x.clone()
+    spoilt[0, :, 6:] = math.nan
+    spoilt[1] = math.inf
+    codes, scale = quantize_fp8(spoilt, torch.tensor([6, 0]))
+    expected, expected_scale = quantize_fp8(x[:1, :, :6])
+    assert torch.equal(codes[:1, :, :6].float(), expected.float())
+    assert torch.equal(scale[:1], expected_scale)
+    assert not codes[0, :, 6:].float().any() and not codes[1].float().any()
+    assert quantize_fp8(spoilt)[1].isnan().tolist() == [[True], [True]]
+
+
+@pytest.mark.parametrize("T", [1, 16, 100, 300])
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_values(T: int, D: int, device: str):
+    """The kernel, the formula, and the order as `PackedValues` tells it."""
+    order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    v = torch.randn(2, T, 3, D).to(E4M3).transpose(1, 2)
+    packed = fastattn.pack_values(v)
+    padded = torch.zeros(2, 3, -(-T // 16) * 16, D)
+    padded[:, :, :T] = v.float()
+    keys = [first + key for first in range(0, padded.shape[2], 16) for key in order]
+    expected = padded[:, :, keys].mT
+    assert packed.length == T and packed.codes.dtype == E4M3
+    assert torch.equal(packed.codes.float(), expected)
+    assert torch.equal(fp8._unpacked(packed).float(), v.float())
+    assert torch.equal(fp8_ops.pack(v.to(device)).float().cpu(), expected)
+    assert launch_pack_values(v[:, :, :0].to(device)).shape == (2, 3, D, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"causal": True, "window": (7, 0), "keep_first": 2}, id="window"),
+        pytest.param({"causal": True, "prefix_lengths": 12, "query_offset": 3}, id="prefix"),
+        pytest.param({"scale": 0.3, "softcap": 2.0}, id="softcap"),
+        pytest.param({"sinks": torch.tensor([0.5, -9.0, 3.0, 0.0])}, id="sinks"),
+    ],
+)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_backends_dequantise(options: dict[str, Any], out_dtype: torch.dtype):
+    """Within the budget of attention in out_dtype: weights are not rounded to 8 bits."""
+    codes, scales = drawn()
+    o, lse = fastattn.attention_fp8(
+        *codes, **named(scales), **options, out_dtype=out_dtype, return_lse=True, backend="torch"
+    )
+    assert o.dtype == out_dtype and lse.dtype == torch.float32
+    numbers = [dequantized(x, scale) for x, scale in zip(codes, scales, strict=True)]
+    wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in options.items()}
+    exact = reference.attention(*numbers, return_lse=True, **wide)
+    plain = reference.attention(*(x.to(out_dtype) for x in numbers), return_lse=True, **options)
+    assert_within_budget("o", o, exact[0], plain[0])
+    assert_within_budget("lse", lse, exact[1], plain[1])
+
+
+def test_results_are_the_same_from_packed_values():
+    codes, scales = drawn()
+    q, k, v = codes
+    whole = fastattn.attention_fp8(q, k, v, **named(scales), causal=True, backend="torch")
+    packed = fastattn.pack_values(v)
+    again = fastattn.attention_fp8(q, k, packed, **named(scales), causal=True, backend="torch")
+    assert torch.equal(whole, again)
+
+
+def test_scales_default_to_one():
+    codes, scales = drawn()
+    ones = named(tuple(torch.ones_like(x) for x in scales))
+    given = fastattn.attention_fp8(*codes, **ones, scale=1e-4, backend="torch")
+    assert torch.equal(given, fastattn.attention_fp8(*codes, scale=1e-4, backend="torch"))
+
+
+def test_interpreted_kernels_serve_codes_too(monkeypatch: pytest.MonkeyPatch):
+    if not ops.interpreting():
+        pytest.skip("kernels are compiled here; a GPU's tests are in test_hopper_gpu_fp8.py")
+    codes, scales = drawn(B=1, T_q=5, T_k=9)
+    options = {"causal": True, "out_dtype": torch.float32}
+    plain = fastattn.attention_fp8(*codes, **named(scales), **options, backend="torch")
+    o = fastattn.attention_fp8(*codes, **named(scales), **options, backend="triton")
+    torch.testing.assert_close(o, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
+
+
+def test_autocast_leaves_out_dtype_alone():
+    codes, scales = drawn()
+    with torch.autocast("cpu", torch.bfloat16):
+        o = fastattn.attention_fp8(*codes, **named(scales), out_dtype=torch.float32)
+    assert o.dtype == torch.float32
+
+
+def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
+    codes, _ = drawn()
+    told = fastattn.explain_fp8(*codes, causal=True)
+    assert told.reasons["hopper"] == (
+        "its kernels are written for GPUs of compute capability 9.0; "
+        "all others dequantise to bfloat16 first"
+    )
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
+    assert fastattn.explain_fp8(*codes, backend="hopper") == ("hopper", {}, True)
+    monkeypatch.setenv("FASTATTN_BACKEND", "hopper")
+    assert fastattn.explain_fp8(*codes).backend == "hopper"
+    told = fastattn.explain_fp8(*codes, backend="torch")
+    assert told.backend == "torch" and told.forced
+    assert told.reasons["hopper"].startswith('backend "torch" was asked for')
+    with pytest.raises(ValueError, match="cannot serve this call: out_dtype is float32; they"):
+        fastattn.explain_fp8(*codes, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="cannot serve this call: head dim 32 is none of 64"):
+        fastattn.explain_fp8(*drawn(D=32)[0])
+
+
+def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fp8, "_said", set())
+    choice = fastattn.Explanation("triton", {"hopper": "there is no such unit"})
+    with pytest.warns(UserWarning, match="does not multiply in fp8: there is no such unit"):
+        fp8._say_once(choice, torch.device("cuda"))
+    fp8._say_once(choice, torch.device("cuda"))
+    fp8._say_once(choice._replace(reasons={"hopper": "new"}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 3, 64)}, TypeError, "q must be a float8_e4m3fn tensor, got torch"),
+        ({"v": torch.zeros(1, 2, 3, 64).half()}, TypeError, "v must be a float8_e4m3fn tensor"),
+        ({"k": torch.zeros(2, 3, 64).to(E4M3)}, ValueError, r"k must have 4 dimensions \[B, H, T"),
+        ({"k": torch.zeros(1, 2, 3, 32).to(E4M3)}, ValueError, "k must have shape"),
+        ({"v": torch.zeros(1, 2, 4, 64).to(E4M3)}, ValueError, "v must have shape"),
+        (
+            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 9)},
+            ValueError,
+            r"v must have shape \[1, 2, 3, D_v\]",
+        ),
+        ({"k_scale": torch.ones(1, 3)}, ValueError, r"k_scale must have shape \[1, 2\], got"),
+        ({"v_scale": torch.ones(1, 2).double()}, TypeError, "v_scale must be a float32 tensor"),
+        ({"q_scale": 2.0}, TypeError, "q_scale must be a float32 tensor, got float"),
+        ({"out_dtype": torch.float64}, TypeError, "out_dtype must be bfloat16, float16 or float32"),
+        ({"dropout": 0.1}, TypeError, "attention_fp8 takes no dropout"),
+        ({"scale": -1.0}, ValueError, "scale must be positive"),
+        ({"backend": "cudnn"}, ValueError, "backend must be one of auto, hopper"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, RuntimeError, "has no gradients, but an"),
+        ({"q_scale": torch.ones(1, 4, requires_grad=True)}, RuntimeError, "has no gradients"),
+    ],
+)  # fmt: skip
+def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
+    code = torch.zeros(1, 2, 3, 64).to(E4M3)
+    call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code} | changed
+    with pytest.raises(error, match=message):
+        fastattn.attention_fp8(**call)
+    with pytest.raises(error, match=message):
+        fastattn.explain_fp8(**call)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        (
+            quantize_fp8,
+            (torch.zeros(2, 3, 4, 5, dtype=torch.int8),),
+            TypeError,
+            "x must be a float",
+        ),
+        (quantize_fp8, (torch.zeros(2, 3, 4),), ValueError, r"x must have 4 dimensions \[B, H, T"),
+        (
+            quantize_fp8,
+            (torch.zeros(2, 3, 4, 5), torch.zeros(3).int()),
+            ValueError,
+            r"lengths must have shape \[2\], got \[3\]",
+        ),
+        (fastattn.pack_values, (torch.zeros(1, 1, 4, 64),), TypeError, "v must be a float8_e4m3fn"),
+        (
+            fastattn.pack_values,
+            (torch.zeros(1, 1, 4, 96).to(E4M3),),
+            ValueError,
+            "head dim of 64, 128, 256 to be packed, got 96",
+        ),
+    ],
+)
+def test_quantise_and_pack_refuse(
+    function: Any, arguments: tuple[Any, ...], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        function(*arguments)
+
+
+def rounded_weights(codes: Any, scales: Any, fault: str | None) -> tuple[Tensor, Tensor]:
+    """o in bf16 and lse of causal attention whose weights are rounded as the kernel rounds them."""
+    q, k, v = (dequantized(x, scale).float() for x, scale in zip(codes, scales, strict=True))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    T_q, T_k = q.shape[2], k.shape[2]
+    hidden = torch.ones(T_q, T_k, dtype=torch.bool).triu(T_k - T_q + 1)
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    shift = 0.0 if fault == "no shift" else 8.0
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * 2**shift
+    sums = weights.sum(-1, keepdim=True)
+    if fault == "fewer bits":
+        weights = weights.to(torch.float8_e5m2).float()
+    weights = weights.to(E4M3).float()
+    if fault == "keys in another order":
+        weights = weights.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+    if fault == "another head's scale":
+        v = v * 1.25
+    return (weights @ v / sums).bfloat16(), lse
+
+
+@pytest.mark.parametrize("peak", [1.0, 20.0], ids=["flat", "peaked"])
+def test_rounded_weights_are_within_the_bound(peak: float):
+    (q, k, v), scales = drawn(T_k=320, T_q=40)
+    scales = (scales[0] * peak, *scales[1:])
+    o, lse = rounded_weights((q, k, v), scales, None)
+    for tensor_cores in (False, True):
+        assert_within_fp8_bounds(o, lse, (q, k, v), scales, causal=True, tensor_cores=tensor_cores)
+    with pytest.raises(AssertionError, match="lse: error"):
+        assert_within_fp8_bounds(o, lse + 1e-3, (q, k, v), scales, causal=True)
+    with pytest.raises(AssertionError, match="o has NaN"):
+        assert_within_fp8_bounds(o * math.nan, lse, (q, k, v), scales, causal=True)
+
+
+@pytest.mark.parametrize(
+    "fault", ["no shift", "fewer bits", "keys in another order", "another head's scale"]
+)
+def test_planted_faults_exceed_the_bound(fault: str):
+    codes, scales = drawn(T_k=320, T_q=40)
+    # Scores spread over a range in which weights without a shift are subnormal or 0.
+    scales = (scales[0] * 3, *scales[1:])
+    o, lse = rounded_weights(codes, scales, fault)
+    with pytest.raises(AssertionError, match="o: error"):
+        assert_within_fp8_bounds(o, lse, codes, scales, causal=True)
