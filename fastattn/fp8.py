@@ -73,7 +73,7 @@ def quantize_fp8(x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tens
     Returns:
         codes [B, H, T, D] float8_e4m3fn, scale fp32 [B, H]: the largest magnitude over 448.
         |x - scale * codes| <= max(|x| / 16, scale / 1024). A head that holds inf or NaN gets the
-        scale NaN.
+        scale NaN, one of no rows 1.
 
     Raises:
         TypeError, ValueError: x is no float tensor of four dimensions, or lengths do not fit it.
@@ -86,6 +86,8 @@ def quantize_fp8(x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tens
         checks.check_placement("lengths", lengths, (x.shape[0],), x)
         exists = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
         x = torch.where(exists[:, None, :, None], x, 0)
+    if x.numel() == 0:
+        return x.detach().to(E4M3), x.new_ones(x.shape[:2], dtype=torch.float32)
     codes, scale = quantize_rows(x.detach().flatten(2), "fp8")
     return codes.view(x.shape), scale
 

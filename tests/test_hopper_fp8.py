@@ -1,0 +1,251 @@
+"""The Hopper forward in 8 bits, in the emulator: within its bound, and exact where weights are."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+import fastattn
+from fastattn import fp8_ops, op_schema, ops, quantize_fp8, reference
+from fastattn.fp8 import E4M3
+from fastattn.kernels.hopper import forward
+from fastattn.kernels.hopper.host import why_not_hopper_fp8
+from fastattn.options import Options
+from fastattn.testing import assert_within_budget, make_qkv
+from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
+from fastattn.testing.gluon_emulator import Emulated, IllegalError, launch
+
+# Tiles are too small to share between threads.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """backend="hopper" launches into the emulator; each test has an order of events of its own."""
+    seed = sum(map(ord, request.node.name))
+    kernel = Emulated(forward.hopper_forward_kernel, seed)
+    monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+
+
+def drawn(
+    B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, *,
+    lengths: list[int] | None = None, layout: str = "bhtd",
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    """Codes and scales; every head has a size of its own. What lies behind `lengths` is NaN."""
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, layout=layout, requires_grad=False)
+    grow = 3.0 ** torch.arange(H_q)
+    q = q * grow[:, None, None]
+    k = k / grow[:: H_q // H_k, None, None]
+    v = v * grow[:H_k, None, None]
+    ends = None if lengths is None else torch.tensor(lengths)
+    q, q_scale = quantize_fp8(q)
+    (k, k_scale), (v, v_scale) = quantize_fp8(k, ends), quantize_fp8(v, ends)
+    for b, length in enumerate(lengths or ()):
+        k[b, :, length:] = v[b, :, length:] = torch.full((), math.nan).to(E4M3)
+    return (q, k, v), (q_scale, k_scale, v_scale)
+
+
+def attention(codes: Any, scales: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    arguments = {"return_lse": True, "backend": "hopper"} | named | arguments
+    o, lse = fastattn.attention_fp8(*codes, **arguments)
+    return o, lse
+
+
+def check(
+    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
+    lengths: list[int] | None = None, layout: str = "bhtd", packed: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16, **arguments: Any,
+) -> None:  # fmt: skip
+    """o and lse within the bound."""
+    T_k = T_q if T_k is None else T_k
+    codes, scales = drawn(B, H_q, H_k, T_q, T_k, D, lengths=lengths, layout=layout)
+    if lengths is not None:
+        arguments["key_lengths"] = torch.tensor(lengths, dtype=torch.int32)
+    arguments = {"causal": True} | arguments
+    given = (*codes[:2], fastattn.pack_values(codes[2])) if packed else codes
+    o, lse = attention(given, scales, out_dtype=out_dtype, **arguments)
+    assert o.dtype == out_dtype
+    assert_within_fp8_bounds(o, lse, codes, scales, **arguments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(dict(T_q=256), id="causal-whole-tiles"),
+        pytest.param(dict(T_q=1, T_k=300), id="one-query"),
+        pytest.param(dict(T_q=200, T_k=1), id="one-key"),
+        pytest.param(dict(T_q=200, T_k=133), id="rows-before-the-first-key"),
+        pytest.param(dict(causal=False, T_q=70, T_k=1100), id="full-every-stage-used-again"),
+        pytest.param(dict(T_q=200, window=(70, 0), keep_first=3), id="window"),
+        pytest.param(dict(B=2, T_q=90, prefix_lengths=torch.tensor([70, 0])), id="prefix"),
+        pytest.param(dict(H_q=6, H_k=2, layout="bthd", packed=True), id="gqa-strided-packed"),
+        pytest.param(dict(D=128, T_k=290, out_dtype=torch.float16), id="d128-fp16"),
+        pytest.param(dict(D=256, T_q=80, T_k=150, lengths=[140]), id="d256-lengths"),
+        pytest.param(dict(B=3, H_q=1, T_k=300, lengths=[300, 171, 0]), id="lengths"),
+        pytest.param(dict(B=2, H_q=1, T_k=200, query_offset=torch.tensor([5, 90])), id="offsets"),
+        pytest.param(dict(D=128, softcap=0.5, scale=0.5, causal=False), id="d128-softcap"),
+        pytest.param(dict(T_q=70, T_k=40, sinks=torch.tensor([0.5, -9.0])), id="sinks"),
+        pytest.param(dict(T_q=70, sinks=torch.tensor([12.0, 30.0])), id="sinks-above-all-keys"),
+    ],
+)
+def test_is_within_the_bound(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+def doubling(
+    B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, least: int = -8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes whose scores are integers from `least` to 0: times ln 2, weights are powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.eye(D)[torch.randint(D, (B, H_q, T_q), generator=generator)]
+    k = torch.randint(least, 1, (B, H_k, T_k, D), generator=generator)
+    v = torch.randn(B, H_k, T_k, D, generator=generator)
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments"),
+    [
+        pytest.param((2, 4, 2, 150, 300, 64), {"causal": True}, id="causal"),
+        pytest.param((1, 2, 1, 100, 1000, 128), {}, id="full"),
+        pytest.param((1, 1, 1, 140, 200, 256), {"window": (60, 9)}, id="window"),
+        pytest.param(
+            (2, 1, 1, 70, 200, 64), {"key_lengths": torch.tensor([150, 67])}, id="lengths"
+        ),
+    ],
+)
+def test_weights_that_e4m3_holds_cost_nothing(sizes: Any, arguments: dict[str, Any]) -> None:
+    """Then o is exact to the sums in fp32 and its own rounding: every key and value in its place.
+
+    Weights reach from 2^8 down to 2^0, whatever the largest score met first.
+    """
+    B, H_q, H_k, *_ = sizes
+    codes = doubling(*sizes)
+    # Scales differ by head, and those of q and k cancel.
+    of_keys = 2.0 ** torch.arange(B * H_k).view(B, H_k)
+    of_queries = of_keys.repeat_interleave(H_q // H_k, 1)
+    scales = (of_queries, 1 / of_keys, 3 * of_keys)
+    arguments = {"scale": math.log(2)} | arguments
+    o, lse = attention(codes, scales, out_dtype=torch.float16, **arguments)
+    numbers = (dequantized(x, scale) for x, scale in zip(codes, scales, strict=True))
+    exact, exact_lse = reference.attention(*numbers, return_lse=True, **arguments)
+    assert_within_budget("o", o, exact, exact.half())
+    assert_within_budget("lse", lse, exact_lse, exact_lse.float())
+
+
+def test_scales_that_vanish_together() -> None:
+    """Two heads of zeros: their scales' product is below what fp32 has. A NaN stays one."""
+    codes, scales = drawn(1, 2, 2, 70, 70, 64)
+    codes[0][:, 1] = codes[1][:, 1] = 0
+    tiny = torch.tensor([[1.0, 2.0**-100]])
+    o, lse = attention(codes, (tiny, tiny, scales[2]), causal=True)
+    assert_within_fp8_bounds(o, lse, codes, (tiny, tiny, scales[2]), causal=True)
+    spoilt = torch.tensor([[1.0, math.nan]])
+    o, _ = attention(codes, (spoilt, tiny, scales[2]), causal=True)
+    assert o[:, 0].isfinite().all() and o[:, 1].isnan().all()
+
+
+def test_nothing_to_attend_with() -> None:
+    codes, scales = drawn(1, 2, 1, 0, 20, 64)
+    o, lse = attention(codes, scales)
+    assert o.shape == (1, 2, 0, 64) and lse.shape == (1, 2, 0)
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_traced_calls_go_through_the_op(layout: str) -> None:
+    """It gives the same bits, and its fake the same shapes, strides and dtypes."""
+    codes, scales = drawn(1, 2, 1, 70, 90, 64, layout=layout)
+    values = fp8_ops.pack_values(codes[2])
+    tensors = (*codes[:2], values, *scales)
+    options = op_schema.flat(Options(right=20, scale=0.2))
+    results = fp8_ops.hopper_forward_fp8(*tensors, torch.bfloat16, *options)
+    for x, y in zip(results, attention(codes, scales, causal=True, scale=0.2), strict=True):
+        assert torch.equal(x, y)
+    fakes = (
+        *fp8_ops.hopper_forward_fp8(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
+        fp8_ops.pack_values(codes[2].to("meta")),
+    )
+    for fake, real in zip(fakes, (*results, values), strict=True):
+        described = (fake.shape, fake.stride(), fake.dtype)
+        assert described == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize(
+    ("D", "D_v", "T_k", "out_dtype", "reason"),
+    [
+        (64, 64, 8, torch.float32, "out_dtype is float32; they write bfloat16 and float16"),
+        (96, 96, 8, torch.bfloat16, "head dim 96 is none of 64, 128, 256"),
+        (64, 128, 8, torch.bfloat16, r"head dims of q and v differ \(64 and 128\)"),
+        (64, 64, 0, torch.bfloat16, "there are no keys"),
+    ],
+)
+def test_says_what_it_does_not_serve(
+    D: int, D_v: int, T_k: int, out_dtype: torch.dtype, reason: str
+) -> None:
+    q, k, v = (torch.empty(1, 1, *shape) for shape in ((4, D), (T_k, D), (T_k, D_v)))
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(why_not_hopper_fp8(q, k, v, Options(), out_dtype))
+
+
+@gluon.jit
+def product_kernel(
+    out_ptr, K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, A_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr, IN_REGISTERS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """A product of zeros whose operands lie as the flags say."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEPTH])
+    zeros = gl.zeros([64, K], gl.float32, ACC).to(dtype)
+    a = gl.allocate_shared_memory(dtype, [64, K], SHARED, zeros)
+    b = gl.allocate_shared_memory(dtype, [64, K], SHARED, zeros)
+    fence_async_shared()
+    if A_TURNED:
+        a = a.permute((1, 0))
+    if not B_TURNED:
+        b = b.permute((1, 0))
+    if IN_REGISTERS:
+        a = gl.convert_layout(zeros, gl.DotOperandLayout(0, ACC, WIDTH))
+    acc = gl.zeros([64, 64], gl.float32, ACC)
+    acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.store(out_ptr, gl.sum(gl.sum(acc, 1), 0))
+
+
+RIGHT = dict(
+    K=64, DEPTH=32, WIDTH=4, A_TURNED=False, B_TURNED=False, IN_REGISTERS=False,
+    dtype=gl.float8e4nv,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"B_TURNED": True}, "second operand of a product in 8 bits must be contiguous along"),
+        ({"A_TURNED": True}, "first operand of a product in 8 bits must be contiguous along"),
+        ({"DEPTH": 16}, "an instruction in 8 bits is 32 deep, not 16"),
+        ({"IN_REGISTERS": True, "WIDTH": 2}, "an operand in 8 bits has 4 columns a register"),
+        ({"dtype": gl.bfloat16}, "an instruction in 16 bits is 16 deep, not 32"),
+    ],
+)
+def test_emulator_refuses_what_the_hardware_does(changed: dict[str, Any], message: str) -> None:
+    out = torch.ones(1)
+    launch(product_kernel, (1,), out, **RIGHT)
+    launch(product_kernel, (1,), out, **RIGHT | {"IN_REGISTERS": True})
+    sixteen = {"dtype": gl.bfloat16, "DEPTH": 16, "A_TURNED": True, "B_TURNED": True}
+    launch(product_kernel, (1,), out, **RIGHT | sixteen)
+    assert float(out) == 0
+    with pytest.raises(IllegalError, match=message):
+        launch(product_kernel, (1,), out, **RIGHT | changed)
