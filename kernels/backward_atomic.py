@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import block_dim, blocks, index_type, strides, tiles_of
+from .arguments import block_dim, index_type, strides, tiles_of
 from .config import TileConfig
 from .mask import Mask, batch_row, memory_rows
 from .number import number
@@ -33,19 +33,29 @@ _ELEMENTS = 128 * 128
 _WARPS = 8
 
 
-@triton.jit(do_not_specialize=["stats_stride", "H_q", "T_q"])
+@triton.jit
+def _slot(b, first_q, mask, ROWS: tl.constexpr):
+    """First row of batch row b where a head's rows are in whole tiles."""
+    first = 0
+    if mask.cu_q_ptr is not None:
+        first = (first_q // ROWS + b) * ROWS
+    return first
+
+
+@triton.jit(do_not_specialize=["sum_rows", "H_q", "T_q"])
 def start_dq_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr, minus_lse_ptr, minus_delta_ptr,
-    o_strides, do_strides, mask, scale, stats_stride, H_q, T_q,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, sum_ptr, minus_lse_ptr, minus_delta_ptr,
+    o_strides, do_strides, mask, scale, sum_rows, H_q, T_q,
     D: tl.constexpr, D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(o * do) - dlse of a tile of queries, and zeros where their dQ is summed.
 
-    Grid as forward with G = 1. dq: fp32 [B, H_q, T_q, D]; delta, lse, dlse: fp32 [B, H_q, T_q].
-    minus_lse = -lse / scale and minus_delta = -delta are what the products of the Hopper kernels
-    start from: rows of stats_stride numbers, a head each, in whole tiles, -inf and 0 past the last
-    query. Of packed sequences each has tiles of its own, in its slots (`tile.sequence_of`).
+    Grid as forward with G = 1. sum: fp32 [B, H_q, sum_rows, D]; delta, lse, dlse: fp32
+    [B, H_q, T_q]. minus_lse = -lse / scale and minus_delta = -delta, [B, H_q, sum_rows], are what
+    the products of the Hopper kernels start from. With them, rows are in whole tiles: -inf and 0
+    past the last query. Of packed sequences each has tiles of its own, in its slots
+    (`tile.sequence_of`).
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
@@ -62,37 +72,44 @@ def start_dq_kernel(
     if delta_ptr is not None:
         tl.store(delta_ptr + first + rows, delta, mask=in_rows)
     zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    store_tile(dq_ptr + first * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
+    place = (batch * H_q + h).to(tl.int64) * sum_rows + _slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
-        stats = (batch * H_q + h).to(tl.int64) * stats_stride + rows
-        if mask.cu_q_ptr is not None:
-            stats += (first_q // ROWS + b) * ROWS
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
         # A slot that its sequence leaves empty belongs to nobody, or to the next one.
         there = m_first < row.T_q
-        tl.store(minus_lse_ptr + stats, -lse / scale, mask=there)
-        tl.store(minus_delta_ptr + stats, -delta, mask=there)
+        tl.store(minus_lse_ptr + place + rows, -lse / scale, mask=there)
+        tl.store(minus_delta_ptr + place + rows, -delta, mask=there)
+        in_rows = in_rows | there
+    store_tile(sum_ptr + place * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
 
 
-@triton.jit(do_not_specialize=["H_q", "T_q"])
+@triton.jit(do_not_specialize=["sum_rows", "H_q", "T_q"])
 def finish_dq_kernel(
-    sum_ptr, dq_ptr, dq_strides, scale, H_q, T_q,
+    sum_ptr, dq_ptr, dq_strides, mask, scale, sum_rows, H_q, T_q,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * sum for a tile of rows; sum fp32 [B, H_q, T_q, D] contiguous."""
-    tiles = tl.cdiv(T_q, ROWS)
-    of_head = tl.program_id(0) // tiles
-    m_first = (tl.program_id(0) % tiles) * ROWS
-    in_rows = m_first + tl.arange(0, ROWS) < T_q
-    sum_ptr += of_head.to(tl.int64) * T_q * D
-    dq_ptr, dq_stride = head(dq_ptr, of_head // H_q, of_head % H_q, 0, dq_strides, INDEX)
-    dq = load_tile(sum_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    """dq = scale * sum for a tile of rows; grid and sum as those of `start_dq_kernel`."""
+    tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
+    row = batch_row(b, T_q, T_q, mask)
+    batch, first_q, _ = memory_rows(b, mask)
+    m_first, _, _, in_rows = query_rows(tile, row.T_q, ROWS)
+    place = (batch * H_q + h).to(tl.int64) * sum_rows + _slot(b, first_q, mask, ROWS)
+    dq = load_tile(sum_ptr + place * D, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
 
 def _rows(*dims: int) -> int:
     """Rows of a tile that has this many columns."""
     return min(STATS_ROWS, _ELEMENTS // max(dims))
+
+
+def _mask(cu_seqlens: Tensor | None) -> Mask:
+    """What tells rows of one packed sequence from those of another, where they are given."""
+    if cu_seqlens is None:
+        return Mask()
+    sequences = number(cu_seqlens.shape[0] - 1)
+    return Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
 
 
 def _plan_start(
@@ -104,15 +121,11 @@ def _plan_start(
     rows = _rows(*dims)
     # Rows that are not laid out by sequences need not know of them.
     cu_seqlens = None if stats is None else options.cu_seqlens_q
-    mask = Mask()
-    if cu_seqlens is not None:
-        sequences = number(cu_seqlens.shape[0] - 1)
-        mask = Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
     assert stats is None or rows == STATS_ROWS, "statistics are in tiles of other rows"
     return Launch(
         start_dq_kernel, tiles_of(cu_seqlens, B, T_q, rows) * H_q,
-        TileConfig(rows, rows, _WARPS), strides(o), strides(do), mask, options.scale,
-        0 if stats is None else stats.stride(1), H_q, T_q,
+        TileConfig(rows, rows, _WARPS), strides(o), strides(do), _mask(cu_seqlens), options.scale,
+        T_q if stats is None else stats.shape[2], H_q, T_q,
         D, o.shape[3], rows, *dims, index_type(o, do),
     )  # fmt: skip
 
@@ -121,14 +134,17 @@ def launch_start_dq(
     do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None,
     options: Options, stats: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum to add dQ to, fp32 [B, H_q, T_q, D] of zeros; delta, like lse, is filled if given.
+    """The sum to add dQ to, fp32 [B, H_q, rows, D] of zeros; delta, like lse, is filled if given.
 
     do and o [B, H_q, T_q, D_v] as `arguments.aligned` leaves them.
 
-    stats: fp32 [2, B * H_q, rows], to be filled with -lse / scale and -delta, heads in whole tiles
-        of STATS_ROWS; of packed sequences T_q // STATS_ROWS + N tiles. For head dims up to 128.
+    stats: fp32 [2, B * H_q, rows] contiguous, to be filled with -lse / scale and -delta. The rows
+        of a head, here and in the sum, are whole tiles of STATS_ROWS then, of packed sequences
+        T_q // STATS_ROWS + N of them. For head dims up to 128. Without it, rows = T_q.
     """
-    total = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    B, H_q, T_q, D = q.shape
+    rows = T_q if stats is None else stats.shape[2]
+    total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
     minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
     if stats is None:
         launch = launch_for(_plan_start, options, (q, o, do, dlse))
@@ -138,15 +154,23 @@ def launch_start_dq(
     return total
 
 
-def _plan_finish(options: Options, dq: Tensor) -> Launch:
+def _plan_finish(
+    options: Options, dq: Tensor, sum_rows: int, cu_seqlens: Tensor | None = None
+) -> Launch:
     B, H_q, T_q, D = dq.shape
     rows = _rows(block_dim(D))
     return Launch(
-        finish_dq_kernel, B * H_q * blocks(T_q, rows), TileConfig(rows, rows, _WARPS),
-        strides(dq), options.scale, H_q, T_q, D, rows, block_dim(D), index_type(dq),
+        finish_dq_kernel, tiles_of(cu_seqlens, B, T_q, rows) * H_q, TileConfig(rows, rows, _WARPS),
+        strides(dq), _mask(cu_seqlens), options.scale, sum_rows, H_q, T_q, D, rows, block_dim(D),
+        index_type(dq),
     )  # fmt: skip
 
 
 def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
     """dq [B, H_q, T_q, D], in any memory order, from the sum of `launch_start_dq`."""
-    launch_for(_plan_finish, options, (dq,))(total, dq)
+    rows = total.shape[2]
+    if rows == dq.shape[2]:
+        launch = launch_for(_plan_finish, options, (dq,), rows)
+    else:
+        launch = _plan_finish(options, dq, rows, options.cu_seqlens_q)
+    launch(total, dq)

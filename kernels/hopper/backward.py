@@ -1,10 +1,11 @@
-"""Backward for Hopper, deterministic: one kernel for dQ and delta, one for dK and dV.
+"""Backward for Hopper: one kernel for dQ and delta, one for dK and dV; or one for all three.
 
     dv = p^T do          dp = do v^T          delta = rowsum(o * do) - dlse
     ds = p * (dp - delta)          dq = scale * ds k          dk = scale * ds^T q
 
 Two kernels compute the scores twice, seven products in place of five; but no sum depends on the
-order in which programs run, dQ needs no fp32 buffer, and no pass before or after.
+order in which programs run, dQ needs no fp32 buffer, and no pass before or after. Where the caller
+permits it (`Options.atomic_dq`) the kernel of dK and dV adds up dQ too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..arguments import empty_in_layout, kernel_mask, kernel_score, strides, tiles_of
+from ..arguments import aligned, empty_in_layout, kernel_mask, kernel_score, strides, tiles_of
+from ..backward_atomic import launch_finish_dq, launch_start_dq
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .config import backward_config
-from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
+from .host import (
+    describe,
+    end_early,
+    heads_in_l2,
+    multiprocessors,
+    rows_of,
+    tile_order,
+    why_not_one_pass,
+)
 from .pipeline import ROWS
 
 if TYPE_CHECKING:
@@ -38,39 +48,69 @@ def launch_hopper_backward(
     options. `why_not_hopper(..., backward=True)` is None.
     """
     B, H_q, T_q, D = q.shape
-    _, H_k, T_k, _ = k.shape
-    G = H_q // H_k
-    dq = empty_in_layout(q, H_q, T_q, D)
-    dk = empty_in_layout(k, H_k, T_k, D)
-    dv = empty_in_layout(v, H_k, T_k, D)
+    dq = empty_in_layout(q, *q.shape[1:])
+    dk = empty_in_layout(k, *k.shape[1:])
+    dv = empty_in_layout(v, *v.shape[1:])
     delta = torch.empty_like(lse)
     if B * H_q * T_q == 0:
         return dq, dk.zero_(), dv.zero_(), delta
-    programs = multiprocessors(q.device)
-    mask, score = kernel_mask(options), kernel_score(options, q.dtype)
     rows = 2 * ROWS.value
-    tiles = tiles_of(options.cu_seqlens_q, 1, T_q, rows)
-    stats = lse.new_empty(2, B * H_q, tiles * rows)
+    stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
+    wanted = delta if options.sinks is not None else None
+    if options.atomic_dq and why_not_one_pass(D, options) is None:
+        total = launch_start_dq(aligned(do), dlse, q, aligned(o), lse, wanted, options, stats)
+        _launch_dkv(do, q, k, v, dk, dv, total, stats, options)
+        launch_finish_dq(total, dq, options)
+    else:
+        _launch_dq(do, dlse, q, k, v, o, lse, dq, wanted, stats, options)
+        _launch_dkv(do, q, k, v, dk, dv, None, stats, options)
+    return dq, dk, dv, delta
+
+
+def _launch_dq(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    dq: Tensor, delta: Tensor | None, stats: Tensor, options: Options,
+) -> None:  # fmt: skip
+    """Fill dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
+    B, H_q, T_q, D = q.shape
+    G = H_q // k.shape[1]
+    rows = 2 * ROWS.value
     config = backward_config("dq", D, end_early(options), options.softcap is not None)
-    order = tile_order(B * H_q, tiles, heads_in_l2(k, v) * G)
-    hopper_backward_dq_kernel[(min(order[0], programs),)](
+    order = tile_order(B * H_q, stats.shape[2] // rows, heads_in_l2(k, v) * G)
+    hopper_backward_dq_kernel[(min(order[0], multiprocessors(q.device)),)](
         describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
         describe(do, ROWS.value), describe(dq, ROWS.value), rows_of(dq, options),
-        (o, strides(o)), lse, dlse, delta if options.sinks is not None else None, *stats,
-        stats.stride(1), mask, score, T_q, T_k, H_q, G, *order,
+        (o, strides(o)), lse, dlse, delta, *stats, stats.stride(1),
+        kernel_mask(options), kernel_score(options, q.dtype), T_q, k.shape[2], H_q, G, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
-    packed = options.cu_seqlens_q is not None
-    config = backward_config("dkv", D, packed, options.softcap is not None)
-    tiles = tiles_of(options.cu_seqlens_k, 1, T_k, rows)
+
+
+def _launch_dkv(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, total: Tensor | None,
+    stats: Tensor, options: Options,
+) -> None:  # fmt: skip
+    """Fill dk and dv; add dQ to total, fp32 [B, H_q, whole tiles, D], if it is given."""
+    B, H_k, T_k, D = k.shape
+    G = q.shape[1] // H_k
+    tiles = tiles_of(options.cu_seqlens_k, 1, T_k, 2 * ROWS.value)
     order = tile_order(B * H_k, tiles, max(1, heads_in_l2(q, do) // G))
-    hopper_backward_dkv_kernel[(min(order[0], programs),)](
-        describe(q, config.BLOCK), describe(k, ROWS.value), describe(v, ROWS.value),
-        describe(do, config.BLOCK), describe(dk, ROWS.value), describe(dv, ROWS.value),
-        rows_of(dk, options), rows_of(dv, options), *stats, stats.stride(1), mask, score,
-        T_q, T_k, H_k, G, *order,
+    softcap = options.softcap is not None
+    if total is None:
+        config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap)
+        sums = None
+        piece = None
+    else:
+        config = backward_config("one_pass", D, end_early(options), softcap)
+        piece = D // 2
+        sums = describe(total, config.BLOCK, piece)
+    hopper_backward_dkv_kernel[(min(order[0], multiprocessors(q.device)),)](
+        describe(q, config.BLOCK), describe(k, ROWS.value, piece=piece), describe(v, ROWS.value),
+        describe(do, config.BLOCK), describe(dk, ROWS.value, piece=piece),
+        describe(dv, ROWS.value), rows_of(dk, options), rows_of(dv, options), sums,
+        *stats, stats.stride(1), kernel_mask(options), kernel_score(options, q.dtype),
+        q.shape[2], T_k, H_k, G, *order,
         D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
         num_warps=4,
     )  # fmt: skip
-    return dq, dk, dv, delta

@@ -51,12 +51,16 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 
 
 def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperConfig:
-    """kernel: "dq", whose rings carry K and V, or "dkv", whose rings carry Q and dO.
+    """kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, or "one_pass",
+    which is "dkv" with dQ. Its products have 64 queries at least.
 
-    early: what the rings carry may end before the rows in memory do. softcap: capped scores stay in
-    registers for their derivative. Either takes smaller blocks where registers are short.
+    early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
+    softcap: capped scores stay in registers for their derivative. Either takes smaller blocks where
+    registers are short.
     """
     registers = _registers(early)
+    if kernel == "one_pass":
+        return HopperConfig(64, 2, 2, *registers)
     if kernel == "dkv":
         small = D == 128 and (early or softcap)
         return HopperConfig(32, 4, 2, *registers) if small else HopperConfig(64, 2, 2, *registers)

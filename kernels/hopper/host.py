@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_TYPES = {**_DTYPES, torch.float8_e4m3fn: gl.float8e4nv}
+_TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 # Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
 _L2_BYTES = 32 << 20
 # Where nothing else is known: H100 and H200 SXM.
@@ -76,10 +76,20 @@ def _why_not(
     return None
 
 
-def describe(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
+def why_not_one_pass(D: int, options: Options) -> str | None:
+    """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
+    if D == 128 and options.softcap is not None:
+        return "softcap and head dim 128 do not leave it registers"
+    return None
+
+
+def describe(
+    x: Tensor, rows: int, cols: int | None = None, piece: int | None = None
+) -> TensorDescriptor:
     """A TMA descriptor of x [B, H, T, D] in tiles of `rows` rows of one head; cols: default all.
 
-    Tiles are zero-filled past the last row when loaded, and clipped there when stored.
+    Tiles are zero-filled past the last row when loaded, and clipped there when stored. piece: of so
+    many columns a product may read alone; default 128 bytes.
     """
     x = aligned(x)
     elements = 16 // x.element_size()
@@ -89,7 +99,8 @@ def describe(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
         for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     ]
     block = [1, 1, rows, x.shape[3] if cols is None else cols]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
+    in_pieces = [*block[:3], block[3] if piece is None else piece]
+    layout = gl.NVMMASharedLayout.get_default_for(in_pieces, _TYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
 
 

@@ -10,7 +10,10 @@ class DeadlockError(EmulationError):
 
 
 class RaceError(EmulationError):
-    """Two accesses to the same shared memory, one a write, that no barrier puts in order."""
+    """Two accesses to the same memory, one a write, that nothing puts in order.
+
+    To global memory: an addition by TMA, and something else than one.
+    """
 
 
 class MissingFenceError(EmulationError):

@@ -103,6 +103,9 @@ def _stand_in(value: Any) -> Any:
     for real, stand_in in _STAND_INS:
         if value is real:
             return stand_in
+    if hasattr(value, "__triton_builtin__") and hasattr(hopper.tma, value.__name__):
+        # What Triton can do but does not name in all versions.
+        return getattr(hopper.tma, value.__name__)
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(getattr(value, "fn", None), types.FunctionType):

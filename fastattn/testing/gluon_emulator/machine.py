@@ -16,7 +16,7 @@ from .errors import DeadlockError, EmulationError, UnfinishedError
 if TYPE_CHECKING:
     from .memory import Access, Allocation
     from .products import Product
-    from .transfers import Load, Store
+    from .transfers import Descriptor, Load, Store
 
 
 class _Abandoned(BaseException):
@@ -74,6 +74,9 @@ class Machine:
         self.random = random.Random(seed)
         self.allocations: list[Allocation] = []
         self.loads: list[Load] = []
+        # Blocks to add to global memory, and all blocks there that TMA has been sent to.
+        self.additions: list[Callable[[], None]] = []
+        self.met: list[tuple[str, Descriptor, list[int]]] = []
         self.partitions = [Partition(self, "the default partition", warps)]
         self._failure: BaseException | None = None
 
@@ -88,6 +91,8 @@ class Machine:
                 raise UnfinishedError(
                     f"the program ends with {len(self.loads)} TMA loads in flight"
                 )
+            while self.additions:
+                self._add_one()
         finally:
             del _local.partition
 
@@ -157,7 +162,12 @@ class Machine:
         if self._failure is not None:
             raise _Abandoned
 
+    def _add_one(self) -> None:
+        self.additions.pop(self.random.randrange(len(self.additions)))()
+
     def _choose(self) -> Partition:
+        if self.additions and self.random.random() < 0.1:
+            self._add_one()
         for load in list(self.loads):
             if self.random.random() < 0.3:
                 load.land()

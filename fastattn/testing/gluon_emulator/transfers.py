@@ -1,10 +1,12 @@
 """TMA: tiles between global and shared memory, done beside the partitions.
 
 A load lands at a moment that the machine picks after it was issued; a store reads shared memory at
-the last legal moment, which is the wait for it.
+the last legal moment, which is the wait for it. So does an addition, and arrives in global memory
+later, before or after others: within the program nothing tells when.
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor as TorchTensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .barriers import Barrier, BarrierView
-from .errors import IllegalError
+from .errors import IllegalError, RaceError
 from .machine import Machine, current
 from .memory import Access, SharedView
 from .values import from_torch, unwrap
@@ -54,6 +56,19 @@ class Descriptor:
         """Write what of the block lies inside of the tensor."""
         inside, within = self._intersection(first)
         self._global[inside] = block[within]
+
+    def add(self, first: list[int], block: TorchTensor) -> None:
+        """Add what of the block lies inside of the tensor."""
+        inside, within = self._intersection(first)
+        self._global[inside] += block[within]
+
+    def overlaps(self, first: list[int], other: "Descriptor", other_first: list[int]) -> bool:
+        """Whether the blocks of two descriptors of one tensor share an element."""
+        ours, theirs = self._global, other._global
+        if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
+            return False
+        pairs = zip(self._intersection(first)[0], other._intersection(other_first)[0], strict=True)
+        return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs)
 
     def _intersection(self, first: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         inside, within = [], []
@@ -101,6 +116,25 @@ class Store:
         current().known.add(self.access)
 
 
+class Addition(Store):
+    """A tile on its way out of shared memory, to be added to what is there."""
+
+    def complete(self) -> None:
+        block = self.source.data.clone()
+        current().machine.additions.append(partial(self.descriptor.add, self.first, block))
+        current().known.add(self.access)
+
+
+def _check_order(kind: str, descriptor: Descriptor, first: list[int]) -> None:
+    """Additions are in order with each other, whichever that is, and with nothing else."""
+    met = current().machine.met
+    for earlier, other, other_first in met:
+        one_adds = (kind == "addition") != (earlier == "addition")
+        if one_adds and descriptor.overlaps(first, other, other_first):
+            raise RaceError(f"a TMA {kind} at {first} of a tensor is in no order with a {earlier}")
+    met.append((kind, descriptor, first))
+
+
 def _coordinates(coord: Any, descriptor: Descriptor, view: SharedView) -> list[int]:
     if len(coord) != len(descriptor.shape):
         raise IllegalError(f"{len(coord)} coordinates for a tensor of {len(descriptor.shape)}")
@@ -109,6 +143,17 @@ def _coordinates(coord: Any, descriptor: Descriptor, view: SharedView) -> list[i
     if view.dtype != descriptor.dtype:
         raise IllegalError(f"TMA of {descriptor.dtype}, shared memory holds {view.dtype}")
     return [int(unwrap(c)) for c in coord]
+
+
+def _issue(
+    transfer: type[Store], kind: str, descriptor: Descriptor, coord: Any, source: SharedView
+) -> None:
+    first = _coordinates(coord, descriptor, source)
+    partition = current()
+    _check_order(kind, descriptor, first)
+    access = Access(f"a TMA {kind}", source.span, writes=False, generic=False)
+    source.allocation.access(access, partition)
+    partition.stores.append(transfer(descriptor, first, source, access))
 
 
 class tma:
@@ -124,6 +169,7 @@ class tma:
         first = _coordinates(coord, tensor_desc, result)
         partition = current()
         barrier.only.require_initialized()
+        _check_order("load", tensor_desc, first)
         access = Access("a TMA load", result.span, writes=True, generic=False)
         result.allocation.access(access, partition)
         load = Load(tensor_desc, first, barrier.only, result, access, partition.machine)
@@ -132,11 +178,11 @@ class tma:
 
     @staticmethod
     def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
-        first = _coordinates(coord, tensor_desc, src)
-        partition = current()
-        access = Access("a TMA store", src.span, writes=False, generic=False)
-        src.allocation.access(access, partition)
-        partition.stores.append(Store(tensor_desc, first, src, access))
+        _issue(Store, "store", tensor_desc, coord, src)
+
+    @staticmethod
+    def async_atomic_add(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
+        _issue(Addition, "addition", tensor_desc, coord, src)
 
     @staticmethod
     def store_wait(pendings: int, read_only: bool = True) -> None:

@@ -1,0 +1,138 @@
+"""dQ beside dK and dV: the consumers exchange dS^T in shared memory, and dQ is summed in global.
+
+A consumer holds dS^T of its 64 keys, and dQ needs all 128: two sums of 64 would go to global memory
+twice. So each consumer hands its dS^T to the other, and multiplies both with one half of the
+columns of K. That takes half the registers too, no more than the scores had.
+
+    dQ[:, half] = dS_0 K_0[:, half] + dS_1 K_1[:, half]
+
+An exchange is (rings, tiles, desc): a ring for each consumer, which fills it and which the other
+empties; a tile for each, from which TMA adds to what desc describes, fp32 [B, H_q, T_q, D].
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+from .pipeline import ROWS, accumulator_layout, allocate_barriers, place, release, wait_full
+
+# One consumer may be a block ahead of the other.
+_STAGES = gl.constexpr(2)
+
+
+if hasattr(tma, "async_atomic_add"):
+    async_atomic_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
+        """What Triton has under this name from 3.8 on, and 3.6 and 3.7 can do."""
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def allocate_exchange(desc, dtype: gl.constexpr):
+    """dtype: that of dS."""
+    BLOCK_M: gl.constexpr = desc.block_shape[2]
+    HALF: gl.constexpr = desc.block_shape[3]
+    tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK_M, HALF], desc.layout)
+    return (_allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)), tiles, desc
+
+
+@gluon.jit
+def _allocate_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [_STAGES, ROWS, BLOCK_M], LAYOUT)
+    return tiles, allocate_barriers(_STAGES, 1), allocate_barriers(_STAGES, 1)
+
+
+@gluon.jit
+def at(tiles, NUMBER: gl.constexpr, n):
+    """tiles.index(NUMBER), worked out anew for each block: n never reaches 2^30.
+
+    The compiler, which does not know that, would keep all addresses in a tile that stays, and all
+    descriptors of its products, in registers from block to block: there are not enough.
+    """
+    return tiles.index(NUMBER + (n >> 30))
+
+
+@gluon.jit
+def held(slots, NUMBER: gl.constexpr, n, D: gl.constexpr):
+    """The tile of a consumer as a matrix in shared memory, at the n-th block."""
+    if D == 64:
+        # Its accumulators leave enough.
+        n = 0
+    return at(slots[0], NUMBER, n).reshape([ROWS, D])
+
+
+@gluon.jit
+def share(exchange, n, ds, CONSUMER: gl.constexpr):
+    """dS^T of the n-th block to shared memory, when the other consumer has read what was there."""
+    tiles, full, empty = exchange[0][CONSUMER]
+    stage, parity = place(n, _STAGES)
+    mbarrier.wait(empty.index(stage), parity ^ 1)
+    tiles.index(stage).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr, D: gl.constexpr):
+    """Issue the two products of this consumer's columns of dQ, of the n-th block."""
+    rings, tiles, _desc = exchange
+    BLOCK_M: gl.constexpr = tiles.shape[3]
+    OTHER: gl.constexpr = 1 - CONSUMER
+    zero = gl.zeros([BLOCK_M, D // 2], gl.float32, accumulator_layout(D // 2))
+    dq = warpgroup_mma(
+        _shared(rings[CONSUMER], n), _columns(k_slots, CONSUMER, n, CONSUMER, D), zero,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    wait_full(rings[OTHER], n, True, _STAGES)
+    return warpgroup_mma(
+        _shared(rings[OTHER], n), _columns(k_slots, OTHER, n, CONSUMER, D), dq, is_async=True
+    )
+
+
+@gluon.jit
+def _shared(ring, n):
+    stage, _ = place(n, _STAGES)
+    return ring[0].index(stage).permute((1, 0))
+
+
+@gluon.jit
+def _columns(k_slots, NUMBER: gl.constexpr, n, HALF: gl.constexpr, D: gl.constexpr):
+    return held(k_slots, NUMBER, n, D).slice(HALF * (D // 2), D // 2, 1)
+
+
+@gluon.jit
+def add_dq(exchange, n, dq, b, h, row, CONSUMER: gl.constexpr):
+    """Add dQ of the n-th block, whose products are over, to rows `row`... of head h."""
+    rings, tiles, desc = exchange
+    BLOCK_M: gl.constexpr = tiles.shape[3]
+    HALF: gl.constexpr = tiles.shape[4]
+    release(rings[1 - CONSUMER], n, _STAGES)
+    tile = at(tiles, CONSUMER, n)
+    # The block before has had all this time.
+    tma.store_wait(pendings=0)
+    tile.reshape([BLOCK_M, HALF]).store(dq)
+    fence_async_shared()
+    async_atomic_add(desc, [b, h, row, CONSUMER * HALF], tile)
+
+
+@gluon.jit
+def wait_read(exchange, n, CONSUMER: gl.constexpr):
+    """Until the other consumer has multiplied what this one shared of the block before the n-th.
+
+    Before the first block of all there is nothing to wait for, and this does not.
+    """
+    stage, parity = place(n - 1, _STAGES)
+    mbarrier.wait(exchange[0][CONSUMER][2].index(stage), parity)
