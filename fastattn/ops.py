@@ -62,15 +62,17 @@ def why_not_hopper(
     return why_not_hopper(q, k, v, options)
 
 
-def why_not_one_pass(options: Options, *, hopper: bool = False) -> str | None:
+def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:
     """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
 
-    hopper: whether it is the kernels for Hopper that serve it.
+    D: head dim. hopper: whether it is the kernels for Hopper that serve its backward.
     """
     if torch.are_deterministic_algorithms_enabled():
         return "torch.use_deterministic_algorithms(True) rules it out"
     if hopper:
-        return "there is no such kernel for Hopper"
+        from .kernels.hopper import host
+
+        return host.why_not_one_pass(D, options)
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
     return None
@@ -108,7 +110,7 @@ def _backward(
     from .kernels.backward import launch_backward, launch_backward_one_pass
 
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
-    one_pass = options.atomic_dq and why_not_one_pass(options) is None
+    one_pass = options.atomic_dq and why_not_one_pass(q.shape[3], options) is None
     launch = launch_backward_one_pass if one_pass else launch_backward
     with _device_of(q):
         return launch(do, dlse, q, k, v, o, lse, options)
@@ -132,6 +134,8 @@ def _hopper_backward(
 
     if why_not_hopper(q, k, v, options, backward=True) is not None:
         return _backward(do, dlse, q, k, v, o, lse, options)
+    if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
+        options = options._replace(atomic_dq=False)
     with _device_of(q):
         grads = launch_hopper_backward(do, dlse, q, k, v, o, lse, options)
     return (*grads, q.new_empty(0))

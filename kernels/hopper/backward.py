@@ -20,15 +20,7 @@ from ..backward_atomic import launch_finish_dq, launch_start_dq
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .config import backward_config
-from .host import (
-    describe,
-    end_early,
-    heads_in_l2,
-    multiprocessors,
-    rows_of,
-    tile_order,
-    why_not_one_pass,
-)
+from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
 from .pipeline import ROWS
 
 if TYPE_CHECKING:
@@ -45,7 +37,8 @@ def launch_hopper_backward(
 
     do [B, H_q, T_q, D] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
-    options. `why_not_hopper(..., backward=True)` is None.
+    options. `why_not_hopper(..., backward=True)` is None, and with options.atomic_dq so is
+    `why_not_one_pass`.
     """
     B, H_q, T_q, D = q.shape
     dq = empty_in_layout(q, *q.shape[1:])
@@ -57,7 +50,7 @@ def launch_hopper_backward(
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     wanted = delta if options.sinks is not None else None
-    if options.atomic_dq and why_not_one_pass(D, options) is None:
+    if options.atomic_dq:
         total = launch_start_dq(aligned(do), dlse, q, aligned(o), lse, wanted, options, stats)
         _launch_dkv(do, q, k, v, dk, dv, total, stats, options)
         launch_finish_dq(total, dq, options)
