@@ -129,6 +129,7 @@ def _hopper_backward(
     options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`_backward` by the kernels for Hopper, where they serve it."""
+    _kernels()
     from .kernels.hopper.backward import launch_hopper_backward
     from .kernels.hopper.host import why_not_hopper
 

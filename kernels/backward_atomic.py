@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STATS_ROWS = 128
 # Elements of a tile that the registers of its program hold twice.
 _ELEMENTS = 128 * 128
-_WARPS = 8
+_WARPS = 16
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def start_dq_kernel(
 
     Grid as forward with G = 1. sum: fp32 [B, H_q, sum_rows, D]; delta, lse, dlse: fp32
     [B, H_q, T_q]. minus_lse = -lse / scale and minus_delta = -delta, [B, H_q, sum_rows], are what
-    the products of the Hopper kernels start from. With them, rows are in whole tiles: -inf and 0
-    past the last query. Of packed sequences each has tiles of its own, in its slots
-    (`tile.sequence_of`).
+    the products of the Hopper kernels start from: -inf for a row that sees nothing. With them, rows
+    are in whole tiles, -inf and 0 past the last query. Of packed sequences each has tiles of its
+    own, in its slots (`tile.sequence_of`).
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
@@ -75,6 +75,8 @@ def start_dq_kernel(
     place = (batch * H_q + h).to(tl.int64) * sum_rows + _slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
+        # The weights of a row that sees nothing are 0, as are those of one that does not exist.
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
         # A slot that its sequence leaves empty belongs to nobody, or to the next one.
         there = m_first < row.T_q
         tl.store(minus_lse_ptr + place + rows, -lse / scale, mask=there)
