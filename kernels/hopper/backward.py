@@ -40,7 +40,7 @@ def launch_hopper_backward(
     options. `why_not_hopper(..., backward=True)` is None, and with options.atomic_dq so is
     `why_not_one_pass`.
     """
-    B, H_q, T_q, D = q.shape
+    B, H_q, T_q, _ = q.shape
     dq = empty_in_layout(q, *q.shape[1:])
     dk = empty_in_layout(k, *k.shape[1:])
     dv = empty_in_layout(v, *v.shape[1:])

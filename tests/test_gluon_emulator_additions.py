@@ -1,0 +1,110 @@
+"""Additions to global memory by TMA in the Gluon emulator: right sums, and planted faults named."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fastattn.kernels.hopper.one_pass import async_atomic_add
+from fastattn.testing import gluon_emulator
+from fastattn.testing.gluon_emulator import launch
+
+
+@gluon.jit
+def add_blocks(x_desc, sum_desc, full, tiles, number, PART: gl.constexpr):
+    """Add twice `number` blocks of x to the one block of sum."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    tile = tiles.index(PART)
+    for i in range(number):
+        tma.store_wait(pendings=0)
+        mbarrier.expect(full.index(PART), x_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            x_desc, [(PART * number + i) * 64, 0], full.index(PART), tile
+        )
+        mbarrier.wait(full.index(PART), i % 2)
+        tile.store(tile.load(LAYOUT) * 2.0)
+        fence_async_shared()
+        async_atomic_add(sum_desc, [0, 0], tile)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def add_kernel(x_desc, sum_desc, number):
+    """Two partitions add to the same block, each from a tile of its own."""
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tiles = gl.allocate_shared_memory(sum_desc.dtype, [2, 64, 64], sum_desc.layout)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (add_blocks, (x_desc, sum_desc, full, tiles, number, 0)),
+            (add_blocks, (x_desc, sum_desc, full, tiles, number, 1)),
+        ],
+        [4],
+        [240],
+    )
+
+
+def descriptor(x: torch.Tensor) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [64, 64], layout)
+
+
+def run(
+    kernel: Any = add_kernel, seed: int = 0, into_x: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """40 rows of ones and what is added to them, ours and exact; into_x: x is in their place."""
+    x = torch.randn(6 * 64, 64, generator=torch.Generator().manual_seed(0))
+    exact = 1 + 2 * x.double().view(6, 64, 64).sum(0)[:40]
+    total = x if into_x else torch.ones(40, 64)
+    launch(kernel, (1,), descriptor(x), descriptor(total), 3, seed=seed)
+    return total, exact
+
+
+def test_additions_come_in_any_order_and_are_clipped():
+    totals = []
+    for seed in range(4):
+        total, exact = run(seed=seed)
+        # Seven numbers below 8, rounded in fp32 after each addition.
+        torch.testing.assert_close(total.double(), exact, rtol=0, atol=7 * 16 * 2**-24)
+        totals.append(total)
+    assert any(not torch.equal(totals[0], other) for other in totals[1:])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        pytest.param(
+            "        tma.store_wait(pendings=0)\n", "", "RaceError", id="tile-overwritten-too-early"
+        ),
+        pytest.param(
+            "        fence_async_shared()\n", "", "MissingFenceError", id="added-without-a-fence"
+        ),
+        pytest.param("\n    tma.store_wait(pendings=0)\n", "\n", "UnfinishedError", id="no-wait"),
+    ],
+)
+def test_a_planted_fault_is_named(old: str, new: str, error: str, tmp_path: Path) -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    text = text[: text.index("def descriptor(")]
+    assert old in text
+    path = tmp_path / "kernels.py"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("planted_additions", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(gluon_emulator.EmulationError) as caught:
+        run(module.add_kernel)
+    assert type(caught.value).__name__ == error, caught.value
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_addition_and_a_load_of_the_same_rows_race(seed: int) -> None:
+    with pytest.raises(gluon_emulator.RaceError, match=r"a TMA \w+ at \[\d+, 0\] .* in no order"):
+        run(seed=seed, into_x=True)
