@@ -165,7 +165,7 @@ def attention_backward_dq_kernel(
 
 @triton.jit
 def _grow_dkv(
-    dk, dv, k, v, valid, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, dq_ptr, batch,
+    dk, dv, k, v, q_ptr, q_stride, do_ptr, do_stride, lse_ptr, delta_ptr, dq_ptr, batch,
     first_q, m_first, n_first, in_rows, keep, h, H_q, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
@@ -201,12 +201,12 @@ def _grow_dkv(
         dp = rows_by_rows(v, do, PRECISION)
     dx = p * (dp - delta[None, :])
     _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
-    dk = add_weighted_rows(dk, ds, q, PRECISION)
     if dq_ptr is not None:
-        # The weight of a key that does not exist was never masked, and may be anything.
-        ds = tl.trans(tl.where(valid[:, None], ds, 0.0))
-        dq = add_weighted_rows(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), ds, k, PRECISION)
+        # Before dk, or LLVM puts a part of ds between the instructions of its product.
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dq = add_weighted_rows(zeros, tl.trans(ds), k, PRECISION)
         add_tile(dq_ptr, D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, D)
+    dk = add_weighted_rows(dk, ds, q, PRECISION)
     return dk, dv
 
 
@@ -240,6 +240,10 @@ def attention_backward_dkv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     k_first = tl.maximum(n_first, row.start)
     k_last = tl.minimum(n_first + BLOCK_N, row.end) - 1
+    # Keys that no query may see touch their own rows of dk and dv alone, but every row of dq.
+    there = None
+    if dq_ptr is not None:
+        there = valid[:, None]
     heads = tl.where(any_key(valid), G, 0)
     for g in range(0, heads):
         h_q = h_k * G + g
@@ -252,22 +256,24 @@ def attention_backward_dkv_kernel(
         full, boundary, place = query_plan(tile, k_first, k_last, h_q, row, mask, BLOCK_M)
         for i in range(0, full):
             dk, dv = _grow_dkv(
-                dk, dv, k, v, valid, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, dq_head, batch, first_q,
-                full_block(i, place, mask) * BLOCK_M, n_first, None, None, h_q, H_q, row, score,
+                dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
+                delta_ptr + stats, dq_head, batch, first_q, full_block(i, place, mask) * BLOCK_M,
+                n_first, None, there, h_q, H_q, row, score,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
         for i in range(0, boundary):
             m_first = masked_block(i, place, mask) * BLOCK_M
             rows = m_first + tl.arange(0, BLOCK_M)
             keep = visible(rows[None, :], k_pos[:, None], h_q, row, mask)
+            if there is not None:
+                keep = keep & there
             dk, dv = _grow_dkv(
-                dk, dv, k, v, valid, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
+                dk, dv, k, v, q_head, q_stride, do_head, do_stride, lse_ptr + stats,
                 delta_ptr + stats, dq_head, batch, first_q, m_first, n_first, rows < row.T_q, keep,
                 h_q, H_q, row, score, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, INDEX, PRECISION,
             )  # fmt: skip
 
-    # The weights of keys that no query may see were never masked: they end here.
+    # The weights of keys that no query may see need not be masked: they end here.
     dk = tl.where(valid[:, None], dk * score.scale, 0.0)
     dv = tl.where(valid[:, None], dv, 0.0)
     dk_ptr, dk_stride = head(dk_ptr, batch, h_k, first_k, dk_strides, INDEX)

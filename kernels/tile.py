@@ -87,16 +87,17 @@ def add_tile(
         # There each atomic takes one column. Were it known that columns follow one another, a
         # thread would take four in a row, and each of its atomics touch every sector of the row.
         cols = tl.minimum(cols, COLS - 1)
-    offsets = tl.arange(0, ROWS)[:, None] * stride_t + cols[None, :]
+    # In this form each address is one instruction. Offsets in the tile, as `_pointers` has them, do
+    # not change from block to block, and would be kept in registers beside all else.
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+    pointers = ptr + cols[None, :] + rows[:, None] * stride_t
     mask = None
     if keep is not None:
         mask = keep[:, None]
     if WIDTH != COLS:
         within = (cols < WIDTH)[None, :]
         mask = within if keep is None else mask & within
-    tl.atomic_add(
-        ptr + tl.cast(first, tl.int64) * stride_t + offsets, tile, mask=mask, sem="relaxed"
-    )
+    tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
 
 
 @triton.jit

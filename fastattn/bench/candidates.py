@@ -27,10 +27,13 @@ KERNEL_OF = {
     "forward": "attention_forward_kernel",
     "backward_dq": "attention_backward_dq_kernel",
     "backward_dkv": "attention_backward_dkv_kernel",
+    "backward_one_pass": "attention_backward_dkv_kernel",
     "decode": "decode_kernel",
     "decode_chunk": "decode_kernel",
 }
 _NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
+# Kernels of which a program stays at its keys while queries stream by.
+BY_KEYS = ("backward_dkv", "backward_one_pass")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Place:
 PLACES: tuple[Place, ...] = tuple(
     Place(kernel, size, D)
     for size, D in ((2, 128), (2, 64), (2, 256), (4, 64), (4, 128), (4, 256))
-    for kernel in ("forward", "backward_dkv", "backward_dq")
+    for kernel in ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
 ) + tuple(
     Place(kernel, size, D) for size in (2, 4) for D in (128, 64, 256) for kernel in _NEW_TOKENS
 )
@@ -84,9 +87,11 @@ def candidates(place: Place, shared_bytes: int) -> list[TileConfig]:
 def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
     D, threads = place.BLOCK_D, 32 * tile.num_warps
     backward = place.kernel.startswith("backward")
-    by_keys = place.kernel == "backward_dkv"
+    by_keys = place.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
     accumulators = held * D * (2 if by_keys else 1) + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
+    if place.kernel == "backward_one_pass":
+        accumulators += streamed * D
     operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
     return accumulators / threads <= 224 and operands * place.element_size <= shared_bytes
 
@@ -104,7 +109,10 @@ def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict
         config.forced(**{kernel: TileConfig(**tile)}),
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
     ):
-        o = functional.attention(*leaves, causal=causal, backend="triton")
+        permitted = kernel == "backward_one_pass"
+        o = functional.attention(
+            *leaves, causal=causal, backend="triton", deterministic=not permitted
+        )
         if kernel != "forward":
             torch.autograd.grad(o, leaves, torch.zeros_like(o))
 

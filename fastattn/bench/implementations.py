@@ -24,6 +24,8 @@ from .peers import PEERS
 from .serving import Attention, Implementation, Unserved
 
 OURS = "fastattn-triton"
+# The same with deterministic=False.
+ONE_PASS = "fastattn-one-pass"
 # What a speed is compared with: the fused kernels that a user of torch has without installing any.
 TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
 # An implementation that holds all scores is left out where these are more.
@@ -37,8 +39,10 @@ def _holds_all_scores(case: Case) -> str | None:
     return None
 
 
-def _fastattn(backend: str) -> Implementation:
+def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     def serves(case: Case) -> str | None:
+        if not deterministic and case.direction == "forward":
+            return "its forward is that of fastattn-" + backend
         if backend == "hopper":
             return _why_not_hopper(case)
         if backend == "triton" and case.device != "cuda":
@@ -57,12 +61,14 @@ def _fastattn(backend: str) -> Implementation:
                 causal=case.causal,
                 window=case.window,
                 backend=backend,
+                deterministic=deterministic,
                 **inputs.padding(),
             )
 
         return call
 
-    return Implementation(f"fastattn-{backend}", serves, prepare)
+    name = f"fastattn-{backend}" if deterministic else ONE_PASS
+    return Implementation(name, serves, prepare)
 
 
 def _why_not_hopper(case: Case) -> str | None:
@@ -178,6 +184,7 @@ def _default_sdpa() -> Implementation:
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
+    _fastattn("triton", deterministic=False),
     _fastattn("hopper"),
     *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
     *PEERS,

@@ -44,7 +44,11 @@ What is known without a measurement, from Triton 3.7 and sm_90, and what one has
   H200, `pytest tests -m gpu -k hopper` runs their numeric tests, and
   `python bench/run_all.py --out DIR --skip tuning` checks `fastattn-hopper` and times it beside the
   others. What turns are worth is the difference between two such runs, the second with
-  `PING_PONG: bool = True` in `kernels/hopper/config.py`; so for the other fields there."""
+  `PING_PONG: bool = True` in `kernels/hopper/config.py`; so for the other fields there.
+- Which backward is faster, on each GPU: the deterministic one in two passes, of seven products, or
+  the one that `deterministic=False` permits, of five, whose atomics add 4 bytes for each element
+  of dQ and block of keys. The backward cases of `python bench/run_all.py --out DIR --skip tuning`
+  time `fastattn-triton` and `fastattn-one-pass` side by side."""
 
 
 def page(folder: Path) -> str:

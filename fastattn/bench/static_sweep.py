@@ -18,7 +18,7 @@ from ..kernels import config
 from ..kernels.config import TileConfig
 from ..testing.cross_compile import TARGETS, CompiledFacts
 from ..testing.sass import Loop
-from .candidates import KERNEL_OF, PLACES, Compilation, Place, candidates
+from .candidates import BY_KEYS, KERNEL_OF, PLACES, Compilation, Place, candidates
 from .report import write_whole
 from .tuning import merge, table_text
 
@@ -36,7 +36,7 @@ class Survivor:
 
     cycles: modelled, of one multiprocessor for a pair of query and key in a full block; None where
         the assembly of the loop is not known, on AMD and for fp32.
-    loaded_bytes: from beyond shared memory, for a pair.
+    loaded_bytes: from beyond shared memory, or added there, for a pair.
     """
 
     tile: TileConfig
@@ -72,11 +72,14 @@ def survivor(place: Place, tile: TileConfig, facts: Iterable[CompiledFacts]) -> 
     full = [min(fact.loops, key=lambda loop: loop.total) for fact in found if fact.loops]
     passes = [loop_cycles(loop, found[0].target) for loop in full]
     pairs = tile.BLOCK_M * tile.BLOCK_N
-    held = tile.BLOCK_N if place.kernel == "backward_dkv" else tile.BLOCK_M
+    held = tile.BLOCK_N if place.kernel in BY_KEYS else tile.BLOCK_M
+    columns = 2 * place.BLOCK_D * place.element_size
+    if place.kernel == "backward_one_pass":
+        columns += 4 * place.BLOCK_D  # those of dQ that are added, in fp32
     return Survivor(
         tile,
         max(passes) * tile.num_warps / 4 / pairs if passes else None,
-        2 * place.BLOCK_D * place.element_size / held,
+        columns / held,
         max(fact.shared_bytes for fact in found),
     )
 

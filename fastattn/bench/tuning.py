@@ -25,7 +25,7 @@ from .attention import Bench, prepare, release
 from .candidates import PLACES, Compilation, Place, candidates
 from .cases import Case
 from .correctness import Expected
-from .implementations import IMPLEMENTATIONS, OURS
+from .implementations import IMPLEMENTATIONS, ONE_PASS, OURS
 from .inputs import Inputs, make_inputs
 from .measure import Effort, Function, Timing, compare
 from .report import write_whole
@@ -151,7 +151,8 @@ class _Trial:
         """A call with the tile forced, whose results have been checked."""
         assert self._inputs is not None and self._expected is not None
         forced = {self._place.kernel: tile}
-        ours = next(i for i in IMPLEMENTATIONS if i.name == OURS)
+        name = ONE_PASS if self._place.kernel == "backward_one_pass" else OURS
+        ours = next(i for i in IMPLEMENTATIONS if i.name == name)
         with config.forced(**forced):
             work, _ = prepare(ours, self._case, self._inputs, self._expected)
 
