@@ -17,15 +17,19 @@ class Explanation(NamedTuple):
     """The backend that serves a call, and the reason why each faster one was passed over.
 
     forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
+    one_pass: whether gradients come in one pass with atomics, which deterministic=False permits.
+    Where they do not although it does, `reasons` has "one-pass" too.
     """
 
     backend: str
     reasons: dict[str, str]
     forced: bool = False
+    one_pass: bool = False
 
     def __str__(self) -> str:
+        backward = ["backward: one-pass"] if self.one_pass else []
         passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join([f"backend: {self.backend}", *passed_over])
+        return "\n".join([f"backend: {self.backend}", *backward, *passed_over])
 
 
 def choose(
@@ -62,6 +66,21 @@ def choose(
     if forced == "triton":
         raise ValueError(f'backend "triton" cannot serve this call: {reason}')
     return Explanation("torch", {"triton": reason})
+
+
+def with_backward(
+    choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> Explanation:
+    """The choice for a call, and which backward it gets where the one with atomics is permitted."""
+    if not options.atomic_dq:
+        return choice
+    reason: str | None = "the torch backend has a backward of its own"
+    if choice.backend != "torch":
+        hopper = choice.backend == "hopper" and ops.hopper_has_backward(q, k, v, options)
+        reason = ops.why_not_one_pass(q.shape[-1], options, hopper=hopper)
+    if reason is None:
+        return choice._replace(one_pass=True)
+    return choice._replace(reasons={**choice.reasons, "one-pass": reason})
 
 
 def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:

@@ -262,17 +262,20 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for these arguments, and why not a faster one.
 
+    With deterministic=False also whether gradients would come in one pass, or why not.
+
     Checks the arguments as `attention` does, and computes nothing.
 
     Returns:
-        An `Explanation`: `.backend`, and `.reasons` from backend name to reason; `str()` of it is
-        meant for people.
+        An `Explanation`: `.backend`, `.one_pass`, and `.reasons` from the name of what was passed
+        over to the reason; `str()` of it is meant for people.
     """
     checks.check_tensors(q, k, v)
     keys, query = options.get("relative_keys"), options.get("relative_query")
     q, k, v, options["relative_keys"], options["relative_query"] = _autocast(q, k, v, keys, query)
     checked = arguments.dense_options(q, k, v, **options)
-    return dispatch.choose(q, k, v, checked, backend, hopper=True)
+    choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
+    return dispatch.with_backward(choice, q, k, v, checked)
 
 
 def _compute(

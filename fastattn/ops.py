@@ -62,6 +62,13 @@ def why_not_hopper(
     return why_not_hopper(q, k, v, options)
 
 
+def hopper_has_backward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether the kernels for Hopper serve the backward of a call whose forward they serve."""
+    from .kernels.hopper.host import why_not_hopper
+
+    return why_not_hopper(q, k, v, options, backward=True) is None
+
+
 def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:
     """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
 
@@ -131,9 +138,8 @@ def _hopper_backward(
     """`_backward` by the kernels for Hopper, where they serve it."""
     _kernels()
     from .kernels.hopper.backward import launch_hopper_backward
-    from .kernels.hopper.host import why_not_hopper
 
-    if why_not_hopper(q, k, v, options, backward=True) is not None:
+    if not hopper_has_backward(q, k, v, options):
         return _backward(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
         options = options._replace(atomic_dq=False)
