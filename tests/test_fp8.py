@@ -150,7 +150,8 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
     assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
-    assert fastattn.explain_fp8(*codes, backend="hopper") == ("hopper", {}, True)
+    told = fastattn.explain_fp8(*codes, backend="hopper")
+    assert told.backend == "hopper" and told.forced and not told.reasons
     monkeypatch.setenv("FASTATTN_BACKEND", "hopper")
     assert fastattn.explain_fp8(*codes).backend == "hopper"
     told = fastattn.explain_fp8(*codes, backend="torch")
