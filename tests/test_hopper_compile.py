@@ -25,9 +25,11 @@ CONSUMERS = 2
 # "turns": "causal" with consumers that take turns.
 FORWARD = [(64, "causal"), (128, "causal"), (256, "causal"), (128, "turns"), (128, "all")]
 BACKWARD = [(64, "causal"), (128, "causal"), (128, "all")]
+# "packed": "all" without a softcap.
+ONE_PASS = [(128, "causal"), (128, "packed")]
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks, and nothing at all in forward with a band alone.
-SPILL_BYTES = {"forward": 80, "backward": 128}
+SPILL_BYTES = {"forward": 80, "backward": 128, "one_pass": 400}
 # Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
 # off: they are what the loops took before there were others.
 BUDGET = {
@@ -39,6 +41,7 @@ BUDGET = {
     ("hopper_backward_dkv_kernel", "causal"): {64: 365, 128: 421},
     ("hopper_backward_dkv_kernel", "all"): {128: 430},
 }
+ONE_PASS_BUDGET = {(128, "causal"): 535, (128, "packed"): 560}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -46,12 +49,12 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def options_of(case: str) -> Options:
-    if case != "all":
+    if case not in ("all", "packed"):
         return Options(right=0, scale=0.1)
     offsets = meta(4, dtype=torch.int32)
     return Options(
         left=9, right=9, key_lengths=meta(3, dtype=torch.int32), scale=0.1, query_offset=None,
-        cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=5.0,
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=5.0 if case == "all" else None,
         sinks=meta(4, dtype=torch.float32),
     )  # fmt: skip
 
@@ -65,6 +68,7 @@ def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
             forward.launch_hopper_forward(q, k, k, options)
     else:
         lse = meta(1, 4, T, dtype=torch.float32)
+        options = options._replace(atomic_dq=kernel == "one_pass")
         launch_hopper_backward(q, lse, q, k, k, q, lse, options)
 
 
@@ -72,6 +76,7 @@ def compilations_for_new_lengths() -> list[int]:
     def both(T: int) -> None:
         launch("forward", 64, "causal", T)
         launch("backward", 64, "causal", T)
+        launch("one_pass", 64, "causal", T)
 
     return [count_compilations(lambda T=T: both(T)) for T in (1000, 1, 4096, 77)]
 
@@ -80,6 +85,7 @@ def compilations_for_new_lengths() -> list[int]:
 def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
     """All cases, submitted at once so that every worker has something to do."""
     cases = [("forward", *case) for case in FORWARD] + [("backward", *case) for case in BACKWARD]
+    cases += [("one_pass", *case) for case in ONE_PASS]
     return {
         (kernel, D, case): compile_pool.submit(
             f"{__file__}:launch", "sm_90", kernel=kernel, D=D, case=case
@@ -88,9 +94,7 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
     }
 
 
-def check(
-    fact: CompiledFacts, D: int, case: str, spill_bytes: int
-) -> tuple[list[Loop], list[Loop]]:
+def check(fact: CompiledFacts, budget: int, spill_bytes: int) -> tuple[list[Loop], list[Loop]]:
     """What holds for every kernel; its loops over full and over masked blocks, by consumer."""
     assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
@@ -106,7 +110,6 @@ def check(
         assert loop.count("LDL", "STL") == 0, f"{fact.name} spills in its loop"
         # A mask takes one a score; a quotient that ptxas leaves in the loop, a few.
         assert loop.count("FSEL") < 8, f"{fact.name} masks full blocks"
-        budget = BUDGET[fact.name, case][D]
         assert loop.total <= budget, f"{fact.name}: {loop.total} instructions"
         assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
     for loop in masked:
@@ -118,7 +121,8 @@ def check(
 def test_forward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     D, name = case
     (fact,) = compiled["forward", D, name].result()
-    full, _ = check(fact, D, name, SPILL_BYTES["forward"] if name == "all" else 0)
+    budget = BUDGET[fact.name, name][D]
+    full, _ = check(fact, budget, SPILL_BYTES["forward"] if name == "all" else 0)
     scores = 64 * forward_config(D, name == "all").BLOCK // 128  # a thread
     assert all(loop.count("MUFU.EX2") >= scores for loop in full)
 
@@ -129,7 +133,19 @@ def test_backward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> N
     facts = compiled["backward", D, name].result()
     assert [f.name for f in facts] == ["hopper_backward_dq_kernel", "hopper_backward_dkv_kernel"]
     for fact in facts:
-        check(fact, D, name, SPILL_BYTES["backward"])
+        check(fact, BUDGET[fact.name, name][D], SPILL_BYTES["backward"])
+
+
+@pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: "-".join(map(str, case)))
+def test_one_pass_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
+    D, name = case
+    start, both, finish = compiled["one_pass", D, name].result()
+    assert both.name == "hopper_backward_dkv_kernel"
+    full, _ = check(both, ONE_PASS_BUDGET[case], SPILL_BYTES["one_pass"])
+    for loop in full:
+        assert loop.count("UTMAREDG") == 1, "no TMA adds to dQ"
+    for fact in (start, finish):
+        assert fact.spill_store_bytes == 0, fact.name
 
 
 def test_a_new_length_compiles_nothing(compile_pool: CompilePool) -> None:

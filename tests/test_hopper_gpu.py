@@ -53,15 +53,36 @@ def test_hopper_matches_the_reference(
 
 
 @pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"causal": True}, id="causal"),
+        pytest.param({}, id="full"),
+        pytest.param({"causal": True, "window": (200, 0), "key_lengths": [2500, 300]}, id="band"),
+    ],
+)
+def test_hopper_one_pass(options: dict[str, Any], D: int, device: str) -> None:
+    """dQ of 20 tiles of keys, added up by TMA."""
+    tensors = {
+        name: torch.tensor(x, device=device) if isinstance(x, list) else x
+        for name, x in options.items()
+    }
+    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
+    assert_matches_reference(attention, *inputs, **tensors, deterministic=False)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["two-passes", "one-pass"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_hopper_packed_sequences(causal: bool, D: int, device: str) -> None:
+def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, device: str) -> None:
     starts_q = torch.tensor([0, 700, 700, 829, 1000], dtype=torch.int32, device=device)
     starts_k = torch.tensor([0, 500, 620, 620, 1100], dtype=torch.int32, device=device)
     batch = make_qkv(1, 4, 2, 1000, 1100, D, dtype=torch.bfloat16, device=device, layout="bthd")
     q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
     assert_matches_reference(
-        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, causal=causal
-    )
+        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, causal=causal,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def test_hopper_gradients_repeat_bit_for_bit(device: str) -> None:
