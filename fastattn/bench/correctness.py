@@ -36,9 +36,20 @@ class Expected:
     naive: dict[tuple[int, int], tuple[Tensor, ...]]
 
 
+def sampled_heads(case: Case) -> list[tuple[int, int]]:
+    """(batch row, key/value head) of those that are checked."""
+    return sorted({(0, 0), (case.B - 1, case.H_k - 1)})
+
+
+def rows_at_once(case: Case, dtype: torch.dtype) -> int:
+    """Queries that the oracle takes at once, of all heads that share a key/value head."""
+    scores = case.H_q // case.H_k * case.T_k
+    return max(1, _CHUNK_BYTES[case.device] // (scores * dtype.itemsize))
+
+
 def expect(case: Case, inputs: Inputs) -> Expected:
     """What a case's implementations have to compute, for the sampled heads."""
-    heads = sorted({(0, 0), (case.B - 1, case.H_k - 1)})
+    heads = sampled_heads(case)
     dtype = getattr(torch, case.dtype)
     return Expected(
         {head: _oracle(case, inputs, *head, torch.float64) for head in heads},
@@ -85,7 +96,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     outputs, dqs = [], []
-    rows = max(1, _CHUNK_BYTES[case.device] // (G * case.T_k * dtype.itemsize))
+    rows = rows_at_once(case, dtype)
     for first in range(0, case.T_q, rows):
         leaves = [
             x.detach().requires_grad_(needs_grad) for x in (q[:, :, first:][:, :, :rows], k, v)

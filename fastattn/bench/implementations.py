@@ -19,6 +19,7 @@ from ..decode import decode_attention, view_of_tensors
 from ..functional import attention
 from ..options import Options
 from .cases import Case
+from .eight_bits import EIGHT_BITS
 from .inputs import Inputs, visible_mask
 from .peers import PEERS
 from .serving import Attention, Implementation, Unserved
@@ -186,6 +187,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
     _fastattn("triton", deterministic=False),
     _fastattn("hopper"),
+    *EIGHT_BITS,
     *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
     *PEERS,
     _pinned_sdpa("efficient"),

@@ -27,12 +27,15 @@ class Implementation:
         prepare: a function from q, k, v to o, differentiable if the case needs gradients; raises
             `Unserved` for reasons that only the tensors show.
         slow_to_prepare: compiles for seconds for every new shape.
+        check: holds o to a bound of its own, where the error budget of the case's dtype is not
+            what it promises; raises AssertionError.
     """
 
     name: str
     serves: Callable[[Case], str | None]
     prepare: Callable[[Case, Inputs], Attention]
     slow_to_prepare: bool = False
+    check: Callable[[Case, Inputs, Tensor], None] | None = None
 
     def why_not(self, case: Case) -> str | None:
         """`serves`, and whether the case leaves slow preparations out."""

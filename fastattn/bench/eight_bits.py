@@ -1,0 +1,86 @@
+"""Attention in 8 bits beside the others: quantised before the timer, held to a bound of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import fp8_ops
+from ..fp8 import attention_fp8, pack_values, quantize_fp8
+from ..options import Options
+from ..testing.fp8 import assert_output_within_fp8_bounds, dequantized
+from .cases import Case
+from .correctness import rows_at_once, sampled_heads
+from .inputs import Inputs
+from .serving import Attention, Implementation
+
+
+def _serves(case: Case) -> str | None:
+    if case.family == "decode":
+        return "it has no kernels for decoding"
+    if case.direction != "forward":
+        return "in 8 bits there is no backward"
+    if case.lengths is not None and case.padding_side == "left":
+        return "its kernels know key_lengths, and no key_padding_mask"
+    device = case.device if torch.cuda.is_available() else "cpu"
+    number = torch.empty(1, device=device)
+    q = number.expand(case.B, case.H_q, case.T_q, case.D)
+    k = number.expand(case.B, case.H_k, case.T_k, case.D)
+    return fp8_ops.why_not_hopper(q, k, k, Options(), getattr(torch, case.dtype))
+
+
+def _implementation(name: str, packed: bool) -> Implementation:
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        (q, q_scale), (k, k_scale), (v, v_scale) = (
+            quantize_fp8(x, ends) for x, ends in _with_ends(inputs)
+        )
+        values = pack_values(v) if packed else v
+        dtype = getattr(torch, case.dtype)
+
+        def call(*_: Tensor) -> Tensor:
+            return attention_fp8(
+                q, k, values, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+                causal=case.causal, window=case.window, key_lengths=inputs.key_lengths,
+                out_dtype=dtype, backend="hopper",
+            )  # fmt: skip
+
+        return call
+
+    return Implementation(name, _serves, prepare, check=_check)
+
+
+def _with_ends(inputs: Inputs) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    """q, k and v, each with the number of rows that count."""
+    ends = inputs.key_lengths
+    return (inputs.q, None), (inputs.k, ends), (inputs.v, ends)
+
+
+def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
+    """o against the oracle on what the codes stand for, every element of a sample of heads."""
+    assert o.isfinite().all(), "o has NaN or inf"
+    G = case.H_q // case.H_k
+    for b, h in sampled_heads(case):
+        row, queries = slice(b, b + 1), slice(h * G, (h + 1) * G)
+        heads = (queries, slice(h, h + 1), slice(h, h + 1))
+        q, k, v = (
+            dequantized(*quantize_fp8(x[row, head], ends if ends is None else ends[row]))
+            for (x, ends), head in zip(_with_ends(inputs), heads, strict=True)
+        )
+        lengths = inputs.key_lengths
+        arguments: dict[str, Any] = {"causal": case.causal, "window": case.window}
+        arguments["key_lengths"] = None if lengths is None else lengths[row]
+        rows = rows_at_once(case, q.dtype)
+        for first in range(0, case.T_q, rows):
+            assert_output_within_fp8_bounds(
+                o[row, queries, first : first + rows], q[:, :, first : first + rows], k, v,
+                tensor_cores=o.is_cuda, query_offset=case.T_k - case.T_q + first, **arguments,
+            )  # fmt: skip
+
+
+# Values are packed by every call, or before the timer.
+EIGHT_BITS = (
+    _implementation("fastattn-hopper-fp8", packed=False),
+    _implementation("fastattn-hopper-fp8-packed", packed=True),
+)
