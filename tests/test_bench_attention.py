@@ -208,6 +208,13 @@ def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
     assert "decoding" in hopper.serves(replace(case, family="decode"))
     padded = replace(case, lengths=(16, 5), padding_side="left")
     assert "no key_padding_mask" in hopper.serves(padded)
+    one_pass = next(i for i in IMPLEMENTATIONS if i.name == "fastattn-hopper-one-pass")
+    backward = replace(BACKWARD, device="cuda", dtype="bfloat16", D=128)
+    assert one_pass.serves(backward) is None
+    assert one_pass.serves(case) == "its forward is that of fastattn-hopper"
+    wide = replace(backward, D=256)
+    assert one_pass.serves(wide) == "its backward of head dim 256 is that of fastattn-triton"
+    assert hopper.serves(wide) is None
 
 
 def test_every_implementation_answers_for_every_case():

@@ -45,7 +45,7 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
         if not deterministic and case.direction == "forward":
             return "its forward is that of fastattn-" + backend
         if backend == "hopper":
-            return _why_not_hopper(case)
+            return _why_not_hopper(case, deterministic)
         if backend == "triton" and case.device != "cuda":
             return "its kernels need a GPU"
         return None
@@ -68,11 +68,13 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
 
         return call
 
-    name = f"fastattn-{backend}" if deterministic else ONE_PASS
+    name = f"fastattn-{backend}"
+    if not deterministic:
+        name = ONE_PASS if backend == "triton" else f"{name}-one-pass"
     return Implementation(name, serves, prepare)
 
 
-def _why_not_hopper(case: Case) -> str | None:
+def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
     if case.family == "decode":
         return "it has no kernels for decoding"
     dtype = getattr(torch, case.dtype)
@@ -81,7 +83,10 @@ def _why_not_hopper(case: Case) -> str | None:
     if case.lengths is not None and case.padding_side == "left":
         return "its kernels know key_lengths, and no key_padding_mask"
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
-    return ops.why_not_hopper(q, k, k, Options(), device)
+    reason = ops.why_not_hopper(q, k, k, Options(), device)
+    if reason is None and not deterministic and not ops.hopper_has_backward(q, k, k, Options()):
+        return f"its backward of head dim {case.D} is that of fastattn-triton"
+    return reason
 
 
 def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
@@ -187,6 +192,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
     _fastattn("triton", deterministic=False),
     _fastattn("hopper"),
+    _fastattn("hopper", deterministic=False),
     *EIGHT_BITS,
     *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
     *PEERS,
