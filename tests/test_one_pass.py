@@ -1,0 +1,322 @@
+"""The backward that deterministic=False permits: right numbers, atomics only where permitted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import fastattn
+from fastattn import known_calls, op_schema, ops, reference
+from fastattn.kernels import config
+from fastattn.options import Options
+from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+
+interpreted = pytest.mark.skipif(
+    not config._INTERPRETING, reason="atomics are counted in the interpreter"
+)
+SIZES: dict[str, Any] = {"B": 2, "H_q": 2, "H_k": 1, "T_q": 19, "T_k": 27, "D": 16}
+
+
+def one_pass(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> Any:
+    function = fastattn.attention_varlen if starts else fastattn.attention
+    return function(q, k, v, *starts, backend="triton", deterministic=False, **options)
+
+
+@triton.jit
+def near(b, h, q_pos, k_pos, reach_ptr):
+    return tl.abs(q_pos - k_pos) <= tl.load(reach_ptr + h)
+
+
+@triton.jit
+def steeper(x, b, h, q_pos, k_pos, reach_ptr):
+    return x + 0.1 * x * x
+
+
+@triton.jit
+def steeper_grad(dx, x, b, h, q_pos, k_pos, reach_ptr):
+    return dx * (1 + 0.2 * x)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+REACH = (torch.tensor([3, 12]),)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window-lengths": {"window": (9, 4), "key_lengths": torch.tensor([23, 0])},
+    "padding": {"key_padding_mask": draw(2, 27) < 0.3, "causal": True},
+    "offsets": {"causal": True, "query_offset": torch.tensor([-9, 12])},
+    "prefix-first": {"causal": True, "prefix_lengths": 10, "window": 5, "keep_first": 2},
+    "stride": {"stride": 3},
+    "documents": {"documents": (draw(2, 19).long(), draw(2, 27).long())},
+    "bias-sinks": {"attn_bias": draw(1, 2, 19, 27), "sinks": draw(2), "scale": 0.7},
+    "softcap-alibi": {"softcap": 2.0, "alibi_slopes": draw(2).abs()},
+    "mods": {
+        "mask_mod": near, "score_mod": steeper, "score_mod_grad": steeper_grad,
+        "mod_tensors": REACH, "key_lengths": torch.tensor([20, 26]),
+    },
+    "relative-bias": {"relative_bias": draw(2, 9)},
+    "dropout": {"dropout": 0.3, "dropout_seed": torch.tensor([3, 9]), "causal": True},
+}  # fmt: skip
+
+
+def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
+    def to(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(to, x))
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return {name: to(x) for name, x in options.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, device: str) -> None:
+    dtype = torch.bfloat16 if option in ("causal", "window-lengths", "dropout") else torch.float32
+    q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
+    assert_matches_reference(one_pass, q, k, v, **moved(OPTIONS[option], device))
+
+
+SHAPES = {
+    "wider-values": {"D": 16, "D_v": 48},
+    "head-dim-40": {"D": 40, "dtype": torch.float16},
+    "bthd-memory": {"D": 32, "layout": "bthd", "T_q": 40},
+    "one-query": {"T_q": 1},
+    "one-key": {"T_k": 1},
+    "no-queries": {"T_q": 0},
+    "no-keys": {"T_k": 0},
+    "queries-before-keys": {"T_q": 40, "T_k": 9},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape: str, device: str) -> None:
+    """Rows of dQ that no program of keys meets are 0, not what the memory held."""
+    sizes = {**SIZES, "B": 1, "device": device, **SHAPES[shape]}
+    assert_matches_reference(one_pass, *make_qkv(**sizes), causal=shape != "no-keys")
+
+
+def test_no_batch_rows(device: str) -> None:
+    q, k, v = make_qkv(**{**SIZES, "B": 0}, device=device)
+    grads = torch.autograd.grad(one_pass(q, k, v).sum(), (q, k, v))
+    assert [x.shape[0] for x in grads] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences(dtype: torch.dtype, device: str) -> None:
+    q, k, v = (
+        x[0].detach().transpose(0, 1).requires_grad_()
+        for x in make_qkv(1, 2, 1, 36, 41, 16, dtype=dtype, device=device)
+    )
+    starts = (torch.tensor([0, 17, 17, 35, 36]), torch.tensor([0, 9, 20, 41, 41]))
+    assert_matches_reference(
+        one_pass, q, k, v, *(x.to(device) for x in starts), causal=True,
+        oracle=reference.attention_varlen,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
+    """A weight of theirs would be exp(0 - lse), here inf, and dK and dV need no mask for it."""
+    q, k, v = make_qkv(1, 2, 1, 40, 27, 16, device=device)
+    with torch.no_grad():
+        # Quarters, whose products have exact sums: both backwards see the same scores.
+        q.copy_((4 * q).round() / 4 + 6)
+        k.copy_((4 * k).round() / 4 - 6)
+        k[:, :, 21:] = v[:, :, 21:] = float("nan")
+    found = []
+    for deterministic in (True, False):
+        o, lse = fastattn.attention(
+            q, k, v, causal=causal, key_lengths=torch.tensor([21], device=device), return_lse=True,
+            backend="triton", deterministic=deterministic,
+        )  # fmt: skip
+        assert lse[:, :, -1].max() < -89
+        found.append(torch.autograd.grad(o.sin().sum(), (q, k, v)))
+    for name, two, one in zip(("dq", "dk", "dv"), *found, strict=True):
+        assert_within_budget(name, one, two.double(), two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, device: str) -> None:
+    """Of equal tiles the same bits; and of queries the same sum in fp32, in another order."""
+    q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
+    tile = config.TileConfig(16, 32)
+    found = []
+    with config.forced(backward_dkv=tile, backward_one_pass=tile):
+        for deterministic in (True, False):
+            o, lse = fastattn.attention(
+                q, k, v, causal=True, dropout=0.2, dropout_seed=torch.tensor([1, 2], device=device),
+                key_lengths=torch.tensor([27, 20], device=device), return_lse=True,
+                backend="triton", deterministic=deterministic,
+            )  # fmt: skip
+            loss = o.float().sin().sum() + lse[0].sin().sum()
+            found.append((o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))))
+    for name, two, one in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
+        if name != "dq":
+            assert torch.equal(two, one), name
+
+
+@pytest.fixture
+def atomics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every kernel that adds by an atomic."""
+    found: list[str] = []
+    q, k, v = make_qkv(**SIZES)
+    one_pass(q, k, v)  # a first call repairs the interpreter
+    builder = triton.runtime.interpreter.interpreter_builder
+    add = builder.create_atomic_rmw
+
+    def counting(*arguments: Any) -> Any:
+        found.append("atomic")
+        return add(*arguments)
+
+    monkeypatch.setattr(builder, "create_atomic_rmw", counting)
+    return found
+
+
+@contextmanager
+def deterministic_algorithms(**how: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, **how)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def loss(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return fastattn.attention(q, k, v, causal=True, backend="triton", **options).sum()
+
+
+def directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    torch.autograd.grad(loss(q, k, v, **options), (q, k, v))
+
+
+def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
+    options = Options(causal=True, scale=0.25, query_offset=8, atomic_dq=not deterministic)
+    o, _ = ops.attention_forward(q, k, v, *op_schema.flat(options))
+    torch.autograd.grad(o.sum(), (q, k, v))
+
+
+def by_function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    torch.func.grad(lambda x: loss(x, k, v, **options))(q)
+
+
+@interpreted
+@pytest.mark.parametrize("run", [directly, by_op, by_function])
+def test_atomics_run_where_they_are_permitted_alone(run: Any, atomics: list[str]) -> None:
+    q, k, v = make_qkv(**SIZES)
+    for _ in range(2):  # a call that is made for the first time, and one that is known
+        run(q, k, v)
+        run(q, k, v, deterministic=True)
+        with deterministic_algorithms():
+            run(q, k, v, deterministic=False)
+        assert atomics == []
+        run(q, k, v, deterministic=False)
+        assert atomics != []
+        del atomics[:]
+    with deterministic_algorithms(warn_only=True):
+        run(q, k, v, deterministic=False)
+    assert atomics == []
+
+
+@interpreted
+def test_a_compiled_call_is_one_graph_and_keeps_the_permission(atomics: list[str]) -> None:
+    q, k, v = make_qkv(**SIZES)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(q, k, v, deterministic=False), (q, k, v))
+    assert atomics != []
+    expected = torch.autograd.grad(loss(q, k, v, deterministic=False), (q, k, v))
+    for ours, plain in zip(found, expected, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@interpreted
+def test_torchs_flag_is_asked_when_the_backward_runs(atomics: list[str]) -> None:
+    q, k, v = make_qkv(**SIZES)
+    o = one_pass(q, k, v)
+    with deterministic_algorithms():
+        torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
+    assert atomics == []
+    torch.autograd.grad(o.sum(), (q, k, v))
+    assert atomics != []
+
+
+@interpreted
+def test_known_calls_keep_the_two_apart(atomics: list[str]) -> None:
+    q, k, v = make_qkv(**SIZES)
+    known_calls.forget()
+    for permitted in (False, True, False, True):
+        o = fastattn.attention(q, k, v, backend="triton", deterministic=not permitted)
+        torch.autograd.grad(o.sum(), (q, k, v))
+        assert bool(atomics) == permitted
+        del atomics[:]
+    assert len(known_calls._known) == 2
+
+
+@interpreted
+def test_relative_keys_take_two_passes(atomics: list[str]) -> None:
+    q, k, v = make_qkv(**SIZES)
+    torch.autograd.grad(one_pass(q, k, v, relative_keys=draw(1, 9, 16)).sum(), q)
+    assert atomics == []
+
+
+def test_gradients_of_gradients_are_the_formulas_either_way(device: str) -> None:
+    q, k, v = make_qkv(**SIZES, device=device)
+    weights = torch.randn_like(q)
+    found = []
+    for deterministic in (True, False):
+        o = fastattn.attention(q, k, v, backend="triton", deterministic=deterministic)
+        (dq,) = torch.autograd.grad((o * weights).sum(), q, create_graph=True)
+        found.append(torch.autograd.grad(dq.square().sum(), (q, k, v)))
+    for two, one in zip(*found, strict=True):
+        assert torch.equal(two, one)
+
+
+def explained(**options: Any) -> tuple[bool, str | None]:
+    sizes = {**SIZES, "D": 64, "dtype": torch.bfloat16}
+    found = fastattn.explain(*make_qkv(**sizes), deterministic=False, **options)
+    return found.one_pass, found.reasons.get("one-pass")
+
+
+def test_explain_tells_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explained(backend="triton") == (True, None)
+    found = fastattn.explain(*make_qkv(**SIZES), deterministic=False, backend="triton")
+    assert str(found) == "backend: triton\nbackward: one-pass"
+    assert not fastattn.explain(*make_qkv(**SIZES), backend="triton").one_pass
+    assert "one-pass" not in fastattn.explain(*make_qkv(**SIZES), backend="triton").reasons
+    assert explained(backend="torch") == (False, "the torch backend has a backward of its own")
+    keys = draw(2, 9, 64).bfloat16()
+    reason = "its kernel does not know relative_keys"
+    assert explained(backend="triton", relative_keys=keys) == (False, reason)
+    with deterministic_algorithms():
+        taken, reason = explained(backend="triton")
+    assert not taken
+    assert reason == "torch.use_deterministic_algorithms(True) rules it out"
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    assert explained(backend="hopper") == (True, None)
+
+
+def test_explain_of_hopper_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is then the portable backward that the permission is for."""
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    inputs = make_qkv(**{**SIZES, "D": 256}, dtype=torch.bfloat16)
+    found = fastattn.explain(*inputs, softcap=3.0, deterministic=False, backend="hopper")
+    assert (found.backend, found.one_pass) == ("hopper", True)
+    inputs = make_qkv(**{**SIZES, "D": 128}, dtype=torch.bfloat16)
+    found = fastattn.explain(*inputs, softcap=3.0, deterministic=False, backend="hopper")
+    assert "softcap and head dim 128" in found.reasons["one-pass"]
+
+
+@pytest.mark.gpu
+def test_long_sums_on_a_gpu() -> None:
+    """Many programs add to each row, in whatever order they run."""
+    q, k, v = make_qkv(2, 4, 2, 900, 1100, 64, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        assert_matches_reference(one_pass, q, k, v, causal=True)
