@@ -202,9 +202,6 @@ def _differentiate(
     dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     wait_slot(k_slots, i, CONSUMER)
     wait_slot(v_slots, i, CONSUMER)
-    if exchange is not None:
-        # Where there are no blocks the other consumer may be a tile ahead.
-        wait_full(k_slots, 2 * i + 1 - CONSUMER, blocks > 0, 2)
     for g in range(G):
         row_of_stats = ((b * H_k + h) * G + g).to(gl.int64) * stats_stride
         row_of_stats += first_slot(batch.b, first_q, mask)

@@ -96,6 +96,7 @@ def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr, D: gl.constexpr):
         _shared(rings[CONSUMER], n), _columns(k_slots, CONSUMER, n, CONSUMER, D), zero,
         use_acc=False, is_async=True,
     )  # fmt: skip
+    # Who shares has had the keys that it shares for.
     wait_full(rings[OTHER], n, True, _STAGES)
     return warpgroup_mma(
         _shared(rings[OTHER], n), _columns(k_slots, OTHER, n, CONSUMER, D), dq, is_async=True
