@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels import config
-from fastattn.kernels.backward import launch_backward
+from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.forward import launch_forward
 from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool
@@ -65,7 +65,8 @@ def launch(
         launch_forward(q, k, v, options)
     else:
         lse = meta(B, 4, T, dtype=torch.float32)
-        launch_backward(q, lse if masks == "all" else None, q, k, v, q, lse, options)
+        function = launch_backward if kernel == "backward" else launch_backward_one_pass
+        function(q, lse if masks == "all" else None, q, k, v, q, lse, options)
 
 
 @triton.jit
@@ -100,12 +101,12 @@ def heavy(meta: Callable[..., torch.Tensor], B: int, T: int) -> Options:
 def compilations_for_new_shapes() -> list[int]:
     """How many kernels each launch compiled: a first one, then other lengths, batches and heads."""
 
-    def both(**sizes: int) -> None:
-        launch("forward", 64, masks="causal", **sizes)
-        launch("backward", 64, masks="causal", **sizes)
+    def every(**sizes: int) -> None:
+        for kernel in ("forward", "backward", "one-pass"):
+            launch(kernel, 32, masks="causal", **sizes)  # in no case below
 
     shapes = [{}, {"T": 1}, {"T": 4095}, {"T": 16}, {"B": 1}, {"B": 33}, {"H_k": 4}, {"H_k": 1}]
-    return [count_compilations(lambda sizes=sizes: both(**sizes)) for sizes in shapes]
+    return [count_compilations(lambda sizes=sizes: every(**sizes)) for sizes in shapes]
 
 
 KERNELS = ("forward", "backward")
@@ -125,6 +126,9 @@ CASES = [
     *itertools.product(("sm_80", "sm_90"), KERNELS, (64, 128), ("fp32",), ("all",)),
     *itertools.product(("gfx942",), KERNELS, (128,), ("fp32",), ("all",)),
     *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
+    *itertools.product(("sm_80", "sm_90", "gfx942"), ("one-pass",), (64,), ("bf16",), ("all",)),
+    ("sm_90", "one-pass", 128, "bf16", "all"),
+    ("sm_90", "one-pass", 64, "bf16", "heavy"),
 ]
 # Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp:
 # what they were when the tiles were chosen, and a little for other versions of the compilers.
@@ -153,11 +157,18 @@ def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
     return [f for f in facts if f.name.startswith("attention_")]
 
 
+def passes_over_dq(facts: list[CompiledFacts]) -> list[CompiledFacts]:
+    return [f for f in facts if f.name in ("start_dq_kernel", "finish_dq_kernel")]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     target, kernel, D, dtype, masks = case
     facts = attention_kernels(compiled[case].result())
-    assert len(facts) == {"forward": 1, "backward": 2}[kernel]
+    assert len(facts) == {"forward": 1, "backward": 2, "one-pass": 1}[kernel]
+    simple = passes_over_dq(compiled[case].result())
+    assert len(simple) == (2 if kernel == "one-pass" else 0)
+    assert all(fact.fits_shared_memory and not fact.spills for fact in simple)
     for fact in facts:
         allowed = SPILL_BYTES.get((target, kernel, D, dtype), USUAL_SPILL_BYTES)
         assert fact.spill_store_bytes <= allowed, f"{fact.name}: {fact.spill_store_bytes} bytes"
@@ -173,6 +184,22 @@ def test_weights_stay_in_registers_on_hopper(compiled: dict[tuple, Future]) -> N
     """P is the register operand of P V: it makes no way through shared memory."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
     assert fact.wgmma_register_a > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction", "apart"), [("sm_80", "RED.E.ADD.F32", 1), ("sm_90", "F32x4", 4)]
+)
+def test_atomics_take_as_many_columns_as_they_can(
+    target: str, instruction: str, apart: int, compiled: dict[tuple, Future]
+) -> None:
+    """Of a tile of dQ, as many elements as there are, once: none by a loop that compares."""
+    (fact,) = attention_kernels(compiled[target, "one-pass", 64, "bf16", "all"].result())
+    tile = config._lookup(target, "backward_one_pass", 2, 64)
+    of_thread = tile.BLOCK_M * 64 // (32 * tile.num_warps)
+    for loop in fact.loops:
+        atomics = {name: n for name, n in loop.opcodes.items() if name.startswith(("RED", "ATOM"))}
+        assert all(instruction in name for name in atomics), atomics
+        assert sum(atomics.values()) == of_thread // apart
 
 
 def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
@@ -203,4 +230,4 @@ def test_shipped_targets_are_known_to_the_lab() -> None:
 
 def test_a_new_length_batch_or_head_count_compiles_nothing(compile_pool: CompilePool) -> None:
     counts = compile_pool.call(f"{__file__}:compilations_for_new_shapes", "sm_90")
-    assert counts == [3, 0, 0, 0, 0, 0, 0, 0]
+    assert counts == [6, 0, 0, 0, 0, 0, 0, 0]

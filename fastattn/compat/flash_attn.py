@@ -88,7 +88,8 @@ def flash_attn_func(
         window_size: (left, right) neighbours of a query's position T_k - T_q + i; -1 or None = all.
         softcap: bound of the scores; 0.0 = none.
         alibi_slopes: fp32 [H_q] or [B, H_q]: -slope * |T_k - T_q + i - j| is added to the scores.
-        deterministic: accepted; gradients are the same from run to run in any case.
+        deterministic: accepted; gradients are the same from run to run in any case. The backward
+            with atomics is that of `fastattn.attention(..., deterministic=False)`.
         return_attn_probs: return (o, lse, None). The probabilities that flash-attn returns third
             are for its own tests of dropout.
         learnable_sink: version 4: [H_q], the score of one more key with value 0.
