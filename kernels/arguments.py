@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton.language as tl
@@ -79,8 +79,13 @@ def tile_for(kernel: str, options: Options, q: Tensor, *dims: int) -> TileConfig
         return config.lookup("relative", q.element_size(), max(dims))
     o = options
     pieces = (o.stride, o.attn_mask, o.attn_bias, o.relative_bias, o.mask_mod, o.score_mod)
-    heavy = bool(o.dropout) or any(x is not None for x in pieces)
-    return config.lookup(kernel, q.element_size(), max(dims), heavy=heavy)
+    masks = (o.left, o.key_padding_mask, o.prefix_lengths, o.q_documents, o.softcap, o.alibi_slopes)
+    calls: Literal["plain", "masked", "heavy"] = "plain"
+    if o.dropout or any(x is not None for x in pieces):
+        calls = "heavy"
+    elif o.keep_first or any(x is not None for x in masks):
+        calls = "masked"
+    return config.lookup(kernel, q.element_size(), max(dims), calls)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

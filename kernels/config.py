@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import triton
 
@@ -21,17 +21,25 @@ KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_one_pass")
 KINDS = (*KERNELS, "decode", "decode_chunk", "relative")
 # And one for each of these kernels on calls whose masks or scores take many registers.
 HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
+# Between the two, for calls with more than causal order, lengths and sinks: where a table has no
+# such row, that of the kernel serves them too.
+MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline."""
+    """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline.
+
+    descriptors: blocks that are met one by one come by TMA. sum_parts: see `softmax.in_parts`.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int = 4
     num_stages: int = 1
+    descriptors: bool = False
+    sum_parts: int = 1
 
 
 # Fixed for the process once triton is imported; the knob reads the environment at every look.
@@ -39,18 +47,24 @@ _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, TileConfig] = {}
 
 
-def lookup(kernel: str, element_size: int, BLOCK_D: int, *, heavy: bool = False) -> TileConfig:
+def lookup(
+    kernel: str,
+    element_size: int,
+    BLOCK_D: int,
+    calls: Literal["plain", "masked", "heavy"] = "plain",
+) -> TileConfig:
     """The tile for `kernel` on the current device.
 
     Args:
         kernel: one of KINDS.
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
-        heavy: whether the call takes the smaller tiles of HEAVY.
+        calls: "heavy" ones take the smaller tiles of HEAVY, "masked" ones those of MASKED.
     """
     if kernel in _forced:
         return _forced[kernel]
-    return _lookup(current_arch(), f"{kernel}_heavy" if heavy else kernel, element_size, BLOCK_D)
+    kind = kernel if calls == "plain" else f"{kernel}_{calls}"
+    return _lookup(current_arch(), kind, element_size, BLOCK_D)
 
 
 @contextmanager
@@ -114,6 +128,8 @@ def _lookup(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConf
     name = table_for(arch)
     rows = [r for r in table(name) if r["kernel"] == kernel and r["element_size"] == element_size]
     fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
+    if not fitting and kernel in MASKED:
+        return _lookup(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
     assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
     row = min(fitting, key=lambda r: r["BLOCK_D"])
-    return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1))})
+    return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1)) if field in row})

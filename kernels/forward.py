@@ -36,8 +36,8 @@ from .plan import Launch, launch_for
 from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_products, relative_query, vectors_of_tile
 from .score import dropped, first_state, kept, modified
-from .softmax import finish, online_step
-from .tile import head, load_tile, query_program, query_rows, store_tile
+from .softmax import finish, in_parts, online_step
+from .tile import head, load_rows, load_tile, query_program, query_rows, store_tile, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,14 +49,13 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _attend(
-    acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid, keep, h, H_q,
-    row, score,
+    acc, m, l, q, query, keys, values, m_first, n_first, valid, keep, h, H_q, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block."""
     BLOCK_M: tl.constexpr = q.shape[0]
-    k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
+    k = load_rows(keys, n_first, valid, BLOCK_N, BLOCK_D, D)
     s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(
@@ -72,18 +71,18 @@ def _attend(
     p, rescale, m, l = online_step(s, m, l, factor, MASKED)
     if score.dropout is not None:
         p = dropped(p, kept(m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N), score)
-    v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
+    v = load_rows(values, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
     acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, mask, score,
-    H_q, G, T_q, T_k,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_desc, v_desc,
+    q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Full key blocks first, unmasked; then the boundary blocks. 1-D grid: see `query_program`."""
     tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
@@ -91,20 +90,22 @@ def attention_forward_kernel(
     batch, first_q, first_k = memory_rows(b, mask)
     m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
     q_ptr, q_stride = head(q_ptr, batch, h_q, first_q, q_strides, INDEX)
-    k_ptr, k_stride = head(k_ptr, batch, h_k, first_k, k_strides, INDEX)
-    v_ptr, v_stride = head(v_ptr, batch, h_k, first_k, v_strides, INDEX)
+    keys = stream(k_ptr, k_desc, batch, h_k, first_k, k_strides, INDEX)
+    values = stream(v_ptr, v_desc, batch, h_k, first_k, v_strides, INDEX)
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
     query = relative_query(q, batch, h_q, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m, l = first_state(h_q, m, l, score)
+    if PARTS > 1:
+        l = in_parts(l, PARTS)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
     for i in range(0, full):
         acc, m, l = _attend(
-            acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first,
+            acc, m, l, q, query, keys, values, m_first,
             full_block(i, place, mask) * BLOCK_N, None, None, h_q, H_q, row, score,
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
@@ -115,7 +116,7 @@ def attention_forward_kernel(
         if worth_loading(valid, mask):
             keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
             acc, m, l = _attend(
-                acc, m, l, q, query, k_ptr, k_stride, v_ptr, v_stride, m_first, n_first, valid,
+                acc, m, l, q, query, keys, values, m_first, n_first, valid,
                 keep, h_q, H_q, row, score, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
 
@@ -136,7 +137,8 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         mask_for_queries(options, q, k, tile) if programs else None,
         kernel_score(options, q.dtype), *sizes(q, k),
         q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
+        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype), tile.sum_parts,
+        streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ again takes the host less time than Triton takes to look at every argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from . import config
 from .arguments import dot_precision
 from .config import TileConfig
+from .descriptor import descriptor_like, descriptor_of
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -31,14 +32,27 @@ class Launch:
         programs: of a grid of one dimension; with none, nothing is launched.
         tile: says the warps and the stages.
         arguments: what follows the tensors, in the order of the kernel's parameters.
+        streams: of the tensors that kernels load block by block, which of the first arguments each
+            is, the tensor, and rows and columns of its blocks. Their descriptors come between the
+            tensors and the arguments; None where the tile does without or TMA cannot walk one.
     """
 
-    __slots__ = ("_arguments", "_compiled", "_grid", "_kernel", "_tile")
+    __slots__ = ("_arguments", "_compiled", "_descriptors", "_grid", "_kernel", "_tile")
 
-    def __init__(self, kernel: Any, programs: int, tile: TileConfig, *arguments: Any) -> None:
+    def __init__(
+        self, kernel: Any, programs: int, tile: TileConfig, *arguments: Any,
+        streams: Sequence[tuple[int, Tensor, int, int]] = (),
+    ) -> None:  # fmt: skip
         self._kernel = kernel
         self._grid = (programs, 1, 1)
         self._tile = tile
+        self._descriptors = [
+            (place, descriptor_like(x, rows, cols) if tile.descriptors else None)
+            for place, x, rows, cols in streams
+        ]
+        if not any(like for _, like in self._descriptors):
+            arguments = (*[None] * len(self._descriptors), *arguments)
+            self._descriptors = []
         self._arguments = arguments
         self._compiled: Any = None
 
@@ -51,11 +65,16 @@ class Launch:
         for x in tensors:
             if x is not None and x.data_ptr() & 15:
                 aligned = False
+        descriptors = [
+            None if like is None else descriptor_of(tensors[place], like)
+            for place, like in self._descriptors
+        ]
         if aligned and self._compiled is not None:
-            self._compiled[self._grid](*tensors, *self._arguments)
+            self._compiled[self._grid](*tensors, *descriptors, *self._arguments)
             return
         compiled = self._kernel[self._grid](
             *tensors,
+            *descriptors,
             *self._arguments,
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,

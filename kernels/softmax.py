@@ -1,8 +1,9 @@
 """The softmax of a row, met block by block.
 
 State of a row: m, the largest score so far in log2 units (score * scale * log2(e)); l, the sum of
-2^(score - m); and the accumulator of weighted values, rescaled whenever m grows
-(Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135).
+2^(score - m), or parts of it that are added up at the end; and the accumulator of weighted values,
+rescaled whenever m grows (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv
+2205.14135).
 """
 
 import triton
@@ -18,7 +19,8 @@ def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr =
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
     scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
-    SHIFT: m stays this far below the largest score, and weights reach 2^SHIFT.
+    l is [M] or, from `in_parts`, [M, parts]. SHIFT: m stays this far below the largest score, and
+    weights reach 2^SHIFT.
     """
     largest = tl.max(s, 1) * scale_log2
     if SHIFT > 0:
@@ -30,13 +32,38 @@ def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr =
         m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
     p = tl.exp2(s * scale_log2 - m_finite[:, None])
     rescale = tl.exp2(m - m_finite)
-    l_next = l * rescale + tl.sum(p, 1)
+    if len(l.shape) == 1:
+        l_next = l * rescale + tl.sum(p, 1)
+    else:
+        # The factor goes the way of the weights, to be where they end: the largest of its copies.
+        PARTS: tl.constexpr = l.shape[1]
+        factors = _by_part(tl.broadcast_to(rescale[:, None], s.shape[0], s.shape[1]), PARTS)
+        l_next = l * tl.max(tl.max(factors, 3), 1) + tl.sum(tl.sum(_by_part(p, PARTS), 3), 1)
     return p, rescale, m_next, l_next
+
+
+@triton.jit
+def _by_part(x, PARTS: tl.constexpr):
+    """x [M, N] with the columns of part t at [:, :, t, :]."""
+    return x.reshape(x.shape[0], x.shape[1] // (2 * PARTS), PARTS, 2)
+
+
+@triton.jit
+def in_parts(l, PARTS: tl.constexpr):
+    """The sums l [M] as [M, PARTS] that add up to them.
+
+    What a matrix product of 16-bit numbers leaves of a row lies with four threads on most GPUs,
+    columns 8 i + 2 t and 8 i + 2 t + 1 with the t-th: with a part for each, no thread asks another
+    for its sum before the end.
+    """
+    return tl.broadcast_to(l[:, None] * (1.0 / PARTS), l.shape[0], PARTS)
 
 
 @triton.jit
 def finish(acc, m, l):
     """Output and lse (natural log) of rows that have met all their keys; 0 and -inf without any."""
+    if len(l.shape) == 2:
+        l = tl.sum(l, 1)
     l_nonzero = tl.where(l == 0.0, 1.0, l)
     o = acc / l_nonzero[:, None]
     lse = (m + tl.log2(l_nonzero)) * LN2

@@ -9,6 +9,7 @@ from fastattn.kernels.config import TileConfig
 # What `bench/tune.py` adds to a row that it has measured.
 MEASURED = {"ms", "ms_full", "gpu", "torch", "triton", "date", "command"}
 NUMBERS = {"element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
+CHOICES = {"descriptors", "sum_parts"}
 
 
 @pytest.mark.parametrize("name", config.TABLES)
@@ -17,9 +18,11 @@ def test_rows_are_well_formed(name: str) -> None:
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        assert row["kernel"] in config.KINDS + config.HEAVY
+        assert row["kernel"] in config.KINDS + config.HEAVY + config.MASKED
         measured = MEASURED if row.get("source") == "measured" else set()
-        assert set(row) - {"kernel", "source"} == NUMBERS | measured
+        assert set(row) - {"kernel", "source"} - CHOICES == NUMBERS | measured
+        assert row.get("sum_parts", 1) in (1, 4)
+        assert isinstance(row.get("descriptors", False), bool)
         assert all(isinstance(row[n], int) for n in NUMBERS)
         for field in ("BLOCK_D", "BLOCK_M", "BLOCK_N"):
             assert row[field] >= 16
@@ -28,7 +31,7 @@ def test_rows_are_well_formed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", config.TABLES)
-@pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY)
+@pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY + config.MASKED)
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
 def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
@@ -54,6 +57,20 @@ def test_lookup_takes_the_next_wider_row() -> None:
             tile.BLOCK_M,
             tile.BLOCK_N,
         )
+
+
+def test_masked_calls_take_the_rows_of_their_own_where_there_are_any() -> None:
+    masked = config._lookup("sm_90", "forward_masked", 2, 128)
+    assert masked.BLOCK_N < config._lookup("sm_90", "forward", 2, 128).BLOCK_N
+    for size, D in ((2, 256), (4, 64)):
+        plain = config._lookup("sm_90", "forward", size, D)
+        assert config._lookup("sm_90", "forward_masked", size, D) == plain
+
+
+def test_a_row_says_what_a_tile_does_without() -> None:
+    assert config._lookup("sm_90", "forward", 2, 128).descriptors
+    other = config._lookup("sm_90", "backward_dq", 2, 128)
+    assert (other.descriptors, other.sum_parts) == (False, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""Blocks that come by TMA and sums that are kept in parts: the same results for every layout."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import reference
+from fastattn.kernels import config, plan
+from fastattn.kernels.config import TileConfig
+from fastattn.kernels.descriptor import descriptor_like, descriptor_of, tma_strides
+from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+
+B, T = 2, 53  # three full blocks of 16 keys and a part
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that were loaded by descriptor."""
+    found: list[Tensor] = []
+
+    def note(x, like):
+        found.append(x)
+        return descriptor_of(x, like)
+
+    monkeypatch.setattr(plan, "descriptor_of", note)
+    return found
+
+
+@pytest.fixture(params=[(True, 1), (False, 4), (True, 4)], ids=["tma", "parts", "both"])
+def tile(request: pytest.FixtureRequest) -> Iterator[TileConfig]:
+    descriptors, parts = request.param
+    tile = TileConfig(16, 16, descriptors=descriptors, sum_parts=parts)
+    with config.forced(forward=tile):
+        yield tile
+
+
+def by_triton(q, k, v, *positional, **arguments):
+    function = fastattn.attention_varlen if positional else fastattn.attention
+    return function(q, k, v, *positional, backend="triton", **arguments)
+
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (30, 2)},
+    "lengths": {"key_lengths": torch.tensor([40, 0])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    "bias": {"attn_bias": torch.eye(T).expand(1, 4, T, T)},
+    "hidden": {"attn_bias": torch.where(torch.arange(T) < 20, -torch.inf, 0.0).expand(1, 1, T, T)},
+}
+
+
+@pytest.mark.parametrize("n", range(len(MASKS)), ids=list(MASKS))
+def test_results_are_right(n: int, described: list[Tensor], device: str) -> None:
+    # 24 columns, of which blocks have 32.
+    layout = ("bhtd", "bthd")[n % 2]
+    q, k, v = make_qkv(B, 4, 2, T, T, 24, 40, layout=layout, device=device)
+    arguments = {
+        name: x.to(device) if isinstance(x, Tensor) else x
+        for name, x in list(MASKS.values())[n].items()
+    }
+    with config.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
+        o, lse = by_triton(q, k, v, return_lse=True, **arguments)
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+    exact = reference.attention(*(x.double() for x in (q, k, v)), return_lse=True, **wide)
+    naive = reference.attention(q, k, v, return_lse=True, **arguments)
+    for name, ours, ref, plain in zip(("o", "lse"), (o, lse), exact, naive, strict=True):
+        assert_within_budget(name, ours, ref, plain)
+    assert {x.data_ptr() for x in described} == {k.data_ptr(), v.data_ptr()}
+
+
+def test_16_bit_numbers_and_gradients(tile: TileConfig, device: str) -> None:
+    q, k, v = make_qkv(B, 2, 1, 40, dtype=torch.bfloat16, device=device)
+    assert_matches_reference(by_triton, q, k, v, causal=True)
+
+
+def test_a_packed_sequence_reads_nothing_of_the_next(tile: TileConfig, device: str) -> None:
+    starts = torch.tensor([0, 13, T], device=device)
+    q, k, v = make_qkv(1, 4, 2, T, layout="bthd", device=device, requires_grad=False)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    expected = reference.attention_varlen(q, k, v, starts, starts, causal=True)
+    torch.testing.assert_close(by_triton(q, k, v, starts, starts, causal=True), expected)
+    k[13:], v[13:] = torch.nan, torch.nan
+    o = by_triton(q, k, v, starts, starts, causal=True)
+    torch.testing.assert_close(o[:13], expected[:13])
+
+
+def test_keys_behind_a_length_may_be_nan(tile: TileConfig, device: str) -> None:
+    q, k, v = make_qkv(B, 4, 2, T, device=device, requires_grad=False)
+    lengths = torch.tensor([21, 48], device=device)
+    behind = (torch.arange(T, device=device) >= lengths[:, None])[:, None, :, None]
+    o = by_triton(q, k.masked_fill(behind, torch.nan), v.masked_fill(behind, torch.nan),
+                  key_lengths=lengths)  # fmt: skip
+    torch.testing.assert_close(o, reference.attention(q, k, v, key_lengths=lengths))
+
+
+def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device: str) -> None:
+    """One K/V head for all, expanded by the caller: its stride of heads is 0."""
+    q, k, v = make_qkv(B, 4, 1, T, device=device, requires_grad=False)
+    k = k.expand(B, 4, T, 32)
+    v = v.expand(B, 4, T, 32).contiguous()
+    with config.forced(forward=TileConfig(16, 16, descriptors=True)):
+        o = by_triton(q, k, v)
+    torch.testing.assert_close(o, reference.attention(q, k, v))
+    assert [x.data_ptr() for x in described] == [v.data_ptr()]
+
+
+def test_other_tiles_do_without(described: list[Tensor], device: str) -> None:
+    q, k, v = make_qkv(1, 1, 1, 16, device=device, requires_grad=False)
+    with config.forced(forward=TileConfig(16, 16)):
+        by_triton(q, k, v)
+    assert described == []
+
+
+def test_a_call_like_an_earlier_one_describes_its_own_tensors(device: str) -> None:
+    first = make_qkv(B, 4, 2, T, seed=1, device=device, requires_grad=False)
+    second = make_qkv(B, 4, 2, T, seed=2, device=device, requires_grad=False)
+    with config.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
+        for q, k, v in (first, second, first):
+            torch.testing.assert_close(by_triton(q, k, v), reference.attention(q, k, v))
+
+
+def test_strides_of_dims_that_are_never_walked_are_made_whole() -> None:
+    x = torch.empty(1, 2, 5, 16).as_strided((1, 2, 5, 16), (7, 80, 16, 1))
+    assert tma_strides(x) == [4, 80, 16, 1]
+    assert tma_strides(x.bfloat16().as_strided((1, 1, 5, 16), (3, 3, 16, 1))) == [8, 8, 16, 1]
+
+
+def test_tensors_without_rows_or_of_stride_0_have_no_descriptor() -> None:
+    assert descriptor_like(torch.empty(2, 2, 0, 16), 16, 16) is None
+    assert descriptor_like(torch.empty(2, 1, 4, 16).expand(2, 3, 4, 16), 16, 16) is None
+
+
+def test_a_kept_descriptor_keeps_no_tensor() -> None:
+    x = torch.empty(2, 2, 5, 24)
+    like = descriptor_like(x, 16, 32)
+    assert like is not None and like.base is None
+    assert (like.block_shape, like.shape) == ([1, 1, 16, 32], [2, 2, 5, 24])
+    other = torch.empty_like(x)
+    assert descriptor_of(other, like).base is other
+    assert like.base is None
