@@ -93,6 +93,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.statistics",
         "fastattn.kernels.values",
         "fastattn.kernels.backward",
+        "fastattn.kernels.backward_atomic",
         "fastattn.kernels.backward_bias",
         "fastattn.kernels.backward_relative",
         "fastattn.kernels.block_table",
