@@ -10,10 +10,17 @@ from fastattn import ops, reference
 from fastattn.bench import attention, correctness
 from fastattn.bench.attention import Bench, DeviceLost, prepare, run_case
 from fastattn.bench.cases import Case, gpu_cases
-from fastattn.bench.implementations import IMPLEMENTATIONS, OURS, TORCH_PEERS, side_by_side
+from fastattn.bench.implementations import (
+    IMPLEMENTATIONS,
+    ONE_PASS,
+    OURS,
+    TORCH_PEERS,
+    side_by_side,
+)
 from fastattn.bench.inputs import make_inputs
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.serving import Implementation, Unserved
+from fastattn.kernels import backward
 
 CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
 BACKWARD = replace(CASE, family="backward", direction="forward_backward")
@@ -190,12 +197,22 @@ def test_implementations_of_the_cpu_pass_the_check(name, case):
     prepare(found, case, inputs, correctness.expect(case, inputs))
 
 
-def test_triton_passes_the_check(device):
+@pytest.mark.parametrize("name", [OURS, ONE_PASS])
+def test_triton_passes_the_check(name, device, monkeypatch):
     """In the interpreter where there is no GPU: what the benchmarks call is what they time."""
-    ours = next(i for i in IMPLEMENTATIONS if i.name == OURS)
+    ours = next(i for i in IMPLEMENTATIONS if i.name == name)
+    launched = []
+    monkeypatch.setattr(
+        backward, "launch_finish_dq",
+        lambda *tensors, launch=backward.launch_finish_dq: launched.append(launch(*tensors)),
+    )  # fmt: skip
     case = replace(BACKWARD, lengths=(16, 5), device=device)
     inputs = make_inputs(case)
     prepare(ours, case, inputs, correctness.expect(case, inputs))
+    assert bool(launched) == (name == ONE_PASS)
+    assert ours.serves(replace(case, device="cuda")) is None
+    why_not = ours.serves(replace(CASE, device="cuda"))
+    assert why_not == (None if name == OURS else "its forward is that of fastattn-triton")
 
 
 def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):

@@ -53,6 +53,12 @@ def test_a_tile_is_weighed_by_its_loop_over_full_blocks() -> None:
         Place("backward_dkv", 2, 64), TILE, [fact("attention_backward_dkv_kernel", loops=LOOPS)]
     )
     assert by_keys is not None and by_keys.loaded_bytes == 2 * 64 * 2 / 64
+    one_pass = survivor(
+        Place("backward_one_pass", 2, 64), TILE,
+        [fact("attention_backward_dkv_kernel", loops=LOOPS)],
+    )  # fmt: skip
+    # It loads the same, and adds rows of fp32.
+    assert one_pass is not None and one_pass.loaded_bytes == (2 * 64 * 2 + 64 * 4) / 64
 
 
 def test_without_loops_there_are_no_cycles() -> None:

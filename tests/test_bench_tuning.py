@@ -10,6 +10,7 @@ import pytest
 from fastattn import known_calls
 from fastattn.bench import tuning
 from fastattn.bench.attention import Bench
+from fastattn.bench.candidates import BY_KEYS
 from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.static_sweep import survivor
@@ -27,7 +28,7 @@ def test_every_place_has_candidates_that_fit(place):
     assert len(found) == len(set(found)) >= 4
     for tile in found:
         held, streamed = tile.BLOCK_M, tile.BLOCK_N
-        if place.kernel == "backward_dkv":
+        if place.kernel in BY_KEYS:
             held, streamed = streamed, held
         copies = 2 if place.kernel.startswith("backward") else 1
         elements = copies * held * place.BLOCK_D + 2 * tile.num_stages * streamed * place.BLOCK_D
