@@ -62,33 +62,60 @@ class PackedValues(NamedTuple):
     length: int
 
 
-def quantize_fp8(x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@overload
+def quantize_fp8(
+    x: Tensor, lengths: Tensor | None = ..., *, packed: Literal[False] = ...
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def quantize_fp8(
+    x: Tensor, lengths: Tensor | None = ..., *, packed: Literal[True]
+) -> tuple[PackedValues, Tensor]: ...
+def quantize_fp8(
+    x: Tensor, lengths: Tensor | None = None, *, packed: bool = False
+) -> tuple[Tensor | PackedValues, Tensor]:
     """e4m3 codes of x with one scale for each head, so that x is about scale * codes.
 
+    On a GPU a kernel reads x twice and writes codes once, to the bit what torch's arithmetic gives
+    elsewhere. It takes head dims that are multiples of 16; float64 and others go through torch.
+
     Args:
-        x: [B, H, T, D], any float dtype.
+        x: [B, H, T, D], any float dtype, any strides.
         lengths: int32 or int64 [B]: only the first lengths[b] rows of batch row b count. The codes
             of the others are 0, whatever they hold.
+        packed: give codes as `pack_values` does, without a pass of its own; D 64, 128 or 256.
 
     Returns:
-        codes [B, H, T, D] float8_e4m3fn, scale fp32 [B, H]: the largest magnitude over 448.
-        |x - scale * codes| <= max(|x| / 16, scale / 1024). A head that holds inf or NaN gets the
-        scale NaN, one of no rows 1.
+        codes [B, H, T, D] float8_e4m3fn or `PackedValues`, and scale fp32 [B, H]: the largest
+        magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale / 1024). A head that holds
+        inf or NaN gets the scale NaN, one of no rows 1.
 
     Raises:
         TypeError, ValueError: x is no float tensor of four dimensions, or lengths do not fit it.
     """
     checks.check_floats("x", x)
+    checks.check_flag("packed", packed)
     if x.dim() != 4:
         raise ValueError(f"x must have 4 dimensions [B, H, T, D], got {list(x.shape)}")
     if lengths is not None:
         checks.check_integers("lengths", lengths)
         checks.check_placement("lengths", lengths, (x.shape[0],), x)
+    if packed:
+        _check_packed_head_dim("x", x)
+    x = x.detach()
+    if fp8_ops.has_kernel(x):
+        codes, scale = fp8_ops.quantize(x, lengths, packed)
+        return (PackedValues(codes, x.shape[2]) if packed else codes), scale
+    codes, scale = _quantized(x, lengths)
+    return (pack_values(codes) if packed else codes), scale
+
+
+def _quantized(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    if lengths is not None:
         exists = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
         x = torch.where(exists[:, None, :, None], x, 0)
     if x.numel() == 0:
-        return x.detach().to(E4M3), x.new_ones(x.shape[:2], dtype=torch.float32)
-    codes, scale = quantize_rows(x.detach().flatten(2), "fp8")
+        return x.to(E4M3), x.new_ones(x.shape[:2], dtype=torch.float32)
+    codes, scale = quantize_rows(x.flatten(2), "fp8")
     return codes.view(x.shape), scale
 
 
@@ -104,15 +131,10 @@ def pack_values(v: Tensor) -> PackedValues:
         TypeError, ValueError: v is not e4m3, or of another shape.
     """
     _check_codes("v", v)
-    if v.shape[3] not in _PACKED_HEAD_DIMS:
-        served = ", ".join(map(str, _PACKED_HEAD_DIMS))
-        raise ValueError(f"v must have a head dim of {served} to be packed, got {v.shape[3]}")
-    if v.is_cuda:
-        return PackedValues(fp8_ops.pack(v), v.shape[2])
-    B, H, T, D = v.shape
-    padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -T % 16))
-    sixteens = padded.view(B, H, -1, 2, 4, 2, D).permute(0, 1, 6, 2, 4, 3, 5)
-    return PackedValues(sixteens.reshape(B, H, D, padded.shape[2]).view(E4M3), T)
+    _check_packed_head_dim("v", v)
+    # Interpreted, the kernel serves only who asks for it: torch does the same at once.
+    packed = fp8_ops.pack_by_torch(v) if v.is_cpu else fp8_ops.pack(v)
+    return PackedValues(packed, v.shape[2])
 
 
 def _unpacked(values: PackedValues) -> Tensor:
@@ -275,6 +297,12 @@ def _check_codes(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a float8_e4m3fn tensor, got {checks.kind(x)}")
     if x.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {list(x.shape)}")
+
+
+def _check_packed_head_dim(name: str, x: Tensor) -> None:
+    if x.shape[3] not in _PACKED_HEAD_DIMS:
+        served = ", ".join(map(str, _PACKED_HEAD_DIMS))
+        raise ValueError(f"{name} must have a head dim of {served} to be packed, got {x.shape[3]}")
 
 
 def _check_scale(name: str, scale: object, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Hopper forward in 8 bits as a torch operator, and the short way to it; see `ops`."""
+"""Codes of heads and the Hopper forward in 8 bits: operators, and the short ways; see `ops`."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ def why_not_hopper(
     return why_not_hopper_fp8(q, k, v, options, dtype)
 
 
+def pack_by_torch(v: Tensor) -> Tensor:
+    """What `kernels.values.launch_pack_values` does, for tensors that no kernel reads."""
+    B, H, T, D = v.shape
+    padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -T % 16))
+    sixteens = padded.view(B, H, -1, 2, 4, 2, D).permute(0, 1, 6, 2, 4, 3, 5)
+    return sixteens.reshape(B, H, D, padded.shape[2]).view(v.dtype)
+
+
 def _pack(v: Tensor) -> Tensor:
+    if not (v.is_cuda or ops.interpreting()):
+        return pack_by_torch(v)
     ops._kernels()  # which repairs the interpreter, where there is one
     from .kernels.values import launch_pack_values
 
@@ -40,6 +50,47 @@ pack_values = torch.library.custom_op(
 def _(v: Tensor) -> Tensor:
     B, H, T, D = v.shape
     return v.new_empty(B, H, D, -(-T // 16) * 16)
+
+
+def _quantize(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+    ops._kernels()
+    from .kernels.head_codes import launch_head_codes
+
+    with ops._device_of(x):
+        return launch_head_codes(x, lengths, packed)
+
+
+quantize_heads = torch.library.custom_op(
+    "fastattn::quantize_heads",
+    _quantize,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? lengths, bool packed) -> (Tensor, Tensor)",
+)
+
+
+@quantize_heads.register_fake
+def _(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+    B, H, T, D = x.shape
+    scale = x.new_empty(B, H, dtype=torch.float32)
+    if packed:
+        return x.new_empty(B, H, D, -(-T // 16) * 16, dtype=torch.float8_e4m3fn), scale
+    return ops._fake_in_layout(x, H, T, D).to(torch.float8_e4m3fn), scale
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether `quantize` serves x [B, H, T, D] on its GPU."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    fits = x.shape[3] % 16 == 0 and x.shape[3] <= ops.MAX_HEAD_DIM and x.numel() > 0
+    return ops.TRITON_INSTALLED and x.is_cuda and narrow and fits
+
+
+def quantize(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+    """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.head_codes`."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    lengths = None if lengths is None else lengths.contiguous()
+    traced = ops._may_be_traced(x)
+    codes, scale = (quantize_heads if traced else _quantize)(x, lengths, packed)
+    return codes, scale
 
 
 def _forward(

@@ -13,7 +13,20 @@ from .arguments import aligned, blocks, strides
 from .quantize import key_at
 from .tile import head
 
-_TILE = tl.constexpr(128)
+_KEYS = tl.constexpr(128)
+
+
+@triton.jit
+def store_packed(codes, packed_ptr, of_head, first, sixteens, KEYS: tl.constexpr, D: tl.constexpr):
+    """Write codes [KEYS, D] of keys first..., which stand in the order of `key_at`.
+
+    packed [heads, D, 16 sixteens]: so written, the compiler sees where rows start.
+    """
+    length = sixteens * 16
+    places = first + tl.arange(0, KEYS)
+    row = tl.cast(of_head, tl.int64) * D + tl.arange(0, D)
+    pointers = packed_ptr + (row * length)[:, None] + places[None, :]
+    tl.store(pointers, tl.trans(codes), mask=(places < length)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "H", "sixteens"])
@@ -22,34 +35,31 @@ def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, D: tl.const
 
     A program for each 128 keys of a head.
     """
-    # Written so that the compiler sees where rows start.
-    T_packed = sixteens * 16
-    tiles = tl.cdiv(T_packed, _TILE)
+    tiles = tl.cdiv(T, _KEYS)
     program = tl.program_id(0)
     of_head = program // tiles
     b = of_head // H
-    first = (program - of_head * tiles) * _TILE
+    first = (program - of_head * tiles) * _KEYS
     v_ptr, stride = head(v_ptr, b, of_head - b * H, first, v_strides, tl.int64)
-    places = tl.arange(0, _TILE)
-    keys = key_at(places)
-    cols = tl.arange(0, D)
-    pointers = v_ptr + (keys * stride)[:, None] + cols[None, :]
+    keys = key_at(tl.arange(0, _KEYS))
+    pointers = v_ptr + (keys * stride)[:, None] + tl.arange(0, D)[None, :]
     codes = tl.load(pointers, mask=(first + keys < T)[:, None], other=0)
-    packed_ptr += tl.cast(of_head, tl.int64) * D * T_packed + first
-    pointers = packed_ptr + (cols * tl.cast(T_packed, tl.int64))[:, None] + places[None, :]
-    tl.store(pointers, tl.trans(codes), mask=(first + places < T_packed)[None, :])
+    store_packed(codes, packed_ptr, of_head, first, sixteens, _KEYS, D)
+
+
+def packed_like(v: Tensor) -> Tensor:
+    """Empty bytes [B, H, D, T'] for v [B, H, T, D], T' whole sixteens: TMA reads from there."""
+    B, H, T, D = v.shape
+    return torch.empty(B, H, D, 16 * blocks(T, 16), dtype=torch.uint8, device=v.device)
 
 
 def launch_pack_values(v: Tensor) -> Tensor:
     """v [B, H, T, D], of 8 bits and D a power of two, packed: [B, H, D, T'], T' whole sixteens."""
     B, H, T, D = v.shape
-    # TMA wants rows that start at multiples of 16 bytes.
-    sixteens = blocks(T, 16)
-    packed = torch.empty(B, H, D, 16 * sixteens, dtype=torch.uint8, device=v.device)
+    packed = packed_like(v)
     if packed.numel():
         codes = aligned(v).view(torch.uint8)
-        programs = B * H * blocks(T, _TILE.value)
-        pack_values_kernel[(programs,)](
-            codes, strides(codes), packed, T, H, sixteens, D, num_warps=4
+        pack_values_kernel[(B * H * blocks(T, _KEYS.value),)](
+            codes, strides(codes), packed, T, H, blocks(T, 16), D, num_warps=4
         )
     return packed.view(v.dtype)

@@ -64,6 +64,81 @@ def test_rows_that_do_not_count_reach_no_scale():
     assert codes.shape == (2, 1, 0, 4) and codes.dtype == E4M3 and scale.tolist() == [[1], [1]]
 
 
+@pytest.mark.parametrize(
+    ("D", "T", "dtype"),
+    [
+        (64, 300, torch.bfloat16),
+        (96, 70, torch.float32),
+        (128, 17, torch.float16),
+        (16, 1, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("short", [False, True], ids=["whole", "lengths"])
+def test_the_kernel_gives_the_bits_of_torch(
+    D: int, T: int, dtype: torch.dtype, short: bool, device: str
+):
+    sizes = torch.tensor([1.0, 1e-6, 1e3])[:, None]
+    x = (torch.randn(2, T, 3, D) * sizes).to(dtype).transpose(1, 2)
+    if dtype == torch.float32:
+        x[1, 2, 0, 3] = math.inf
+    lengths = torch.tensor([T, T // 3]) if short else None
+    codes, scale = fp8._quantized(x, lengths)
+    on_device = (x.to(device), None if lengths is None else lengths.to(device))
+    found, found_scale = fp8_ops.quantize(*on_device, False)
+    fine = ~scale.isnan()
+    torch.testing.assert_close(found_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.cpu()[fine].float(), codes[fine].float())
+    assert found.stride() == x.stride()
+    if D in (64, 128):
+        packed, _ = fp8_ops.quantize(*on_device, True)
+        expected = fastattn.pack_values(codes).codes
+        assert torch.equal(packed.cpu()[fine].float(), expected[fine].float())
+
+
+def test_a_head_of_more_tiles_than_are_compared_at_once(device: str):
+    """Tiles of 16 rows; the largest number stands in the last of 129."""
+    x = torch.randn(1, 1, 16 * 129, 512, dtype=torch.bfloat16)
+    x[..., -3, 7] = 50.0
+    _, scale = fp8_ops.quantize(x.to(device), None, False)
+    assert torch.equal(scale.cpu(), torch.tensor([[50.0]]) / 448)
+
+
+def test_codes_can_be_packed_at_once():
+    x = torch.randn(2, 3, 50, 64)
+    codes, scale = quantize_fp8(x)
+    packed, same = quantize_fp8(x, packed=True)
+    assert isinstance(packed, PackedValues) and packed.length == 50
+    assert torch.equal(packed.codes.float(), fastattn.pack_values(codes).codes.float())
+    assert torch.equal(scale, same)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_fake_codes_are_like_real_ones(packed: bool, layout: str, device: str):
+    x, _, _ = make_qkv(2, 4, 2, 20, D=64, layout=layout, requires_grad=False, device=device)
+    real = fp8_ops.quantize_heads(x, None, packed)
+    fake = fp8_ops.quantize_heads(x.to("meta"), None, packed)
+    for ours, theirs in zip(fake, real, strict=True):
+        described = (ours.shape, ours.stride(), ours.dtype)
+        assert described == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "served"),
+    [
+        (torch.zeros(1, 2, 3, 64), True),
+        (torch.zeros(1, 2, 3, 64).double(), False),
+        (torch.zeros(1, 2, 3, 24), False),
+        (torch.zeros(1, 2, 3, 1024), False),
+        (torch.zeros(1, 2, 0, 64), False),
+    ],
+)
+def test_what_the_kernel_serves(x: Tensor, served: bool, monkeypatch: pytest.MonkeyPatch):
+    assert not fp8_ops.has_kernel(x)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert fp8_ops.has_kernel(x) == served
+
+
 @pytest.mark.parametrize("T", [1, 16, 100, 300])
 @pytest.mark.parametrize("D", [64, 128])
 def test_packed_values(T: int, D: int, device: str):
@@ -220,6 +295,18 @@ def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
             (torch.zeros(2, 3, 4, 5), torch.zeros(3).int()),
             ValueError,
             r"lengths must have shape \[2\], got \[3\]",
+        ),
+        (
+            lambda x: quantize_fp8(x, packed=True),
+            (torch.zeros(1, 1, 4, 96),),
+            ValueError,
+            "x must have a head dim of 64, 128, 256 to be packed, got 96",
+        ),
+        (
+            lambda x: quantize_fp8(x, packed=1),
+            (torch.zeros(1, 1, 4, 96),),
+            TypeError,
+            "packed must be a bool, got int",
         ),
         (fastattn.pack_values, (torch.zeros(1, 1, 4, 64),), TypeError, "v must be a float8_e4m3fn"),
         (

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from fastattn.kernels.head_codes import launch_head_codes
 from fastattn.kernels.hopper.config import fp8_config
 from fastattn.kernels.hopper.forward import launch_hopper_forward_fp8
 from fastattn.kernels.values import launch_pack_values
@@ -42,16 +43,21 @@ def launch(D: int, case: str, T: int = 1000, B: int = 3, H: int = 2) -> None:
     launch_hopper_forward_fp8(q, k, v, scales, torch.bfloat16, options)
 
 
-def pack(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
+def prepare(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
+    """Quantise, packed and not, and pack."""
+    x = meta(B, T, H, D, dtype=torch.bfloat16).transpose(1, 2)
+    lengths = meta(B, dtype=torch.int32)
+    for packed in (False, True):
+        launch_head_codes(x, lengths, packed)
     launch_pack_values(meta(B, T, H, D).transpose(1, 2))
 
 
 def compilations_for_new_shapes() -> list[int]:
-    """No case below packs this head dim, which would not count here if the worker had it."""
+    """No case below prepares this head dim, which would not count here if the worker had it."""
 
     def both(**sizes: int) -> None:
         launch(64, "causal", **sizes)
-        pack(256, **sizes)
+        prepare(256, **sizes)
 
     sizes = [{}, {"T": 1}, {"T": 4096}, {"T": 77}, {"B": 1}, {"H": 1}, {"H": 16}]
     return [count_compilations(lambda each=each: both(**each)) for each in sizes]
@@ -64,7 +70,10 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
         case: compile_pool.submit(f"{__file__}:launch", "sm_90", D=case[0], case=case[1])
         for case in CASES
     }
-    return futures | {("pack",): compile_pool.submit(f"{__file__}:pack", "sm_90", D=128)}
+    return futures | {
+        (target,): compile_pool.submit(f"{__file__}:prepare", target, D=128)
+        for target in ("sm_90", "gfx942")
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -97,10 +106,14 @@ def test_forward_in_8_bits_compiles_well(case: tuple, compiled: dict[tuple, Futu
     assert fact.wgmma_register_a == CONSUMERS * 3 * BLOCK // 32
 
 
-def test_packing_compiles_well(compiled: dict[tuple, Future]) -> None:
-    (fact,) = compiled["pack",].result()
-    assert not fact.spills
-    assert fact.shared_bytes <= 32 * 1024, "a multiprocessor should hold several programs"
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_preparation_compiles_well(target: str, compiled: dict[tuple, Future]) -> None:
+    facts = compiled[target,].result()
+    names = ["head_maxima_kernel", "head_codes_kernel", "head_codes_kernel", "pack_values_kernel"]
+    assert [fact.name for fact in facts] == names
+    for fact in facts:
+        assert not fact.spills
+        assert fact.shared_bytes <= 32 * 1024, "a multiprocessor should hold several programs"
 
 
 def test_a_new_shape_compiles_nothing(compile_pool: CompilePool) -> None:

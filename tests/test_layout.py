@@ -92,6 +92,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.additive",
         "fastattn.kernels.statistics",
         "fastattn.kernels.values",
+        "fastattn.kernels.head_codes",
         "fastattn.kernels.backward",
         "fastattn.kernels.backward_atomic",
         "fastattn.kernels.backward_bias",
