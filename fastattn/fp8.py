@@ -276,7 +276,7 @@ def _checked(
     if isinstance(v, PackedValues):
         shape = torch.Size((*shape[:2], v.length, shape[2]))
     # Other checks are those of `attention`, on tensors that hold one number.
-    number = q.new_empty(1, dtype=out_dtype)
+    number = torch.empty(1, dtype=out_dtype, device=q.device)
     rows = (number.expand(q.shape), number.expand(k.shape), number.expand(shape))
     checked = arguments.dense_options(*rows, **options)
     for (name, scale), x in zip(scales.items(), rows, strict=True):

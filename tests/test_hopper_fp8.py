@@ -249,3 +249,14 @@ def test_emulator_refuses_what_the_hardware_does(changed: dict[str, Any], messag
     assert float(out) == 0
     with pytest.raises(IllegalError, match=message):
         launch(product_kernel, (1,), out, **RIGHT | changed)
+
+
+def test_compiled_calls_reach_the_kernel() -> None:
+    codes, scales = drawn(1, 2, 1, 70, 90, 64)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
+        return attention((q, k, v), scales, causal=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for x, y in zip(compiled(*codes, *scales), call(*codes, *scales), strict=True):
+        assert torch.equal(x, y)
