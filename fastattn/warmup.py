@@ -37,6 +37,7 @@ _FLAGS: dict[str, Any] = {
         "dropout": 0.1,
         "dropout_seed": torch.zeros(2, dtype=torch.int64, device=device),
     },
+    "deterministic=False": lambda device: {"deterministic": False},
     "return_lse": lambda device: {"return_lse": True},
     "varlen": lambda device: {},
 }
@@ -63,8 +64,9 @@ def warmup(
         dtypes: fp16, bf16 or fp32.
         calls: names of arguments that calls will have, joined by "+": causal, window, key_lengths,
             query_offset (a tensor), key_padding_mask, documents, softcap, alibi_slopes, sinks,
-            dropout, return_lse (with gradients of lse); "full" for none of them; "varlen" among
-            them for `attention_varlen`. A window is the last keys, as an int is.
+            dropout, deterministic=False, return_lse (with gradients of lse); "full" for none of
+            them; "varlen" among them for `attention_varlen`. A window is the last keys, as an int
+            is.
         backward: also the kernels of gradients.
         device: of the tensors.
 
