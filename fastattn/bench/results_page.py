@@ -48,7 +48,11 @@ What is known without a measurement, from Triton 3.7 and sm_90, and what one has
 - Which backward is faster, on each GPU: the deterministic one in two passes, of seven products, or
   the one that `deterministic=False` permits, of five, whose atomics add 4 bytes for each element
   of dQ and block of keys. The backward cases of `python bench/run_all.py --out DIR --skip tuning`
-  time `fastattn-triton` and `fastattn-one-pass` side by side."""
+  time `fastattn-triton` and `fastattn-one-pass` side by side.
+- What 8 bits gain on Hopper over 16: the forward cases of the same command time `fastattn-hopper`
+  beside `fastattn-hopper-fp8`, which packs values in every call, and `fastattn-hopper-fp8-packed`.
+  The aim is 1.4 times the speed at head dim 128. `attention_fp8` takes that kernel by itself once
+  results here show it right and faster."""
 
 
 def page(folder: Path) -> str:
