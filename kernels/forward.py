@@ -37,7 +37,7 @@ from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_products, relative_query, vectors_of_tile
 from .score import dropped, first_state, kept, modified
 from .softmax import finish, in_parts, online_step
-from .tile import head, load_rows, load_tile, query_program, query_rows, store_tile, stream
+from .tile import head, load_rows, load_tile, query_program, query_rows, store_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,8 +90,10 @@ def attention_forward_kernel(
     batch, first_q, first_k = memory_rows(b, mask)
     m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
     q_ptr, q_stride = head(q_ptr, batch, h_q, first_q, q_strides, INDEX)
-    keys = stream(k_ptr, k_desc, batch, h_k, first_k, k_strides, INDEX)
-    values = stream(v_ptr, v_desc, batch, h_k, first_k, v_strides, INDEX)
+    k_ptr, k_stride = head(k_ptr, batch, h_k, first_k, k_strides, INDEX)
+    v_ptr, v_stride = head(v_ptr, batch, h_k, first_k, v_strides, INDEX)
+    keys = (k_ptr, k_stride, k_desc, batch, h_k, first_k)
+    values = (v_ptr, v_stride, v_desc, batch, h_k, first_k)
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
     query = relative_query(q, batch, h_q, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
 

@@ -24,16 +24,6 @@ def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
 
 
 @triton.jit
-def stream(ptr, desc, b, h, first, strides, INDEX: tl.constexpr):
-    """What `load_rows` needs of rows `first` onwards of a head whose blocks are met one by one.
-
-    desc: a TMA descriptor of the tensor [B, H, T, D] in blocks of one head, or None.
-    """
-    ptr, stride_t = head(ptr, b, h, first, strides, INDEX)
-    return ptr, stride_t, desc, b, h, first
-
-
-@triton.jit
 def _pointers(ptr, stride_t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
@@ -54,7 +44,12 @@ def load_tile(
 
 @triton.jit
 def load_rows(source, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_tile` from a `stream`; where every row exists by TMA, without a pointer a thread."""
+    """`load_tile` of a head whose blocks are met one by one: by TMA, without a pointer a thread,
+    where it has a descriptor and every row exists.
+
+    source: pointer and stride of `head`, a descriptor of [B, H, T, D] in blocks of one head or
+    None, and the b, h and first that `head` was given.
+    """
     ptr, stride_t, desc, b, h, begin = source
     if desc is not None and keep is None:
         tile = desc.load([b, h, begin + first, 0]).reshape(ROWS, COLS)

@@ -141,9 +141,9 @@ CASES = [
 BUDGET = {
     ("attention_forward_kernel", 64): 465,
     ("attention_forward_kernel", 128): 500,
-    ("attention_backward_dq_kernel", 64): 270,
+    ("attention_backward_dq_kernel", 64): 435,
     ("attention_backward_dq_kernel", 128): 315,
-    ("attention_backward_dkv_kernel", 64): 220,
+    ("attention_backward_dkv_kernel", 64): 335,
     ("attention_backward_dkv_kernel", 128): 310,
 }
 
