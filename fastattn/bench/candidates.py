@@ -22,7 +22,12 @@ from .cases import Case
 
 _MOST = 24  # candidates of a row
 # Rows of a tile of queries. Those of a new token are its query heads on one key head.
-_ROWS = {"forward": (64, 128), "decode": (16,), "decode_chunk": (16, 32, 64)}
+_ROWS = {
+    "forward": (64, 128),
+    "backward_one_pass": (16, 32, 64),
+    "decode": (16,),
+    "decode_chunk": (16, 32, 64),
+}
 KERNEL_OF = {
     "forward": "attention_forward_kernel",
     "backward_dq": "attention_backward_dq_kernel",
@@ -77,7 +82,8 @@ def candidates(place: Place, shared_bytes: int) -> list[TileConfig]:
     those whose operands cannot fit `shared_bytes`.
     """
     rows = _ROWS.get(place.kernel, (32, 64, 128))
-    grid = itertools.product(rows, (32, 64, 128), (4, 8), (1, 2, 3))
+    stages = (1, 2) if place.kernel == "backward_one_pass" else (1, 2, 3)
+    grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
     tiles = [TileConfig(*numbers) for numbers in grid]
     fitting = [t for t in tiles if _plausible(place, t, shared_bytes)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
@@ -90,10 +96,12 @@ def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
     by_keys = place.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
     accumulators = held * D * (2 if by_keys else 1) + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
+    most = 224
     if place.kernel == "backward_one_pass":
         accumulators += streamed * D
+        most = 144  # it has the most pointers beside them
     operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
-    return accumulators / threads <= 224 and operands * place.element_size <= shared_bytes
+    return accumulators / threads <= most and operands * place.element_size <= shared_bytes
 
 
 def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict[str, int]) -> None:
