@@ -227,6 +227,19 @@ def test_a_softcap_takes_two_passes_at_head_dim_128() -> None:
     assert passes() == 2
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read half of the columns of K. The emulator has no layouts; wgmma wants pieces."""
+    q, k, v = make_qkv(1, 1, 1, 40, None, D, dtype=torch.bfloat16)
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
+    torch.autograd.grad(attention(q, k, v).sum(), q)
+    launched = kernel.__getitem__.return_value.call_args.args
+    _q, k_desc, _v, _do, dk_desc, *_others = launched
+    assert k_desc.layout == dk_desc.layout
+    assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
+
+
 def test_no_queries() -> None:
     q, k, v = make_qkv(1, 2, 2, 0, 8, 64, dtype=torch.bfloat16)
     dq, dk, dv = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
