@@ -274,6 +274,10 @@ def _checked(
         checks.check_device(name, x, q)
     shape = codes.shape
     if isinstance(v, PackedValues):
+        if shape[3] != -(-v.length // 16) * 16:
+            raise ValueError(
+                f"v must be packed by pack_values, got codes of {shape[3]} keys for {v.length}"
+            )
         shape = torch.Size((*shape[:2], v.length, shape[2]))
     # Other checks are those of `attention`, on tensors that hold one number.
     number = torch.empty(1, dtype=out_dtype, device=q.device)

@@ -260,6 +260,11 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
             ValueError,
             r"v must have shape \[1, 2, 3, D_v\]",
         ),
+        (
+            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 30)},
+            ValueError,
+            "v must be packed by pack_values, got codes of 16 keys for 30",
+        ),
         ({"k_scale": torch.ones(1, 3)}, ValueError, r"k_scale must have shape \[1, 2\], got"),
         ({"v_scale": torch.ones(1, 2).double()}, TypeError, "v_scale must be a float32 tensor"),
         ({"q_scale": 2.0}, TypeError, "q_scale must be a float32 tensor, got float"),

@@ -8,7 +8,8 @@ Beside the numbers it checks the protocol: races, deadlocks, missing fences and 
 `errors` raise, each under its own name. Races are found from the order that barriers impose, not
 from the order in which this run happened to do things.
 
-Not modelled: layouts (but for register operands), bank conflicts, clusters, approximate exp2.
+Not modelled: layouts (but for operands of products), bank conflicts, clusters, approximate exp2,
+sums in fewer bits than fp32, as tensor cores have them of products in 8 bits.
 Compiling the same kernel for sm_90 (`fastattn.testing.cross_compile`) sees to the layouts.
 """
 
