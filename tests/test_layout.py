@@ -104,6 +104,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "fastattn.kernels.combine",
         "fastattn.kernels.padding",
         "fastattn.kernels.plan",
+        "fastattn.kernels.descriptor",
         "fastattn.kernels.arguments",
         "fastattn.kernels.config",
         "fastattn.kernels.interpreter",
