@@ -64,7 +64,7 @@ def lookup(
     if kernel in _forced:
         return _forced[kernel]
     kind = kernel if calls == "plain" else f"{kernel}_{calls}"
-    return _lookup(current_arch(), kind, element_size, BLOCK_D)
+    return tile_of(current_arch(), kind, element_size, BLOCK_D)
 
 
 @contextmanager
@@ -124,12 +124,13 @@ def table(name: str) -> tuple[dict[str, Any], ...]:
 
 
 @cache
-def _lookup(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
+def tile_of(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
+    """The tile of an architecture for `kernel`, one of KINDS, HEAVY and MASKED; see `lookup`."""
     name = table_for(arch)
     rows = [r for r in table(name) if r["kernel"] == kernel and r["element_size"] == element_size]
     fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
     if not fitting and kernel in MASKED:
-        return _lookup(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
+        return tile_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
     assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
     row = min(fitting, key=lambda r: r["BLOCK_D"])
     return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1)) if field in row})

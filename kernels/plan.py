@@ -18,6 +18,8 @@ from .config import TileConfig
 from .descriptor import descriptor_like, descriptor_of
 
 if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from fastattn.options import Options
 
 _KEPT = 1024
@@ -65,10 +67,7 @@ class Launch:
         for x in tensors:
             if x is not None and x.data_ptr() & 15:
                 aligned = False
-        descriptors = [
-            None if like is None else descriptor_of(tensors[place], like)
-            for place, like in self._descriptors
-        ]
+        descriptors = [_described(tensors[place], like) for place, like in self._descriptors]
         if aligned and self._compiled is not None:
             self._compiled[self._grid](*tensors, *descriptors, *self._arguments)
             return
@@ -81,6 +80,13 @@ class Launch:
         )
         if aligned:
             self._compiled = compiled  # None from the interpreter
+
+
+def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescriptor | None:
+    if like is None:
+        return None
+    assert x is not None
+    return descriptor_of(x, like)
 
 
 def launch_for(

@@ -97,7 +97,7 @@ class Known(Compilation):
 def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
     found = dict(static_sweep.sweep("sm_90", [PLACE], Known()))
     tiles = [s.tile for s in found[PLACE]]
-    assert tiles[0] == TileConfig(128, 128, 8, 2)
+    assert tiles[0] == TileConfig(128, 128, 8, 2, sum_parts=4)
     assert {tile.num_warps for tile in tiles} == {8}
     table, sets = static_sweep.write(tmp_path, "sm_90", found)
     rows = json.loads(table.read_text())["rows"]

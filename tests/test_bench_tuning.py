@@ -24,7 +24,7 @@ QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_place_has_candidates_that_fit(place):
-    found = candidates(place, H200_SHARED)
+    found = candidates(place, H200_SHARED, "sm_90")
     assert len(found) == len(set(found)) >= 4
     for tile in found:
         held, streamed = tile.BLOCK_M, tile.BLOCK_N
@@ -33,6 +33,18 @@ def test_every_place_has_candidates_that_fit(place):
         copies = 2 if place.kernel.startswith("backward") else 1
         elements = copies * held * place.BLOCK_D + 2 * tile.num_stages * streamed * place.BLOCK_D
         assert elements * place.element_size <= H200_SHARED
+
+
+def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say():
+    """Sums as there; loads by TMA beside the others where there is TMA and the kernel takes it."""
+    place = Place("forward", 2, 64)
+    for arch, loads, parts in (("sm_90", {True, False}, 4), ("sm_80", {False}, 4),
+                               ("gfx942", {False}, 1)):  # fmt: skip
+        found = candidates(place, H200_SHARED, arch)
+        assert {tile.descriptors for tile in found} == loads
+        assert {tile.sum_parts for tile in found} == {parts}
+    backward = candidates(Place("backward_dq", 2, 64), H200_SHARED, "sm_90")
+    assert not any(tile.descriptors for tile in backward)
 
 
 def test_places_cover_the_table_and_begin_with_what_matters():
@@ -100,7 +112,7 @@ def on_the_cpu(monkeypatch):
         )
 
     monkeypatch.setattr(Place, "case", small)
-    monkeypatch.setattr(tuning, "candidates", lambda place, shared: [A, B, C])
+    monkeypatch.setattr(tuning, "candidates", lambda place, shared, arch: [A, B, C])
 
 
 def tuner(times, left=lambda: 1.0, refused=()):

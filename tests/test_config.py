@@ -35,14 +35,14 @@ def test_rows_are_well_formed(name: str) -> None:
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
 def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
-    tile = config._lookup(name, kernel, element_size, BLOCK_D)
+    tile = config.tile_of(name, kernel, element_size, BLOCK_D)
     assert isinstance(tile, TileConfig)
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY)
 def test_the_widest_heads_have_tiles_where_they_are_served(name: str, kernel: str) -> None:
-    assert isinstance(config._lookup(name, kernel, 2, ops.MAX_HEAD_DIM), TileConfig)
+    assert isinstance(config.tile_of(name, kernel, 2, ops.MAX_HEAD_DIM), TileConfig)
 
 
 def test_lookup_takes_the_next_wider_row() -> None:
@@ -52,7 +52,7 @@ def test_lookup_takes_the_next_wider_row() -> None:
         if r["kernel"] == "forward" and r["element_size"] == 2
     }
     for BLOCK_D, served_by in ((16, 64), (64, 64), (128, 128), (256, 256)):
-        tile = config._lookup("sm_90", "forward", 2, BLOCK_D)
+        tile = config.tile_of("sm_90", "forward", 2, BLOCK_D)
         assert tuple(rows[served_by][field] for field in ("BLOCK_M", "BLOCK_N")) == (
             tile.BLOCK_M,
             tile.BLOCK_N,
@@ -60,16 +60,16 @@ def test_lookup_takes_the_next_wider_row() -> None:
 
 
 def test_masked_calls_take_the_rows_of_their_own_where_there_are_any() -> None:
-    masked = config._lookup("sm_90", "forward_masked", 2, 128)
-    assert masked.BLOCK_N < config._lookup("sm_90", "forward", 2, 128).BLOCK_N
+    masked = config.tile_of("sm_90", "forward_masked", 2, 128)
+    assert masked.BLOCK_N < config.tile_of("sm_90", "forward", 2, 128).BLOCK_N
     for size, D in ((2, 256), (4, 64)):
-        plain = config._lookup("sm_90", "forward", size, D)
-        assert config._lookup("sm_90", "forward_masked", size, D) == plain
+        plain = config.tile_of("sm_90", "forward", size, D)
+        assert config.tile_of("sm_90", "forward_masked", size, D) == plain
 
 
 def test_a_row_says_what_a_tile_does_without() -> None:
-    assert config._lookup("sm_90", "forward", 2, 128).descriptors
-    other = config._lookup("sm_90", "backward_dq", 2, 128)
+    assert config.tile_of("sm_90", "forward", 2, 128).descriptors
+    other = config.tile_of("sm_90", "backward_dq", 2, 128)
     assert (other.descriptors, other.sum_parts) == (False, 1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +21,8 @@ from ..testing.compile_pool import CompilePool, CrossCompileError
 from ..testing.cross_compile import TARGETS, CompiledFacts
 from .cases import Case
 
-_MOST = 24  # candidates of a row
+_MOST = 24  # candidates of a row, each with both kinds of loads
+_TMA = ("sm_90", "sm_100")
 # Rows of a tile of queries. Those of a new token are its query heads on one key head.
 _ROWS = {
     "forward": (64, 128),
@@ -75,19 +77,22 @@ PLACES: tuple[Place, ...] = tuple(
 )
 
 
-def candidates(place: Place, shared_bytes: int) -> list[TileConfig]:
+def candidates(place: Place, shared_bytes: int, arch: str) -> list[TileConfig]:
     """Tiles that may suit a row, those with the larger tiles first.
 
     Left out without a compilation: tiles whose accumulators alone would fill the registers, and
-    those whose operands cannot fit `shared_bytes`.
+    those whose operands cannot fit `shared_bytes`. All keep sums as the tile in use does, and where
+    there is TMA, forward tiles come with it and without.
     """
+    usual = config.tile_of(arch, place.kernel, place.element_size, place.BLOCK_D)
     rows = _ROWS.get(place.kernel, (32, 64, 128))
     stages = (1, 2) if place.kernel == "backward_one_pass" else (1, 2, 3)
     grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
-    tiles = [TileConfig(*numbers) for numbers in grid]
+    tiles = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
     fitting = [t for t in tiles if _plausible(place, t, shared_bytes)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
-    return fitting[:_MOST]
+    loads = (False, True) if arch in _TMA and place.kernel == "forward" else (False,)
+    return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
 
 
 def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
@@ -104,7 +109,7 @@ def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
     return accumulators / threads <= most and operands * place.element_size <= shared_bytes
 
 
-def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict[str, int]) -> None:
+def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict[str, Any]) -> None:
     """Launch what uses a kernel, with a tile, for the stand-in driver of a compiling process."""
     dtype = torch.bfloat16 if element_size == 2 else torch.float32
     if kernel in _NEW_TOKENS:

@@ -38,8 +38,10 @@ What is known without a measurement, from Triton 3.7 and sm_90, and what one has
   and another over masked ones, and loads through pointers. It would take a single loop that masks
   every block, and descriptors for all that it loads. The portable kernels keep the plain schedule;
   those in kernels/hopper specialise warps by hand.
-- A forward tile of 128 by 128 at head dim 64. It takes fewer instructions for a pair of query and
-  key than the 128 by 64 in the table, and spills nothing but in calls with `documents`.
+- Tiles of 128 by 128 for plain calls, and keys that come by TMA at head dim 128: both take fewer
+  instructions for a pair of query and key than what they replaced. TMA costs the host a descriptor
+  each of K and V in every call. `python bench/tune.py --out DIR` times the tiles and both kinds of
+  loads.
 - Turns of the consumers, and other blocks and stages, in the kernels for Hopper. On an H100 or
   H200, `pytest tests -m gpu -k hopper` runs their numeric tests, and
   `python bench/run_all.py --out DIR --skip tuning` checks `fastattn-hopper` and times it beside the

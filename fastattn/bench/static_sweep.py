@@ -101,12 +101,13 @@ def sweep(
     """The Pareto set of each place, the tile to take first, as soon as it is known."""
     places = list(places)
     shared = TARGETS[target].shared_bytes
+    tiles = {place: candidates(place, shared, target) for place in places}
     for place in places:
-        for tile in candidates(place, shared):
+        for tile in tiles[place]:
             compilation.submit(place, tile)
     for place in places:
         found = []
-        for tile in candidates(place, shared):
+        for tile in tiles[place]:
             facts = compilation.facts(place, tile)
             if facts is not None and (one := survivor(place, tile, facts)) is not None:
                 found.append(one)

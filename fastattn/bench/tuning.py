@@ -46,6 +46,7 @@ class Tuner:
         survivors: candidates by place, where a static sweep has left some.
         usual: the tile in use.
         tried: every candidate with its outcome, as JSON values.
+        arch: name of the GPU's architecture.
     """
 
     bench: Bench
@@ -57,11 +58,12 @@ class Tuner:
         p.kernel, p.element_size, p.BLOCK_D
     )
     tried: list[dict[str, Any]] = field(default_factory=list)
+    arch: str = "interpreter"
 
     def tiles(self, place: Place) -> list[TileConfig]:
         """The tile in use, then the candidates."""
         usual = self.usual(place)
-        others = self.survivors.get(place) or candidates(place, self.shared_bytes)
+        others = self.survivors.get(place) or candidates(place, self.shared_bytes, self.arch)
         return [usual, *(tile for tile in others if tile != usual)]
 
     def sweep(self, places: tuple[Place, ...] = PLACES) -> Iterator[dict[str, Any]]:
@@ -211,7 +213,7 @@ def tune(
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     workers = max(1, min(10, (os.cpu_count() or 1) - 4))
     compilation = Compilation(arch, workers)
-    tuner = Tuner(bench, left, compilation, shared, survivors or {})
+    tuner = Tuner(bench, left, compilation, shared, survivors or {}, arch=arch)
     table = {"device": properties.name, "rows": list(config.table(name))}
     source = provenance(environment, command)
     rows: list[dict[str, Any]] = []
