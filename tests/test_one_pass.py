@@ -278,39 +278,43 @@ def test_gradients_of_gradients_are_the_formulas_either_way(device: str) -> None
         assert torch.equal(two, one)
 
 
-def explained(**options: Any) -> tuple[bool, str | None]:
-    sizes = {**SIZES, "D": 64, "dtype": torch.bfloat16}
-    found = fastattn.explain(*make_qkv(**sizes), deterministic=False, **options)
-    return found.one_pass, found.reasons.get("one-pass")
+def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
+    inputs = make_qkv(**{**SIZES, "D": D}, dtype=torch.bfloat16, device=device)
+    return fastattn.explain(*inputs, **{"backend": "triton", "deterministic": False, **options})
 
 
-def test_explain_tells_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explained(backend="triton") == (True, None)
-    found = fastattn.explain(*make_qkv(**SIZES), deterministic=False, backend="triton")
+def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "on_hopper", lambda device: False)
+    found = explain(device)
+    assert (found.one_pass, found.reasons) == (True, {})
     assert str(found) == "backend: triton\nbackward: one-pass"
-    assert not fastattn.explain(*make_qkv(**SIZES), backend="triton").one_pass
-    assert "one-pass" not in fastattn.explain(*make_qkv(**SIZES), backend="triton").reasons
-    assert explained(backend="torch") == (False, "the torch backend has a backward of its own")
-    keys = draw(2, 9, 64).bfloat16()
-    reason = "its kernel does not know relative_keys"
-    assert explained(backend="triton", relative_keys=keys) == (False, reason)
+    default = explain(device, deterministic=True)
+    assert (default.one_pass, str(default)) == (False, "backend: triton")
+
+
+def why_not(found: fastattn.Explanation) -> str:
+    assert not found.one_pass
+    return found.reasons["one-pass"]
+
+
+def test_explain_tells_why_there_are_two_passes(device: str) -> None:
+    keys = draw(1, 9, 64).to(device, torch.bfloat16)
+    assert why_not(explain(device, relative_keys=keys)) == "its kernel does not know relative_keys"
+    other = explain(device, backend="torch")
+    assert why_not(other) == "the torch backend has a backward of its own"
     with deterministic_algorithms():
-        taken, reason = explained(backend="triton")
-    assert not taken
-    assert reason == "torch.use_deterministic_algorithms(True) rules it out"
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    assert explained(backend="hopper") == (True, None)
+        found = explain(device)
+    assert why_not(found) == "torch.use_deterministic_algorithms(True) rules it out"
 
 
-def test_explain_of_hopper_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is then the portable backward that the permission is for."""
+def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    inputs = make_qkv(**{**SIZES, "D": 256}, dtype=torch.bfloat16)
-    found = fastattn.explain(*inputs, softcap=3.0, deterministic=False, backend="hopper")
+    assert explain(device, backend="hopper").one_pass
+    found = explain(device, 128, backend="hopper", softcap=3.0)
+    assert "softcap and head dim 128" in why_not(found)
+    # It has no backward of 256 columns: the permission is one for the portable kernels.
+    found = explain(device, 256, backend="hopper", softcap=3.0)
     assert (found.backend, found.one_pass) == ("hopper", True)
-    inputs = make_qkv(**{**SIZES, "D": 128}, dtype=torch.bfloat16)
-    found = fastattn.explain(*inputs, softcap=3.0, deterministic=False, backend="hopper")
-    assert "softcap and head dim 128" in found.reasons["one-pass"]
 
 
 @pytest.mark.gpu
