@@ -33,12 +33,7 @@ def dense_options(
     several times as fast.
     """
     checks.check_qkv(q, k, v)
-    B, _, T_q, _ = q.shape
-    T_k = k.shape[2]
-    if query_offset is None:
-        query_offset = T_k - T_q
-    else:
-        checks.check_query_offset(query_offset, q)
+    query_offset, query_offsets = _query_offset(query_offset, q, k)
     if key_padding_mask is not None:
         checks.check_key_padding_mask(key_padding_mask, k)
     if attn_mask is not None:
@@ -49,13 +44,36 @@ def dense_options(
     q_documents = k_documents = None
     if documents is not None:
         q_documents, k_documents = checks.check_documents(documents, q, k)
-    query_offsets = None
-    if isinstance(query_offset, Tensor):
-        query_offsets, query_offset = query_offset, 0
     return _options(
-        q, k, v, B, key_padding_mask, query_offset, query_offsets, q_documents, k_documents,
-        attn_mask, attn_bias, None, None, *shared, **named,
+        q, k, v, q.shape[0], key_padding_mask, query_offset, query_offsets, q_documents,
+        k_documents, attn_mask, attn_bias, None, None, *shared, **named,
     )  # fmt: skip
+
+
+def fp8_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_offset: int | Tensor | None = None,
+    **shared: "Unpack[ScoreArguments]",
+) -> Options:
+    """The options of one call of `attention_fp8`, whose dtypes and devices have been checked."""
+    checks.check_shapes(q, k, v)
+    query_offset, query_offsets = _query_offset(query_offset, q, k)
+    return _options(
+        q, k, v, q.shape[0], None, query_offset, query_offsets, None, None, None, None, None, None,
+        **shared,
+    )  # fmt: skip
+
+
+def _query_offset(
+    query_offset: int | Tensor | None, q: Tensor, k: Tensor
+) -> tuple[int, Tensor | None]:
+    """As an int, or 0 and one for each batch row."""
+    if query_offset is None:
+        return k.shape[2] - q.shape[2], None
+    checks.check_query_offset(query_offset, q)
+    return (0, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
 
 
 # What a packed call cannot have, and what takes its place.

@@ -24,6 +24,11 @@ def check_tensors(q: object, k: object, v: object) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
     _check_dtypes_and_devices(q, k, v)
+    check_shapes(q, k, v)
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v]."""
     B, H_q, _, D = q.shape
     B_k, H_k, T_k, D_k = k.shape
     if B_k != B or D_k != D:

@@ -242,7 +242,7 @@ def explain_fp8(
 
 
 class _Call(NamedTuple):
-    """A checked call. q, k, v: tensors without contents, of the call's shapes in its out_dtype."""
+    """A checked call. v: a view with the shape of v, where values are packed."""
 
     q: Tensor
     k: Tensor
@@ -258,6 +258,13 @@ class _Call(NamedTuple):
         )
         return q, k, v
 
+    def stand_ins(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors of the shapes of q, k and v in another dtype, that hold one number."""
+        number = torch.empty(1, dtype=dtype, device=self.q.device)
+        return (
+            number.expand(self.q.shape), number.expand(self.k.shape), number.expand(self.v.shape)
+        )  # fmt: skip
+
 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, scales: dict[str, Tensor | None],
@@ -272,22 +279,20 @@ def _checked(
     for name, x in (("q", q), ("k", k), ("v", codes)):
         _check_codes(name, x)
         checks.check_device(name, x, q)
-    shape = codes.shape
     if isinstance(v, PackedValues):
-        if shape[3] != -(-v.length // 16) * 16:
+        packed, whole = codes.shape[3], -(-v.length // 16) * 16
+        if packed != whole:
             raise ValueError(
-                f"v must be packed by pack_values, got codes of {shape[3]} keys for {v.length}"
+                f"v must be packed by pack_values, got codes of {packed} keys for {v.length}"
             )
-        shape = torch.Size((*shape[:2], v.length, shape[2]))
-    # Other checks are those of `attention`, on tensors that hold one number.
-    number = torch.empty(1, dtype=out_dtype, device=q.device)
-    rows = (number.expand(q.shape), number.expand(k.shape), number.expand(shape))
-    checked = arguments.dense_options(*rows, **options)
+        codes = codes.mT[:, :, : v.length]
+    rows = (q, k, codes)
+    checked = arguments.fp8_options(*rows, **options)
     for (name, scale), x in zip(scales.items(), rows, strict=True):
         if scale is not None:
             _check_scale(name, scale, x)
     if torch.is_grad_enabled():
-        inputs = (q, k, codes, *scales.values(), checked.sinks)
+        inputs = (*rows, *scales.values(), checked.sinks)
         if any(x is not None and x.requires_grad for x in inputs):
             raise RuntimeError(
                 "attention_fp8 has no gradients, but an input requires grad: call it under "
@@ -329,7 +334,7 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
         reason = f'backend "{forced}" was asked for'
     elif reason is None:
         reason = 'not yet verified on a GPU; backend="hopper" takes it'
-    rest = dispatch.choose(call.q, call.k, call.v, call.options, forced)
+    rest = dispatch.choose(*call.stand_ins(out_dtype), call.options, forced)
     name = str(out_dtype).removeprefix("torch.")
     first = {"hopper": f"{reason}; all others dequantise to {name} first"}
     return rest._replace(reasons=first | rest.reasons)
