@@ -85,9 +85,9 @@ def quantize_fp8(
         packed: give codes as `pack_values` does, without a pass of its own; D 64, 128 or 256.
 
     Returns:
-        codes [B, H, T, D] float8_e4m3fn or `PackedValues`, and scale fp32 [B, H]: the largest
-        magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale / 1024). A head that holds
-        inf or NaN gets the scale NaN, one of no rows 1.
+        codes [B, H, T, D] float8_e4m3fn in x's memory order, or `PackedValues`, and scale fp32
+        [B, H]: the largest magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale / 1024).
+        A head that holds inf or NaN gets the scale NaN, one of no rows 1.
 
     Raises:
         TypeError, ValueError: x is no float tensor of four dimensions, or lengths do not fit it.
@@ -116,7 +116,8 @@ def _quantized(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return x.to(E4M3), x.new_ones(x.shape[:2], dtype=torch.float32)
     codes, scale = quantize_rows(x.flatten(2), "fp8")
-    return codes.view(x.shape), scale
+    # In the memory order of x, as the kernel leaves them.
+    return torch.empty_like(x, dtype=E4M3).copy_(codes.view(x.shape)), scale
 
 
 def pack_values(v: Tensor) -> PackedValues:

@@ -81,6 +81,7 @@ def test_the_kernel_gives_the_bits_of_torch(
     x = (torch.randn(2, T, 3, D) * sizes).to(dtype).transpose(1, 2)
     if dtype == torch.float32:
         x[1, 2, 0, 3] = math.inf
+        x[0, 1, 0, 9] = math.nan
     lengths = torch.tensor([T, T // 3]) if short else None
     codes, scale = fp8._quantized(x, lengths)
     on_device = (x.to(device), None if lengths is None else lengths.to(device))
@@ -88,7 +89,7 @@ def test_the_kernel_gives_the_bits_of_torch(
     fine = ~scale.isnan()
     torch.testing.assert_close(found_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found.cpu()[fine].float(), codes[fine].float())
-    assert found.stride() == x.stride()
+    assert found.stride() == codes.stride() == x.stride()
     if D in (64, 128):
         packed, _ = fp8_ops.quantize(*on_device, True)
         expected = fastattn.pack_values(codes).codes
