@@ -11,6 +11,7 @@ from fastattn import reference
 from fastattn.kernels import config, plan
 from fastattn.kernels.config import TileConfig
 from fastattn.kernels.descriptor import descriptor_like, descriptor_of, tma_strides
+from fastattn.kernels.hopper.host import describe
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 
 B, T = 2, 53  # three full blocks of 16 keys and a part
@@ -145,3 +146,11 @@ def test_a_kept_descriptor_keeps_no_tensor() -> None:
     other = torch.empty_like(x)
     assert descriptor_of(other, like).base is other
     assert like.base is None
+
+
+def test_the_hopper_kernels_get_a_copy_of_an_expanded_tensor() -> None:
+    plain = torch.randn(2, 1, 5, 64).bfloat16()
+    assert describe(plain, 64).base is plain
+    found = describe(plain.expand(2, 3, 5, 64), 64)
+    assert min(found.strides) > 0
+    assert torch.equal(found.base, plain.expand(2, 3, 5, 64))

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..arguments import aligned, strides
+from ..descriptor import tma_strides
 from .config import BACKWARD_HEAD_DIMS, HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -92,16 +93,14 @@ def describe(
     many columns a product may read alone; default 128 bytes.
     """
     x = aligned(x)
-    elements = 16 // x.element_size()
-    # A stride that is never taken may be anything, but TMA wants whole multiples of 16 bytes.
-    steps = [
-        stride if size > 1 else elements
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    ]
+    steps = tma_strides(x)
+    if steps is None:  # an expanded tensor
+        x = x.contiguous()
+        steps = tma_strides(x)
     block = [1, 1, rows, x.shape[3] if cols is None else cols]
     in_pieces = [*block[:3], block[3] if piece is None else piece]
     layout = gl.NVMMASharedLayout.get_default_for(in_pieces, _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), steps, block, layout)
 
 
 def end_early(options: Options) -> bool:
