@@ -1,11 +1,9 @@
 """The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import fastattn
-from fastattn import ops, reference
+from fastattn import reference
 from fastattn.arguments import dense_options, packed_options
 from fastattn.kernels.hopper import backward, forward
 from fastattn.kernels.hopper.host import tile_order, why_not_hopper
@@ -22,36 +20,15 @@ from fastattn.kernels.hopper.tiles import locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.gluon_emulator import Emulated, machine, memory, products
+from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of, order_events
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KERNELS = {
-    "hopper_forward_kernel": forward,
-    "hopper_backward_dq_kernel": backward,
-    "hopper_backward_dkv_kernel": backward,
-}
-
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """backend="hopper" launches into the emulator; each test has an order of events of its own."""
-    seed = sum(map(ord, request.node.name))
-    for name, module in KERNELS.items():
-        monkeypatch.setattr(module, name, Emulated(getattr(module, name), seed))
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    # Tensors on the CPU are served, with or without Triton's own interpreter.
-    monkeypatch.setattr(ops, "interpreting", lambda: True)
-
-
-@contextlib.contextmanager
-def grid_of(programs: int) -> Iterator[None]:
-    """Persistent grids have this size in the block, where there are as many tiles."""
-    with (
-        mock.patch.object(forward, "multiprocessors", lambda device: programs),
-        mock.patch.object(backward, "multiprocessors", lambda device: programs),
-    ):
-        yield
+    emulate_hopper(monkeypatch, request.node.name)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
@@ -59,22 +36,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     reason = why_not_hopper(q, k, v, dense_options(q, k, v, **options), backward=True)
     assert reason is None, "another backward would be tested"
     return fastattn.attention(q, k, v, **arguments, backend="hopper")
-
-
-def check(
-    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
-    dtype: torch.dtype = torch.bfloat16, layout: str = "bhtd", programs: int = 3,
-    key_lengths: list[int] | None = None, **arguments: Any,
-) -> None:  # fmt: skip
-    """Results and gradients against the oracle's; what lies behind key_lengths is NaN."""
-    clean = make_qkv(B, H_q, H_k, T_q, T_k, D, dtype=dtype, layout=layout)
-    q, k, v = (x.detach().clone().requires_grad_() for x in clean)
-    if key_lengths is not None:
-        arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
-        for b, length in enumerate(key_lengths):
-            k.data[b, :, length:] = v.data[b, :, length:] = float("nan")
-    with grid_of(programs):
-        assert_matches_reference(attention, q, k, v, clean=clean, **({"causal": True} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +78,7 @@ def check(
     ],
 )
 def test_matches_the_reference(case: dict[str, Any]) -> None:
-    check(**case)
+    check_on_hopper(attention, **case)
 
 
 def starts(*lengths: int) -> Tensor:
@@ -190,7 +151,7 @@ def test_sequences_see_nothing_of_each_other() -> None:
 @pytest.mark.parametrize("programs", [1, 5, 100])
 def test_any_grid_covers_all_tiles(programs: int) -> None:
     """6 tiles of queries and 3 of keys: `programs` deal them out among themselves."""
-    check(H_q=2, T_q=290, programs=programs)
+    check_on_hopper(attention, H_q=2, T_q=290, programs=programs)
 
 
 @gluon.jit
@@ -273,14 +234,13 @@ def test_turns_and_packed_sequences(in_turn: Callable[[bool], None]) -> None:
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (forward, backward):
         monkeypatch.setattr(module, "heads_in_l2", lambda k, v: 1)
-    check(B=2, H_q=2, H_k=2, T_q=140, programs=4)
+    check_on_hopper(attention, B=2, H_q=2, H_k=2, T_q=140, programs=4)
 
 
 def test_many_orders_of_events() -> None:
     for seed in range(3):
-        for name, module in KERNELS.items():
-            getattr(module, name).seed = 1000 * seed
-        check(H_q=1, T_q=300, programs=2)
+        order_events(1000 * seed)
+        check_on_hopper(attention, H_q=1, T_q=300, programs=2)
 
 
 def test_widest_heads_forward() -> None:
@@ -306,8 +266,7 @@ def test_gradients_repeat_bit_for_bit() -> None:
     """Whatever the order of events and the size of the grid."""
 
     def gradients(seed: int, programs: int) -> tuple[Tensor, ...]:
-        for name, module in KERNELS.items():
-            getattr(module, name).seed = seed
+        order_events(seed)
         q, k, v = make_qkv(1, 2, 1, 200, None, 64, dtype=torch.bfloat16)
         with grid_of(programs):
             o = attention(q, k, v, causal=True)

@@ -1,8 +1,6 @@
 """The one-pass backward for Hopper in the emulator: numbers within the error budget, no fault."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,46 +11,17 @@ from torch import Tensor
 import fastattn
 from fastattn import ops, reference
 from fastattn.arguments import dense_options
-from fastattn.kernels.hopper import backward, forward
+from fastattn.kernels.hopper import backward
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.gluon_emulator import Emulated
+from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Counted(Emulated):
-    """A kernel in the emulator that counts its launches."""
-
-    launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.launches += 1
-        return super().__getitem__(grid)
-
-
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """backend="hopper" launches into the emulator; each test has an order of events of its own."""
-    seed = sum(map(ord, request.node.name))
-    for module, name in (
-        (forward, "hopper_forward_kernel"),
-        (backward, "hopper_backward_dq_kernel"),
-        (backward, "hopper_backward_dkv_kernel"),
-    ):
-        monkeypatch.setattr(module, name, Counted(getattr(module, name), seed))
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    monkeypatch.setattr(ops, "interpreting", lambda: True)
-
-
-@contextlib.contextmanager
-def grid_of(programs: int) -> Iterator[None]:
-    """Persistent grids have this size in the block, where there are as many tiles."""
-    with (
-        mock.patch.object(forward, "multiprocessors", lambda device: programs),
-        mock.patch.object(backward, "multiprocessors", lambda device: programs),
-    ):
-        yield
+    emulate_hopper(monkeypatch, request.node.name)
 
 
 def passes() -> int:
@@ -68,20 +37,8 @@ def attention(*inputs: Tensor, **arguments: Any) -> Any:
     return function(*inputs, **arguments, backend="hopper", deterministic=False)
 
 
-def check(
-    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
-    dtype: torch.dtype = torch.bfloat16, layout: str = "bhtd", programs: int = 3,
-    key_lengths: list[int] | None = None, **arguments: Any,
-) -> None:  # fmt: skip
-    """Results and gradients against the oracle's; what lies behind key_lengths is NaN."""
-    clean = make_qkv(B, H_q, H_k, T_q, T_k, D, dtype=dtype, layout=layout)
-    q, k, v = (x.detach().clone().requires_grad_() for x in clean)
-    if key_lengths is not None:
-        arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
-        for b, length in enumerate(key_lengths):
-            k.data[b, :, length:] = v.data[b, :, length:] = float("nan")
-    with grid_of(programs):
-        assert_matches_reference(attention, q, k, v, clean=clean, **({"causal": True} | arguments))
+def check(**case: Any) -> None:
+    check_on_hopper(attention, **case)
     assert passes() == 1
 
 
