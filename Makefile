@@ -16,14 +16,16 @@ DEMO_PROMPT ?= def __init__(self
 DEMO_GENERATE_ARGS ?= --tokens 300 --seed 0
 
 bin := $(VENV)/bin
+COMPILE_TESTS = $(shell grep -ls compiled_cases tests/*.py)
 
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format typecheck clean
+.PHONY: help demo test test-compile lint format typecheck clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
+	@echo "make test-compile   compile every kernel for every GPU, head dim, dtype and mask"
 	@echo "make lint   ruff check, ruff format --check, mypy"
 	@echo "make format rewrite the sources with ruff"
 	@echo "make clean  remove the environment, the demo and all caches"
@@ -36,6 +38,9 @@ demo: $(VENV)/.installed-gpt
 
 test: $(VENV)/.installed-test
 	$(bin)/pytest -n $(TEST_WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
+
+test-compile: $(VENV)/.installed-test
+	FASTATTN_COMPILE_ALL=1 $(bin)/pytest -n $(TEST_WORKERS) --dist loadfile $(COMPILE_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

@@ -16,7 +16,7 @@ from fastattn.kernels import config
 from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.forward import launch_forward
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.cross_compile import TARGETS, CompiledFacts, count_compilations
 
 SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -116,26 +116,39 @@ def compilations_for_new_shapes() -> list[int]:
 
 KERNELS = ("forward", "backward")
 # target, kernel, head dim, dtype, masks. sm_86 and sm_89 share a table, and so its rows.
-CASES = [
-    *itertools.product(("sm_80", "sm_90"), KERNELS, (64, 128, 256), ("bf16",), ("all",)),
-    *itertools.product(("sm_100", "gfx942"), KERNELS, (64, 128), ("bf16",), ("all",)),
-    *itertools.product(("sm_86",), KERNELS, (256,), ("bf16",), ("all",)),
-    *itertools.product(("sm_89",), KERNELS, (128,), ("bf16",), ("all",)),
-    *itertools.product(("sm_80", "sm_86", "sm_90"), KERNELS, (128,), ("bf16",), ("causal",)),
-    *itertools.product(("sm_90",), ("forward",), (64, 128), ("bf16",), ("full", "plain")),
-    # Head dims that fill a tile in part.
-    *itertools.product(("sm_90",), KERNELS, (40, 160), ("bf16",), ("all",)),
-    *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
-    *itertools.product(("sm_90",), KERNELS, (512,), ("bf16",), ("causal",)),
-    *itertools.product(("sm_90",), KERNELS, (64, 128), ("bf16",), ("heavy",)),
-    *itertools.product(("sm_80", "gfx942"), KERNELS, (64,), ("bf16",), ("heavy",)),
-    *itertools.product(("sm_80", "sm_90"), KERNELS, (64, 128), ("fp32",), ("all",)),
-    *itertools.product(("gfx942",), KERNELS, (128,), ("fp32",), ("all",)),
-    *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
-    *itertools.product(("sm_80", "sm_90", "gfx942"), ("one-pass",), (64,), ("bf16",), ("all",)),
-    ("sm_90", "one-pass", 128, "bf16", "all"),
-    ("sm_90", "one-pass", 64, "bf16", "heavy"),
-]
+CASES = compiled_cases(
+    [
+        *itertools.product(("sm_90",), KERNELS, (64, 128), ("bf16",), ("all",)),
+        *itertools.product(("sm_80", "sm_100"), KERNELS, (128,), ("bf16",), ("all",)),
+        *itertools.product(("gfx942",), KERNELS, (64,), ("bf16",), ("all",)),
+        *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("causal",)),
+        *itertools.product(("sm_90",), ("forward",), (64, 128), ("bf16",), ("full",)),
+        ("sm_90", "forward", 128, "bf16", "plain"),
+        *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
+        *itertools.product(("sm_86",), KERNELS, (256,), ("bf16",), ("all",)),
+        # A head dim that fills a tile in part.
+        *itertools.product(("sm_90",), KERNELS, (40,), ("bf16",), ("all",)),
+        *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("heavy",)),
+        *itertools.product(("sm_80",), KERNELS, (64,), ("fp32",), ("all",)),
+        *itertools.product(("sm_90", "gfx942"), ("one-pass",), (64,), ("bf16",), ("all",)),
+    ],
+    [
+        *itertools.product(("sm_80",), KERNELS, (64, 256), ("bf16",), ("all",)),
+        *itertools.product(("sm_90",), KERNELS, (160, 256), ("bf16",), ("all",)),
+        *itertools.product(("sm_100",), KERNELS, (64,), ("bf16",), ("all",)),
+        *itertools.product(("sm_89", "gfx942"), KERNELS, (128,), ("bf16",), ("all",)),
+        *itertools.product(("sm_80", "sm_86"), KERNELS, (128,), ("bf16",), ("causal",)),
+        *itertools.product(("sm_90",), KERNELS, (512,), ("bf16",), ("causal",)),
+        ("sm_90", "forward", 64, "bf16", "plain"),
+        *itertools.product(("sm_80", "sm_90", "gfx942"), KERNELS, (64,), ("bf16",), ("heavy",)),
+        *itertools.product(("sm_90",), KERNELS, (64, 128), ("fp32",), ("all",)),
+        *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("fp32",), ("all",)),
+        *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
+        ("sm_80", "one-pass", 64, "bf16", "all"),
+        ("sm_90", "one-pass", 128, "bf16", "all"),
+        ("sm_90", "one-pass", 64, "bf16", "heavy"),
+    ],
+)
 # Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp:
 # what they were when the tiles were chosen, and a little for other versions of the compilers.
 BUDGET = {

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastattn.testing import cross_compile
-from fastattn.testing.compile_pool import CompilePool, CrossCompileError
+from fastattn.testing.compile_pool import CompilePool, CrossCompileError, compiled_cases
 from fastattn.testing.cross_compile import TARGETS, compiling_for, count_compilations
 from fastattn.testing.sass import (
     matrix_loops,
@@ -369,3 +369,10 @@ def test_a_jump_back_is_no_loop_by_itself() -> None:
         /*0040*/                   BRA 0x10 ;
     """)
     assert matrix_loops(function) == ()
+
+
+def test_what_takes_long_is_compiled_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTATTN_COMPILE_ALL", raising=False)
+    assert compiled_cases([1], [2]) == [1]
+    monkeypatch.setenv("FASTATTN_COMPILE_ALL", "1")
+    assert compiled_cases([1], [2]) == [1, 2]

@@ -18,7 +18,7 @@ from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.forward import launch_forward
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.cross_compile import CompiledFacts
 from fastattn.testing.sass import Loop
 
@@ -89,10 +89,10 @@ HEAD_DIMS = (64, 128)
 LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABLE))]
 # What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has what
 # takes smaller tiles all at once, and lengths, padding and offsets for every target.
-ALONE = [
-    ("documents", "sm_80"), ("alibi", "sm_100"), ("softcap", "sm_90"),
-    ("attn_bias", "sm_80"), ("relative_bias", "sm_90"),
-]  # fmt: skip
+ALONE = compiled_cases(
+    [("documents", "sm_80"), ("softcap", "sm_90"), ("relative_bias", "sm_90")],
+    [("alibi", "sm_100"), ("attn_bias", "sm_80")],
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fastattn.kernels.forward import launch_forward
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compare import results
-from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.cross_compile import CompiledFacts
 
 attention = partial(fastattn.attention, backend="triton")
@@ -199,12 +199,17 @@ SPILL_BYTES = {
 # Triton 3.6 runs ptxas with other options than 3.7, for which the tiles were chosen.
 USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 # target, kernel, head dim, dtype
-COMPILED = [
-    *itertools.product(("sm_90",), KERNELS, (64, 128, 256), ("bfloat16",)),
-    *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("bfloat16",)),
-    *itertools.product(("sm_100",), KERNELS, (64,), ("bfloat16",)),
-    *itertools.product(("sm_80",), KERNELS, (128,), ("float32",)),
-]
+COMPILED = compiled_cases(
+    [
+        *itertools.product(("sm_90",), KERNELS, (128,), ("bfloat16",)),
+        *itertools.product(("sm_80",), KERNELS, (128,), ("float32",)),
+    ],
+    [
+        *itertools.product(("sm_90",), KERNELS, (64, 256), ("bfloat16",)),
+        *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("bfloat16",)),
+        *itertools.product(("sm_100",), KERNELS, (64,), ("bfloat16",)),
+    ],
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,26 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from .cross_compile import CompiledFacts, compiling_for, describe
 from .jobs import load_job
 
+_Case = TypeVar("_Case")
 _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the module after it
+
+
+def compiled_cases(always: Iterable[_Case], at_leisure: Iterable[_Case]) -> list[_Case]:
+    """What a test file compiles: some of each kind, and the rest if FASTATTN_COMPILE_ALL is 1.
+
+    A kernel takes seconds to compile for each GPU, head dim, dtype and mask.
+    """
+    every = os.environ.get("FASTATTN_COMPILE_ALL") == "1"
+    return [*always, *(at_leisure if every else ())]
 
 
 class CrossCompileError(RuntimeError):
