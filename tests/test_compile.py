@@ -130,7 +130,7 @@ CASES = compiled_cases(
         *itertools.product(("sm_90",), KERNELS, (40,), ("bf16",), ("all",)),
         *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("heavy",)),
         *itertools.product(("sm_80",), KERNELS, (64,), ("fp32",), ("all",)),
-        *itertools.product(("sm_90", "gfx942"), ("one-pass",), (64,), ("bf16",), ("all",)),
+        *itertools.product(("sm_80", "sm_90"), ("one-pass",), (64,), ("bf16",), ("all",)),
     ],
     [
         *itertools.product(("sm_80",), KERNELS, (64, 256), ("bf16",), ("all",)),
@@ -144,7 +144,7 @@ CASES = compiled_cases(
         *itertools.product(("sm_90",), KERNELS, (64, 128), ("fp32",), ("all",)),
         *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("fp32",), ("all",)),
         *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
-        ("sm_80", "one-pass", 64, "bf16", "all"),
+        ("gfx942", "one-pass", 64, "bf16", "all"),
         ("sm_90", "one-pass", 128, "bf16", "all"),
         ("sm_90", "one-pass", 64, "bf16", "heavy"),
     ],
