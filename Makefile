@@ -1,5 +1,5 @@
 # make demo   train a small GPT on real text and generate from it
-# make test   run the whole test suite
+# make test   run the test suite
 #
 # Each makes its own virtual environment first; a second run skips what is done.
 # Variables to override: PYTHON (the interpreter to build on), VENV, PIP_ARGS, PYTEST_ARGS, TEST_WORKERS, DEMO_*.
