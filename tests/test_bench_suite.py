@@ -310,7 +310,7 @@ def test_numeric_tests_are_found():
 
     command = full_run.test_command(Path(__file__).resolve().parents[1])
     files = {Path(word).name for word in command if word.endswith(".py")}
-    expected = {"test_attention.py", "test_ops.py", "test_one_pass.py", "test_bench_attention.py"}
+    expected = {"test_attention.py", "test_ops.py", "test_one_pass.py", "test_descriptors.py"}
     assert expected <= files
 
 

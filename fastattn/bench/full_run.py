@@ -20,6 +20,7 @@ _RESERVE = 20.0
 # Files whose tests hold kernels to the error budget, run compiled where there is a GPU.
 _NUMERIC = (
     "attention", "ops", "mask", "modules", "forward", "backward", "one_pass", "decode", "softmax",
+    "descriptors",
 )  # fmt: skip
 
 
