@@ -32,6 +32,18 @@ class Explanation(NamedTuple):
         return "\n".join([f"backend: {self.backend}", *backward, *passed_over])
 
 
+def asked_for(backend: str | None) -> str:
+    """The backend that a call asks for by argument or, where that leaves it open, environment.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    forced = checks.check_backend(backend)
+    if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
+        forced = checks.check_backend(named, ENVIRONMENT)
+    return forced
+
+
 def choose(
     q: Tensor,
     k: Tensor,
@@ -49,9 +61,7 @@ def choose(
     Raises:
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
     """
-    forced = checks.check_backend(backend)
-    if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
-        forced = checks.check_backend(named, ENVIRONMENT)
+    forced = asked_for(backend)
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v, options)
@@ -122,11 +132,14 @@ _warned: set[str] = set()
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     """Say once for each reason that a GPU tensor is served by torch although nobody asked."""
-    if explanation.backend != "torch" or explanation.forced or device.type in ("cpu", "meta"):
+    if explanation.backend == "torch" and not explanation.forced:
+        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
+
+
+def warn_once(message: str, device: torch.device, stacklevel: int) -> None:
+    """A warning about a call on a GPU, the first time; none where something is traced."""
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return
-    if torch.compiler.is_compiling():
-        return
-    reason = explanation.reasons["triton"]
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"fastattn falls back to torch: {reason}", UserWarning, stacklevel=4)
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)

@@ -17,8 +17,6 @@ a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The
 that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
 """
 
-import os
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -323,9 +321,7 @@ def _check_scale(name: str, scale: object, x: Tensor) -> None:
 
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
     """The backend of a checked call, the Hopper kernel first."""
-    forced = checks.check_backend(backend)
-    if forced == "auto" and (named := os.environ.get(dispatch.ENVIRONMENT)):
-        forced = checks.check_backend(named, dispatch.ENVIRONMENT)
+    forced = dispatch.asked_for(backend)
     reason = fp8_ops.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
@@ -341,17 +337,10 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
     return rest._replace(reasons=first | rest.reasons)
 
 
-_said: set[str] = set()
-
-
 def _say_once(choice: Explanation, device: torch.device) -> None:
     """Say once for each reason that a GPU serves 8 bits no faster than 16 although nobody asked."""
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
-        return
-    reason = choice.reasons["hopper"]
-    if reason not in _said:
-        _said.add(reason)
-        warnings.warn(f"attention_fp8 does not multiply in fp8: {reason}", stacklevel=3)
+    message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
+    dispatch.warn_once(message, device, 4)
 
 
 def _dequantized(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

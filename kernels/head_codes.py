@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .arguments import aligned, block_dim, blocks, empty_in_layout, strides
 from .quantize import key_at, row_scale, to_e4m3
-from .tile import head, load_at
+from .tile import head, load_at, store_tile
 from .values import packed_like, store_packed
 
 # Maxima that are compared at once.
@@ -82,12 +82,9 @@ def head_codes_kernel(
     if PACKED:
         store_packed(codes, codes_ptr, of_head, first, sixteens, ROWS, D)
     else:
-        places = tl.arange(0, ROWS)
-        cols = tl.arange(0, BLOCK_D)
-        ptr, stride = head(codes_ptr, b, h, first, codes_strides, tl.int64)
-        pointers = ptr + (places * stride)[:, None] + cols[None, :]
-        keep = (first + places < T)[:, None] & (cols < D)[None, :]
-        tl.store(pointers, codes, mask=keep)
+        ptr, stride = head(codes_ptr, b, h, 0, codes_strides, tl.int64)
+        exists = first + tl.arange(0, ROWS) < T
+        store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)
 
 
 def launch_head_codes(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import fp8, fp8_ops, ops, quantize_fp8, reference
+from fastattn import dispatch, fp8, fp8_ops, ops, quantize_fp8, reference
 from fastattn.fp8 import E4M3, PackedValues
 from fastattn.kernels.values import launch_pack_values
 from fastattn.testing import assert_within_budget, make_qkv
@@ -240,7 +240,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fp8, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     choice = fastattn.Explanation("triton", {"hopper": "there is no such unit"})
     with pytest.warns(UserWarning, match="does not multiply in fp8: there is no such unit"):
         fp8._say_once(choice, torch.device("cuda"))
