@@ -9,6 +9,10 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= auto
+# Folders with python3.10 and so on for test-versions, searched before PATH; and the rows to check.
+PYTHON_DIRS ?=
+ROWS ?=
+export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
 DEMO_OUT ?= runs/demo
 DEMO_TRAIN_ARGS ?= --tokenizer bpe --steps 1500
@@ -21,11 +25,12 @@ COMPILE_TESTS = $(shell grep -ls compiled_cases tests/*.py)
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compile lint format typecheck clean
+.PHONY: help demo test test-compile test-versions lint format typecheck clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
 	@echo "make test-compile   compile every kernel for every GPU, head dim, dtype and mask"
+	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
 	@echo "make lint   ruff check, ruff format --check, mypy"
 	@echo "make format rewrite the sources with ruff"
 	@echo "make clean  remove the environment, the demo and all caches"
@@ -41,6 +46,10 @@ test: $(VENV)/.installed-test
 
 test-compile: $(VENV)/.installed-test
 	FASTATTN_COMPILE_ALL=1 $(bin)/pytest -n $(TEST_WORKERS) --dist loadfile $(COMPILE_TESTS)
+
+# Each row of tests/versions.py has an environment of its own; ROWS picks some.
+test-versions:
+	@$(PYTHON) tests/versions.py $(ROWS)
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

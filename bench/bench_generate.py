@@ -35,13 +35,13 @@ def model() -> GPT:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("way", WAYS)
-def test_generate_cpu(benchmark, model, way):
+def test_generate_cpu(benchmark, rounds, model, way):
     timings = []
 
     def generate():
         timings.append(seconds_by_length(way, model, [1], LENGTHS, repeats=1))
 
-    benchmark.pedantic(generate, rounds=3, warmup_rounds=1)
+    benchmark.pedantic(generate, rounds=rounds(generate))
     seconds = {n: min(timing[n] for timing in timings) for n in LENGTHS}
     benchmark.extra_info["tokens_per_second"] = {n: round(n / s, 1) for n, s in seconds.items()}
     benchmark.extra_info["growth"] = round(growth(seconds), 2)

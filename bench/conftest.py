@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
 
+_MOST_ROUNDS = 20
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--case-set", choices=("quick", "full"), default="quick", help="on a GPU")
+    from fastattn.bench.cases import SETS
+
+    parser.addoption("--case-set", choices=SETS, default="quick", help="on a GPU (quick)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,7 +38,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from fastattn.bench.cases import cpu_cases, gpu_cases
     from fastattn.bench.implementations import side_by_side
 
-    cases = [*gpu_cases(metafunc.config.getoption("--case-set")), *cpu_cases()]
+    which = metafunc.config.getoption("--case-set")
+    on_cpu = [] if which == "minute" and torch.cuda.is_available() else cpu_cases()
+    cases = [*gpu_cases(which), *on_cpu]
     pairs = [
         pytest.param(
             case,
@@ -50,6 +58,49 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch sees no CUDA device")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The minute has single calls of attention and nothing else."""
+    if config.getoption("--case-set") != "minute":
+        return
+    cases = [item for item in items if "case" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in cases])
+    items[:] = cases
+
+
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
+    """How long it will take."""
+    from fastattn.bench.terminal import estimate
+
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    return estimate(len(on_gpu)) if on_gpu and torch.cuda.is_available() else ""
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After an illegal access every later call fails: end, in place of hundreds of failures."""
+    if item.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        pytest.exit(
+            f"{item.name} has broken the CUDA context, in which nothing more can be measured: "
+            f"{type(error).__name__}: {error}. Leave it out with --deselect.",
+            returncode=3,
+        )
+
+
+_ROWS = pytest.StashKey[list[Any]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Times on the device, by case."""
+    from fastattn.bench.terminal import table
+
+    for line in table(config.stash.get(_ROWS, [])):
+        terminalreporter.write_line(line)
 
 
 class _Workbench:
@@ -99,17 +150,48 @@ def quiet_peers() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(benchmark: Any, workbench: _Workbench, quiet_peers: None) -> Callable[[Any, str], None]:
+def rounds(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]], int]:
+    """How often to call a function: as pytest-benchmark's options have it, and 20 times at most."""
+    seconds = float(request.config.getoption("benchmark_max_time"))
+    fewest = request.config.getoption("benchmark_min_rounds")
+
+    def count(function: Callable[[], object]) -> int:
+        begin = time.perf_counter()
+        function()
+        taken = time.perf_counter() - begin
+        return max(fewest, min(_MOST_ROUNDS, math.ceil(seconds / taken)))
+
+    return count
+
+
+@pytest.fixture
+def effort(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """An effort within pytest-benchmark's options."""
+    ms = 1e3 * float(request.config.getoption("benchmark_max_time"))
+    fewest = request.config.getoption("benchmark_min_rounds")
+    return lambda usual: replace(
+        usual, target_ms=min(usual.target_ms, ms), least=min(usual.least, fewest)
+    )
+
+
+@pytest.fixture
+def run(
+    benchmark: Any,
+    workbench: _Workbench,
+    quiet_peers: None,
+    rounds: Callable[..., int],
+    effort: Callable[[Any], Any],
+) -> Callable[[Any, str], None]:
     """Benchmarks a function on "cuda" or "cpu"; device times go into extra_info."""
 
     def measure(function: Callable[[], object], device: str) -> None:
         bench = workbench.bench(device)
         if device != "cuda":
-            benchmark.pedantic(function, rounds=_rounds(function), warmup_rounds=1)
+            benchmark.pedantic(function, rounds=rounds(function), warmup_rounds=1)
             return
         from fastattn.bench.measure import compare
 
-        timing = compare({"it": function}, bench.timer, bench.effort)["it"]
+        timing = compare({"it": function}, bench.timer, effort(bench.effort))["it"]
         if isinstance(timing, Exception):
             raise timing
         benchmark.extra_info["device_ms"] = timing.to_dict()
@@ -125,7 +207,10 @@ def run(benchmark: Any, workbench: _Workbench, quiet_peers: None) -> Callable[[A
 
 @pytest.fixture
 def run_attention(
-    benchmark: Any, run: Callable[[Any, str], None], workbench: _Workbench
+    benchmark: Any,
+    run: Callable[[Any, str], None],
+    workbench: _Workbench,
+    request: pytest.FixtureRequest,
 ) -> Callable[[Any, Any], None]:
     """Checks one implementation on one case, benchmarks it, and notes its figures.
 
@@ -133,8 +218,10 @@ def run_attention(
     is skipped too, as its times would mean nothing.
     """
     from fastattn.bench import attention, figures
+    from fastattn.bench.terminal import Row
 
     def measure(case: Any, implementation: Any) -> None:
+        benchmark.group = case.name
         why_not = implementation.why_not(case)
         if why_not is not None:
             pytest.skip(f"{implementation.name} cannot serve this case: {why_not}")
@@ -149,8 +236,13 @@ def run_attention(
         info = benchmark.extra_info
         info.update(memory)
         if "device_ms" in info:
-            info.update(figures.figures(case, info["device_ms"]["median"]))
+            ms = info["device_ms"]["median"]
+            found = figures.figures(case, ms)
+            info.update(found)
             info.update(workbench.bench(case.device).readings())
+            key, unit = ("kv_gbps", "GB/s") if "kv_gbps" in found else ("tflops", "TFLOP/s")
+            row = Row(case.name, implementation.name, ms, found[key], unit)
+            request.config.stash.setdefault(_ROWS, []).append(row)
         elif implementation.name == "fastattn-torch":
             info["time_over_sdpa"] = _time_over_sdpa(case, work, workbench)
 
@@ -167,12 +259,6 @@ def _time_over_sdpa(case: Any, work: Callable[[], object], workbench: _Workbench
     bench = workbench.bench("cpu")
     found = compare({"ours": work, "theirs": theirs}, bench.timer, bench.effort)
     return round(found["ours"].median / found["theirs"].median, 3)
-
-
-def _rounds(function: Callable[[], object]) -> int:
-    begin = time.perf_counter()
-    function()
-    return max(3, min(20, math.ceil(0.1 / (time.perf_counter() - begin))))
 
 
 def _is_memory(error: Exception) -> bool:

@@ -2,8 +2,9 @@
 
     python bench/run_all.py --out DIR --quick --budget-minutes 9
 
-Leaves results.json, results.md, PNG plots, log.txt and a tuning table in DIR; the JSON file is
-whole after every case, so an end in the middle loses nothing. The same command goes on from there.
+Leaves results.json, results.md, plots, log.txt, tests.jsonl and, without --quick, a tuning table
+in DIR; the JSON file is whole after every case, so an end in the middle loses nothing. The same
+command goes on from there: with the tests, cases and tiles that have no outcome yet.
 """
 
 import argparse

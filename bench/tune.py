@@ -7,8 +7,8 @@ without one, by what the compilers make of them.
 
 DIR gets <arch>.json: the table in kernels/tuning with the rows that were chosen in place, each
 saying whether it was modelled or measured. On a GPU, rows come in the order of their importance and
-the file is written after each; with --survivors only what a static sweep left is timed. If DIR
-holds a results.json of bench/run_all.py, the rows and every candidate's outcome go there too.
+the file is written after each; with --survivors only what a static sweep left is timed. The rows
+and every candidate's outcome also go to DIR/results.json, where a second call goes on.
 """
 
 import argparse
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     for table, rows, tried in tuning.tune(
         arguments.out, bench, left, report.data["environment"], command,
         static_sweep.read(arguments.survivors) if arguments.survivors else None,
+        report.data["tuning"].get("rows", ()), report.data["tuning"].get("tried", ()),
     ):  # fmt: skip
         report.data["tuning"] = {"table": table.name, "rows": rows, "tried": tried}
         report.save()

@@ -71,8 +71,12 @@ def _query_offset(
 ) -> tuple[int, Tensor | None]:
     """As an int, or 0 and one for each batch row."""
     if query_offset is None:
-        return k.shape[2] - q.shape[2], None
-    checks.check_query_offset(query_offset, q)
+        offset = k.shape[2] - q.shape[2]
+        if isinstance(offset, Tensor):
+            # torch.jit.trace records sizes as tensors, and would take an int for a constant.
+            return 0, offset.to(q.device).expand(q.shape[0])
+        return offset, None
+    query_offset = checks.check_query_offset(query_offset, q)
     return (0, query_offset) if isinstance(query_offset, Tensor) else (query_offset, None)
 
 
@@ -206,16 +210,17 @@ def _options(
     Each call on a GPU waits for this: what was not given costs one comparison.
     """
     H_q, H_k = q.shape[1], k.shape[1]
-    left, right = checks.check_band(causal, window)
+    causal = checks.check_flag("causal", causal)
+    left, right = checks.check_window(window)
     if key_lengths is not None:
         checks.check_key_lengths(key_lengths, B, q)
     if prefix_lengths is not None:
         prefix_lengths = checks.check_prefix_lengths(prefix_lengths, B, causal, q)
     if stride is not None:
-        checks.check_count("stride", stride, 1)
-    if keep_first != 0:
+        stride = checks.check_count("stride", stride, 1)
+    if type(keep_first) is not int or keep_first:
         windowed = left is not None or right is not None or stride is not None
-        checks.check_keep_first(keep_first, windowed)
+        keep_first = checks.check_keep_first(keep_first, windowed)
     if softcap is not None:
         softcap = checks.check_positive("softcap", softcap)
     if alibi_slopes is not None:
@@ -237,12 +242,12 @@ def _options(
         score_checks.check_score_mods(score_mod, score_mod_grad, len(mod_tensors))
         inputs = (q, k, v, attn_bias, relative_bias, relative_keys, relative_query, sinks)
         score_checks.check_score_mod_gradient(score_mod_grad, inputs)
-    if dropout != 0:
+    if type(dropout) is not int or dropout:
         dropout = score_checks.check_dropout(dropout)
     if dropout_seed is not None:
         score_checks.check_dropout_seed(dropout_seed, q)
     if deterministic is not True:
-        checks.check_flag("deterministic", deterministic)
+        deterministic = checks.check_flag("deterministic", deterministic)
     # By position, in the order of the fields, for speed.
     return Options(
         key_padding_mask,

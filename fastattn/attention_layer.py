@@ -46,6 +46,7 @@ class AttentionLayer(nn.Module):
         num_kv_heads: int | None,
         *,
         head_dim: int | None,
+        v_head_dim: int | None,
         qk_norm: bool,
         scoring: Scoring,
         softcap: float | None,
@@ -58,6 +59,10 @@ class AttentionLayer(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, head_dim)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        v_head_dim = checks.check_count("v_head_dim", v_head_dim, 1)
+        softcap, scale = checks.as_python(softcap), checks.as_python(scale)
+        dropout, attention_dropout = map(checks.as_python, (dropout, attention_dropout))
         if softcap is not None:
             checks.check_positive("softcap", softcap)
         module_checks.check_dropouts(dropout, attention_dropout)
@@ -70,6 +75,7 @@ class AttentionLayer(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
         self.qk_norm = qk_norm
         self.scoring = scoring
         self.softcap = softcap
@@ -98,12 +104,22 @@ class AttentionLayer(nn.Module):
         """The factor on q.k; None = D ** -0.5."""
         return self.scale if self.scoring == "scaled_dot" else 1.0
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, H D] to [B, H, T, D]."""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+    def _heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
+        """[B, T, H D] to [B, H, T, D]; head_dim: D, where it is not that of queries and keys."""
+        # Not einops, which takes twice as long on the host: every decoded token comes through here.
+        return x.view(*x.shape[:2], -1, head_dim or self.head_dim).transpose(1, 2)
+
+    def _keys_and_values(self, x: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+        """Heads of a projection: [B, num_keys, T, D], and behind them v, [B, H_k, T, D_v]."""
+        D, D_v = self.head_dim, self.v_head_dim
+        if D_v == D:  # the fewest calls
+            k, v = torch.split(self._heads(x), [num_keys, self.num_kv_heads], dim=1)
+            return k, v
+        k, v = torch.split(x, [num_keys * D, self.num_kv_heads * D_v], dim=-1)
+        return self._heads(k), self._heads(v, D_v)
 
     def _project(self, out: Tensor) -> Tensor:
-        """[B, H_q, T, D] to [B, T, C]."""
+        """[B, H_q, T, D_v] to [B, T, C]."""
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout, self.training)
 
@@ -132,8 +148,9 @@ class AttentionLayer(nn.Module):
             autocast = available and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         return KVCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, device=device, dtype=dtype
-        )
+            batch_size, self.num_kv_heads, max_length, self.head_dim, value_dim=self.v_head_dim,
+            device=device, dtype=dtype,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         parts = [
@@ -142,6 +159,8 @@ class AttentionLayer(nn.Module):
             f"num_kv_heads={self.num_kv_heads}",
             f"head_dim={self.head_dim}",
         ]
+        if self.v_head_dim != self.head_dim:
+            parts.append(f"v_head_dim={self.v_head_dim}")
         shared = {
             "scoring": None if self.scoring == "scaled_dot" else repr(self.scoring),
             "softcap": self.softcap,

@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
-from . import cache_ops, checks
-from .cache_checks import Rotary, check_rotary, check_sizes, check_tokens
+from . import cache_ops, capture, checks
+from .cache_checks import (
+    Rotary,
+    check_rotary,
+    check_row_values,
+    check_sizes,
+    check_tokens,
+    check_window,
+)
 from .cache_view import CacheView, allocate_rows, as_bytes
 from .quantization import Quantize, check_quantize, storage_dtype
 from .rotary import RotaryStyle
@@ -87,19 +94,16 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(
+        batch_size, num_kv_heads, max_length, head_dim, value_dim = check_sizes(
             batch_size=batch_size,
             num_kv_heads=num_kv_heads,
             max_length=max_length,
             head_dim=head_dim,
-            value_dim=value_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
         )
         check_quantize(quantize)
-        _check_window(window, keep_first, max_length)
         self.max_length = max_length
-        self.window = window
-        self.keep_first = keep_first
+        self.window, self.keep_first = check_window(window, keep_first, max_length)
         self.quantize = quantize
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         # An inference tensor could not be written once inference mode is left.
@@ -217,12 +221,13 @@ class KVCache:
 
         While length_bound + T <= max_length the device is not waited for, nor ever in a ring. Past
         that the lengths are read back once, because the bound counts padding that rows may not
-        hold.
+        hold. While a CUDA graph is captured they are not: tokens past max_length, in the capture
+        or in a replay, are counted in `lengths` and not stored.
 
         Raises:
             TypeError: `new_lengths` or `batch_index` is not int32 or int64.
             ValueError: a shape, dtype or device disagrees with the cache, the tables do not reach,
-                or the tokens do not fit.
+                the tokens do not fit, or, on the CPU, an entry of `batch_index` is no row.
             RuntimeError: k or v requires grad while grad mode is on.
             In every case the cache is left as it was.
         """
@@ -272,7 +277,7 @@ class KVCache:
             raise ValueError("starts: a cache with a window takes no padding on the left")
         self._check_row_integers("starts", starts)
         with torch.inference_mode(False):
-            self.starts = starts.to(torch.int32, copy=True)
+            self.starts = starts.clamp(0, self.max_length).to(torch.int32)
 
     def reset(self) -> None:
         """Forget every token; the buffers stay."""
@@ -289,15 +294,17 @@ class KVCache:
             lengths: one number >= 0 for all rows, or int32 or int64 [B] on the cache's device
                 (negative entries count as 0).
         Raises:
-            TypeError: the tensor is not int32 or int64.
+            TypeError: neither an int nor an int32 or int64 tensor.
             ValueError: the number is negative, a ring may have lost what would be kept, or the
                 tensor's shape or device disagrees.
         """
+        lengths = checks.as_python(lengths)
         if isinstance(lengths, Tensor):
             self._check_row_integers("lengths", lengths)
             self.lengths.copy_(torch.minimum(self.lengths, lengths.clamp(min=0)))
             self._uniform = False
             return
+        lengths = checks.check_int("lengths", lengths)
         if lengths < 0:
             raise ValueError(f"lengths must be >= 0, got {lengths}")
         oldest = self._longest_ever - self.max_step
@@ -306,8 +313,8 @@ class KVCache:
                 f"lengths must be 0 or at least {oldest}: the ring held {self._longest_ever} "
                 f"tokens and max_step = {self.max_step}, got {lengths}"
             )
-        self.lengths.clamp_(max=lengths)
         self.length_bound = min(self.length_bound, lengths)
+        self.lengths.clamp_(max=self.length_bound)
         self._longest_ever = self._longest_ever if lengths else 0
         self._uniform = self._uniform or lengths == 0
 
@@ -318,9 +325,11 @@ class KVCache:
             index: int32 or int64 [B] on the cache's device, entries in 0..B-1, repeats allowed.
         Raises:
             TypeError: `index` is not int32 or int64.
-            ValueError: the shape or device of `index` disagrees with the cache.
+            ValueError: the shape or device of `index` disagrees with the cache, or, on the CPU, an
+                entry is no row.
         """
         self._check_row_integers("index", index)
+        check_row_values("index", index, self.lengths.shape[0])
         n = min(self.length_bound, self.max_length)
         of_slots = [self.k, self.v, self.k_scale, self.v_scale]
         held = [as_bytes(x)[:, :, :n] for x in of_slots if x is not None]
@@ -337,6 +346,7 @@ class KVCache:
         checks.check_integers("batch_index", batch_index)
         rows = min(batch_index.numel(), self.lengths.shape[0])
         checks.check_placement("batch_index", batch_index, (rows,), self.lengths)
+        check_row_values("batch_index", batch_index, self.lengths.shape[0])
 
     def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:
         """The slot that the first new token of every row goes to, where the host knows it."""
@@ -347,21 +357,27 @@ class KVCache:
         self, T: int, new_lengths: Tensor | None, batch_index: Tensor | None
     ) -> tuple[int, bool]:
         """The length bound after an append, and whether T slots a row, pads included, exist."""
+        bound = self.length_bound
         if self.window is not None:
-            return self.length_bound + T, False
-        if self.length_bound + T > self.max_length and not self._uniform:
-            self.length_bound = int(self.lengths.max())
-        needed = self.length_bound + T
+            return bound + T, False
+        if bound + T <= self.max_length:
+            return bound + T, True
+        ragged = new_lengths is not None or batch_index is not None
+        if (ragged or not self._uniform) and not capture.may_keep(self.lengths.device):
+            # Nobody can look at the lengths now. What does not fit is not stored.
+            return self.max_length, False
+        bound = bound if self._uniform else int(self.lengths.max())
+        needed = bound + T
         if needed <= self.max_length:
             return needed, True
-        if new_lengths is not None or batch_index is not None:
+        if ragged:
             needed = self._longest_after(T, new_lengths, batch_index)
             if needed <= self.max_length:
-                return max(needed, self.length_bound), False
+                return max(needed, bound), False
         raise ValueError(
             f"appending {T} tokens a row needs {needed} slots, but max_length is "
-            f"{self.max_length} and the longest row holds {self.length_bound}: there is room for "
-            f"{self.max_length - self.length_bound}"
+            f"{self.max_length} and the longest row holds {bound}: there is room for "
+            f"{self.max_length - bound}"
         )
 
     def _longest_after(self, T: int, new_lengths: Tensor | None, batch_index: Tensor | None) -> int:
@@ -397,18 +413,4 @@ class QuantizedKVCache(KVCache):
             quantize=quantize,
             device=device,
             dtype=dtype,
-        )
-
-
-def _check_window(window: int | None, keep_first: int, max_length: int) -> None:
-    if keep_first < 0 or (keep_first and window is None):
-        raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
-    if window is None:
-        return
-    if window < 1:
-        raise ValueError(f"window must be >= 1, got {window}")
-    if keep_first + window > max_length:
-        raise ValueError(
-            f"max_length must be at least keep_first + window = {keep_first + window}, "
-            f"got {max_length}"
         )

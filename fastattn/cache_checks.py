@@ -1,18 +1,58 @@
 """Argument checks that the caches share; each error names the argument."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from . import checks
 from .rotary import check_rotary_style
 
 Rotary = tuple[Tensor, Tensor]
 
 
-def check_sizes(**sizes: int) -> None:
-    """Every size is at least 1."""
+def check_sizes(**sizes: Any) -> list[int]:
+    """Ints of at least 1, returned as Python's own in their order."""
     for name, size in sizes.items():
-        if size < 1:
+        sizes[name] = checks.check_int(name, size)
+        if sizes[name] < 1:
             raise ValueError(f"{name} must be >= 1, got {size}")
+    return list(sizes.values())
+
+
+def check_ints(name: str, each: str, numbers: Any) -> list[int]:
+    """Any number of ints, from a list, a tuple or a tensor on the CPU; each: the name of one."""
+    if not isinstance(numbers, Iterable) or (isinstance(numbers, Tensor) and not numbers.dim()):
+        raise TypeError(f"{name} must be a sequence of ints, got {checks.got(numbers)}")
+    return [checks.check_int(each, n) for n in numbers]
+
+
+def check_row_values(name: str, x: Tensor, rows: int) -> None:
+    """Numbers of rows, 0 to rows - 1; those on another device than the CPU are not looked at."""
+    if not x.is_cpu or torch.compiler.is_compiling() or not x.numel():
+        return
+    low, high = (int(n) for n in torch.aminmax(x))
+    if low < 0 or high >= rows:
+        raise ValueError(f"{name} must hold rows from 0 to {rows - 1}, got {low} to {high}")
+
+
+def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:
+    """A ring has room for its window and first positions; both returned as Python's own ints."""
+    keep_first = checks.check_int("keep_first", keep_first)
+    if keep_first < 0 or (keep_first and window is None):
+        raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
+    if window is None:
+        return None, keep_first
+    window = checks.check_int("window", window)
+    if window < 1:
+        raise ValueError(f"window must be >= 1, got {window}")
+    if keep_first + window > max_length:
+        raise ValueError(
+            f"max_length must be at least keep_first + window = {keep_first + window}, "
+            f"got {max_length}"
+        )
+    return window, keep_first
 
 
 def check_tokens(
@@ -25,6 +65,7 @@ def check_tokens(
         RuntimeError: one requires grad while grad mode is on.
     """
     for name, x, like in (("k", k, like_k), ("v", v, like_v)):
+        checks.check_tensor(name, x)
         heads, width = like.shape[-3], like.shape[-1]
         if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, heads, width):
             raise ValueError(
@@ -74,9 +115,10 @@ def check_rotary(
             raise ValueError(
                 f"rotary {name} must be float32 on {k.device}, got {x.dtype} on {x.device}"
             )
-    if bound > cos.shape[0]:
+    needed = max(bound, 1)
+    if needed > cos.shape[0]:
         raise ValueError(
-            f"rotary tables must have a row for every position: {bound} are needed, "
+            f"rotary tables must have a row for every position: {needed} are needed, "
             f"got {cos.shape[0]}"
         )
     if q is None:

@@ -34,6 +34,13 @@ def append(
     and its query, are rotated to p; then key and value are stored, as codes if the cache holds
     codes. A cache's own `append` checks, makes room, and calls this.
 
+    Lengths, table and index are the device's, and nobody waits for their values. So that no store
+    leaves its row, a token with no place in it is counted but not stored: one at a negative
+    position, past the end of the row (its slots, or its columns of the table; a ring has no end),
+    or in a page whose number is none of the pool's. Where the tables of rotary do not reach,
+    nothing is rotated. Where batch_index names no row, the kernel passes over the tokens and torch
+    raises IndexError on a CPU.
+
     Args:
         view: of a cache with room for the tokens. Its buffers and lengths change.
         k: [B, H_k, T, D] in the view's dtype, any strides.
@@ -57,7 +64,7 @@ def append(
     Raises:
         ValueError: the backend is unknown, or "triton" cannot serve these tensors.
     """
-    if not _use_kernel(k, v, backend):
+    if not serves(k, backend):
         return torch_append.append_rows(
             view, q, k, v, new_lengths, rotary, rotary_style,
             advance=advance, first_slot=first_slot, room_for_padding=room_for_padding,
@@ -72,7 +79,12 @@ def append(
     return None if q is None else turned
 
 
-def _use_kernel(k: Tensor, v: Tensor, backend: str | None) -> bool:
+def serves(k: Tensor, backend: str | None) -> bool:
+    """Whether the kernel appends k, else torch.
+
+    Raises:
+        ValueError: as `append`.
+    """
     forced = checks.check_backend(backend)
     if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
         forced = checks.check_backend(named, ENVIRONMENT)

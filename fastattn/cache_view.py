@@ -21,12 +21,14 @@ class CacheView(NamedTuple):
                      keep_first + (t - keep_first) % (S - keep_first)
 
     Of a ring only the latest position of each slot is left: see `slot_positions`. Slots that hold
-    no token are undefined (they may be NaN), and so are entries of block_table past a row's pages,
-    though each is the number of some page.
+    no token are undefined (they may be NaN), and so are entries of block_table past a row's pages.
+
+    Nothing is stored by an entry that is no page's number, and it is read as the nearest one.
 
     Attributes:
-        k: [P, H_k, S, D], in the dtype of storage. Memory is dense but for padding that rounds each
-            row up to whole 16 bytes: strides are (H_k S R, S R, R, 1) with R >= D.
+        k: [P, H_k, S, D], in the dtype of storage. Memory is dense but for padding of each row,
+            which a cache's own rows have up to whole 16 bytes: strides are (H_k S R, S R, R, 1)
+            with R >= D.
         v: [P, H_k, S, D_v], likewise.
         k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v hold codes (int8 or e4m3);
             the key is k * k_scale. None: k and v are stored as they are.
@@ -67,13 +69,27 @@ class CacheView(NamedTuple):
         """[B, ...] of what is kept for every row: lengths, starts, the block table."""
         return x if self.batch_index is None else x.index_select(0, self.batch_index)
 
+    def has_place(self, positions: Tensor) -> Tensor:
+        """bool [B, T]: whether rows have a slot for the tokens at positions [B, T], in some page.
+
+        Negative positions and those past the end of a row have none.
+        """
+        found = positions >= 0
+        if self.block_table is not None:
+            column = positions // self.page_size
+            page = self._listed(column)
+            return found & (column < self.block_table.shape[1]) & (page == self._in_pool(page))
+        return found if self.keep_first is not None else found & (positions < self.page_size)
+
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and slot, int64 [B, T], of positions [B, T]."""
+        """Page and slot, int64 [B, T], of positions [B, T]; in the pool, whatever the table says.
+
+        A token that has no place (`has_place`) has that of another here.
+        """
         positions = positions.long()
         if self.block_table is not None:
-            table = self.of_batch(self.block_table)
-            column = (positions // self.page_size).clamp(0, table.shape[1] - 1)
-            return table.gather(1, column).long(), positions % self.page_size
+            page = self._in_pool(self._listed(positions // self.page_size))
+            return page, positions % self.page_size
         rows = self.batch_index
         if rows is None:
             rows = torch.arange(self.batch_size, device=positions.device)
@@ -116,9 +132,20 @@ class CacheView(NamedTuple):
         v = self._gather_rows(self.v, self.v_scale).masked_fill(~token, 0)
         return k, v, position
 
+    def _listed(self, column: Tensor) -> Tensor:
+        """int64: what the block table says in columns [B, T], in its last one for those past it."""
+        assert self.block_table is not None
+        table = self.of_batch(self.block_table)
+        return table.gather(1, column.clamp(0, table.shape[1] - 1)).long()
+
+    def _in_pool(self, page: Tensor) -> Tensor:
+        """Entries of a block table, those that are no page's number as the nearest one."""
+        return page.long().clamp(0, self.k.shape[0] - 1)
+
     def _readable_slots(self) -> int:
         if self.block_table is not None:
-            return -(-self.length_bound // self.page_size) * self.page_size
+            pages = -(-self.length_bound // self.page_size)
+            return min(pages, self.block_table.shape[1]) * self.page_size
         if self.keep_first is not None:
             return self.page_size
         return min(self.length_bound, self.page_size)
@@ -136,7 +163,7 @@ class CacheView(NamedTuple):
         if self.block_table is None:
             return self.of_batch(stored[:, :, :slots]).contiguous()
         pages = self.of_batch(self.block_table)[:, : slots // self.page_size]
-        gathered = stored[pages.long()]  # [B, pages of a row, H_k, S, width]
+        gathered = stored[self._in_pool(pages)]  # [B, pages of a row, H_k, S, width]
         return gathered.transpose(1, 2).flatten(2, 3).contiguous()
 
 

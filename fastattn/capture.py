@@ -6,7 +6,11 @@ import torch
 
 
 def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
-    """A replay of what `work` launches on the current CUDA device; runs it once, to warm it up."""
+    """A replay of what `work` launches on the current CUDA device; runs it once, to warm it up.
+
+    A backward in `work` needs its forward in `work` as well: autograd runs it on the stream of its
+    forward, and what is launched on another stream than the capture's is an error of the capture.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

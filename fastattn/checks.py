@@ -2,22 +2,47 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .options import Window
+from .options import FARTHEST
+from .symbols import decided
 
+# Under export sizes, and what is computed from them, are symbols.
+_INTEGERS = (int, torch.SymInt)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BACKENDS = ("auto", "hopper", "triton", "torch")
 
 
-def check_tensors(q: object, k: object, v: object) -> None:
+def check_tensor(name: str, x: Any) -> Tensor:
+    """A tensor that is dense, and whole on its device: a kernel is given its memory."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one: attention_varlen takes sequences of "
+            "several lengths as the values() of a jagged tensor [N, *, H, D], and its offsets() "
+            "as cu_seqlens_q"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, as to_dense() makes one, got {x.layout}")
+    # Recognised by its method: torch.distributed.tensor need not be imported for that.
+    if type(x) is not Tensor and hasattr(x, "to_local"):
+        raise TypeError(
+            f"{name} must be the tensor of one device, got a {type(x).__name__}: sharded by batch "
+            "or head, pass its to_local(), or make the call in "
+            "torch.distributed.tensor.experimental.local_map"
+        )
+    return x
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Tensors of four dimensions: what has to hold before anything else can be asked of them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
+        if check_tensor(name, x).dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {tuple(x.shape)}")
 
 
@@ -73,37 +98,50 @@ def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
         raise ValueError(f"k must have a number of heads that divides q's {H_q}, got {H_k}")
 
 
-def check_flag(name: str, x: bool) -> None:
-    """True or False, and nothing that only counts as one."""
-    if not isinstance(x, bool):
-        raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
+def as_python(x: Any) -> Any:
+    """x, or Python's own bool, int or float where x is a number of numpy's, or a tensor of no dims.
+
+    The one rule for every option that is a number. Tensors have to lie on the CPU, as nothing here
+    waits for a device, and ask for no gradient, as none would come.
+    """
+    if x is None or type(x) in (bool, int, float):
+        return x
+    if isinstance(x, Tensor):
+        return x.item() if x.dim() == 0 and x.is_cpu and not x.requires_grad else x
+    # By name: numpy may not be installed.
+    return x.item() if type(x).__module__ == "numpy" and getattr(x, "ndim", 1) == 0 else x
 
 
-def check_band(causal: bool, window: Window) -> tuple[int | None, int | None]:
+def check_flag(name: str, x: Any) -> bool:
+    """True or False, and nothing that only counts as one; returned as Python's own."""
+    x = as_python(x)
+    if not isinstance(x, (bool, torch.SymBool)):
+        raise TypeError(f"{name} must be a bool, got {got(x)}")
+    return decided(x)
+
+
+def check_window(window: Any) -> tuple[int | None, int | None]:
     """The window's sides (left, right) around a query's own position; None = unbounded."""
-    check_flag("causal", causal)
-    return _window_sides(window)
-
-
-def _window_sides(window: Window) -> tuple[int | None, int | None]:
+    window = as_python(window)
     if window is None:
         return None, None
-    if isinstance(window, int) and not isinstance(window, bool):
+    if _is_integer(window):
         if window < 1:
             raise ValueError(f"window as an int counts visible keys, at least 1, got {window}")
         return window - 1, 0
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window must be an int or a tuple (left, right), got {window!r}")
-    for name, side in zip(("left", "right"), window, strict=True):
+    left, right = (as_python(side) for side in window)
+    for name, side in (("left", left), ("right", right)):
         if side is None:
             continue
-        if not isinstance(side, int) or isinstance(side, bool):
+        if not _is_integer(side):
             raise TypeError(f"window {name} must be an int or None, got {side!r}")
         if side < 0:
             raise ValueError(
                 f"window {name} counts neighbours, at least 0 (None = all), got {side}"
             )
-    return window
+    return left, right
 
 
 def check_key_padding_mask(mask: Tensor, k: Tensor) -> None:
@@ -119,23 +157,30 @@ def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> None:
     check_placement("key_lengths", lengths, (B,), q)
 
 
-def check_query_offset(offset: int | Tensor, q: Tensor) -> None:
+def check_query_offset(offset: Any, q: Tensor) -> int | Tensor:
     """An int, or int32 or int64 [B] on q's device."""
-    if isinstance(offset, (int, torch.SymInt)):
-        return
-    check_integers("query_offset", offset)
-    check_placement("query_offset", offset, (q.shape[0],), q)
+    offset = as_python(offset)
+    if not _is_integer(offset):
+        check_integers("query_offset", offset)
+        check_placement("query_offset", offset, (q.shape[0],), q)
+    elif not torch.compiler.is_compiling() and not -FARTHEST <= offset <= FARTHEST:
+        raise ValueError(f"query_offset must be within 2**28 of 0, got {offset}")
+    found: int | Tensor = offset
+    return found
 
 
-def check_prefix_lengths(prefix: int | Tensor, B: int, causal: bool, q: Tensor) -> Tensor:
+def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor:
     """An int of at least 0, or int32 or int64 [B] on q's device; returned as a tensor."""
     if not causal:
         raise ValueError(
             "prefix_lengths makes keys visible that causal hides: it needs causal=True"
         )
-    if isinstance(prefix, int) and not isinstance(prefix, bool):
+    prefix = as_python(prefix)
+    if _is_integer(prefix):
         if prefix < 0:
             raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
+        if not isinstance(prefix, torch.SymInt):
+            prefix = min(prefix, FARTHEST)
         return torch.full((B,), prefix, dtype=torch.int32, device=q.device)
     check_integers("prefix_lengths", prefix)
     assert isinstance(prefix, Tensor), "check_integers lets only tensors through"
@@ -143,21 +188,35 @@ def check_prefix_lengths(prefix: int | Tensor, B: int, causal: bool, q: Tensor) 
     return prefix
 
 
-def check_keep_first(keep_first: int, windowed: bool) -> None:
+def check_keep_first(keep_first: Any, windowed: bool) -> int:
     """An int of at least 0, beside something that hides the first keys."""
-    check_count("keep_first", keep_first, 0)
+    keep_first = check_count("keep_first", keep_first, 0)
     if keep_first and not windowed:
         raise ValueError(
             f"keep_first={keep_first} keeps keys that a window or stride hides; neither is given"
         )
+    return keep_first
 
 
-def check_count(name: str, x: object, least: int) -> None:
-    """An int of at least `least`."""
-    if not isinstance(x, int) or isinstance(x, bool):
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-    if x < least:
+def check_count(name: str, x: Any, least: int) -> int:
+    """An int of at least `least`, returned as Python's own."""
+    count = check_int(name, x)
+    if count < least:
         raise ValueError(f"{name} must be at least {least}, got {x}")
+    return count
+
+
+def check_int(name: str, x: Any) -> int:
+    """An int, and nothing that only counts as one; returned as Python's own."""
+    x = as_python(x)
+    if not _is_integer(x):
+        raise TypeError(f"{name} must be an int, got {got(x)}")
+    found: int = x
+    return found
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, _INTEGERS) and not isinstance(x, bool)
 
 
 def check_documents(
@@ -185,7 +244,7 @@ def check_documents(
 def check_per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """A tensor of 2 to 4 dims that broadcasts to every score; returned with 4, not expanded."""
     whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    shape = tuple(x.shape)
+    shape = tuple(check_tensor(name, x).shape)
     if not 2 <= x.dim() <= 4:
         raise ValueError(f"{name} must have 2 to 4 dimensions, got {list(shape)}")
     sizes = zip(shape, whole[4 - x.dim() :], strict=True)
@@ -223,12 +282,10 @@ def check_attn_mask(
     return None, check_per_score("attn_mask", mask, q, k)
 
 
-def check_packed(q: object, k: object, v: object) -> None:
+def check_packed(q: Any, k: Any, v: Any) -> None:
     """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]: tensors of 3 dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 3:
+        if check_tensor(name, x).dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions [total, H, D], got {tuple(x.shape)}")
 
 
@@ -252,18 +309,25 @@ def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
             raise ValueError(f"{name} must not fall, got {start} then {end} at sequence {n}")
 
 
-def check_scale(scale: float | None, D: int) -> float:
+def check_scale(scale: Any, D: int) -> float:
     """The factor on q.k: positive and finite, D ** -0.5 unless given."""
     return D**-0.5 if scale is None else check_positive("scale", scale)
 
 
-def check_positive(name: str, x: float) -> float:
-    """A positive, finite number."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(x).__name__}")
-    if not (x > 0 and math.isfinite(x)):
-        raise ValueError(f"{name} must be positive and finite, got {x}")
+def check_number(name: str, x: Any) -> float:
+    """An int or a float, returned as a float."""
+    x = as_python(x)
+    if isinstance(x, bool) or not isinstance(x, _NUMBERS):
+        raise TypeError(f"{name} must be a float, got {got(x)}")
     return float(x)
+
+
+def check_positive(name: str, x: Any) -> float:
+    """A positive, finite number."""
+    x = check_number(name, x)
+    if not 0 < x < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {x}")
+    return x
 
 
 def check_backend(backend: str | None, source: str = "backend") -> str:
@@ -277,7 +341,22 @@ def check_backend(backend: str | None, source: str = "backend") -> str:
 
 def kind(x: object) -> object:
     """What an error message calls x: a tensor's dtype, or a type's name."""
-    return x.dtype if isinstance(x, Tensor) else type(x).__name__
+    return x.dtype if isinstance(x, Tensor) else type_name(x)
+
+
+def type_name(x: object) -> str:
+    """The name of x's type, with its module: numpy has a bool of its own."""
+    cls = type(x)
+    whole = f"{cls.__module__}.{cls.__qualname__}"
+    return whole.removeprefix("builtins.")
+
+
+def got(x: object) -> str:
+    """What an error message calls x where a number belongs."""
+    if not isinstance(x, Tensor):
+        return type_name(x)
+    gradient = " that requires grad" if x.requires_grad else ""
+    return f"a tensor of {x.dtype} and shape {list(x.shape)} on {x.device}{gradient}"
 
 
 def check_integers(name: str, x: object) -> None:
@@ -290,16 +369,17 @@ def check_floats(name: str, x: object) -> None:
     """A tensor of float16, bfloat16, float32 or float64."""
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be a float tensor, got {kind(x)}")
+    check_tensor(name, x)
 
 
 def check_device(name: str, x: Tensor, beside: Tensor) -> None:
     """x lies on the device of `beside`."""
-    if x.device != beside.device:
+    if check_tensor(name, x).device != beside.device:
         raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
 
 
 def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
     """x has `shape` and lies on the device of `beside`."""
-    if tuple(x.shape) != shape:
+    if tuple(check_tensor(name, x).shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     check_device(name, x, beside)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from .generation.request import Tally
-    from .generation.sampling import Sampling
     from .models.gpt import GPT
+    from .models.sampling import Sampling
     from .training.tokenizer import Tokenizer
 
 _TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
@@ -37,6 +37,9 @@ def add_generate(commands: Any) -> None:
     add("--stop", action="append", metavar="TEXT", help="end the text before this; repeatable")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
     add("--cuda-graph", action="store_true", help="replay the steps as a CUDA graph")
+    text = "when the context is full: restart from its last half (default), or crop the text to "
+    text += "the last context in every step, as nanoGPT does, which is slower"
+    add("--past-context", choices=("restart", "crop"), help=text)
     # An option that is not given must not contradict --beams.
     drawn = parser.add_argument_group("choice of tokens")
     add = drawn.add_argument
@@ -44,6 +47,8 @@ def add_generate(commands: Any) -> None:
     add("--top-k", type=int, help="keep the k most likely tokens (all)")
     add("--top-p", type=float, help="keep the most likely tokens of this probability (all)")
     add("--min-p", type=float, help="keep tokens this likely beside the likeliest (all)")
+    text = "keep tokens of at least this probability, which some courses call top-p (all)"
+    add("--epsilon-cutoff", type=float, help=text)
     add("--repetition-penalty", type=float, help="above 1: avoid tokens of the text so far (1)")
     add("--greedy", action="store_true", default=None, help="take the most likely token every time")
     add("--seed", type=int, help="repeat a text (a new one every time)")
@@ -90,9 +95,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
             "--" + name.replace("_", "-") for name in names if getattr(arguments, name) is not None
         ]
 
-    drawn = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy", "seed")
+    drawn = (
+        "temperature", "top_k", "top_p", "min_p", "epsilon_cutoff", "repetition_penalty",
+        "greedy", "seed",
+    )  # fmt: skip
     if arguments.beams is not None:
-        excluded = given(*drawn, "draft") + ["--cuda-graph"] * arguments.cuda_graph
+        excluded = given(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
             raise ValueError(f"--beams searches for the likeliest text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
@@ -101,6 +109,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ValueError("--draft-tokens needs --draft")
     if arguments.draft is not None and arguments.cuda_graph:
         raise ValueError("--draft takes no --cuda-graph: its steps differ in length")
+    if arguments.draft is not None and arguments.past_context is not None:
+        raise ValueError("--draft takes no --past-context: it restarts from half a context")
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -120,7 +130,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
-    from .generation.sampling import Sampling
+    from .models.sampling import Sampling
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -130,6 +140,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        epsilon_cutoff=arguments.epsilon_cutoff,
         repetition_penalty=given(arguments.repetition_penalty, 1.0),
         greedy=bool(arguments.greedy),
     )
@@ -190,6 +201,7 @@ def _pieces(
         yield from generate_texts(
             model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,
             cuda_graph=arguments.cuda_graph, tally=tally,
+            past_context=arguments.past_context or "restart",
         )  # fmt: skip
 
 

@@ -73,9 +73,9 @@ def _add_data_options(group: Any) -> None:
         "--tokenizer",
         dest="data.tokenizer",
         metavar="NAME",
-        help="char (default for gpt), bpe (byte-level, default for others), word, char-bpe, "
-        "wordpiece, unigram; or a tokenizer's JSON, a vocabulary of a token a line in a .txt, or a "
-        "folder with GPT-2's vocab.json and merges.txt",
+        help="char (default for gpt), bpe (byte-level, default for others), word, word-space "
+        "(keeps white space), char-bpe, wordpiece, unigram; or a tokenizer's JSON, a vocabulary of "
+        "a token a line in a .txt, or a folder with GPT-2's vocab.json and merges.txt",
     )
     text = "of a tokenizer that is trained, but char (1024)"
     group.add_argument("--vocab-size", dest="data.vocab_size", type=int, metavar="N", help=text)
@@ -111,6 +111,8 @@ def _add_model_options(group: Any) -> None:
     add("--heads", "num_heads", "query heads (4)", type=int)
     add("--kv-heads", "num_kv_heads", "key/value heads (as many as query heads)", type=int)
     add("--embed-dim", "embed_dim", "width (128)", type=int)
+    text = "width of a value head (--embed-dim / --heads)"
+    add("--v-head-dim", "v_head_dim", text, type=int)
     add("--hidden-dim", "hidden_dim", "width between the linear layers (4 x --embed-dim)", type=int)
     add("--context", "context_length", "tokens; gpt and encoder (64)", type=int)
     text = "layers of the decoder (as many as --layers); seq2seq"

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from . import checks
@@ -16,7 +17,7 @@ class ProjectedMemory(NamedTuple):
     """A memory as one layer reads it: its keys and values, and which of them exist.
 
     k: [B, H_k, S, D].
-    v: [B, H_k, S, D].
+    v: [B, H_k, S, D_v].
     lengths: int32 or int64 [B], or None: row b has the first lengths[b].
     padding_mask: bool [B, S], or None: True = exists.
     """
@@ -28,7 +29,9 @@ class ProjectedMemory(NamedTuple):
 
     def repeat_rows(self, count: int) -> "ProjectedMemory":
         """Every row `count` times, one after the other, as beam search needs; a copy."""
-        k, v, *rest = (None if x is None else x.repeat_interleave(count, dim=0) for x in self)
+        k, v, *rest = (
+            None if x is None else repeat(x, "b ... -> (b count) ...", count=count) for x in self
+        )
         assert k is not None and v is not None
         return ProjectedMemory(k, v, *rest)
 
@@ -48,14 +51,15 @@ class CrossGQAttention(AttentionLayer):
         num_kv_heads: H_k, divides H_q; default H_q.
         memory_dim: width M of the memory; default C.
         head_dim: D of a head; default embed_dim // num_heads.
+        v_head_dim: D_v of a value head; default D.
         qkv_bias, out_bias: whether the projections have a bias.
         qk_norm, scoring, softcap, sinks, dropout, attention_dropout, scale, backend, device, dtype:
             as for `GQAttention`.
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight: [H_q D, C].
-        kv_proj.weight: [2 H_k D, M], the rows of k, then of v, head by head.
-        out_proj.weight: [C, H_q D].
+        kv_proj.weight: [H_k (D + D_v), M], the rows of k, then of v, head by head.
+        out_proj.weight: [C, H_q D_v].
         q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as in `GQAttention`.
 
     Raises:
@@ -81,6 +85,7 @@ class CrossGQAttention(AttentionLayer):
         *,
         memory_dim: int | None = None,
         head_dim: int | None = None,
+        v_head_dim: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
@@ -95,18 +100,18 @@ class CrossGQAttention(AttentionLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm,
-            scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
+            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            qk_norm=qk_norm, scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
             attention_dropout=attention_dropout, scale=scale, backend=backend,
         )  # fmt: skip
         if memory_dim is not None:
-            checks.check_count("memory_dim", memory_dim, 1)
+            memory_dim = checks.check_count("memory_dim", memory_dim, 1)
         self.memory_dim = embed_dim if memory_dim is None else memory_dim
-        H_q, H_k, D = num_heads, self.num_kv_heads, self.head_dim
+        H_q, H_k, D, D_v = num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, H_q * D, bias=qkv_bias, **factory)
-        self.kv_proj = nn.Linear(self.memory_dim, 2 * H_k * D, bias=qkv_bias, **factory)
-        self.out_proj = nn.Linear(H_q * D, embed_dim, bias=out_bias, **factory)
+        self.kv_proj = nn.Linear(self.memory_dim, H_k * (D + D_v), bias=qkv_bias, **factory)
+        self.out_proj = nn.Linear(H_q * D_v, embed_dim, bias=out_bias, **factory)
         self._add_score_parameters(sinks, device, dtype)
 
     def project_memory(
@@ -130,7 +135,7 @@ class CrossGQAttention(AttentionLayer):
             raise ValueError(
                 f"memory must have shape [B, S, {self.memory_dim}], got {tuple(memory.shape)}"
             )
-        k, v = self._heads(self.kv_proj(memory)).chunk(2, dim=1)
+        k, v = self._keys_and_values(self.kv_proj(memory), self.num_kv_heads)
         if self.qk_norm:
             k = self.k_norm(k)
         if not torch.is_grad_enabled():
@@ -209,7 +214,10 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It has no gradients. Its last query stands at the last key, so that of several the first would
     stand before the memory where that is shorter than they are.
     """
-    if q.shape[2] != 1 or torch.is_grad_enabled() or k.shape[-1] * k.element_size() % 16:
+    if q.shape[2] != 1 or torch.is_grad_enabled():
         return False
     # A dim of one has any stride in a tensor that counts as contiguous.
-    return all(x.is_contiguous() and x.stride(2) == x.shape[3] for x in (k, v))
+    return all(
+        x.is_contiguous() and x.stride(2) == x.shape[3] and x.shape[3] * x.element_size() % 16 == 0
+        for x in (k, v)
+    )

@@ -72,6 +72,10 @@ def decode_attention(
     a GPU the keys are split among programs and the parts merged in the order of the keys: the
     result is the same from run to run.
 
+    Kernels are compiled for keys that are split and for keys that are not, which num_splits says or
+    the batch and the room in the cache decide, and for T_q H_q / H_k up to 16 and above; for no
+    other size. `fastattn.warmup` compiles them all.
+
     Args:
         q: [B, H_q, T_q, D] in the cache's dtype, any strides. Query head h reads K/V head
             h // (H_q // H_k).
@@ -111,7 +115,8 @@ def decode_attention(
         RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
     """
     view, uniform = _view(cache)
-    checked = _checked(q, view, new_lengths, num_splits, batch_invariant, options)
+    num_splits, batch_invariant = _splits(num_splits, batch_invariant)
+    checked = _checked(q, view, new_lengths, options)
     choice = dispatch.choose(q, view.k, view.v, checked, backend)
     with torch.no_grad():
         if choice.backend == "torch":
@@ -138,7 +143,8 @@ def explain_decode(
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
     view, _ = _view(cache)
-    checked = _checked(q, view, new_lengths, num_splits, batch_invariant, dict(options))
+    _splits(num_splits, batch_invariant)
+    checked = _checked(q, view, new_lengths, dict(options))
     return dispatch.choose(q, view.k, view.v, checked, backend)
 
 
@@ -160,8 +166,8 @@ def view_of_tensors(
     """A `CacheView` of tensors that somebody else keeps; see there for what they mean.
 
     Args:
-        k: [P, H_k, S, D]; dense, but that rows may be views of longer ones. Rows start at multiples
-            of 16 bytes.
+        k: [P, H_k, S, D]; dense, but that rows may be views of longer ones. Rows that are no
+            multiple of 16 bytes long are read in smaller pieces, and more slowly.
         v: [P, H_k, S, D_v], likewise.
         lengths: int32 or int64 [rows], contiguous.
         k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v are int8 or float8_e4m3fn.
@@ -194,7 +200,7 @@ def view_of_tensors(
         checks.check_placement("batch_index", batch_index, (batch_index.numel(),), k)
     if window is not None and (block_table is not None or starts is not None):
         raise ValueError("window: a ring has neither a block_table nor starts")
-    checks.check_keep_first(keep_first, window is not None)
+    keep_first = checks.check_keep_first(keep_first, window is not None)
     capacity = S if block_table is None else S * block_table.shape[1]
     stored = torch.bfloat16 if k_scale is not None else k.dtype
     return CacheView(
@@ -220,10 +226,10 @@ def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor
         R = x.stride(2)
         steps = zip(x.shape, x.stride(), (H_k * S * R, S * R, R, 1), strict=True)
         dense = all(size == 1 or stride == step for size, stride, step in steps)
-        if not dense or R * x.element_size() % 16 or x.data_ptr() % 16:
+        if not dense:
             raise ValueError(
-                f"{name} must be dense, with rows that start at multiples of 16 bytes, "
-                f"got strides {x.stride()}"
+                f"{name} must be dense, but that each row may be part of a longer one, "
+                f"got shape {list(x.shape)} and strides {x.stride()}"
             )
         if (x.dtype in (torch.int8, torch.float8_e4m3fn)) != (scale is not None):
             raise ValueError(
@@ -244,7 +250,7 @@ def _view(cache: Any) -> tuple[CacheView, int | None]:
     view: Callable[..., CacheView] | None = getattr(cache, "view", None)
     if view is None or isinstance(cache, Tensor):
         raise TypeError(
-            f"cache must be a KVCache, a PagedKVCache or a CacheView, got {type(cache).__name__}"
+            f"cache must be a KVCache, a PagedKVCache or a CacheView, got {checks.type_name(cache)}"
         )
     if hasattr(cache, "rows"):
         return view(cache.rows), None
@@ -252,20 +258,23 @@ def _view(cache: Any) -> tuple[CacheView, int | None]:
     return whole, cache.uniform_length if whole.starts is None else None
 
 
+def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:
+    """num_splits and batch_invariant, of which one at most is given."""
+    invariant = checks.check_flag("batch_invariant", invariant)
+    if num_splits is None:
+        return None, invariant
+    if invariant:
+        raise ValueError("num_splits is given by batch_invariant: give one of them")
+    return checks.check_count("num_splits", num_splits, 1), False
+
+
 def _checked(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, num_splits: int | None,
-    invariant: bool, options: dict[str, Any],
-) -> Options:  # fmt: skip
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: dict[str, Any]
+) -> Options:
     _check_query(q, view)
     if new_lengths is not None:
         checks.check_integers("new_lengths", new_lengths)
         checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
-    if num_splits is not None:
-        checks.check_count("num_splits", num_splits, 1)
-        if invariant:
-            raise ValueError("num_splits is given by batch_invariant: give one of them")
-    if not isinstance(invariant, bool):
-        raise TypeError(f"batch_invariant must be a bool, got {type(invariant).__name__}")
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
     checked = arguments.cache_options(q, view.k, view.v, view.length_bound, options)
@@ -280,8 +289,7 @@ def _checked(
 
 
 def _check_query(q: Tensor, view: CacheView) -> None:
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    checks.check_tensor("q", q)
     B, (_, H_k, _, D) = view.batch_size, view.k.shape
     if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
         raise ValueError(
@@ -306,7 +314,7 @@ def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, An
         )
     left = view.window - 1
     if options.get("window") is not None:
-        asked, _ = checks.check_band(True, options["window"])
+        asked, _ = checks.check_window(options["window"])
         if asked is None or asked > left:
             raise ValueError(
                 f"window must be within the ring's of {view.window} keys, got {options['window']}"

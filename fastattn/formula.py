@@ -4,13 +4,13 @@ It holds all scores in memory. It serves what torch's own attention has no argum
 derivatives, of the kernels too. The oracle that judges it and them is `reference`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from . import checks, dropout, torch_language
-from .options import Options
+from .options import FARTHEST, Options
 
 
 def attention(
@@ -39,29 +39,36 @@ def attention(
     B, H_q, T_q, _ = q.shape
     _, H_k, T_k, D_v = v.shape
     weights, lse = normalised(scores(q, k, options, first_row=first_row), options.sinks)
-    if options.dropout:
-        assert options.dropout_seed is not None, "drawn before"
-        seed, p = options.dropout_seed, options.dropout
-        kept = dropout.keep_mask(seed, p, B, H_q, T_q, T_k, first_row=first_row)
-        weights = torch.where(kept, weights, 0.0) / (1 - p)
-    v = _wide(v, existing_keys(options, T_k, q.device))
+    weights = dropped(weights, options, first_row=first_row)
+    v = wide(v, existing_keys(options, T_k, q.device))
     o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
     o = o.reshape(B, H_q, T_q, D_v).to(q.dtype)
     return (o, lse) if return_lse else o
+
+
+def dropped(weights: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
+    """Weights [B, H_q, T_q, T_k] as dropout leaves them; their gradients pass through it too."""
+    if not options.dropout:
+        return weights
+    assert options.dropout_seed is not None, "drawn before"
+    seed, p = options.dropout_seed, options.dropout
+    B, H_q, T_q, T_k = weights.shape
+    kept = dropout.keep_mask(seed, p, B, H_q, T_q, T_k, first_row=first_row)
+    return torch.where(kept, weights, 0.0) / (1 - p)
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
     """[B, H_q, T_q, T_k] in fp32 or wider: what the softmax takes, -inf where a key is not seen."""
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
-    q, k = _wide(q, None), _wide(k, existing_keys(options, T_k, q.device))
+    q, k = wide(q, None), wide(k, existing_keys(options, T_k, q.device))
     products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, H_q // H_k, T_q, D), k)
     keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = _scores(products.reshape(B, H_q, T_q, T_k), q, H_k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
 
-def _wide(x: Tensor, exists: Tensor | None) -> Tensor:
+def wide(x: Tensor, exists: Tensor | None) -> Tensor:
     """x [B, H, T, D] in fp32 or wider, 0 in rows that do not exist."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if exists is None else torch.where(exists[:, None, :, None], x, 0.0)
@@ -223,7 +230,8 @@ def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor
     """Position of each query among the keys, int64 [B or 1, 1, T_q, 1]."""
     rows = torch.arange(T_q, device=device)[None, None, :, None]
     if options.query_offsets is not None:
-        return rows + options.query_offsets[:, None, None, None]
+        offsets = options.query_offsets.clamp(-FARTHEST, FARTHEST)
+        return rows + offsets[:, None, None, None]
     assert options.query_offset is not None, "packed calls are taken apart before"
     return rows + options.query_offset
 
@@ -255,29 +263,39 @@ def each_sequence(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A packed call as one call of `attend` a sequence, each a batch of one row.
 
+    Raises:
+        ValueError: as `sequences`, which reads the offsets on the host.
+    """
+    outputs = [q.new_empty(0, q.shape[1], v.shape[2])]
+    lses = [q.new_empty(q.shape[1], 0, dtype=torch.float32)]
+    for n, rows, keys, of_sequence in sequences(options, q.shape[0], k.shape[0]):
+        one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        found = attend(*one, of_sequence, return_lse=return_lse, first_row=n)
+        if isinstance(found, tuple):
+            lses.append(found[1][0])
+        outputs.append((found[0] if isinstance(found, tuple) else found)[0].transpose(0, 1))
+    o = torch.cat(outputs)
+    return (o, torch.cat(lses, dim=1)) if return_lse else o
+
+
+def sequences(
+    options: Options, total_q: int, total_k: int
+) -> Iterator[tuple[int, slice, slice, Options]]:
+    """Of each sequence of a packed call: its number, queries, keys and options of its own.
+
     Reads the offsets on the host.
 
     Raises:
         ValueError: offsets that do not rise from 0 to the total.
     """
     assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
-    checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, q.shape[0])
-    checks.check_offset_values("cu_seqlens_k", options.cu_seqlens_k, k.shape[0])
+    checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, total_q)
+    checks.check_offset_values("cu_seqlens_k", options.cu_seqlens_k, total_k)
     q_starts, k_starts = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
-    outputs = [q.new_empty(0, q.shape[1], v.shape[2])]
-    lses = [q.new_empty(q.shape[1], 0, dtype=torch.float32)]
     for n in range(len(q_starts) - 1):
         rows = slice(q_starts[n], q_starts[n + 1])
         keys = slice(k_starts[n], k_starts[n + 1])
-        one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        found = attend(
-            *one, _of_sequence(options, n, rows, keys), return_lse=return_lse, first_row=n
-        )
-        if isinstance(found, tuple):
-            lses.append(found[1][0])
-        outputs.append((found[0] if isinstance(found, tuple) else found)[0].transpose(0, 1))
-    o = torch.cat(outputs)
-    return (o, torch.cat(lses, dim=1)) if return_lse else o
+        yield n, rows, keys, _of_sequence(options, n, rows, keys)
 
 
 def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:

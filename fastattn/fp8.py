@@ -20,6 +20,7 @@ that: the remedy, sums moved on to other registers at intervals, takes registers
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from . import arguments, checks, dispatch, fp8_ops, functional
@@ -91,7 +92,7 @@ def quantize_fp8(
         TypeError, ValueError: x is no float tensor of four dimensions, or lengths do not fit it.
     """
     checks.check_floats("x", x)
-    checks.check_flag("packed", packed)
+    packed = checks.check_flag("packed", packed)
     if x.dim() != 4:
         raise ValueError(f"x must have 4 dimensions [B, H, T, D], got {list(x.shape)}")
     if lengths is not None:
@@ -138,9 +139,10 @@ def pack_values(v: Tensor) -> PackedValues:
 
 def _unpacked(values: PackedValues) -> Tensor:
     """v [B, H_k, T_k, D] again."""
-    B, H, D, T = values.codes.shape
-    sixteens = values.codes.view(torch.uint8).view(B, H, D, T // 16, 4, 2, 2)
-    v = sixteens.permute(0, 1, 3, 5, 4, 6, 2).reshape(B, H, T, D)
+    codes = values.codes.view(torch.uint8)
+    v = rearrange(
+        codes, "b h d (n four half two) -> b h (n half four two) d", half=2, four=4, two=2
+    )
     return v[:, :, : values.length].view(E4M3)
 
 
@@ -303,7 +305,7 @@ def _checked(
 def _check_codes(name: str, x: object) -> None:
     if not isinstance(x, Tensor) or x.dtype != E4M3:
         raise TypeError(f"{name} must be a float8_e4m3fn tensor, got {checks.kind(x)}")
-    if x.dim() != 4:
+    if checks.check_tensor(name, x).dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {list(x.shape)}")
 
 

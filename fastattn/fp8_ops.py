@@ -1,6 +1,7 @@
 """Codes of heads and the Hopper forward in 8 bits: operators, and the short ways; see `ops`."""
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from . import op_schema, ops
@@ -25,10 +26,11 @@ def why_not_hopper(
 
 def pack_by_torch(v: Tensor) -> Tensor:
     """What `kernels.values.launch_pack_values` does, for tensors that no kernel reads."""
-    B, H, T, D = v.shape
-    padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -T % 16))
-    sixteens = padded.view(B, H, -1, 2, 4, 2, D).permute(0, 1, 6, 2, 4, 3, 5)
-    return sixteens.reshape(B, H, D, padded.shape[2]).view(v.dtype)
+    padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -v.shape[2] % 16))
+    packed = rearrange(
+        padded, "b h (n half four two) d -> b h d (n four half two)", half=2, four=4, two=2
+    )
+    return packed.view(v.dtype)
 
 
 def _pack(v: Tensor) -> Tensor:

@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import arguments, checks, dispatch, dropout, formula, known_calls, ops, torch_backend
+from . import (
+    arguments,
+    checks,
+    dispatch,
+    dropout,
+    formula,
+    known_calls,
+    ops,
+    torch_backend,
+    torch_ops,
+)
 from .dispatch import Explanation
 from .options import Options, Window
 
@@ -112,7 +122,8 @@ def attention(
         mask_mod: @triton.jit function mask_mod(b, h, q_pos, k_pos, *mod_tensors) -> bool, True =
             attend, with q_pos = p and k_pos = j; or a `BlockMask` of one.
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
-            query stands at the last key (bottom-right).
+            query stands at the last key (bottom-right). Within 2^28 of 0; a tensor's values are
+            taken within that.
         scale: factor on q.k, > 0; default D ** -0.5.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the
@@ -289,7 +300,8 @@ def _compute(
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
-        return torch_backend.attention(q, k, v, options, return_lse)
+        attend = torch_ops.attend if torch_ops.serves(options) else torch_backend.attention
+        return attend(q, k, v, options, return_lse)
     if options.relative_keys is not None:
         options = options._replace(
             relative_keys=_kernel_rows(options.relative_keys),

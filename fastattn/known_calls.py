@@ -47,9 +47,12 @@ def key_of(
     window = values[0]
     if type(window) is tuple:
         values = (*values, *map(type, window))
+    try:
+        layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    except RuntimeError:  # nested or sparse, and about to be refused
+        return None
     return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        layout, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         values, *map(type, values), *map(type, others), os.environ.get(dispatch.ENVIRONMENT),
     )  # fmt: skip
 
@@ -65,13 +68,19 @@ def find(key: Hashable | None, q: Tensor) -> KnownCall | None:
 
 def keep(key: Hashable | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     """Remember a call that the Triton kernels serve, with q, k and v as the caller gave them."""
-    if key is None or not options.plain:
+    if key is None or not options.plain or not _lasting(key):
         return
     ways = ops.prepare(q, k, v, options)
     if ways is not None:
         if len(_known) >= _KEPT:
             _known.clear()
         _known[key] = KnownCall(options, ways, ops.place(q.dtype))
+
+
+def _lasting(key: Hashable) -> bool:
+    """Whether no number in it is held by a tensor or an array, which may hold another next time."""
+    assert isinstance(key, tuple)
+    return not any(isinstance(x, type) and hasattr(x, "__setitem__") for x in key)
 
 
 def forget() -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .cross_attention import CrossGQAttention, ProjectedMemory
+from .module_checks import checked_tables
 from .modules import GQAttention
-from .relative import RelativeTerms
-from .rotary import RotaryPositions
+from .relative import relative_terms
+from .rotary import RotaryTables
 from .scoring import additive_attention
 from .statistics import attention_weights
 
@@ -19,7 +20,7 @@ def self_attention_weights(
     x: Tensor,
     *,
     positions: Tensor | None = None,
-    rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
+    rotary_tables: RotaryTables | None = None,
     **masks: Any,
 ) -> Tensor:
     """What `layer(x, ...)` multiplies the values by, without dropout; `fastattn.attention_weights`.
@@ -33,8 +34,10 @@ def self_attention_weights(
         [B, H_q, T, T], in fp32 or wider unless scoring is "additive", then in x's dtype. Rows add
         up to 1, with sinks to less, and to 0 where a token sees nothing.
     """
-    q, k, _ = layer._queries_keys_values(x, layer._tables(x, positions, rotary_tables), None)
-    terms = RelativeTerms(q) if layer.relative is None else layer.relative(q)
+    rotary_dim = None if layer.rotary is None else layer.rotary_dim
+    tables = checked_tables(x, positions, rotary_tables, rotary_dim)
+    q, k, _ = layer._queries_keys_values(x, layer._tables(x, positions, tables), None)
+    terms = relative_terms(layer.relative, q, layer.v_head_dim)
     masks = {**layer._masks(), **masks}
     if layer.scoring == "additive":
         return _additive_weights(q, k, layer.score_vector, layer.backend, masks)

@@ -8,7 +8,13 @@ from torch import Tensor
 from . import checks
 from .cache import KVCache
 from .relative import RelativeScheme
-from .rotary import RotaryPositions, check_rotary_dim, check_rotary_style
+from .rotary import (
+    RotaryPositions,
+    RotaryTables,
+    check_rotary_dim,
+    check_rotary_style,
+    check_table_dtypes,
+)
 
 
 class LayerCache(Protocol):
@@ -39,15 +45,15 @@ class LayerCache(Protocol):
         """Write each row's new tokens after its last one."""
 
 
-def check_positions(
-    x: Tensor,
-    positions: Tensor | None,
-    tables: RotaryPositions | tuple[Tensor, Tensor] | None,
-    rotary_dim: int | None,
-) -> None:
-    """Positions or tables of x's tokens for a layer that rotates rotary_dim channels, None = no."""
+def checked_tables(
+    x: Tensor, positions: Tensor | None, tables: RotaryTables | None, rotary_dim: int | None
+) -> RotaryPositions | tuple[Tensor, Tensor] | None:
+    """Tables of x's tokens for a layer that rotates rotary_dim channels, None = none.
+
+    Complex ones become their cosines and sines. Positions are checked, too.
+    """
     if positions is None and tables is None:
-        return
+        return None
     if rotary_dim is None:
         name = "rotary_tables" if positions is None else "positions"
         raise ValueError(f"{name} needs a layer with rotary='half' or 'interleaved', got None")
@@ -59,14 +65,27 @@ def check_positions(
             f"positions must have shape [{T}] or [{B}, {T}] to match x, "
             f"got {tuple(positions.shape)}"
         )
+    if isinstance(tables, Tensor) and tables.is_complex():
+        tables = (tables.real, tables.imag)
     if tables is None:
-        return
-    columns = tables[0].shape[-1] if isinstance(tables, tuple) else tables.rotary_dim // 2
+        return None
+    if isinstance(tables, RotaryPositions):
+        columns = tables.rotary_dim // 2
+    elif isinstance(tables, tuple) and len(tables) == 2:
+        check_table_dtypes(*tables)
+        columns = tables[0].shape[-1]
+    else:
+        got = tables.dtype if isinstance(tables, Tensor) else type(tables).__name__
+        raise TypeError(
+            "rotary_tables must be (cos, sin), a complex tensor cos + i sin or RotaryPositions, "
+            f"got {got}"
+        )
     if 2 * columns != rotary_dim:
         raise ValueError(
             f"rotary_tables must have {rotary_dim // 2} columns for rotary_dim = "
             f"{rotary_dim}, got {columns}"
         )
+    return tables
 
 
 def check_cache_use(
@@ -128,6 +147,7 @@ def check_groups_in_cache(
     if prefix_lengths is None:
         return
     B, T, _ = x.shape
+    prefix_lengths = checks.as_python(prefix_lengths)
     checks.check_prefix_lengths(prefix_lengths, B, True, x)
     n = cache.uniform_length
     if isinstance(prefix_lengths, int) and n is not None:
@@ -182,7 +202,7 @@ def check_relative(scheme: RelativeScheme, relative_bias: int | None, **others: 
     if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
         raise TypeError(
             "relative must be a module of fastattn.models.positions or one like those, "
-            f"got {type(scheme).__name__}"
+            f"got {checks.type_name(scheme)}"
         )
     if relative_bias is not None:
         raise ValueError(f"give relative or relative_bias, not both, got {relative_bias} buckets")

@@ -14,8 +14,8 @@ from .layer_cache import append_and_read, decodes, rotates
 from .module_checks import LayerCache as LayerCache
 from .options import Window
 from .positions import alibi_slopes, t5_relative_bias
-from .relative import RelativeScheme, RelativeTerms, relative_values
-from .rotary import RotaryPositions, RotaryStyle, apply_rotary, rotary_tables
+from .relative import RelativeScheme, relative_terms, relative_values
+from .rotary import RotaryPositions, RotaryStyle, RotaryTables, apply_rotary, rotary_tables
 from .scoring import additive_attention
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class GQAttention(AttentionLayer):
         num_kv_heads: H_k, divides H_q; default H_q.
         causal: token i sees tokens j <= i; False: all.
         head_dim: D of a head; default embed_dim // num_heads.
+        v_head_dim: D_v of a value head; default D.
         qkv_bias, out_bias: whether the projections have a bias.
         window: W = how many keys a token sees at most, itself included, where causal; else those at
             a distance below W on either side. Or a pair (left, right), as for `attention`. None =
@@ -80,8 +81,8 @@ class GQAttention(AttentionLayer):
         device, dtype: of the parameters.
 
     Parameters (the projections initialised as `nn.Linear` does):
-        qkv_proj.weight: [(H_q + 2 H_k) D, C], the rows of q, then k, then v, head by head.
-        out_proj.weight: [C, H_q D].
+        qkv_proj.weight: [(H_q + H_k) D + H_k D_v, C], the rows of q, then k, then v, by heads.
+        out_proj.weight: [C, H_q D_v].
         relative_bias: [buckets, H_q], from 0.
         q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: where they are asked for;
             see `fastattn.attention_layer.AttentionLayer`.
@@ -111,6 +112,7 @@ class GQAttention(AttentionLayer):
         *,
         causal: bool = True,
         head_dim: int | None = None,
+        v_head_dim: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         window: Window = None,
@@ -135,15 +137,18 @@ class GQAttention(AttentionLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm,
-            scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
+            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            qk_norm=qk_norm, scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
             attention_dropout=attention_dropout, scale=scale, backend=backend,
         )  # fmt: skip
         module_checks.check_rotary(self.head_dim, rotary, rotary_base, rotary_dim)
-        checks.check_band(causal, window)
+        causal = checks.check_flag("causal", causal)
+        sides = checks.check_window(window)
+        window = sides if isinstance(window, tuple) else checks.as_python(window)
         if stride is not None:
-            checks.check_count("stride", stride, 1)
-        checks.check_keep_first(keep_first, window is not None or stride is not None)
+            stride = checks.check_count("stride", stride, 1)
+        windowed = window is not None or stride is not None
+        keep_first = checks.check_keep_first(keep_first, windowed)
         module_checks.check_relative_bias(relative_bias, relative_max_distance, causal)
         by_distance = {"relative_bias": relative_bias, "relative": relative}
         module_checks.check_additive(scoring, alibi=alibi, **by_distance)
@@ -164,11 +169,11 @@ class GQAttention(AttentionLayer):
         )
         self.relative_max_distance = 128 if relative_max_distance is None else relative_max_distance
         self.relative = relative
-        H_q, D = num_heads, self.head_dim
+        H_q, H_k, D, D_v = num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        rows = (H_q + 2 * self.num_kv_heads) * D
+        rows = (H_q + H_k) * D + H_k * D_v
         self.qkv_proj = nn.Linear(embed_dim, rows, bias=qkv_bias, **factory)
-        self.out_proj = nn.Linear(H_q * D, embed_dim, bias=out_bias, **factory)
+        self.out_proj = nn.Linear(H_q * D_v, embed_dim, bias=out_bias, **factory)
         self._add_score_parameters(sinks, device, dtype)
         table = None if relative_bias is None else torch.zeros(relative_bias, H_q, **factory)
         self.relative_bias = None if table is None else nn.Parameter(table)
@@ -186,7 +191,7 @@ class GQAttention(AttentionLayer):
         prefix_lengths: int | Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
-        rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
+        rotary_tables: RotaryTables | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend; with a cache, append x to it and attend to all that it holds.
@@ -207,9 +212,9 @@ class GQAttention(AttentionLayer):
             positions: integers [T] or [B, T], positions of x's tokens for the rotary embedding.
                 Default: 0..T-1, or with a cache those that follow each row's length. Only
                 distances matter to it, so left padding needs no positions of its own.
-            rotary_tables: in place of `positions`, made once for all layers: (cos, sin) as
-                `fastattn.rotary.rotary_tables` makes them for x's positions; or the default ones of
-                a `fastattn.rotary.RotaryPositions`, which a cache may then apply as it stores keys.
+            rotary_tables: in place of `positions`, made once for all layers: (cos, sin) of
+                `fastattn.rotary.rotary_tables`, or cos + i sin as Llama's freqs_cis; or the default
+                ones of a `fastattn.rotary.RotaryPositions`, which a cache may apply to new keys.
             cache: one for this layer, from `new_cache`, or anything else that a `LayerCache` is. It
                 holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`. Tokens
                 see what the cache holds already: without causal, those before them and of x all.
@@ -225,7 +230,7 @@ class GQAttention(AttentionLayer):
         """
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape [B, T, {self.embed_dim}], got {tuple(x.shape)}")
-        module_checks.check_positions(
+        rotary_tables = module_checks.checked_tables(
             x, positions, rotary_tables, None if self.rotary is None else self.rotary_dim
         )
         scheme = self.relative
@@ -246,7 +251,7 @@ class GQAttention(AttentionLayer):
         if cache is not None and not in_order and decodes(rows, cache):
             return self._decode(x, tables, cache, key_lengths)
         q, k, v = self._queries_keys_values(x, tables, cache)
-        terms = RelativeTerms(q) if scheme is None else scheme(q)
+        terms = relative_terms(self.relative, q, self.v_head_dim)
         masks, scores = self._masks(), self._scores(terms.bias)
         query_offset = None
         if cache is not None:
@@ -291,7 +296,7 @@ class GQAttention(AttentionLayer):
         else:
             q, k, v = self._queries_keys_values(x, tables, cache)
             cache.append(k, v, key_lengths)
-        terms = RelativeTerms(q) if self.relative is None else self.relative(q)
+        terms = relative_terms(self.relative, q, self.v_head_dim)
         out = decode_attention(
             terms.query, cache, new_lengths=key_lengths, backend=self.backend, **self._masks(),
             **self._scores(terms.bias),
@@ -304,7 +309,7 @@ class GQAttention(AttentionLayer):
         tables: RotaryPositions | tuple[Tensor, Tensor] | None,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D], normalised and rotated."""
+        """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D_v], normalised and rotated."""
         qk, v = self._projected(x)
         if isinstance(tables, RotaryPositions):
             T = x.shape[1]
@@ -321,7 +326,7 @@ class GQAttention(AttentionLayer):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q and k behind one another, [B, H_q + H_k, T, D], and v, normalised, not rotated."""
         H_q, H_k = self.num_heads, self.num_kv_heads
-        qk, v = torch.split(self._heads(self.qkv_proj(x)), [H_q + H_k, H_k], dim=1)
+        qk, v = self._keys_and_values(self.qkv_proj(x), H_q + H_k)
         if self.qk_norm or self.scoring == "multiplicative":
             q, k = torch.split(qk, [H_q, H_k], dim=1)
             if self.qk_norm:

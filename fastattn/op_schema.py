@@ -15,7 +15,8 @@ from .options import MAX_MOD_TENSORS, Options
 
 _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
-    int | None: "int?",
+    # A window or an offset may grow with a sequence.
+    int | None: "SymInt?",
     float | None: "float?",
     int: "SymInt",
     float: "float",
@@ -28,8 +29,7 @@ _MOD_PLACE = Options._fields.index("mod_tensors")
 def _schema_of(name: str, hint: Any) -> str:
     if name == "mod_tensors":
         return ", ".join(f"Tensor? {name}_{i}" for i in range(MAX_MOD_TENSORS))
-    # The only number beside keep_first that grows with a sequence.
-    return f"{'SymInt?' if name == 'query_offset' else _SCHEMA_TYPES[hint]} {name}"
+    return f"{_SCHEMA_TYPES[hint]} {name}"
 
 
 _OPTIONS_SCHEMA = ", ".join(_schema_of(*field) for field in get_type_hints(Options).items())

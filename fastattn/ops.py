@@ -258,7 +258,7 @@ HOPPER_BY_OPS = BY_OPS._replace(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
     save(ctx, q, k, v, unflat(tuple(fields)), output)
 
@@ -270,10 +270,8 @@ def _op_gradients(
     return placed(gradients(ways, ctx, needed_of(needs), do, dlse), len(needs))
 
 
-attention_forward.register_autograd(partial(_op_gradients, BY_OPS), setup_context=_setup_context)
-hopper_forward.register_autograd(
-    partial(_op_gradients, HOPPER_BY_OPS), setup_context=_setup_context
-)
+attention_forward.register_autograd(partial(_op_gradients, BY_OPS), setup_context=setup_context)
+hopper_forward.register_autograd(partial(_op_gradients, HOPPER_BY_OPS), setup_context=setup_context)
 
 
 class _Attention(torch.autograd.Function):
@@ -347,6 +345,13 @@ def attend_by(
     return output
 
 
+def ways_of(q: Tensor, *, hopper: bool = False) -> Ways:
+    """The ways to the kernels for a call with this q, traced or not."""
+    if _may_be_traced(q):
+        return HOPPER_BY_OPS if hopper else BY_OPS
+    return _HOPPER if hopper else _DIRECT
+
+
 def place(dtype: torch.dtype) -> Hashable:
     """What kernels for this dtype go by beside their arguments: equal where they are the same."""
     kernels = _kernels()
@@ -389,4 +394,5 @@ def _may_be_traced(q: Tensor) -> bool:
         or type(q) not in (Tensor, torch.nn.Parameter)
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
     )

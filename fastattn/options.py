@@ -7,6 +7,9 @@ from torch import Tensor
 # The places that an operator has for them.
 MAX_MOD_TENSORS = 8
 
+# Positions of queries are taken within this distance of the first key: no sequence is as long.
+FARTHEST = 2**28
+
 Window = int | tuple[int | None, int | None] | None
 
 

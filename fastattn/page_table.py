@@ -51,6 +51,7 @@ class Changes:
 class _Row:
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    latest: int = 0  # tokens counted last, 0 once something else has happened to the row
 
 
 class PageTable:
@@ -95,6 +96,10 @@ class PageTable:
         """The pages of a row, in order."""
         return list(self._row(row).pages)
 
+    def latest(self, row: int) -> int:
+        """Of a row's tokens, those that the last `advance` counted; 0 after any other change."""
+        return self._row(row).latest
+
     def holders(self, page: int) -> int:
         """How many rows hold a page."""
         return self._holders[page]
@@ -129,7 +134,7 @@ class PageTable:
         if length < 0:
             raise ValueError(f"length must be >= 0, got {length}")
         held = self._row(row)
-        held.length = min(held.length, length)
+        held.length, held.latest = min(held.length, length), 0
         keep = self._pages_for(held.length)
         self._release(held.pages[keep:])
         del held.pages[keep:]
@@ -197,11 +202,22 @@ class PageTable:
         return changes
 
     def advance(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Count the tokens that were written into reserved pages."""
+        """Count the tokens that were written into reserved pages.
+
+        Raises:
+            ValueError: a row is not in use or given twice, a count is negative, or tokens were not
+                reserved.
+        """
+        self._check_rows(rows)
         for row, count in zip(rows, counts, strict=True):
-            held = self._row(row)
-            assert self._pages_for(held.length + count) <= len(held.pages), "reserve comes first"
-            held.length += count
+            room = len(self._rows[row].pages) * self.page_size - self._rows[row].length
+            if not 0 <= count <= room:
+                raise ValueError(
+                    f"counts must be from 0 to what was reserved, {room} for row {row}, got {count}"
+                )
+        for row, count in zip(rows, counts, strict=True):
+            self._rows[row].length += count
+            self._rows[row].latest = count
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:

@@ -1,12 +1,12 @@
 """Key/value cache in pages of a common pool: rows of any length, shared prefixes, cheap forks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from . import cache_ops
-from .cache_checks import Rotary, check_rotary, check_sizes, check_tokens
+from . import cache_ops, checks
+from .cache_checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
 from .cache_view import CacheView, allocate_rows, as_bytes
 from .page_table import Changes, OutOfPages, OutOfRows, PageTable
 from .quantization import Quantize, check_quantize, storage_dtype
@@ -81,18 +81,19 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        value_dim = head_dim if value_dim is None else value_dim
-        max_pages = num_pages if max_pages_per_row is None else max_pages_per_row
-        check_sizes(
+        (
+            num_pages, page_size, num_kv_heads, head_dim, value_dim,
+            num_layers, max_rows, max_pages,
+        ) = check_sizes(
             num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            value_dim=value_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
             num_layers=num_layers,
             max_rows=max_rows,
-            max_pages_per_row=max_pages,
-        )
+            max_pages_per_row=num_pages if max_pages_per_row is None else max_pages_per_row,
+        )  # fmt: skip
         if page_size > 256:
             raise ValueError(f"page_size must be at most 256, got {page_size}")
         check_quantize(quantize)
@@ -137,11 +138,11 @@ class PagedKVCache:
 
     def length(self, row: int) -> int:
         """Tokens of a row, as the host knows them."""
-        return self._table.length(row)
+        return self._table.length(checks.check_int("row", row))
 
     def pages(self, row: int) -> list[int]:
         """The pages of a row, in order."""
-        return self._table.pages(row)
+        return self._table.pages(checks.check_int("row", row))
 
     def view(self, rows: Sequence[int], layer: int = 0) -> CacheView:
         """The tensors that a kernel reads, for these rows in this order.
@@ -149,9 +150,10 @@ class PagedKVCache:
         The view's batch index is kept for the next call with the same rows.
 
         Raises:
+            TypeError: a row or the layer is not an int.
             ValueError: a row is not in use, or there is no such layer.
         """
-        self._check_layer(layer)
+        rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
         return CacheView(
             self.k[layer],
             self.v[layer],
@@ -179,6 +181,7 @@ class PagedKVCache:
 
     def free(self, row: int) -> None:
         """Give a row back, and with it the pages that no other row holds."""
+        row = checks.check_int("row", row)
         self._table.free(row)
         self._follow(Changes(lengths={row: 0}))
 
@@ -189,7 +192,7 @@ class PagedKVCache:
             OutOfRows: all max_rows are in use.
             ValueError: `row` is not in use.
         """
-        twin, changes = self._table.fork(row)
+        twin, changes = self._table.fork(checks.check_int("row", row))
         self._follow(changes)
         return twin
 
@@ -199,6 +202,7 @@ class PagedKVCache:
         Raises:
             ValueError: `row` is not in use, or `length` is negative.
         """
+        row, length = checks.check_int("row", row), checks.check_int("length", length)
         self._follow(self._table.truncate(row, length))
 
     def reorder(self, rows: Sequence[int], index: Sequence[int]) -> None:
@@ -210,7 +214,8 @@ class PagedKVCache:
             ValueError: a row is not in use or given twice, or `index` is not len(rows) numbers
                 below len(rows).
         """
-        self._follow(self._table.reorder(rows, index))
+        rows = check_ints("rows", "row", rows)
+        self._follow(self._table.reorder(rows, check_ints("index", "an entry of index", index)))
 
     def reserve(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
         """Make room for the next tokens of some rows: pages of their own, copies of shared ones.
@@ -225,10 +230,17 @@ class PagedKVCache:
             ValueError: a row is not in use, given twice or too long for the table, or a count is
                 negative.
         """
+        rows = check_ints("rows", "row", rows)
         self._follow(self._table.reserve(rows, _per_row(rows, counts)))
 
     def advance(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
-        """Count tokens in the books alone: those that a replayed append has written and counted."""
+        """Count tokens in the books alone: those that a replayed append has written and counted.
+
+        Raises:
+            ValueError: a row is not in use or given twice, or a count is negative or more than what
+                was reserved.
+        """
+        rows = check_ints("rows", "row", rows)
         self._table.advance(rows, _per_row(rows, counts))
 
     def append(
@@ -262,13 +274,16 @@ class PagedKVCache:
             q, rotated, in a new tensor; None without q.
         Raises:
             OutOfPages: the pool has fewer free pages than the tokens take.
+            TypeError: a row, a number of new_lengths or the layer is not an int.
             ValueError: a row is not in use, given twice or too long for the table; a shape, dtype
-                or device disagrees with the cache; the tables do not reach.
+                or device disagrees with the cache; the tables do not reach; a layer after layer 0
+                gets other tokens than that got last; the backend cannot serve.
             RuntimeError: k or v requires grad while grad mode is on.
             In every case the cache is left as it was.
         """
-        self._check_layer(layer)
+        rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
         check_tokens(k, v, self.k, self.v, len(rows), self.dtype)
+        cache_ops.serves(k, backend)
         T = k.shape[2]
         counts = [T] * len(rows) if new_lengths is None else _clamped(rows, new_lengths, T)
         first = layer == 0
@@ -277,6 +292,8 @@ class PagedKVCache:
         check_rotary(rotary, rotary_style, q, k, max(ends, default=0))
         if first:
             self.reserve(rows, counts)
+        else:
+            self._check_layer_0_came_first(rows, counts)
         with torch.no_grad():
             turned = cache_ops.append(
                 self.view(rows, layer),
@@ -287,15 +304,29 @@ class PagedKVCache:
                 rotary=rotary,
                 rotary_style=rotary_style,
                 advance=first,
+                room_for_padding=new_lengths is None,
                 backend=backend,
             )
         if first:
             self._table.advance(rows, counts)
         return turned
 
-    def _check_layer(self, layer: int) -> None:
+    def _check_layer_0_came_first(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        if len(set(rows)) != len(rows):
+            raise ValueError(f"rows must differ from each other, got {list(rows)}")
+        for row, count in zip(rows, counts, strict=True):
+            latest = self._table.latest(row)
+            if count != latest:
+                raise ValueError(
+                    f"layer 0 comes first: it got {latest} tokens of row {row} last, "
+                    f"and another layer gets {count}"
+                )
+
+    def _check_layer(self, layer: int) -> int:
+        layer = checks.check_int("layer", layer)
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer must be from 0 to {self.num_layers - 1}, got {layer}")
+        return layer
 
     def _batch_index(self, rows: Sequence[int]) -> Tensor:
         key = tuple(rows)
@@ -325,7 +356,9 @@ class PagedKVCache:
 
 
 def _per_row(rows: Sequence[int], counts: int | Sequence[int]) -> list[int]:
-    counts = [counts] * len(rows) if isinstance(counts, int) else list(counts)
+    counts = checks.as_python(counts)
+    several = isinstance(counts, Iterable)
+    counts = check_ints("counts", "a count", counts if several else [counts] * len(rows))
     if len(counts) != len(rows):
         raise ValueError(f"counts must be one number or {len(rows)}, got {len(counts)}")
     return counts
@@ -336,7 +369,8 @@ def _clamped(rows: Sequence[int], new_lengths: Sequence[int], T: int) -> list[in
         raise TypeError("new_lengths must be numbers on the host, got a tensor: use .tolist()")
     if len(new_lengths) != len(rows):
         raise ValueError(f"new_lengths must hold {len(rows)} numbers, got {len(new_lengths)}")
-    return [min(max(n, 0), T) for n in new_lengths]
+    numbers = check_ints("new_lengths", "a number of new_lengths", new_lengths)
+    return [min(max(n, 0), T) for n in numbers]
 
 
 def _on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

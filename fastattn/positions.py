@@ -15,7 +15,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     two powers, the heads beyond the lower one take every other slope of the higher, as the authors'
     code does.
     """
-    checks.check_count("num_heads", num_heads, 1)
+    num_heads = checks.check_count("num_heads", num_heads, 1)
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (h + 1) / lower) for h in range(lower)]
     slopes += [2.0 ** (-4.0 * (h + 1) / lower) for h in range(0, 2 * (num_heads - lower), 2)]
@@ -40,7 +40,7 @@ def t5_relative_bias(
         max_distance: distances from here on share the last bucket.
     """
     checks.check_floats("table", table)
-    checks.check_count("max_offset", max_offset, 0)
+    max_offset = checks.check_count("max_offset", max_offset, 0)
     if table.dim() != 2 or table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
         raise ValueError(
             f"table must have shape [buckets, H], buckets at least 4{' and even' * bidirectional}, "
@@ -48,7 +48,7 @@ def t5_relative_bias(
         )
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
-    checks.check_count("max_distance", max_distance, exact + 1)
+    max_distance = checks.check_count("max_distance", max_distance, exact + 1)
     back = torch.arange(-max_offset, max_offset + 1, device=table.device)
     distance = back.abs() if bidirectional else back.clamp(min=0)
     ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
@@ -70,7 +70,7 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
         length: how many positions there are.
     """
     checks.check_integers("cu_seqlens", cu_seqlens)
-    checks.check_count("length", length, 0)
+    length = checks.check_count("length", length, 0)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
     position = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)

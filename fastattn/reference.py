@@ -7,6 +7,7 @@ so that a wrong rule on either side shows.
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from . import dropout as dropout_bits
@@ -81,11 +82,12 @@ def attention(
     )  # fmt: skip
     k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
 
-    k, v = (x.repeat_interleave(H_q // H_k, dim=1) for x in (k, v))
+    k, v = (repeat(x, "b h t d -> b (h group) t d", group=H_q // H_k) for x in (k, v))
     scores = torch.einsum("bhid,bhjd->bhij", q, k)
     if relative_keys is not None:
         query = q if relative_query is None else relative_query
-        vectors = relative_keys.to(q.dtype).repeat_interleave(H_q // len(relative_keys), dim=0)
+        group = H_q // len(relative_keys)
+        vectors = repeat(relative_keys.to(q.dtype), "h r d -> (h group) r d", group=group)
         near = _by_distance(vectors, p - j)  # [B or 1, H_q, T_q, T_k, D]
         scores = scores + (query.to(q.dtype)[:, :, :, None] * near).sum(-1)
     scores = scores * (D**-0.5 if scale is None else scale)

@@ -64,6 +64,21 @@ class _Call(NamedTuple):
     backend: str | None
 
 
+def relative_terms(scheme: RelativeScheme | None, q: Tensor, value_dim: int) -> RelativeTerms:
+    """A scheme's terms for queries [B, H_q, T_q, D], and for values of value_dim channels.
+
+    Raises:
+        ValueError: the terms on the values have other channels.
+    """
+    terms = RelativeTerms(q) if scheme is None else scheme(q)
+    if terms.values is not None and terms.values.shape[-1] != value_dim:
+        raise ValueError(
+            f"relative must have values of v_head_dim={value_dim} channels, "
+            f"got {terms.values.shape[-1]}"
+        )
+    return terms
+
+
 def relative_values(
     k: Tensor,
     lse: Tensor,

@@ -83,7 +83,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
         heads and tokens in memory in x's order.
         Differentiable in x, cos and sin.
     Raises:
-        TypeError: x is not floating.
+        TypeError: x, cos or sin is not floating.
         ValueError: a shape disagrees, R exceeds D, the devices differ, or `style` is unknown.
     """
     check_rotary_style(style)
@@ -169,6 +169,10 @@ class RotaryPositions:
         return rotary_tables(positions, self.rotary_dim, base=self.base, scaling=self.scaling)
 
 
+# What a layer takes as the tables of its tokens.
+RotaryTables = RotaryPositions | tuple[Tensor, Tensor] | Tensor
+
+
 def check_rotary_dim(rotary_dim: int, head_dim: int | None = None) -> None:
     """Raise ValueError unless rotary_dim is even, positive and, if given, at most head_dim."""
     if rotary_dim < 2 or rotary_dim % 2:
@@ -183,6 +187,14 @@ def check_rotary_style(style: str) -> None:
         raise ValueError(f"rotary style must be 'half' or 'interleaved', got {style!r}")
 
 
+def check_table_dtypes(cos: Tensor, sin: Tensor) -> None:
+    """Raise TypeError unless both are real and floating."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not table.is_floating_point():
+            hint = "; of a complex freqs_cis they are .real and .imag" if table.is_complex() else ""
+            raise TypeError(f"{name} must have a floating dtype, got {table.dtype}{hint}")
+
+
 def _check_positions(positions: Tensor) -> None:
     if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
         raise TypeError(f"positions must have an integer dtype, got {positions.dtype}")
@@ -195,6 +207,7 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"x must have shape [B, H, T, D], got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating dtype, got {x.dtype}")
+    check_table_dtypes(cos, sin)
     if cos.shape != sin.shape:
         raise ValueError(
             f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"

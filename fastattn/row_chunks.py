@@ -31,7 +31,7 @@ def _of_rows(options: Options, rows: slice) -> Options:
 
     return options._replace(
         query_offset=offset + rows.start,
-        query_offsets=None if offsets is None else offsets + rows.start,
+        query_offsets=None if offsets is None else offsets.long() + rows.start,
         q_documents=None if documents is None else documents[:, rows],
         attn_mask=one(options.attn_mask),
         attn_bias=one(options.attn_bias),

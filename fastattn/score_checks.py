@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_floats, check_placement, kind
+from .checks import check_device, check_floats, check_number, check_placement, kind, type_name
 from .options import MAX_MOD_TENSORS
 
 
@@ -68,13 +68,12 @@ def check_sinks(sinks: Tensor, H_q: int, q: Tensor) -> None:
     check_placement("sinks", sinks, (H_q,), q)
 
 
-def check_dropout(dropout: float) -> float:
+def check_dropout(dropout: Any) -> float:
     """A probability below 1."""
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-        raise TypeError(f"dropout must be a float, got {type(dropout).__name__}")
+    dropout = check_number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    return float(dropout)
+    return dropout
 
 
 def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
@@ -113,7 +112,7 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
     """A @triton.jit function of `parameters` and one more for each of mod_tensors."""
     python: Callable[..., Any] | None = getattr(mod, "fn", None)
     if not type(mod).__module__.startswith("triton.") or not inspect.isfunction(python):
-        got = getattr(mod, "__name__", None) or type(mod).__name__
+        got = getattr(mod, "__name__", None) or type_name(mod)
         raise TypeError(f"{name} must be a @triton.jit function, got {got}")
     expected = parameters.count(",") + 1 + tensors
     found = list(inspect.signature(python).parameters)
@@ -126,13 +125,13 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
 def check_mod_tensors(tensors: tuple[Tensor, ...], q: Tensor, used: bool) -> None:
     """A tuple of contiguous tensors on q's device, with a function that reads them."""
     if not isinstance(tensors, tuple):
-        raise TypeError(f"mod_tensors must be a tuple of tensors, got {type(tensors).__name__}")
+        raise TypeError(f"mod_tensors must be a tuple of tensors, got {type_name(tensors)}")
     if len(tensors) > MAX_MOD_TENSORS:
         raise ValueError(f"mod_tensors must be at most {MAX_MOD_TENSORS}, got {len(tensors)}")
     for n, x in enumerate(tensors):
         name = f"mod_tensors[{n}]"
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
         check_device(name, x, q)

@@ -60,7 +60,8 @@ def attention_statistics(
         lse: float [B, H_q, T_q], as `attention` with return_lse=True gave it for the same
             arguments, which saves computing it again. With the lse of more keys than these, as
             where they are divided among devices, every sum is the part of these keys.
-        top: how many of the largest weights of each query to list, 0 to 64.
+        top: how many of the largest weights of each query to list, 0 to 64. A first call compiles
+            a kernel for 0, for 1 and 2, and for each power of two, which serves all tops to it.
         backend: as for `attention`; `fastattn.explain(q, k, k, ...)` tells which one serves.
         options: those of `attention`, except dropout.
 
@@ -70,7 +71,7 @@ def attention_statistics(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    checks.check_count("top", top, 0)
+    top = checks.check_count("top", top, 0)
     if top > MAX_TOP:
         raise ValueError(f"top must be at most {MAX_TOP}, got {top}")
     with torch.no_grad():
@@ -104,7 +105,7 @@ def attention_weights(
     Raises:
         TypeError, ValueError: as `attention`, and a result of more than max_elements numbers.
     """
-    checks.check_count("max_elements", max_elements, 0)
+    max_elements = checks.check_count("max_elements", max_elements, 0)
     with torch.no_grad():
         q, k, lse, checked, served = _prepared("attention_weights", q, k, lse, backend, options)
         shape = (*q.shape[:3], k.shape[2])

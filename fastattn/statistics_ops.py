@@ -136,11 +136,12 @@ def _torch_weights(
     x = formula.scores(q, k, options)
     if lse is None:
         p, lse = formula.normalised(x, options.sinks)
-        return x, p, lse
-    p = torch.where(x == float("-inf"), 0.0, torch.exp(x - lse[..., None]))
-    return x, p, lse
+    else:
+        p = torch.exp(x - lse[..., None])
+    # Keys that are not seen have none, in rows of NaN too.
+    return x, torch.where(x == float("-inf"), 0.0, p), lse
 
 
 def _surprise(p: Tensor, x: Tensor, lse: Tensor) -> Tensor:
     """-p ln p of weights p = exp(x - lse); 0 for p = 0."""
-    return torch.where(p > 0, p * (lse - x), 0.0)
+    return torch.where(p == 0, 0.0, p * (lse - x))

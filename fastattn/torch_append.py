@@ -31,22 +31,27 @@ def append_rows(
     room_for_padding: padding may be written too, because every row has free slots for T tokens.
     """
     T = k.shape[2]
-    lengths = view.of_batch(view.lengths)
+    lengths = view.of_batch(view.lengths).long()
     count = torch.full_like(lengths, T) if new_lengths is None else new_lengths.clamp(0, T)
     first = lengths if advance else lengths - count
     positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
     if rotary is not None:
-        # Padding may stand past the end of the tables.
-        row = positions.clamp(0, rotary[0].shape[0] - 1).long()
+        row = positions.clamp(0, rotary[0].shape[0] - 1)
         cos, sin = rotary[0][row], rotary[1][row]
+        if first_slot is None and not room_for_padding:
+            # Where the tables do not reach nothing is turned.
+            reached = (row == positions).unsqueeze(-1)
+            cos, sin = torch.where(reached, cos, 1.0), torch.where(reached, sin, 0.0)
         k = apply_rotary(k, cos, sin, style=style)
         q = None if q is None else apply_rotary(q, cos, sin, style=style)
     if first_slot is not None:
         place: _Place = (slice(None), slice(first_slot, first_slot + T))
         real = None
     else:
-        real = _real_tokens(view, positions, first, count, new_lengths, room_for_padding)
         place = view.locate(positions)
+        real = None
+        if not room_for_padding:
+            real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
     _store(view.k, view.k_scale, k, place, real)
     _store(view.v, view.v_scale, v, place, real)
     if advance:
@@ -57,25 +62,14 @@ def append_rows(
     return q
 
 
-def _real_tokens(
-    view: CacheView,
-    positions: Tensor,
-    first: Tensor,
-    count: Tensor,
-    new_lengths: Tensor | None,
-    room_for_padding: bool,
-) -> Tensor | None:
-    """bool [B, T]: the tokens to be written; None: all."""
-    end = (first + count).unsqueeze(1)
-    real = None
-    if new_lengths is not None and not room_for_padding:
-        real = positions < end
+def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:
+    """bool [B, T]: the tokens to be written, of rows that then hold `end` [B, 1] tokens."""
+    stored = (positions < end) & view.has_place(positions)
     if view.keep_first is not None:
         # Of a long append only the tokens that no later one overwrites.
         lasting = positions >= end - (view.page_size - view.keep_first)
-        lasting = lasting | (positions < view.keep_first)
-        real = lasting if real is None else real & lasting
-    return real
+        stored = stored & (lasting | (positions < view.keep_first))
+    return stored
 
 
 def _store(

@@ -1,8 +1,9 @@
 """Attention by torch's own fused kernel, with the semantics of ours.
 
-It is the fast path on a CPU and the last resort elsewhere. Two things are added to
+It is the fast path on a CPU and the last resort elsewhere. Three things are added to
 torch.nn.functional.scaled_dot_product_attention: keys that are padded out are zeroed first, because
-torch lets a NaN in them through, and a mask is built only where torch has no flag for it.
+torch lets a NaN in them through; rows that see nothing are 0, and rows that see NaN are NaN, where
+torch's kernels have it otherwise; and a mask is built only where torch has no flag for it.
 """
 
 from itertools import zip_longest
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # By name: it stays torch's own where the attribute of torch's module is patched.
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import formula
+from . import formula, ops, symbols
 from .options import Options
 from .second_order import gradients_with_graph
 
@@ -58,16 +59,43 @@ def attention(
     o = _fused(q, k, v, shown, is_causal, options.scale)
     if not torch.compiler.is_compiling() and o.grad_fn is not None:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
-    if mask is not None and q.device.type != "cpu":
-        # On a CPU torch gives rows that see nothing 0 by itself; its CUDA kernels do not all agree.
+    if mask is not None and not (_may_look(o) and _is_tame(o)):
+        # On a CPU torch gives rows that see nothing 0 by itself, but for NaN elsewhere; its CUDA
+        # kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    if shown is None and q.device.type == "cpu" and not symbols.always(T_k >= _WIDEST_VECTOR):
+        o = _with_nan(o, q, k, is_causal)
     return o
+
+
+# Numbers in a vector of any CPU, at least. Without a mask, the kernel of torch 2.13 for CPUs takes
+# the maximum of the scores that fill no vector as if NaN were not among them, and if all are NaN
+# takes the row for one that sees nothing.
+_WIDEST_VECTOR = 64
+
+
+def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """o with NaN in the rows whose query, or a key that they see, holds NaN: torch has 0 there."""
+    if _may_look(o) and torch.count_nonzero(o.detach()) == o.numel():
+        return o
+    in_keys = k.isnan().any(-1)
+    if is_causal:
+        # Query i sees keys 0..i.
+        seen = in_keys.cummax(-1).values
+        last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
+        in_keys = seen[..., last]
+    else:
+        in_keys = in_keys.any(-1, keepdim=True)
+    group = q.shape[1] // k.shape[1]
+    of_head = torch.arange(q.shape[1], device=q.device) // group
+    hit = q.isnan().any(-1) | in_keys[:, of_head]
+    return o + torch.where(hit, torch.nan, 0.0).to(o.dtype).unsqueeze(-1)
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    gqa = q.shape[1] != k.shape[1]
+    gqa = not symbols.always(q.shape[1] == k.shape[1])
     return scaled_dot_product_attention(
         q, k, v, attn_mask=shown, is_causal=is_causal, scale=scale, enable_gqa=gqa
     )
@@ -120,7 +148,6 @@ def _needs_formula(q: Tensor, options: Options) -> bool:
 
 def _is_causal(options: Options) -> bool:
     """Whether the mask is the one that torch has a flag for."""
-    # Compared in this order so that a symbolic offset is looked at, and guarded, last.
     return (
         options.band == (None, 0)
         and options.query_offsets is None
@@ -130,7 +157,8 @@ def _is_causal(options: Options) -> bool:
         and options.attn_mask is None
         and options.attn_bias is None
         and options.mask_mod is None
-        and options.query_offset == 0
+        and options.query_offset is not None
+        and symbols.always(options.query_offset == 0)
     )
 
 
@@ -141,11 +169,19 @@ _LARGE = 1e9
 def _harmless(x: Tensor, exists: Tensor) -> Tensor:
     """x [B, H, T_k, D] whose hidden rows cannot reach a sum that they are given weight 0 in.
 
-    Zeroing them costs a copy. Eagerly on a CPU it is cheaper to look first whether anything in x is
-    NaN, infinite or so large that a product with it might be.
+    Zeroing them costs a copy. Eagerly on a CPU it is cheaper to look first.
     """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        norm = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float))
-        if norm < _LARGE:
-            return x
+    if _may_look(x) and _is_tame(x):
+        return x
     return torch.where(exists[:, None, :, None], x, 0.0)
+
+
+def _may_look(x: Tensor) -> bool:
+    """Whether to read a value costs no wait for a device, and nothing traces."""
+    return x.device.type == "cpu" and not ops._may_be_traced(x)
+
+
+def _is_tame(x: Tensor) -> bool:
+    """Whether nothing in x is NaN, infinite or so large that a product with it might be."""
+    norm = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float))
+    return bool(norm < _LARGE)

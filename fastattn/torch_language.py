@@ -9,6 +9,7 @@ at least fp32. Where the function branches on b or h it runs once for each of th
 import builtins
 import operator
 from collections.abc import Callable
+from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -140,9 +141,16 @@ class Value:
             raise _NeedsOneBranch
         return bool(self.x)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `to` and `tl.cast` take."""
+        return torch.float32 if self.x.dtype == self.real else self.x.dtype
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _METHODS:
+            return partial(getattr(LANGUAGE, name), self)
         raise NotImplementedError(f".{name} of a Triton value has no stand-in in torch")
 
 
@@ -274,6 +282,41 @@ def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
     return _operator(combine, "number")
 
 
+def _least(x: Any, y: Any, propagate_nan: bool = False) -> Any:
+    return _choice(torch.minimum if propagate_nan else torch.fmin)(x, y)
+
+
+def _largest(x: Any, y: Any, propagate_nan: bool = False) -> Any:
+    return _choice(torch.maximum if propagate_nan else torch.fmax)(x, y)
+
+
+def _clamp(x: Any, least: Any, largest: Any, propagate_nan: bool = False) -> Any:
+    return _least(_largest(x, least, propagate_nan), largest, propagate_nan)
+
+
+# Functions of one number after another, by their names in triton.language and its libdevice.
+_ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow",
+            "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
+            "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc",
+            "floor", "ceil", "trunc", "fmod", "hypot", "copysign", "isnan", "isinf",
+        )
+    },
+    "sqrt_rn": torch.sqrt,
+    "fdiv": torch.true_divide,
+    "div_rn": torch.true_divide,
+    "rint": torch.round,
+}  # fmt: skip
+# Those that a tensor of Triton has as methods too.
+_METHODS = frozenset((
+    "abs", "cast", "cdiv", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2",
+    "logical_and", "logical_or", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn",
+))  # fmt: skip
+
+
 def _where(condition: Any, x: Any, y: Any) -> Any:
     if not isinstance(condition, Value):
         return x if condition else y
@@ -313,32 +356,26 @@ class _Language:
     extra = libdevice = cuda = hip = math
 
     constexpr = staticmethod(lambda x: x)
-    static_assert = staticmethod(lambda *_: None)
+    static_assert = static_print = staticmethod(lambda *_, **__: None)
     load = staticmethod(_load)
     where = staticmethod(_where)
     cast = staticmethod(lambda x, dtype: x.to(dtype))
     abs = staticmethod(abs)
-    minimum = staticmethod(_choice(torch.minimum))
-    maximum = staticmethod(_choice(torch.maximum))
+    minimum = staticmethod(_least)
+    maximum = staticmethod(_largest)
+    clamp = staticmethod(_clamp)
+    PropagateNan = SimpleNamespace(NONE=False, ALL=True)
+    add, sub, mul = map(staticmethod, (operator.add, operator.sub, operator.mul))
+    logical_and = staticmethod(lambda x, y: (x != 0) & (y != 0))
+    logical_or = staticmethod(lambda x, y: (x != 0) | (y != 0))
+    zeros_like = staticmethod(lambda x: Value(torch.zeros_like(x.x), x.real))
+    static_range = range = range
     cdiv = staticmethod(lambda x, y: (x + y - 1) // y)
-    exp = staticmethod(_elementwise(torch.exp))
-    exp2 = staticmethod(_elementwise(torch.exp2))
-    log = staticmethod(_elementwise(torch.log))
-    log2 = staticmethod(_elementwise(torch.log2))
-    sqrt = sqrt_rn = staticmethod(_elementwise(torch.sqrt))
-    rsqrt = staticmethod(_elementwise(torch.rsqrt))
-    sin = staticmethod(_elementwise(torch.sin))
-    cos = staticmethod(_elementwise(torch.cos))
-    tanh = staticmethod(_elementwise(torch.tanh))
-    erf = staticmethod(_elementwise(torch.erf))
-    sigmoid = staticmethod(_elementwise(torch.sigmoid))
-    floor = staticmethod(_elementwise(torch.floor))
-    ceil = staticmethod(_elementwise(torch.ceil))
-    pow = staticmethod(_elementwise(torch.pow))
-    fdiv = div_rn = staticmethod(_elementwise(torch.true_divide))
     fma = staticmethod(lambda x, y, z: x * y + z)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ELEMENTWISE:
+            return _elementwise(_ELEMENTWISE[name])
         raise NotImplementedError(
             f"tl.{name} has no stand-in in torch, which evaluates masks and scores there"
         )

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .cache import KVCache
+from .decode import decode_attention
 from .functional import attention, attention_varlen
+from .paged_cache import PagedKVCache
+from .rotary import rotary_tables
 
 # Any length, number of heads and batch size does: kernels are compiled for none of them.
 _B, _H, _T = 2, 2, 16
@@ -41,6 +45,8 @@ _FLAGS: dict[str, Any] = {
     "return_lse": lambda device: {"return_lse": True},
     "varlen": lambda device: {},
 }
+# What caches of generation are like; the flags that change scores go with them too.
+_CACHES = ("decode", "paged", "int8", "fp8", "rotary")
 
 
 def warmup(
@@ -66,13 +72,16 @@ def warmup(
             query_offset (a tensor), key_padding_mask, documents, softcap, alibi_slopes, sinks,
             dropout, deterministic=False, return_lse (with gradients of lse); "full" for none of
             them; "varlen" among them for `attention_varlen`. A window is the last keys, as an int
-            is.
+            is. "decode" among them for what a generation calls, `decode_attention` and a cache's
+            append, prompts and steps, split and whole: of a `KVCache`, with "paged" of a
+            `PagedKVCache` (any page size), with "int8" or "fp8" of codes, with "rotary" of keys
+            that are rotated as they are appended (all of head_dim, in halves).
         backward: also the kernels of gradients.
         device: of the tensors.
 
     Raises:
-        ValueError: an unknown name, or something that the kernels cannot serve; the message says
-            why.
+        ValueError: an unknown name, a GPU that is not there, or something that the kernels cannot
+            serve; the message says why.
         TypeError: head_dims or dtypes of the wrong type.
     """
     dims = [head_dims] if isinstance(head_dims, int) else list(head_dims)
@@ -83,17 +92,26 @@ def warmup(
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
     names = [_flags(call) for call in ([calls] if isinstance(calls, str) else calls)]
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, got {place}: torch finds no GPU")
     for flags in names:
         for D in dims:
             for dtype in kinds:
-                _call(flags, D, dtype, torch.device(device), backward)
+                if "decode" in flags:
+                    _generate(flags, D, dtype, place)
+                else:
+                    _call(flags, D, dtype, place, backward)
 
 
 def _flags(call: str) -> list[str]:
     flags = call.split("+")
     for flag in flags:
-        if flag not in _FLAGS:
-            raise ValueError(f"calls must name some of {', '.join(_FLAGS)}, got {flag!r}")
+        if flag not in _FLAGS and flag not in _CACHES:
+            known = ", ".join((*_FLAGS, *_CACHES))
+            raise ValueError(f"calls must name some of {known}, got {flag!r}")
+        if flag in _CACHES and "decode" not in flags:
+            raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
     return flags
 
 
@@ -116,3 +134,40 @@ def _call(
         outputs = found if isinstance(found, tuple) else (found,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])
+
+
+@torch.no_grad()
+def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device) -> None:
+    """What a generation calls, with pages that hold whole blocks of keys and with smaller ones."""
+    options: dict[str, Any] = {"backend": "triton"}
+    for flag in flags:
+        options |= {} if flag in _CACHES else _FLAGS[flag](device)
+    for page_size in (16, 256) if "paged" in flags else (None,):
+        for T in (2 * _T, 1):
+            q, k = (torch.zeros(_B, _H, T, D, dtype=dtype, device=device) for _ in range(2))
+            for lengths in (None, [1] * _B):
+                view, lengths_of_q = _appended(flags, page_size, q, k, lengths)
+                for splits in (1, 2):
+                    decode_attention(
+                        q, view, new_lengths=lengths_of_q, num_splits=splits, **options
+                    )
+
+
+def _appended(
+    flags: list[str], page_size: int | None, q: Tensor, k: Tensor, lengths: list[int] | None
+) -> tuple[Any, Tensor | None]:
+    """A cache that k was appended to, and lengths as a tensor."""
+    D, device = k.shape[3], k.device
+    quantize: Any = next((flag for flag in ("int8", "fp8") if flag in flags), None)
+    options: dict[str, Any] = {"backend": "triton"}
+    if "rotary" in flags:
+        options |= {"q": q, "rotary": rotary_tables(k.shape[2], D, device=device)}
+    on_device = None if lengths is None else torch.tensor(lengths, device=device).int()
+    if page_size is None:
+        cache = KVCache(_B, _H, 4 * _T, D, quantize=quantize, device=device, dtype=k.dtype)
+        cache.append(k, k, on_device, **options)
+        return cache, on_device
+    pages = PagedKVCache(4 * _B, page_size, _H, D, quantize=quantize, device=device, dtype=k.dtype)
+    rows = [pages.allocate() for _ in range(_B)]
+    pages.append(rows, k, k, lengths, **options)
+    return pages.view(rows), on_device

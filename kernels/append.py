@@ -3,6 +3,10 @@
 One launch does what a decoding step needs between the projection and attention. Token i of batch
 row b gets position p = lengths[r] + i in row r of the cache. With the angles a_j = p * frequency_j
 of the rotary embedding, the pair (x, y) of channels becomes (x cos a - y sin a, y cos a + x sin a).
+
+No store leaves its row, whatever lengths, table and index hold: a token whose position is negative
+or past the end of its row, or whose page is not in the pool, is counted and not stored; a batch row
+whose index is no row of the cache is passed over.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import block_dim, blocks, empty_in_layout
+from .mask import int32_within
 from .number import number, value
-from .pages import CacheTensors, lasting, locate, pages_of, slot_rows, stored
+from .pages import (
+    CacheTensors,
+    has_slot,
+    in_pool,
+    lasting,
+    locate,
+    pages_of,
+    row_bytes,
+    slot_rows,
+    stored,
+)
 from .quantize import row_scale, to_e4m3, to_int8
 
 # Elements of a program's tile: four warps with 16 numbers a thread.
@@ -69,8 +84,9 @@ def _load_rotated(
         turns = cols < 2 * PAIRS
         turned = keep[:, None] & turns[None, :]
         other = tl.load(rows[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-        # Padding may stand past the end of the tables.
-        known = turned & (position < value(rotary.positions))[:, None]
+        # Where the tables do not reach nothing is turned.
+        reached = (position >= 0) & (position < value(rotary.positions))
+        known = turned & reached[:, None]
         angle = position.to(tl.int64)[:, None] * PAIRS + pair[None, :]
         cos = tl.load(rotary.cos_ptr + angle, mask=known, other=1.0)
         sin = tl.load(rotary.sin_ptr + angle, mask=known, other=0.0)
@@ -80,7 +96,10 @@ def _load_rotated(
 
 
 @triton.jit
-def _store_rows(store, x, place, keep, WIDTH: tl.constexpr, COLS: tl.constexpr, E4M3: tl.constexpr):
+def _store_rows(
+    store, x, place, keep,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, E4M3: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Write rows [R, COLS] to the slots at `place`, as codes where the buffer has scales."""
     if store.scale_ptr is not None:
         scale = row_scale(x, 448.0 if E4M3 else 127.0)
@@ -89,7 +108,7 @@ def _store_rows(store, x, place, keep, WIDTH: tl.constexpr, COLS: tl.constexpr, 
         numbers = to_e4m3(ratio) if E4M3 else to_int8(ratio)
     else:
         numbers = x.to(store.ptr.dtype.element_ty)
-    ALIGN: tl.constexpr = 128 // store.ptr.dtype.element_ty.primitive_bitwidth
+    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
     width = tl.multiple_of(value(store.row_width).to(tl.int64), ALIGN)
     cols = tl.arange(0, COLS)
     pointers = store.ptr + (place * width)[:, None] + cols[None, :]
@@ -97,25 +116,28 @@ def _store_rows(store, x, place, keep, WIDTH: tl.constexpr, COLS: tl.constexpr, 
 
 
 @triton.jit
-def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, ADVANCE: tl.constexpr):
-    """Row of the cache, first new position, and number of new tokens of batch row b."""
+def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl.constexpr):
+    """Row of the cache, whether it is one, first new position, and number of tokens of row b."""
     row = b
+    exists = True
     if batch_index_ptr is not None:
-        row = tl.load(batch_index_ptr + b).to(tl.int32)
+        index = tl.load(batch_index_ptr + b)
+        exists = (index >= 0) & (index < rows)
+        row = index.to(tl.int32)
     count = T
     if new_lengths_ptr is not None:
-        count = tl.minimum(tl.maximum(tl.load(new_lengths_ptr + b), 0), T).to(tl.int32)
-    first = tl.load(lengths_ptr + row)
+        count = int32_within(tl.load(new_lengths_ptr + b), 0, T)
+    first = tl.load(lengths_ptr + row, mask=exists, other=0)
     if not ADVANCE:
         first -= count
-    return row, first, count
+    return row, exists, first, count
 
 
 @triton.jit
 def _append(
-    tokens, store, rotary, pages, b, row, first, count, T, tile,
+    tokens, store, rotary, pages, b, row, exists, first, count, T, tile,
     WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    E4M3: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK (token, head) pairs of k or v, from the projection to their slots."""
     H = value(tokens.heads)
@@ -123,15 +145,18 @@ def _append(
     token = pair // H
     head = pair % H
     position = first + token
-    keep = (token < T) & lasting(position, first + count, pages)
+    keep = exists & (token < T) & lasting(position, first + count, pages)
+    # Lengths are the device's: the host cannot refuse what does not fit.
+    keep = keep & has_slot(position, pages)
     page, slot = locate(row, position, keep, pages)
-    # A replayed graph may run past the end, where the host cannot refuse.
-    keep = keep & (slot < value(pages.page_size))
+    if pages.block_table_ptr is not None:
+        keep = keep & in_pool(page, pages)
     rows = _token_pointers(tokens, b, token, head, ALIGN)
     x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
     # Codes are made of the rounded number, which is what attention would read otherwise.
     x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
-    _store_rows(store, x, slot_rows(page, head, slot, pages), keep, WIDTH, COLS, E4M3)
+    place = slot_rows(page, head, slot, pages)
+    _store_rows(store, x, place, keep, WIDTH, COLS, E4M3, ROW_BYTES)
 
 
 @triton.jit
@@ -153,28 +178,30 @@ def _turn(
     tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rows"])
 def append_kernel(
     q, o, k, v, k_store, v_store, rotary, pages,
-    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, T,
+    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, T, rows,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, ADVANCE: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of k, v or q. Grid: the tiles of k, then those of v, then those of q; batch rows."""
     tile = tl.program_id(0)
     b = tl.program_id(1)
-    row, first, count = _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, ADVANCE)
+    row, exists, first, count = _span(
+        b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE
+    )
     tiles = tl.cdiv(T * value(k.heads), BLOCK)
     if tile < tiles:
         _append(
-            k, k_store, rotary, pages, b, row, first, count, T, tile,
-            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ALIGN, BLOCK,
+            k, k_store, rotary, pages, b, row, exists, first, count, T, tile,
+            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
         )  # fmt: skip
     elif tile < 2 * tiles:
         _append(
-            v, v_store, rotary, pages, b, row, first, count, T, tile - tiles,
-            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ALIGN, BLOCK,
+            v, v_store, rotary, pages, b, row, exists, first, count, T, tile - tiles,
+            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
         )  # fmt: skip
     else:
         if q is not None:
@@ -185,7 +212,8 @@ def append_kernel(
     if ADVANCE:
         # The last program of the row counts the tokens, when every other has read the length.
         tl.debug_barrier()
-        if tl.atomic_add(counters_ptr + row, 1) == tl.num_programs(0) - 1:
+        before = tl.atomic_add(counters_ptr + row, 1, mask=exists)
+        if exists & (before == tl.num_programs(0) - 1):
             tl.store(lengths_ptr + row, first + count)
             tl.store(counters_ptr + row, 0)
 
@@ -224,10 +252,10 @@ def launch_append(
         _tokens(q), _tokens(o), _tokens(k), _tokens(v),
         stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
         None if cos is None else _Rotary(cos, sin, number(cos.shape[0])), pages_of(cache),
-        cache.lengths, new_lengths, cache.batch_index, cache.counters, T,
+        cache.lengths, new_lengths, cache.batch_index, cache.counters, T, cache.lengths.shape[0],
         D, D_v, BLOCK_D, BLOCK_DV,
         0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
-        advance, _alignment(tensors), BLOCK,
+        advance, row_bytes(cache), _alignment(tensors), BLOCK,
         # Without fused multiply-adds a rotated key has the bits that torch gives it.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

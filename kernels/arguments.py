@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     # Its fields are all that launchers ask for; at run time this package knows nothing above it.
     from fastattn.options import Options
 
-# Window sides are added to positions in int32; no sequence is this long.
-UNBOUNDED = 1 << 28
+# Window sides are added to positions in int32. No distance is as long: sequences are shorter than
+# 2^28, and no query stands farther than that from the first key (`mask.FARTHEST`).
+UNBOUNDED = (1 << 29) - 1
 # No tile has more rows than this.
 _MAX_ROWS = 256
 
@@ -73,17 +74,25 @@ def blocks(length: int, BLOCK: int) -> int:
     return -(-length // BLOCK)
 
 
-def tile_for(kernel: str, options: Options, q: Tensor, *dims: int) -> TileConfig:
-    """The tile of one of the three attention kernels for padded head dims `dims`."""
+def tile_for(
+    kernel: str,
+    options: Options,
+    q: Tensor,
+    *dims: int,
+    calls: Literal["plain", "masked"] = "plain",
+) -> TileConfig:
+    """The tile of one of the three attention kernels for padded head dims `dims`.
+
+    calls: what the kernel takes as many registers as, where the options take no more.
+    """
     if options.relative_keys is not None:
         return config.lookup("relative", q.element_size(), max(dims))
     o = options
     pieces = (o.stride, o.attn_mask, o.attn_bias, o.relative_bias, o.mask_mod, o.score_mod)
     masks = (o.left, o.key_padding_mask, o.prefix_lengths, o.q_documents, o.softcap, o.alibi_slopes)
-    calls: Literal["plain", "masked", "heavy"] = "plain"
     if o.dropout or any(x is not None for x in pieces):
-        calls = "heavy"
-    elif o.keep_first or any(x is not None for x in masks):
+        return config.lookup(kernel, q.element_size(), max(dims), "heavy")
+    if o.keep_first or any(x is not None for x in masks):
         calls = "masked"
     return config.lookup(kernel, q.element_size(), max(dims), calls)
 
@@ -147,11 +156,11 @@ def kernel_mask(options: Options) -> Mask:
     padding = f.key_padding_mask
     return Mask(
         query_offset=number(f.query_offset),
-        left=_side(f.left),
-        right=_side(right),
+        left=_distance(f.left),
+        right=_distance(right),
         causal=number(0) if f.causal and not bare else None,
-        keep_first=number(f.keep_first) if f.keep_first else None,
-        stride=number(f.stride),
+        keep_first=_distance(f.keep_first) if f.keep_first else None,
+        stride=_distance(f.stride),
         offsets_ptr=f.query_offsets,
         lengths_ptr=f.key_lengths,
         prefix_ptr=f.prefix_lengths,
@@ -171,8 +180,9 @@ def kernel_mask(options: Options) -> Mask:
     )
 
 
-def _side(side: int | None) -> int | None:
-    return None if side is None else number(min(side, UNBOUNDED))
+def _distance(x: int | None) -> int | None:
+    """In the form of `number`, at most what is as good as unbounded."""
+    return None if x is None else number(min(x, UNBOUNDED))
 
 
 def _documents_strides(f: Options) -> tuple[int | None, ...] | None:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
 from .arguments import (
     aligned,
     block_dim,
@@ -25,6 +24,7 @@ from .arguments import (
     kernel_score,
     sizes,
     strides,
+    tile_for,
 )
 from .gradient import load_lse, tile_gradient
 from .mask import any_key, batch_row, key_blocks, valid_keys, visible
@@ -46,7 +46,7 @@ def attention_backward_bias_kernel(
     sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """bias_*: the bias as a grid of tiles; sum_*: how many tiles of scores each of them meets."""
     pid = tl.program_id(0)
@@ -91,14 +91,13 @@ def attention_backward_bias_kernel(
                 query, vectors, m_first, n_first, keep, h_q, H_q, row, score, PRECISION,
             )  # fmt: skip
             total += dbias
+    # A bias of one row or one key, broadcast or not, has the sum in the first place of its tile.
+    if bias_T_q == 1:
+        total = tl.broadcast_to(tl.sum(total, 0)[None, :], [BLOCK_M, BLOCK_N])
+    if bias_T_k == 1:
+        total = tl.broadcast_to(tl.sum(total, 1)[:, None], [BLOCK_M, BLOCK_N])
     m_pos = bias_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n_pos = bias_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if SUM_ROWS:
-        total = tl.sum(total, 0)[None, :]
-        m_pos = tl.arange(0, 1)
-    if SUM_KEYS:
-        total = tl.sum(total, 1)[:, None]
-        n_pos = tl.arange(0, 1)
     pointers = (bias_row.to(tl.int64) * bias_T_q + m_pos)[:, None] * bias_T_k + n_pos[None, :]
     inside = (m_pos < bias_T_q)[:, None] & (n_pos < bias_T_k)[None, :]
     tl.store(dbias_ptr + pointers, total, mask=inside)
@@ -118,8 +117,7 @@ def launch_backward_bias(
     shape = options.attn_bias.shape
     dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
     dims = (block_dim(D), block_dim(D_v))
-    kernel = "backward_dq" if options.relative_keys is None else "relative"
-    tile = config.lookup(kernel, q.element_size(), max(dims))
+    tile = tile_for("backward_dq", options, q, *dims)
     tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))
     own = tuple(1 if size == 1 else count for size, count in zip(shape, tiles, strict=True))
     sums = tuple(count if size == 1 else 1 for size, count in zip(shape, tiles, strict=True))
@@ -133,7 +131,6 @@ def launch_backward_bias(
         kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
         *own[1:], *shape[2:], *sums, D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
         index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
-        shape[2] == 1 and T_q > 1, shape[3] == 1 and T_k > 1,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dbias

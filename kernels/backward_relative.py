@@ -29,7 +29,7 @@ from .arguments import (
     strides,
 )
 from .gradient import load_lse
-from .mask import batch_row, memory_rows, valid_keys, visible
+from .mask import FARTHEST, batch_row, memory_rows, valid_keys, visible
 from .number import value
 from .product import add_weighted_rows, rows_by_rows
 from .relative import relative_query, skewed, vectors_at
@@ -222,7 +222,8 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
     elif start > -UNBOUNDED and end < UNBOUNDED:
         return start, end
     else:
-        least, most = (int(x) for x in torch.aminmax(options.query_offsets))
+        offsets = options.query_offsets.clamp(-FARTHEST.value, FARTHEST.value)
+        least, most = (int(x) for x in torch.aminmax(offsets))
     return max(start, least - (T_k - 1)), min(end, most + T_q)
 
 

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _note(full, boundary, block, shown, unhidden, blocks_ptr, width):
-    """Enter a block into the list of a tile: does it show any pair, is no pair to be hidden."""
-    shown = tl.max(tl.max(shown.to(tl.int32), 1), 0) != 0
-    whole = shown & (tl.min(tl.min(unhidden.to(tl.int32), 1), 0) != 0)
+def _note(full, boundary, block, keep, exist, queries, blocks_ptr, width):
+    """Enter a block into the list of a tile: does it show any pair, is no pair to be hidden.
+
+    keep [BLOCK_M, BLOCK_N]: the pairs that are seen. exist: keys of which something may have to be
+    hidden. queries: how many see such a key if nothing is. To count along queries takes the fewest
+    registers: the other way lanes have to exchange what they count.
+    """
+    seen = tl.sum(keep.to(tl.int32), 0)
+    shown = tl.max(tl.where(exist, seen, 0), 0) > 0
+    whole = shown & (tl.min(tl.where(exist, seen, queries), 0) == queries)
     tl.store(blocks_ptr + full, block, mask=whole)
     tl.store(blocks_ptr + width - 1 - boundary, block, mask=shown & ~whole)
     return full + whole.to(tl.int32), boundary + (shown & ~whole).to(tl.int32)
@@ -51,17 +57,18 @@ def block_table_kernel(
         m_first = tile * BLOCK_M
         rows = m_first + tl.arange(0, BLOCK_M)
         m_last = tl.minimum(m_first + BLOCK_M, row.T_q) - 1
+        # Rows that do not exist are never stored: nothing of them has to be hidden.
+        in_rows = (rows < row.T_q)[:, None]
+        queries = m_last + 1 - m_first
         lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         lo = tl.where(kept > 0, 0, lo)
         hi = tl.maximum(hi, kept)
         for block in range(lo, hi):
             k_pos = block * BLOCK_N + tl.arange(0, BLOCK_N)
             keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
-            keep = keep & valid_keys(k_pos, row, mask)[None, :]
-            in_rows = (rows < row.T_q)[:, None]
-            # Rows that do not exist are never stored: nothing of them has to be hidden.
+            keep = keep & in_rows & valid_keys(k_pos, row, mask)[None, :]
             full, boundary = _note(
-                full, boundary, block, keep & in_rows, keep | ~in_rows, blocks_ptr, width
+                full, boundary, block, keep, k_pos >= 0, queries, blocks_ptr, width
             )
     else:
         k_pos = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,12 +81,9 @@ def block_table_kernel(
         for block in range(lo, hi):
             rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
             keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
-            in_rows = (rows < row.T_q)[:, None]
+            keep = keep & (rows < row.T_q)[:, None]
             # Keys that do not exist are stored as 0: nothing of them has to be hidden.
-            full, boundary = _note(
-                full, boundary, block, keep & in_rows & valid[None, :],
-                (keep | ~valid[None, :]) & in_rows, blocks_ptr, width,
-            )  # fmt: skip
+            full, boundary = _note(full, boundary, block, keep, valid, BLOCK_M, blocks_ptr, width)
     tl.store(counts_ptr + 2 * number_of, full)
     tl.store(counts_ptr + 2 * number_of + 1, boundary)
 

@@ -14,6 +14,7 @@ take only when they run: a launch recorded in a CUDA graph serves lengths that g
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,14 +34,14 @@ from .arguments import (
     kernel_score,
 )
 from .combine import launch_combine
-from .mask import Row, key_blocks, valid_keys, visible
+from .mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
 from .number import number, value
-from .pages import CacheTensors, locate, pages_of, slot_rows, stored
+from .pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
 from .product import add_weighted_rows, rows_by_rows
 from .quantize import numbers_of
 from .score import first_state, modified
 from .softmax import finish, online_step
-from .tile import load_at, load_tile, load_vector
+from .tile import load_at, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -52,6 +53,10 @@ INVARIANT_SPLIT = 512
 _MOST_SPLITS = 128
 # Programs that share a multiprocessor, enough for its memory requests to overlap.
 _PROGRAMS_AT_ONCE = 2
+# Rows that start at multiples of 2 or 4 bytes are loaded in pieces of as many: of so few keys the
+# registers hold all addresses.
+_SMALL_PIECES = 4
+_KEYS_IN_SMALL_PIECES = 16
 # A tile of these rows serves all but chunks of a prompt.
 _FEW_ROWS = 16
 
@@ -72,7 +77,8 @@ class _Lengths(NamedTuple):
     new_ptr: Any
     starts_ptr: Any
     batch_index_ptr: Any
-    capacity: int | None  # in the form of `number`
+    rows: int | None  # this and what follows in the form of `number`
+    capacity: int | None
 
 
 @triton.jit
@@ -89,16 +95,17 @@ def _cache_row(b, T_q, lengths):
     """The row of the cache that batch row b reads, and its facts as `Row`."""
     cache_row = b
     if lengths.batch_index_ptr is not None:
-        cache_row = tl.load(lengths.batch_index_ptr + b).to(tl.int32)
-    length = tl.load(lengths.ptr + cache_row).to(tl.int32)
+        index = tl.load(lengths.batch_index_ptr + b)
+        cache_row = int32_within(index, 0, value(lengths.rows) - 1)
+    length = int32_within(tl.load(lengths.ptr + cache_row), -FARTHEST, FARTHEST)
     count = T_q
     if lengths.new_ptr is not None:
-        count = tl.minimum(tl.maximum(tl.load(lengths.new_ptr + b), 0), T_q).to(tl.int32)
+        count = int32_within(tl.load(lengths.new_ptr + b), 0, T_q)
     start = 0
     if lengths.starts_ptr is not None:
-        start = tl.maximum(tl.load(lengths.starts_ptr + cache_row), 0).to(tl.int32)
+        start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
     # A replayed graph may count past the end, where nothing is stored.
-    end = tl.minimum(tl.maximum(length, 0), value(lengths.capacity))
+    end = int32_within(length, 0, value(lengths.capacity))
     return cache_row, Row(b, T_q, end, length - count, start, end, True, 0)
 
 
@@ -137,34 +144,11 @@ def _visit(block, lo, hi, kept):
 
 
 @triton.jit
-def _load_rows(
-    store, page, slot, head, pages, keep,
-    N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
-):  # fmt: skip
-    """N rows of a buffer as they are stored, [N, COLS], and their numbers in the buffer, [N].
-
-    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
-    [N] is False are 0; keep = None promises that every row exists.
-    """
-    ALIGN: tl.constexpr = 128 // store.ptr.dtype.element_ty.primitive_bitwidth
-    rows = slot_rows(page, head, slot, pages)
-    width = tl.multiple_of((store.row_width >> 2).to(tl.int64), ALIGN)
-    if ONE_PAGE:
-        stride = tl.multiple_of((store.row_width >> 2).to(tl.int32), ALIGN)
-        tile = load_tile(store.ptr + rows * width, stride, 0, keep, N, COLS, WIDTH)
-        rows += tl.arange(0, N)
-    else:
-        pointers = store.ptr + (rows * width)[:, None] + tl.arange(0, COLS)[None, :]
-        tile = load_at(pointers, keep, COLS, WIDTH)
-    return tile, rows
-
-
-@triton.jit
 def _take_block(
     acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, PRECISION: tl.constexpr,
-    NATIVE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PRECISION: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block."""
     k_pos = n_first + tl.arange(0, BLOCK_N)
@@ -172,7 +156,11 @@ def _take_block(
         page, slot = locate(cache_row, n_first, n_first >= 0, pages)
     else:
         page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
-    k, rows = _load_rows(k_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE)
+    # No load leaves the pool, whatever the table says.
+    page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
+    k, rows = load_slots(
+        k_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES
+    )
     if k_store.scale_ptr is None:
         s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     else:
@@ -183,7 +171,9 @@ def _take_block(
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, MASKED)
-    v, rows = _load_rows(v_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE)
+    v, rows = load_slots(
+        v_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES
+    )
     if v_store.scale_ptr is not None:
         v_scale = load_vector(v_store.scale_ptr + rows, valid, 0.0)
         if q.dtype == tl.float16:
@@ -202,7 +192,7 @@ def decode_kernel(
     B, H_q, G, T_q, tiles, split_blocks,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
-    RANGES: tl.constexpr, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one split of the keys. Grid: (B H_k tiles, splits).
 
@@ -242,7 +232,7 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
             (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, PRECISION, NATIVE,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NATIVE,
         )  # fmt: skip
     before = full_first - first
     for i in range(0, before + last - full_last):
@@ -254,7 +244,7 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
             t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, PRECISION, NATIVE,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NATIVE,
         )  # fmt: skip
 
     result, lse = finish(acc, m, l)
@@ -305,6 +295,8 @@ def launch_decode(
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     kind = "decode" if T_q * G <= _FEW_ROWS else "decode_chunk"
     tile = config.lookup(kind, q.element_size(), max(BLOCK_D, BLOCK_DV))
+    if row_bytes(cache) <= _SMALL_PIECES:
+        tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     tiles = blocks(T_q * G, tile.BLOCK_M)
     programs = B * H_k * tiles
     capacity = _capacity(cache, options)
@@ -320,11 +312,14 @@ def launch_decode(
     decode_kernel[(programs, splits)](
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
         stored(cache.v, cache.v_scale), pages_of(cache),
-        _Lengths(cache.lengths, new_lengths, starts, cache.batch_index, number(capacity)),
+        _Lengths(
+            cache.lengths, new_lengths, starts, cache.batch_index, number(cache.lengths.shape[0]),
+            number(capacity),
+        ),
         mask, kernel_score(options),
         B, H_q, G, T_q, tiles, INVARIANT_SPLIT // tile.BLOCK_N if invariant else 0,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV, _alignment(q),
-        _in_one_page(cache, tile.BLOCK_N),
+        _in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
         mask.stride is None and mask.attn_mask_ptr is None and mask.mod is None,
         dot_precision(q.dtype), cache.k_scale is not None and _reads_e4m3(),
         num_warps=tile.num_warps, num_stages=_stages(cache, tile),

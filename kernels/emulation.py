@@ -3,7 +3,7 @@
 Triton's interpreter runs a kernel's Python source; every tl operation ends in a method of one
 `InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16:
 such a handle carries the bits as uint16. The classes here override what the stock ones get wrong,
-a concept each, and `install` puts them in the stock ones' places. Valid for Triton 3.6 to 3.8.
+a concept each, and `install` puts them in the stock ones' places. Valid for Triton 3.6 to 3.9.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -68,8 +68,10 @@ class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Array]) -> Any:
         out = super().binary_op(_widen(lhs), _widen(rhs), op)
-        is_comparison = out.data.dtype == bool
-        return _narrow(out) if _is_bf16(lhs) and not is_comparison else out
+        if out.data.dtype == bool:
+            # The stock type of a comparison is that of its operands, which it takes as a tile.
+            return TensorHandle(out.data, tl.int1)
+        return _narrow(out) if _is_bf16(lhs) else out
 
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         out = super().create_fma(_widen(x), _widen(y), _widen(z))
@@ -279,6 +281,20 @@ def _patch_lang(fn: Any) -> Any:
     return scope
 
 
+_stock_np_dtype = stock._get_np_dtype
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+
+
+def _np_dtype(dtype: Any) -> np.dtype[Any]:
+    """NumPy's dtype of a tile's elements: the stock function makes its whole table at each call."""
+    element = dtype.scalar
+    if isinstance(element, tl.pointer_type):
+        return _stock_np_dtype(dtype)
+    if element.name not in _np_dtypes:
+        _np_dtypes[element.name] = _stock_np_dtype(element)
+    return _np_dtypes[element.name]
+
+
 class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
     pass
 
@@ -292,3 +308,4 @@ def install() -> None:
     stock.ReduceOps = _Reduce
     stock.GridExecutor = _GridExecutor
     stock._patch_lang = _patch_lang
+    stock._get_np_dtype = _np_dtype

@@ -79,6 +79,17 @@ class Row(NamedTuple):
     prefix: Any
 
 
+# Positions of queries farther than this from the first key count as this far: far enough that no
+# key is nearer, for no sequence is this long, and near enough that int32 holds sums of them.
+FARTHEST = tl.constexpr(1 << 28)
+
+
+@triton.jit
+def int32_within(x, low, high):
+    """x, which may be int64, taken within [low, high], as int32."""
+    return tl.minimum(tl.maximum(x, low), high).to(tl.int32)
+
+
 @triton.jit
 def memory_rows(b, mask):
     """Where batch row b begins in memory: (batch index, first query, first key)."""
@@ -102,20 +113,19 @@ def batch_row(b, T_q, T_k, mask):
     if mask.query_offset is not None:
         offset = value(mask.query_offset)
     if mask.offsets_ptr is not None:
-        offset = tl.load(mask.offsets_ptr + b).to(tl.int32)
+        offset = int32_within(tl.load(mask.offsets_ptr + b), -FARTHEST, FARTHEST)
     start = 0
     end = T_k
     solid = True
     if mask.lengths_ptr is not None:
-        length = tl.load(mask.lengths_ptr + b)
-        end = tl.minimum(tl.maximum(length, 0), T_k).to(tl.int32)
+        end = int32_within(tl.load(mask.lengths_ptr + b), 0, T_k)
     if mask.extents_ptr is not None:
         start = tl.load(mask.extents_ptr + 3 * b)
         end = tl.minimum(end, tl.load(mask.extents_ptr + 3 * b + 1))
         solid = tl.load(mask.extents_ptr + 3 * b + 2) == 0
     prefix = 0
     if mask.prefix_ptr is not None:
-        prefix = tl.maximum(tl.load(mask.prefix_ptr + b), 0).to(tl.int32)
+        prefix = int32_within(tl.load(mask.prefix_ptr + b), 0, T_k)
     return Row(b, T_q, T_k, offset, start, end, solid, prefix)
 
 

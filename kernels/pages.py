@@ -4,6 +4,7 @@ A buffer holds pages [P, H_k, S, width]; `CacheTensors` is what launchers take, 
 hand to their kernels.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .number import number, value
+from .tile import load_at, load_tile
 
 
 class CacheTensors(NamedTuple):
     """The tensors of a cache.
 
     k [P, H_k, S, D] and v [P, H_k, S, D_v] are dense but for padding at the end of each row, which
-    makes it whole 16 bytes. With k_scale and v_scale, fp32 [P, H_k, S], they hold codes: int8, or
-    e4m3. lengths int32 [rows]; counters int32 [rows], zero between launches; batch_index int [B]:
-    the row of each batch element, None: its own number. block_table int32 [rows, N]: the pages of a
-    row, None: page r is row r. keep_first: of a ring, how many first positions stay; None: no ring.
+    makes it whole 16 bytes in caches of our own. With k_scale and v_scale, fp32 [P, H_k, S], they
+    hold codes: int8, or e4m3. lengths int32 [rows]; counters int32 [rows], zero between launches;
+    batch_index int [B]: the row of each batch element, None: its own number. block_table int32
+    [rows, N]: the pages of a row, None: page r is row r. keep_first: of a ring, how many first
+    positions stay; None: no ring.
     """
 
     k: Tensor
@@ -39,7 +42,8 @@ class Pages(NamedTuple):
     """Where positions are kept; integers in the form of `number`."""
 
     block_table_ptr: Any
-    table_width: int | None
+    table_width: int | None  # columns
+    page_count: int | None
     page_size: int | None
     keep_first: int | None
     heads: int | None  # H_k
@@ -60,17 +64,47 @@ def stored(buffer: Tensor, scale: Tensor | None) -> Store:
     return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, number(buffer.stride(2)))
 
 
+def row_bytes(cache: CacheTensors) -> int:
+    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be."""
+    widths = [x.stride(2) * x.element_size() for x in (cache.k, cache.v)]
+    return math.gcd(16, *widths)
+
+
 def pages_of(cache: CacheTensors) -> Pages:
     """`Pages` of a cache, for a kernel."""
     table = cache.block_table
-    _, H_k, S, _ = cache.k.shape
-    width = None if table is None else number(table.stride(0))
-    return Pages(table, width, number(S), number(cache.keep_first), number(H_k))
+    P, H_k, S, _ = cache.k.shape
+    width = None if table is None else number(table.shape[1])
+    return Pages(table, width, number(P), number(S), number(cache.keep_first), number(H_k))
+
+
+@triton.jit
+def has_slot(positions, pages):
+    """Whether a row has a slot for the token at a position: one before 0 or past the end has none.
+
+    A row ends where its columns of the block table end, or its page; a ring has no end.
+    """
+    found = positions >= 0
+    if pages.block_table_ptr is not None:
+        found = found & (positions // value(pages.page_size) < value(pages.table_width))
+    else:
+        if pages.keep_first is None:
+            found = found & (positions < value(pages.page_size))
+    return found
+
+
+@triton.jit
+def in_pool(page, pages):
+    """Whether a block table's entry is the number of a page."""
+    return (page >= 0) & (page < value(pages.page_count))
 
 
 @triton.jit
 def locate(row, positions, keep, pages):
-    """Page and slot of positions of a row; where keep is False they mean nothing."""
+    """Page and slot of positions that a row has a slot for; where keep is False, of none.
+
+    The page is what the block table says, be there such a page (`in_pool`) or not.
+    """
     size = value(pages.page_size)
     if pages.block_table_ptr is not None:
         entry = row.to(tl.int64) * value(pages.table_width) + positions // size
@@ -100,3 +134,27 @@ def lasting(positions, end, pages):
 def slot_rows(page, head, slot, pages):
     """Number of the row, int64, that a slot of a head is among all rows of a buffer."""
     return (page.to(tl.int64) * value(pages.heads) + head) * value(pages.page_size) + slot
+
+
+@triton.jit
+def load_slots(
+    store, page, slot, head, pages, keep,
+    N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """N rows of a buffer as they are stored, [N, COLS], and their numbers in the buffer, [N].
+
+    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
+    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`.
+    """
+    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
+    rows = slot_rows(page, head, slot, pages)
+    width = tl.multiple_of((store.row_width >> 2).to(tl.int64), ALIGN)
+    if ONE_PAGE:
+        stride = tl.multiple_of((store.row_width >> 2).to(tl.int32), ALIGN)
+        tile = load_tile(store.ptr + rows * width, stride, 0, keep, N, COLS, WIDTH)
+        rows += tl.arange(0, N)
+    else:
+        pointers = store.ptr + (rows * width)[:, None] + tl.arange(0, COLS)[None, :]
+        tile = load_at(pointers, keep, COLS, WIDTH)
+    return tile, rows

@@ -375,7 +375,8 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tenso
     q, k = aligned(q), aligned(k)
     B, H_q, T_q, _ = q.shape
     found = torch.zeros(B, H_q, T_q, k.shape[2], dtype=torch.float32, device=q.device)
-    tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]))
+    # Addresses of the weights take as many registers as a mask.
+    tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), calls="masked")
     if programs := query_programs(options, q, tile.BLOCK_M):
         attention_weights_kernel[(programs,)](
             q, k, lse, found, strides(q), strides(k),

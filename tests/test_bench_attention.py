@@ -1,5 +1,6 @@
 """A case through implementations that serve, refuse, fail, run out of memory or are wrong."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,14 +9,16 @@ import torch
 from fastattn import attention as attend
 from fastattn import ops, reference
 from fastattn.bench import attention, correctness
-from fastattn.bench.attention import Bench, DeviceLost, prepare, run_case
+from fastattn.bench.attention import Bench, prepare, run_case
 from fastattn.bench.cases import Case, gpu_cases
+from fastattn.bench.failures import DeviceLost
 from fastattn.bench.implementations import (
     IMPLEMENTATIONS,
     ONE_PASS,
     OURS,
     TORCH_PEERS,
     side_by_side,
+    why_refused,
 )
 from fastattn.bench.inputs import make_inputs
 from fastattn.bench.measure import Effort, HostTimer
@@ -131,21 +134,86 @@ def test_implementations_are_announced_before_they_run():
     announced = []
 
     def prepare(case, inputs):
-        assert announced[-1] == "a"
-        return right(case, inputs)
+        assert announced[-1] == ("a", "prepares")
+        good = right(case, inputs)
 
-    run_case(CASE, [implementation("a", prepare)], BENCH, announce=announced.append)
-    assert announced == ["the reference", "a", "the timing"]
+        def call(*tensors):
+            log.append(announced[-1])
+            return good(*tensors)
+
+        return call
+
+    log = []
+    run_case(CASE, [implementation("a", prepare)], BENCH, announce=lambda *a: announced.append(a))
+    assert announced[0] == ("the reference", "prepares")
+    # What is called first compiles; the rest runs on the device.
+    assert (log[0], log[-1]) == (("a", "prepares"), ("a", "runs"))
 
 
-def test_a_lost_device_ends_the_case(monkeypatch):
-    def broken():
-        raise RuntimeError("an illegal memory access was encountered")
+class Fragile(HostTimer):
+    """A device that somebody breaks, and that tells so when it is waited for."""
 
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(DeviceLost, match="flash: RuntimeError: boom") as lost:
-        attention._failure(RuntimeError("boom"), replace(CASE, device="cuda"), "flash")
-    assert lost.value.implementation == "flash"
+    def __init__(self):
+        super().__init__()
+        self.lost = False
+
+    def break_it(self):
+        self.lost = True
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_who_breaks_the_device_is_named(call):
+    """In its first call, or in a later one that only the next synchronisation tells of."""
+    timer = Fragile()
+
+    def breaks(case, inputs):
+        calls = []
+        good = right(case, inputs)
+
+        def run(*tensors):
+            calls.append(1)
+            if len(calls) == call:
+                timer.break_it()
+            return good(*tensors)
+
+        return run
+
+    found = [implementation("right", right), implementation("breaks", breaks)]
+    with pytest.raises(DeviceLost, match="illegal memory access") as lost:
+        run_case(CASE, found, replace(BENCH, timer=timer))
+    assert lost.value.implementation == "breaks"
+
+
+def test_a_replay_that_computes_nothing_is_wrong(monkeypatch):
+    def record(replays):
+        def record_graph(work):
+            captured = work()
+            return (lambda: captured.copy_(work())) if replays else lambda: None
+
+        return record_graph
+
+    case = replace(CASE, graph=True)
+    for replays, outcome in ((True, "timed"), (False, "wrong")):
+        monkeypatch.setattr(attention, "record_cuda_graph", record(replays))
+        found = run_case(case, [implementation("a", right)], BENCH)
+        assert outcomes(found) == {"a": outcome}
+
+
+def test_the_cause_of_a_failure_is_in_the_record_and_all_of_it_in_the_log(capsys):
+    place = "at 1:27: " + "def kernel(): " * 100
+    found = run_case(
+        CASE, [implementation("a", raising(RuntimeError(f"{place} no such name")))], BENCH
+    )
+    assert found[0]["reason"].startswith("RuntimeError: at 1:27")
+    assert found[0]["reason"].endswith("no such name")
+    assert len(found[0]["reason"]) < 450
+    log = capsys.readouterr().err
+    assert f"a on {CASE.name}" in log
+    assert "Traceback" in log and place in log
 
 
 def test_slow_preparation_is_left_out_with_a_reason():
@@ -247,6 +315,28 @@ def test_scores_that_fill_the_memory_are_left_out():
     naive = next(i for i in IMPLEMENTATIONS if i.name == "naive")
     large = replace(CASE, T_q=2**15, T_k=2**15, B=1, H_q=8)
     assert "scores in memory" in naive.serves(large)
+
+
+def test_a_refusal_has_torch_s_words():
+    inputs = make_inputs(CASE)
+
+    def refuses(q, k, v):
+        warnings.warn(
+            "Flash attention kernel not used because: (Triggered in sdp.cpp)", stacklevel=1
+        )
+        warnings.warn(
+            "Memory Efficient attention has been runtime disabled. (Triggered)", stacklevel=1
+        )
+        warnings.warn(
+            "Flash does not support non-null attn_mask. (Triggered in sdp.cpp)", stacklevel=1
+        )
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    words = "Flash attention kernel not used because: Flash does not support non-null attn_mask."
+    assert why_refused(refuses, inputs) == words
+    assert why_refused(lambda q, k, v: q, inputs) is None
+    with pytest.raises(RuntimeError, match="boom"):
+        why_refused(raising(RuntimeError("boom"))(CASE, inputs), inputs)
 
 
 @pytest.mark.gpu

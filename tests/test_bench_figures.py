@@ -135,7 +135,7 @@ def test_full_set_holds_the_quick_one():
 
 
 def test_unknown_set():
-    with pytest.raises(ValueError, match="case set must be one of quick, full, got 'slow'"):
+    with pytest.raises(ValueError, match="case set must be one of minute, quick, full, got 'slow'"):
         cases.gpu_cases("slow")
 
 

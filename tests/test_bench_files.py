@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastattn.bench.cases import FAMILIES, cpu_cases
+from fastattn.bench.implementations import side_by_side
+
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
@@ -32,21 +35,29 @@ def run_bench(*arguments):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these take minutes")
 def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tmp_path):
     out = tmp_path / "out.json"
-    done = run_bench(
-        str(BENCH / "bench_decode.py"),
-        str(BENCH / "bench_overhead.py"),
-        *("--benchmark-only", f"--benchmark-json={out}", "-rs"),
-        *("-k", "decode or host_cost or dispatch"),
-    )
+    shortest = ("--benchmark-max-time=0.01", "--benchmark-min-rounds=1")
+    done = run_bench(str(BENCH), "--benchmark-only", *shortest, f"--benchmark-json={out}", "-rs")
     assert done.returncode == 0, done.stdout
     assert "needs a GPU: torch sees no CUDA device" in done.stdout
-    found = {b["name"]: b for b in json.loads(out.read_text())["benchmarks"]}
-    ours = next(b for name, b in found.items() if "cpu-fastattn-torch" in name)
-    assert ours["extra_info"]["time_over_sdpa"] > 0
+    found = {b["name"]: b["extra_info"] for b in json.loads(out.read_text())["benchmarks"]}
+    for case in cpu_cases():
+        names = [name for name in found if f"[{case.name}-" in name]
+        assert len(names) == len(side_by_side("cpu"))
+        ours = next(name for name in names if name.endswith("-fastattn-torch]"))
+        assert "time_over_sdpa" in found[ours]
     costs = [name for name in found if name.startswith("test_host_cost_of_a_call")]
     assert len(costs) == 3
-    over = found["test_host_cost_of_a_call[fastattn]"]["extra_info"]["us_over_bare_launch"]
-    assert over > 0
+    assert all("us_over_bare_launch" in found[name] for name in costs)
+    assert {"empty cache", "warm cache"} == set(found["test_first_call"])
+    generated = [name for name in found if name.startswith("test_generate_cpu")]
+    assert len(generated) == 2
+
+
+def test_the_set_of_a_minute_is_single_calls():
+    done = run_bench(str(BENCH), "--collect-only", "-q", "--case-set", "minute")
+    found = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert {Path(name).stem for name in found} == {f"bench_{family}" for family in FAMILIES}
+    assert done.stdout.count("::") < 150, done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU nothing is compiled for it")
@@ -59,8 +70,6 @@ def test_interpreting_processes_do_not_measure_launches():
 
 
 def test_every_family_has_a_file():
-    from fastattn.bench.cases import FAMILIES
-
     for family in FAMILIES:
         text = (BENCH / f"bench_{family}.py").read_text(encoding="utf-8")
         assert f'FAMILY = "{family}"' in text

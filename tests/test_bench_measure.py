@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastattn.bench.failures import DeviceLost
 from fastattn.bench.measure import DeviceTimer, Effort, HostTimer, Timing, compare
 
 
@@ -141,3 +142,65 @@ def test_host_timer():
     timer = HostTimer(lambda: device.host)
     read = timer.prepare(device.work("a", 0.0, host_ms=2.5))()
     assert read() == pytest.approx(2.5)
+
+
+class Fragile(HostTimer):
+    """A device that some call breaks, which every later synchronisation tells."""
+
+    lost = False
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+def breaking(timer, at):
+    calls = []
+
+    def run():
+        calls.append(1)
+        timer.lost = timer.lost or len(calls) == at
+
+    return run
+
+
+@pytest.mark.parametrize(("at", "who"), [(1, "bad"), (2, "bad"), (3, "the timing")])
+def test_a_device_that_is_lost_in_a_turn_is_nobody_s_fault_yet(at, who):
+    """The warm-up and the first sample have a name; in a turn it may have been any of them."""
+    timer = Fragile()
+    works = {"good": lambda: None, "bad": breaking(timer, at), "other": lambda: None}
+    with pytest.raises(DeviceLost, match="illegal memory access") as lost:
+        compare(works, timer, Effort(warm_up=1, least=4, most=4, pause=0))
+    assert lost.value.implementation == who
+
+
+def test_alone_it_has_a_name():
+    timer = Fragile()
+    works = {"good": lambda: None, "bad": breaking(timer, 4), "other": lambda: None}
+    with pytest.raises(DeviceLost) as lost:
+        compare(works, timer, Effort(warm_up=1, least=4, most=4, pause=0), alone=True)
+    assert lost.value.implementation == "bad"
+
+
+def test_an_error_that_another_meets_in_a_turn_is_not_put_down_to_it():
+    timer = Fragile()
+
+    def meets():
+        if timer.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    works = {"bad": breaking(timer, 3), "meets": meets}
+    with pytest.raises(DeviceLost) as lost:
+        compare(works, timer, Effort(warm_up=1, least=4, most=4, pause=0))
+    assert lost.value.implementation == "the timing"
+
+
+def test_it_is_announced_who_is_at_work_and_at_what():
+    announced = []
+    works = {"a": lambda: None, "b": lambda: None}
+    for alone, last in ((False, "the timing"), (True, "b")):
+        del announced[:]
+        effort = Effort(warm_up=1, least=1, most=1, pause=0)
+        compare(works, HostTimer(), effort, announce=lambda *a: announced.append(a), alone=alone)
+        assert announced[:2] == [("a", "prepares"), ("a", "runs")]
+        assert announced[-1] == (last, "runs")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib import resources
 
@@ -17,6 +18,7 @@ from fastattn.bench.static_sweep import survivor
 from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
 from fastattn.kernels import config, plan
 from fastattn.kernels.config import TileConfig
+from fastattn.testing.compile_pool import CompilePool
 
 H200_SHARED = 227 * 1024
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
@@ -201,7 +203,13 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
         {"kernel": "forward", "element_size": 2, "BLOCK_D": 256, "BLOCK_M": 64, "ms": 1.0},
         {"kernel": "forward", "element_size": 4, "BLOCK_D": 256, "BLOCK_M": 32, "ms": 2.0},
     ]
-    monkeypatch.setattr(Tuner, "sweep", lambda self: iter(rows))
+    asked = []
+
+    def sweep(self, places):
+        asked.append(places)
+        return iter(rows)
+
+    monkeypatch.setattr(Tuner, "sweep", sweep)
     properties = type("Properties", (), {"name": "Imaginary GPU"})
     monkeypatch.setattr(tuning.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tuning.torch.cuda, "get_device_properties", lambda device: properties)
@@ -216,6 +224,17 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
     found = next(r for r in first if (r["element_size"], r["BLOCK_D"]) == (2, 256) and "ms" in r)
     assert (found["gpu"], found["triton"], found["BLOCK_M"]) == ("Imaginary GPU", "1", 64)
     assert next(steps)[1][1]["command"] == "python tune.py"
+    # A second call goes on: it keeps the rows there are, and asks for those that are not.
+    before = [{**rows[1], "ms": 3.0}]
+    steps = tuning.tune(
+        tmp_path, bench, lambda: 1.0, environment, "again", rows=before, tried=[{"ms": 9.0}]
+    )
+    _, both, tried = next(steps)
+    assert [row["ms"] for row in both] == [3.0, 1.0]
+    assert tried == [{"ms": 9.0}]
+    assert set(asked[0]) - set(asked[1]) == {Place("forward", 4, 256)}
+    kept = [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
+    assert sorted(row["ms"] for row in kept) == [1.0, 3.0]
 
 
 def test_candidates_are_compiled_ahead():
@@ -223,11 +242,12 @@ def test_candidates_are_compiled_ahead():
     compilation = Compilation("sm_90", 1)
     place = Place("forward", 2, 64)
     fits, too_large = TileConfig(64, 32, 4, 1), TileConfig(128, 128, 8, 8)
+    as_long_as_it_takes = 1e6
     try:
         for tile in (fits, too_large):
             compilation.submit(place, tile)
-        assert compilation.why_not(place, fits, 120) is None
-        assert "shared memory" in compilation.why_not(place, too_large, 120)
+        assert compilation.why_not(place, fits, as_long_as_it_takes) is None
+        assert "shared memory" in compilation.why_not(place, too_large, as_long_as_it_takes)
         place, tile = Place("decode", 2, 64), TileConfig(16, 64, 4, 1)
         compilation.submit(place, tile)
         facts = compilation.facts(place, tile)
@@ -236,6 +256,15 @@ def test_candidates_are_compiled_ahead():
         assert compilation.facts(place, TileConfig(16, 48, 4, 1)) is None
     finally:
         compilation.close()
+
+
+def test_a_candidate_that_is_not_compiled_in_time_is_passed_over(monkeypatch):
+    """Python 3.10 has two TimeoutErrors."""
+    monkeypatch.setattr(CompilePool, "submit", lambda *args, **kwargs: Future())
+    compilation = Compilation("sm_90", 1)
+    compilation.submit(PLACES[0], A)
+    assert compilation.why_not(PLACES[0], A, 0) == "was not compiled in time"
+    compilation.close()
 
 
 def test_an_unknown_architecture_is_compiled_at_the_launch():

@@ -21,12 +21,16 @@ def everything(b, h, q_pos, k_pos):
     return k_pos >= 0
 
 
-@pytest.fixture
-def cache() -> KVCache:
-    cache = KVCache(2, 2, 8, 16)
-    k = torch.zeros(2, 2, 5, 16)
+def filled(device: str) -> KVCache:
+    cache = KVCache(2, 2, 8, 16, device=device)
+    k = torch.zeros(2, 2, 5, 16, device=device)
     cache.append(k, k, backend="torch")
     return cache
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    return filled("cpu")
 
 
 Q = torch.zeros(2, 4, 1, 16)
@@ -39,7 +43,7 @@ REFUSED = [
     ({"q": Q.half()}, TypeError, "q must have the cache's dtype torch.float32, got torch.float16"),
     ({"q": Q.to("meta")}, ValueError, "q must be on cpu, got meta"),
     ({"cache": [1]}, TypeError, "cache must be a KVCache, a PagedKVCache or a CacheView, got list"),
-    ({"cache": Q}, TypeError, "cache must be .* got Tensor"),
+    ({"cache": Q}, TypeError, r"cache must be .* got torch\.Tensor"),
     ({"new_lengths": torch.zeros(2)}, TypeError, "new_lengths must be an int32 or int64 tensor"),
     ({"new_lengths": torch.zeros(3).int()}, ValueError, r"new_lengths must have shape \[2\]"),
     ({"num_splits": 0}, ValueError, "num_splits must be at least 1, got 0"),
@@ -131,7 +135,6 @@ INTS = torch.zeros(2, dtype=torch.int32)
         ({"v": torch.zeros(2, 1, 5, 16)}, ValueError, "v must be torch.float32 .* as k is"),
         ({"v": torch.zeros(2, 1, 4, 16).half()}, ValueError, "v must be torch.float32"),
         ({"k": torch.zeros(2, 1, 4, 32)[..., ::2]}, ValueError, "k must be dense"),
-        ({"k": torch.zeros(2, 1, 4, 18)}, ValueError, "k must be dense, with rows that start"),
         ({"k": torch.zeros(4, 1, 2, 16).transpose(0, 2)}, ValueError, "v must be|k must be dense"),
         ({"k_scale": torch.zeros(2, 1, 4)}, ValueError, "k_scale goes with int8 and float8"),
         ({"lengths": torch.zeros(2)}, TypeError, "lengths must be an int32 or int64 tensor"),
@@ -162,17 +165,19 @@ def test_codes_need_scales() -> None:
     assert tensors(k=codes, v=codes, k_scale=scale, v_scale=scale).dtype == torch.bfloat16
 
 
-def test_the_choice_is_explained(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explain_decode(Q, cache, backend="torch").reasons == {
+def test_the_choice_is_explained(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = Q.to(device), filled(device)
+    assert explain_decode(q, cache, backend="torch").reasons == {
         "triton": 'backend "torch" was asked for'
     }
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
-    assert explain_decode(Q, cache).backend == "torch"
+    assert explain_decode(q, cache).backend == "torch"
     monkeypatch.delenv("FASTATTN_BACKEND")
-    wide = KVCache(1, 1, 4, 16, dtype=torch.float64)
-    assert "float64" in explain_decode(torch.zeros(1, 1, 1, 16).double(), wide).reasons["triton"]
+    wide = KVCache(1, 1, 4, 16, dtype=torch.float64, device=device)
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
+    assert "float64" in explain_decode(q, wide).reasons["triton"]
     with pytest.raises(ValueError, match=r'backend "triton" cannot serve this call: q is float64'):
-        decode_attention(torch.zeros(1, 1, 1, 16).double(), wide, backend="triton")
+        decode_attention(q, wide, backend="triton")
 
 
 def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
@@ -182,15 +187,15 @@ def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
     )  # fmt: skip
 
 
-def test_the_op_has_a_fake_and_a_schema(cache: KVCache) -> None:
+def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
     options = Options(scale=0.25, causal=True)
-    arguments = (*op_arguments(cache.view(), Q), *op_schema.flat(options))
+    arguments = (*op_arguments(filled(device).view(), Q.to(device)), *op_schema.flat(options))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(decode_ops.decode_forward, arguments, test_utils=tests)
 
 
-def test_traced_calls_give_the_same(cache: KVCache) -> None:
-    q = torch.randn(2, 4, 1, 16)
+def test_traced_calls_give_the_same(device: str) -> None:
+    q, cache = torch.randn(2, 4, 1, 16, device=device), filled(device)
 
     def step(q: torch.Tensor) -> torch.Tensor:
         return decode_attention(q, cache.view(), backend="triton", softcap=2.0)

@@ -7,20 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels.combine import launch_merge
-from fastattn.kernels.decode import launch_decode
+from fastattn.kernels.combine import combine_kernel, launch_merge
+from fastattn.kernels.decode import decode_kernel, launch_decode
 from fastattn.kernels.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import CompiledFacts, count_compilations
+from fastattn.testing.cross_compile import USUAL_SPILL_BYTES, CompiledFacts, count_compilations
 
 MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # fp32 rows of 256 columns have no matrix units: the smallest spill that was found.
 SPILL_BYTES = {("sm_90", 256, "fp32"): 16, ("sm_100", 256, "fp32"): 16}
-# Triton 3.6 runs ptxas with other options than 3.7, for which the tiles were chosen.
-USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 
 
 @triton.jit
@@ -48,7 +46,9 @@ def launch(
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     per_row = meta(9, dtype=torch.int32)
-    stored = meta(9, H_k, slots, D, dtype=STORAGE.get(quantize, DTYPES[dtype]))
+    # Somebody else's rows may be parts of longer ones, which start anywhere.
+    width = D + 2 if kind == "sliced" else D
+    stored = meta(9, H_k, slots, width, dtype=STORAGE.get(quantize, DTYPES[dtype]))[..., :D]
     scale = None if quantize is None else meta(9, H_k, slots, dtype=torch.float32)
     paged = kind == "paged"
     cache = CacheTensors(
@@ -75,18 +75,20 @@ def launch_merging(D: int) -> None:
 
 
 def compilations_for_new_shapes() -> list[int]:
-    """How many kernels each launch compiled: the first of its kind, then other sizes of each.
-
-    No case below has this head dim: what it compiled in the same worker would not count here.
-    """
+    """How many kernels each launch compiled: the first of its kind, then other sizes of each."""
+    for kernel in (decode_kernel, combine_kernel):
+        kernel.device_caches.clear()  # what other tests compiled in the same worker
     sizes = [{}, {"B": 1}, {"B": 16}, {"T": 2}, {"H_k": 1}, {"H_q": 2}, {"H_q": 32, "H_k": 16}]
     sizes += [{"splits": 2}, {"splits": 16}, {"table_width": 1}, {"table_width": 16}]
     lengths = {"contiguous": (1, 16, 4095), "paged": (128, 512), "ring": (16, 4095)}
-    return [
-        count_compilations(lambda kind=kind, size=size: launch(kind, D=32, **size))
+    launches = [
+        {"kind": kind, **size}
         for kind in lengths
         for size in [*sizes, *({"slots": n} for n in lengths[kind])]
     ]
+    # Keys that are not split, and more than 16 rows in a K/V head, are kinds of their own.
+    launches += [{"splits": 1}, {"splits": 1, "B": 16, "slots": 16}, {"T": 5}, {"T": 64, "B": 1}]
+    return [count_compilations(lambda given=given: launch(D=32, **given)) for given in launches]
 
 
 # target, kind of cache, head dim, dtype, codes, new tokens, options
@@ -94,23 +96,28 @@ CASES = compiled_cases(
     [
         *((target, "contiguous", 128, "bf16", None, 1, "plain")
           for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")),
-        *((target, "paged-3", 128, "bf16", "int8", 1, "scores") for target in ("sm_90", "gfx942")),
+        ("sm_90", "paged-3", 128, "bf16", "int8", 1, "scores"),
         *((target, "contiguous", 128, "bf16", None, 16, "plain") for target in ("sm_80", "sm_90")),
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
         ("sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"),
         ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
         ("sm_90", "paged-3", 64, "bf16", None, 16, "mod"),
         ("sm_90", "contiguous", 40, "bf16", None, 1, "mod"),
+        ("sm_90", "contiguous", 60, "bf16", None, 1, "plain"),
+        ("sm_90", "sliced", 128, "bf16", None, 1, "plain"),
+        ("sm_90", "paged-1", 59, "fp16", None, 1, "plain"),
         ("sm_90", "contiguous", 256, "fp32", None, 1, "plain"),
     ],
     [
         *((target, "contiguous", D, "bf16", None, 1, "plain")
           for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942") for D in (64, 256)),
         *((target, "paged-3", 128, "bf16", "int8", 1, "scores")
-          for target in ("sm_80", "sm_86", "sm_100")),
+          for target in ("sm_80", "sm_86", "sm_100", "gfx942")),
         *((target, "contiguous", 128, "bf16", None, 16, "plain")
           for target in ("sm_86", "sm_100", "gfx942")),
         ("sm_89", "contiguous", 128, "bf16", None, 1, "plain"),
+        ("gfx942", "paged-1", 59, "fp16", None, 1, "plain"),
+        ("sm_90", "paged-1", 111, "bf16", None, 1, "plain"),
         ("sm_90", "ring", 64, "fp16", "int8", 1, "scores"),
         ("sm_80", "contiguous", 128, "fp32", None, 1, "plain"),
         ("sm_90", "contiguous", 128, "fp32", None, 1, "plain"),
@@ -164,6 +171,21 @@ def test_pages_are_loaded_as_far_ahead_as_plain_keys(compiled: dict[tuple, Futur
     assert paged.shared_bytes >= plain.shared_bytes
 
 
+def test_loads_are_as_wide_as_rows_allow(compiled: dict[tuple, Future]) -> None:
+    """Of rows of 260 or 120 bytes a load of 16 would start where the GPU may not read."""
+    for kind, D, dtype, width in (
+        ("contiguous", 128, "bf16", "LDGSTS.E.BYPASS.128"),
+        ("contiguous", 60, "bf16", "LDGSTS.E.64"),
+        ("sliced", 128, "bf16", "LDGSTS.E"),
+        ("paged-1", 59, "fp16", "LDG.E.U16"),
+    ):
+        loops = decode_facts(compiled["sm_90", kind, D, dtype, None, 1, "plain"]).loops
+        widths = {name for loop in loops for name in loop.opcodes if name.startswith("LDG")}
+        if kind == "paged-1":
+            widths.discard("LDG.E")  # of page numbers
+        assert widths - {"LDGDEPBAR"} == {width}
+
+
 def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     fact = decode_facts(compiled["sm_90", "contiguous", 128, "bf16", None, 1, "plain"])
     full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
@@ -189,5 +211,6 @@ def test_merging_compiles_without_spills(target: str, compile_pool: CompilePool)
 
 def test_a_new_size_compiles_nothing(compile_pool: CompilePool) -> None:
     counts = compile_pool.call(f"{__file__}:compilations_for_new_shapes", "sm_90")
-    assert sum(counts) == 3 + 1, "the kernel for each kind of cache, and the merge"
+    assert counts[-4:] == [1, 0, 1, 0]
+    assert sum(counts[:-4]) == 3 + 1, "the kernel for each kind of cache, and the merge"
     assert counts[0] == 2

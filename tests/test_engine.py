@@ -8,8 +8,8 @@ import torch
 
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_tokens
-from fastattn.generation.sampling import Sampling
 from fastattn.models.gpt import GPT
+from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")

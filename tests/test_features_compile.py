@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels import config
+from fastattn.kernels.arguments import tile_for
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
+from fastattn.kernels.block_table import mask_for_keys, mask_for_queries
 from fastattn.kernels.forward import launch_forward
+from fastattn.kernels.statistics import launch_weights
 from fastattn.options import Options
 from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import CompiledFacts
+from fastattn.testing.cross_compile import CompiledFacts, count_compilations
 from fastattn.testing.sass import Loop
 
 B, H_q, H_k, T = 2, 4, 2, 1000
@@ -79,6 +82,32 @@ def launch_with_the_same_tile(flag: str, D: int) -> None:
         launch(flag, D, backward=False)
 
 
+def launch_others(D: int) -> None:
+    """What is launched beside attention, with the tiles that its options take."""
+    q, k = meta(B, H_q, T, D), meta(B, H_k, T, D)
+    lse = meta(B, H_q, T, dtype=torch.float32)
+    documents = FLAGS["documents"]
+    mask_for_queries(documents, q, k, tile_for("backward_dq", documents, q, D))
+    mask_for_keys(documents, q, k, tile_for("backward_dkv", documents, q, D))
+    launch_weights(q, k, lse, PLAIN)
+    launch_backward_bias(q, q, k, k, lse, lse, FLAGS["attn_bias"])
+
+
+def compilations_for_new_biases() -> list[int]:
+    """How many kernels gradients of biases compile: a first one, then other shapes and lengths."""
+
+    def backward(T: int, *shape: int) -> None:
+        q, lse = meta(B, H_q, T, 32), meta(B, H_q, T, dtype=torch.float32)
+        options = PLAIN._replace(attn_bias=meta(*shape))
+        launch_backward_bias(q, q, q, q, lse, lse, options)
+
+    shapes = [(B, H_q, 64, 64), (1, H_q, 1, 64), (B, 1, 64, 1), (1, 1, 1, 1)]
+    shapes += [(B, H_q, 1, 1), (1, H_q, 4096, 4096)]
+    return [
+        count_compilations(lambda shape=shape: backward(max(shape[2:]), *shape)) for shape in shapes
+    ]
+
+
 # Of these the plan is a range.
 IN_RANGES = ("prefix", "first", "varlen")
 # And of these a table, in which the loop looks up where the next block stands.
@@ -90,8 +119,8 @@ LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABL
 # What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has what
 # takes smaller tiles all at once, and lengths, padding and offsets for every target.
 ALONE = compiled_cases(
-    [("documents", "sm_80"), ("softcap", "sm_90"), ("relative_bias", "sm_90")],
-    [("alibi", "sm_100"), ("attn_bias", "sm_80")],
+    [("softcap", "sm_90"), ("relative_bias", "sm_90")],
+    [("documents", "sm_80"), ("alibi", "sm_100"), ("attn_bias", "sm_80")],
 )
 
 
@@ -145,3 +174,26 @@ def test_each_feature_compiles_well(
         assert fact.spill_store_bytes == 0, f"{fact.name}: {fact.spill_store_bytes} bytes"
         assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
         assert fact.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("D", "target"),
+    compiled_cases([(64, "sm_90")], [(128, "sm_90"), (64, "sm_80"), (128, "sm_80")]),
+)
+def test_what_is_launched_beside_attention_compiles_well(
+    D: int, target: str, compile_pool: CompilePool
+) -> None:
+    facts = compile_pool.facts(f"{__file__}:launch_others", target, D=D)
+    assert [fact.name for fact in facts] == [
+        "block_table_kernel", "block_table_kernel", "attention_weights_kernel",
+        "attention_backward_bias_kernel",
+    ]  # fmt: skip
+    for fact in facts:
+        assert not fact.spills, f"{fact.name}: {fact.spill_store_bytes} bytes"
+        assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
+
+
+def test_a_bias_of_another_shape_compiles_nothing(compile_pool: CompilePool) -> None:
+    """One row or one key is a length, whether the bias is broadcast there or not."""
+    counts = compile_pool.call(f"{__file__}:compilations_for_new_biases", "sm_90")
+    assert counts == [1, 0, 0, 0, 0, 0]

@@ -14,9 +14,9 @@ from fastattn.generation.generate import (
     unpad,
 )
 from fastattn.generation.request import Tally
-from fastattn.generation.sampling import Sampling
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
+from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizer import BPETokenizer, CharacterTokenizer
 

@@ -5,8 +5,8 @@ import torch
 
 from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.generation.graph import GraphWindow
-from fastattn.generation.sampling import Sampling
 from fastattn.generation.window import Window
+from fastattn.models.sampling import Sampling
 from fastattn.testing import assert_within_budget
 from fastattn.testing.gpt import make_gpt
 

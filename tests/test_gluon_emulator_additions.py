@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastattn.kernels.hopper.one_pass import async_atomic_add
+from fastattn.kernels.hopper.gluon_names import async_atomic_add, async_load
 from fastattn.testing import gluon_emulator
 from fastattn.testing.gluon_emulator import launch
 
@@ -24,9 +24,7 @@ def add_blocks(x_desc, sum_desc, full, tiles, number, PART: gl.constexpr):
     for i in range(number):
         tma.store_wait(pendings=0)
         mbarrier.expect(full.index(PART), x_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            x_desc, [(PART * number + i) * 64, 0], full.index(PART), tile
-        )
+        async_load(x_desc, [(PART * number + i) * 64, 0], full.index(PART), tile)
         mbarrier.wait(full.index(PART), i % 2)
         tile.store(tile.load(LAYOUT) * 2.0)
         fence_async_shared()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from fastattn import alibi_slopes, reference
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.rotary import apply_rotary, rotary_tables
-from fastattn.testing import assert_within_budget
+from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -104,7 +105,7 @@ def assert_model_equals_naive(model: GPT, tokens: Tensor, targets: Tensor) -> No
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     exact = naive_results(model, tokens, targets, torch.float64)
-    naive = naive_results(model, tokens, targets, torch.float32)
+    naive = worst_naive(exact, lambda: naive_results(model, tokens, targets, torch.float32))
     for name, x in {"logits": logits, "loss": loss, **gradients}.items():
         assert_within_budget(name, x.detach(), exact[name].detach(), naive[name].detach())
 
@@ -142,7 +143,7 @@ def test_cached_steps_equal_the_full_forward(changes):
     steps = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
     weights = dict(model.named_parameters())
     exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
-    naive = naive_logits(model.config, weights, tokens)
+    naive = worst_naive(exact, lambda: naive_logits(model.config, weights, tokens))
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, naive)
 
 
@@ -160,7 +161,8 @@ def test_ragged_rows_in_a_cache_equal_each_row_alone(positions):
     doubled = {name: parameter.double() for name, parameter in weights.items()}
     for row, n in enumerate(prompts.tolist()):
         alone = tokens[row : row + 1, : n + 1]
-        exact, naive = (naive_logits(model.config, w, alone) for w in (doubled, weights))
+        exact = naive_logits(model.config, doubled, alone)
+        naive = worst_naive(exact, partial(naive_logits, model.config, weights, alone))
         got = torch.cat([first[row], second[row]])
         assert_within_budget(f"row {row}", got, exact[0, -2:], naive[0, -2:])
 
@@ -185,7 +187,7 @@ def test_last_only_is_the_last_position():
     assert last.shape == (2, 1, 11)
     weights = dict(model.named_parameters())
     exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
-    naive = naive_logits(model.config, weights, tokens)
+    naive = worst_naive(exact, lambda: naive_logits(model.config, weights, tokens))
     assert_within_budget("logits", last, exact[:, -1:], naive[:, -1:])
 
 
@@ -319,5 +321,5 @@ def test_positions_by_distance_reach_past_the_context_in_a_cache(positions):
     steps = [model(part, cache=cache) for part in tokens.split(10, dim=1)]
     weights = dict(model.named_parameters())
     exact = naive_logits(model.config, {n: p.double() for n, p in weights.items()}, tokens)
-    naive = naive_logits(model.config, weights, tokens)
+    naive = worst_naive(exact, lambda: naive_logits(model.config, weights, tokens))
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, naive)

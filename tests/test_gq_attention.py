@@ -10,7 +10,7 @@ from torch import Tensor
 import fastattn.cross_attention
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention, swap
 from fastattn.cross_attention import ProjectedMemory
-from fastattn.testing import assert_within_budget
+from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,8 +59,11 @@ def weighed(layer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, seen: 
     return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
 
 
-def heads_of(x: Tensor, linear) -> Tensor:
-    return linear(x).view(*x.shape[:2], -1, D).transpose(1, 2)
+def heads_of(x: Tensor, linear, *sizes: tuple[int, int]) -> list[Tensor]:
+    """Heads [B, H, T, D] for each pair (H, D) of what a projection holds one after the other."""
+    parts = linear(x).split([heads * width for heads, width in sizes], dim=-1)
+    split = [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
+    return [heads.transpose(1, 2) for heads in split]
 
 
 def normalised(x: Tensor, weight: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ def normalised(x: Tensor, weight: Tensor) -> Tensor:
 def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
     """What a GQAttention without rotation computes."""
     T = x.shape[1]
-    q, k, v = heads_of(x, layer.qkv_proj).split([H_q, H_k, H_k], dim=1)
+    q, k, v = heads_of(x, layer.qkv_proj, (H_q, D), (H_k, D), (H_k, layer.v_head_dim))
     if layer.qk_norm:
         q, k = normalised(q, layer.q_norm.weight), normalised(k, layer.k_norm.weight)
     i, j = torch.arange(T)[:, None], torch.arange(T)
@@ -98,8 +101,8 @@ def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None)
 
 def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
     """What a CrossGQAttention computes; seen: bool [B, S]."""
-    q = heads_of(x, layer.q_proj)
-    k, v = heads_of(memory, layer.kv_proj).split([H_k, H_k], dim=1)
+    (q,) = heads_of(x, layer.q_proj, (H_q, D))
+    k, v = heads_of(memory, layer.kv_proj, (H_k, D), (H_k, layer.v_head_dim))
     if layer.qk_norm:
         q, k = normalised(q, layer.q_norm.weight), normalised(k, layer.k_norm.weight)
     return weighed(layer, q, k, v, 0.0, seen[:, None, None])
@@ -114,8 +117,9 @@ def assert_equals_naive(layer, forward, naive, *inputs: Tensor) -> None:
         upstream = torch.arange(y.numel()).view_as(y).to(y.dtype).cos()
         return [y.detach(), *torch.autograd.grad(y, [*inputs, *layer.parameters()], upstream)]
 
-    got, plain = run(forward, layer, inputs), run(naive, layer, inputs)
+    got = run(forward, layer, inputs)
     exact = run(naive, copy.deepcopy(layer).double(), [x.double() for x in inputs])
+    plain = worst_naive(exact, lambda: run(naive, layer, inputs))
     names = ["output", *map(str, range(len(inputs))), *dict(layer.named_parameters())]
     for name, *triple in zip(names, got, exact, plain, strict=True):
         assert_within_budget(name, *triple)
@@ -133,6 +137,8 @@ SELF = {
     "dot": {"scoring": "dot"},
     "multiplicative": {"scoring": "multiplicative", "causal": False, "alibi": True},
     "additive": {"scoring": "additive"},
+    "narrow-values": {"v_head_dim": 5, "qkv_bias": True},
+    "wide-values-additive": {"v_head_dim": 12, "scoring": "additive"},
     "additive-window": {"scoring": "additive", "causal": False, "window": 3, "qk_norm": True},
 }
 
@@ -163,11 +169,13 @@ def test_kernels_equal_the_formula(name, device):
         got = layer(x.to(device)).cpu()
         layer = layer.cpu()
         exact = naive_self(copy.deepcopy(layer).double(), x.double())
-        assert_within_budget("output", got, exact, naive_self(layer, x))
+        plain = worst_naive(exact, lambda: naive_self(layer, x))
+        assert_within_budget("output", got, exact, plain)
 
 
 @pytest.mark.parametrize(
-    "name", ["stride", "stride-window-first", "dot", "multiplicative", "additive"]
+    "name",
+    ["stride", "stride-window-first", "dot", "multiplicative", "additive", "narrow-values"],
 )
 @torch.no_grad()
 def test_cached_steps_equal_the_formula(name):
@@ -176,7 +184,8 @@ def test_cached_steps_equal_the_formula(name):
     cache = layer.new_cache(2, 9)
     steps = [layer(part, cache=cache) for part in x.split([4, 1, 1, 3], dim=1)]
     exact = naive_self(copy.deepcopy(layer).double(), x.double())
-    assert_within_budget("steps", torch.cat(steps, dim=1), exact, naive_self(layer, x))
+    plain = worst_naive(exact, lambda: naive_self(layer, x))
+    assert_within_budget("steps", torch.cat(steps, dim=1), exact, plain)
 
 
 def test_causal_is_gq_attention_by_default():
@@ -199,6 +208,8 @@ CROSS = {
     "cap-sinks": {"softcap": 1.5, "sinks": True, "scale": 0.7},
     "multiplicative": {"scoring": "multiplicative"},
     "additive": {"scoring": "additive"},
+    "narrow-values": {"v_head_dim": 4, "qkv_bias": True},
+    "wide-values-norm": {"v_head_dim": 12, "qk_norm": True},
 }
 
 
@@ -237,7 +248,7 @@ def test_a_memory_projected_once_serves_every_step(lengths, backend, device, mon
     seen = torch.arange(9) < (torch.tensor([9, 9]) if lengths is None else lengths)[:, None]
     layer = layer.cpu()
     exact = naive_cross(copy.deepcopy(layer).double(), x.double(), memory.double(), seen)
-    plain = naive_cross(layer, x, memory, seen)
+    plain = worst_naive(exact, lambda: naive_cross(layer, x, memory, seen))
     assert_within_budget("steps", torch.cat(steps, dim=1).cpu(), exact, plain)
 
 
@@ -256,7 +267,8 @@ def test_padding_of_a_memory_reaches_nothing():
     poisoned = memory.masked_fill(~mask[..., None], torch.nan)
     exact = naive_cross(copy.deepcopy(layer).double(), x.double(), memory.double(), mask)
     got = layer(x, poisoned, memory_padding_mask=mask)
-    assert_within_budget("output", got, exact, naive_cross(layer, x, memory, mask))
+    plain = worst_naive(exact, lambda: naive_cross(layer, x, memory, mask))
+    assert_within_budget("output", got, exact, plain)
     nothing = layer(x, memory, memory_lengths=torch.tensor([0, 9]))
     assert not nothing[0].any()
     assert nothing[1].any()

@@ -24,11 +24,11 @@ CONSUMERS = 2
 # with lengths among them.
 # "turns": "causal" with consumers that take turns.
 FORWARD = compiled_cases(
-    [(64, "causal"), (128, "causal"), (128, "all")], [(256, "causal"), (128, "turns")]
+    [(128, "causal"), (128, "all")], [(64, "causal"), (256, "causal"), (128, "turns")]
 )
-BACKWARD = [(64, "causal"), (128, "causal"), (128, "all")]
+BACKWARD = compiled_cases([(128, "causal")], [(64, "causal"), (128, "all")])
 # "packed": "all" without a softcap.
-ONE_PASS = [(128, "causal"), (128, "packed")]
+ONE_PASS = compiled_cases([(128, "causal")], [(128, "packed")])
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks, and nothing at all in forward with a band alone.
 SPILL_BYTES = {"forward": 80, "backward": 128, "one_pass": 400}

@@ -285,6 +285,21 @@ def copy_kernel(ptrs, n, MASKED: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def all_or_first_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    everything = tl.load(x_ptr) > 0
+    tl.store(out_ptr + offs, offs, mask=(offs < 1) | everything)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("x", [0, 1])
+def test_a_comparison_of_scalars_joins_a_mask(x: int, dtype: torch.dtype) -> None:
+    out = torch.full((4,), -1, dtype=torch.int32)
+    all_or_first_kernel[(1,)](torch.tensor([x], dtype=dtype), out, 4)
+    assert out.tolist() == ([0, 1, 2, 3] if x else [0, -1, -1, -1])
+
+
+@triton.jit
 def load_kernel(x_ptr, out_ptr, offset):
     tl.store(out_ptr, tl.load(x_ptr + offset))
 

@@ -72,6 +72,16 @@ def test_positions_and_tables_move_the_rotation(style, per_row, device):
     assert (y - layer(x)).abs().max() > 1e-3
     tables = rotary_tables(positions, layer.rotary_dim)
     assert torch.equal(layer(x, rotary_tables=tables), y)
+    freqs_cis = torch.complex(*tables)
+    assert torch.equal(layer(x, rotary_tables=freqs_cis), y)
+    cache = layer.new_cache(batch_size=2, max_length=6)
+    steps = [
+        layer(x[:, t : t + 1], rotary_tables=freqs_cis[..., t : t + 1, :], cache=cache)
+        for t in range(6)
+    ]
+    assert_within_budget(
+        "steps", torch.cat(steps, 1), *exact_and_naive(layer, x, positions=positions)
+    )
 
 
 def test_attention_gets_views_and_shared_heads(monkeypatch, device):
@@ -270,6 +280,14 @@ def test_forward_errors():
         layer(x, positions=torch.arange(5.0))
     with pytest.raises(ValueError, match=r"rotary_tables must have 4 columns .* = 8, got 2"):
         layer(x, rotary_tables=rotary_tables(5, 4))
+    for given in ((torch.complex(*tables), torch.complex(*tables)), (tables[0].int(), tables[1])):
+        with pytest.raises(
+            TypeError, match=r"cos must have a floating dtype, got torch\.(co|int32)"
+        ):
+            layer(x, rotary_tables=given)
+    for given, got in ((tables[0], r"torch\.float32"), (list(tables), "list")):
+        with pytest.raises(TypeError, match=rf"rotary_tables must be \(cos, sin\), .* got {got}"):
+            layer(x, rotary_tables=given)
     with pytest.raises(ValueError, match=r"cos and sin must have shape \[5, R // 2\]"):
         layer(x, rotary_tables=rotary_tables(6, 8))
     with pytest.raises(TypeError, match=r"key_padding_mask must be a bool tensor"):

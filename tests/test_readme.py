@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,7 @@ def make_targets() -> set[str]:
 
 EXAMPLES = [
     pytest.param(code, id=f"{document}:{line}")
-    for document in DOCUMENTS
+    for document in (*DOCUMENTS, "docs/compat.md")
     for line, code in find_blocks(read(document), "python")
 ]
 FEATURE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
@@ -62,35 +62,73 @@ COMMANDS = [
 ]
 
 
-def run_as_a_program(folder: Path, code: str) -> None:
-    # A file, because Triton reads the source of its functions.
-    (folder / "example.py").write_text(code, encoding="utf-8")
+# A process that has imported what takes seconds, and starts each program as a copy of itself.
+# Programs are files, because Triton reads the source of its functions.
+SERVER = """
+import os, runpy, sys, traceback
+import fastattn
+
+for folder in sys.stdin:
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    status = 1
+    try:
+        os.chdir(folder.rstrip())
+        sys.stdin = open(os.devnull)
+        sys.stdout = open("stdout", "w")
+        sys.stderr = open("stderr", "w")
+        sys.path.insert(0, os.getcwd())
+        runpy.run_path("example.py", run_name="__main__")
+        sys.stdout.flush()
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_as_a_program() -> Iterator[Callable[[Path, str], None]]:
     # The plain path of a machine without a GPU: not the interpreter that the kernel tests run in.
     environment = os.environ | {"FASTATTN_BACKEND": "torch"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "example.py"],
-        cwd=folder,
+    server = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SERVER],
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert server.stdin is not None and server.stdout is not None
+
+    def run(folder: Path, code: str) -> None:
+        (folder / "example.py").write_text(code, encoding="utf-8")
+        print(folder, file=server.stdin, flush=True)
+        status = server.stdout.readline().rstrip()
+        assert status == "0", f"exit status {status}: {(folder / 'stderr').read_text()}"
+
+    yield run
+    server.communicate()
 
 
-def test_the_tutorial_is_one_program(tmp_path: Path) -> None:
+def test_the_tutorial_is_one_program(run_as_a_program, tmp_path: Path) -> None:
     blocks = [code for _, code in find_blocks(read("docs/tutorial.md"), "python")]
     assert len(blocks) > 10
     run_as_a_program(tmp_path, "".join(blocks))
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_python_example_runs(tmp_path, code):
+def test_python_example_runs(run_as_a_program, tmp_path, code):
     run_as_a_program(tmp_path, code)
 
 
-def test_a_line_for_every_feature_runs(tmp_path):
+def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
     shown = "".join(line for _, line in FEATURES)
     parameters = inspect.signature(attention).parameters.values()
     options = {x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -99,7 +137,21 @@ def test_a_line_for_every_feature_runs(tmp_path):
     run_as_a_program(tmp_path, SETUP[1] + "\n".join(line for _, line in FEATURES))
 
 
-def test_a_feature_that_fails_is_seen(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import fastattn\nfastattn.nothing", "has no attribute 'nothing'"),
+        ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
+        ("import sys\nsys.exit(3)", "exit status 3"),
+        ("import os\nos.abort()", "exit status -6"),
+    ],
+)
+def test_a_program_that_fails_is_seen(run_as_a_program, tmp_path, code, words):
+    with pytest.raises(AssertionError, match=words):
+        run_as_a_program(tmp_path, code)
+
+
+def test_a_feature_that_fails_is_seen(run_as_a_program, tmp_path):
     with pytest.raises(AssertionError, match="window as an int counts visible keys"):
         run_as_a_program(tmp_path, SETUP[1] + "attention(q, k, v, window=0)")
 

@@ -189,6 +189,8 @@ def test_application_errors():
         apply_rotary(x[0], cos, sin)
     with pytest.raises(TypeError, match=r"x must have a floating dtype, got torch.int64"):
         apply_rotary(x.long(), cos, sin)
+    with pytest.raises(TypeError, match=r"sin must have a floating dtype, got torch.complex64; of"):
+        apply_rotary(x, cos, torch.complex(cos, sin))
     with pytest.raises(ValueError, match=r"must have one shape, got \(5, 4\) and \(4, 4\)"):
         apply_rotary(x, cos, sin[1:])
     with pytest.raises(ValueError, match=r"shape \[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)"):

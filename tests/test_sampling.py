@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastattn.generation.sampling import Sampling, choose_rows, draw, make_generator, uniform
+from fastattn.models.sampling import Sampling, choose_rows, draw, make_generator, uniform
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
 
@@ -66,6 +66,7 @@ def test_draws_follow_the_distribution():
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
         ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0\.0"),
         ({"min_p": -0.5}, r"min_p must be in \(0, 1\], got -0\.5"),
+        ({"epsilon_cutoff": 0.0}, r"epsilon_cutoff must be in \(0, 1\], got 0\.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive and finite, got 0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty must be positive and finite, got i"),
     ],
@@ -87,6 +88,22 @@ def test_min_p_looks_at_what_temperature_has_made_of_the_scores():
     scores = torch.tensor([[0.5, 0.3]]).log()
     assert not Sampling(min_p=0.5, temperature=0.5).filter(scores).isfinite().all()
     assert Sampling(min_p=0.5).filter(scores).isfinite().all()
+
+
+def test_an_epsilon_cutoff_keeps_what_is_likely_by_itself_and_the_likeliest():
+    probabilities = torch.tensor([[0.5, 0.04, 0.31, 0.15], [0.25, 0.25, 0.25, 0.25]])
+    for cutoff, expected in (
+        (0.03, ([0, 1, 2, 3], [0, 1, 2, 3])),
+        (0.1, ([0, 2, 3], [0, 1, 2, 3])),
+        (0.3, ([0, 2], [0, 1, 2, 3])),
+        (1.0, ([0], [0, 1, 2, 3])),
+    ):
+        scores = Sampling(epsilon_cutoff=cutoff).filter(probabilities.log())
+        left = tuple(row.isfinite().nonzero().flatten().tolist() for row in scores)
+        assert left == expected
+    # Of what top-k has left, the second has three eighths.
+    scores = Sampling(top_k=2, epsilon_cutoff=0.35).filter(probabilities[:1].log())
+    assert scores.isfinite().tolist() == [[True, False, True, False]]
 
 
 def test_a_repetition_penalty_lowers_scores_of_either_sign():

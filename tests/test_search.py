@@ -123,7 +123,7 @@ def test_few_beams_follow_the_rule(beams, length_penalty, context):
 def test_the_search_goes_on_past_the_context():
     """Beyond it one beam is greedy generation, by the same windows."""
     from fastattn.generation.generate import generate_tokens
-    from fastattn.generation.sampling import Sampling
+    from fastattn.models.sampling import Sampling
 
     model = make_model(context=5)
     greedy = list(generate_tokens(model, PROMPT, 20, sampling=Sampling(greedy=True)))

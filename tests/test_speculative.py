@@ -7,7 +7,6 @@ import torch
 
 from fastattn.generation.generate import generate_tokens
 from fastattn.generation.request import Tally, make_request
-from fastattn.generation.sampling import Sampling
 from fastattn.generation.speculative import (
     SpeculativeDecoder,
     speculative_text,
@@ -15,6 +14,7 @@ from fastattn.generation.speculative import (
     verify,
 )
 from fastattn.models.gpt import GPT
+from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizer import CharacterTokenizer
 
@@ -113,7 +113,7 @@ def test_texts_follow_the_models_distribution():
     sizes = {"context": 8, "num_layers": 1, "embed_dim": 8, "std": 0.4}
     model, draft = make_gpt(3, **sizes), make_gpt(3, **sizes)
     expected = exact_distribution(model, [1], 3, sampling)
-    total = 1500
+    total = 600
     counts: dict[tuple[int, ...], int] = {}
     tally = Tally()
     for seed in range(total):

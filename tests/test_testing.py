@@ -25,7 +25,11 @@ def blockwise(
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     k, v = (x.repeat_interleave(G, 1) for x in (k, v))
-    s = (q.to(wide) @ k.to(wide).mT) * D**-0.5 * (1.01 if bug == "scale" else 1.0)
+    s = (
+        (q.to(wide) @ k.to(wide).mT)
+        * D**-0.5
+        * ({"scale": 1.01, "scale-a-little": 1.00001}.get(bug, 1.0))
+    )
     diagonal = {"diagonal": 0, "late": 2}.get(bug, 1)
     hidden = torch.ones(T, T, dtype=torch.bool).triu(diagonal)
     hidden[0, 0] = False
@@ -71,6 +75,14 @@ def test_planted_bugs_exceed_the_budget(bug: str, dtype: torch.dtype) -> None:
 
     with pytest.raises(AssertionError, match=r"(exceeds the budget|NaN)"):
         assert_matches_reference(broken, *inputs(dtype), causal=True)
+
+
+def test_a_scale_off_by_a_hundred_thousandth_exceeds_the_budget_of_fp32() -> None:
+    def broken(q, k, v, **arguments):
+        return blockwise(q, k, v, bug="scale-a-little", **arguments)
+
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_matches_reference(broken, *inputs(torch.float32), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -19,7 +19,7 @@ from fastattn.training.tokenizer_pieces import read_vocabulary, write_vocabulary
 
 TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
 SPECIAL = ["[PAD]", "[UNK]", "[BEGIN]", "[END]", "[MASK]"]
-KINDS = ["word", "char", "char-bpe", "wordpiece", "unigram"]
+KINDS = ["word", "word-space", "char", "char-bpe", "wordpiece", "unigram"]
 
 
 def make(kind: str, vocab_size: int = 60):
@@ -50,9 +50,23 @@ def test_special_tokens_come_first_and_text_comes_back(kind, tmp_path):
     assert again.encode(TEXT) == tokenizer.encode(TEXT)
 
 
+def test_words_with_white_space_and_punctuation_come_back_exactly():
+    text = '\tHe said:  "don\'t, (really)"\r\n\n\u00a0\u3000x=f(a, b);   #\u00e9t\u00e9 \n'
+    tokenizer = train_tokenizer("word-space", text, vocab_size=100)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.find_id("\"don't,") in ids
+    decoder = tokenizer.decoder()
+    assert "".join(map(decoder.feed, ids)) + decoder.finish() == text
+    # Other words are unknown, but the space about them is kept.
+    unknown = tokenizer.special_id("unknown")
+    assert [token == unknown for token in tokenizer.encode("He  sang\n")] == [0, 0, 0, 1, 0]
+
+
 def test_each_kind_cuts_as_its_name_says():
     lengths = {kind: len(make(kind).encode("the cat sat")) for kind in KINDS}
     assert lengths["word"] == 3
+    assert lengths["word-space"] == 5
     assert lengths["char"] == 11
     assert 3 <= lengths["char-bpe"] < 11
     assert 3 <= lengths["wordpiece"] < 11
@@ -143,7 +157,7 @@ def test_unusable_requests_are_named(kind):
         PieceTokenizer.train(kind, TEXT, 5)
     with pytest.raises(TokenizerError, match=f"kind '{kind}' needs a text, got none"):
         PieceTokenizer.train(kind, " \n", 60)
-    with pytest.raises(TokenizerError, match=r"kind must be one of word, char, .* got 'letters'"):
+    with pytest.raises(TokenizerError, match=r"must be one of word, word-space, .* got 'letters'"):
         PieceTokenizer.train("letters", TEXT, 60)
     tokenizer = make(kind)
     with pytest.raises(TokenizerError, match=r"must be in 0\.\.\d+ for this tokenizer, got 999"):

@@ -1,5 +1,7 @@
 """Users' functions on torch tensors give what Triton gives, kernel by kernel."""
 
+import math
+
 import pytest
 import torch
 import triton
@@ -60,6 +62,21 @@ def functions(x, b, h, q_pos, k_pos):
 
 
 @triton.jit
+def methods(x, b, h, q_pos, k_pos):
+    near = (k_pos > 2).logical_and(q_pos > 1).logical_or(h == 1)
+    y = tl.where(near, x.abs() + x.sigmoid(), k_pos.cast(tl.float32))
+    return y + k_pos.cdiv(3) + k_pos.to(x.dtype)
+
+
+@triton.jit
+def bounds(x, b, h, q_pos, k_pos):
+    y = tl.clamp(x, -0.5, 0.5) + tl.clamp(x, tl.minimum(x, 0.0), 0.1)
+    for n in tl.static_range(1, 4, 2):
+        y += tl.clamp(x * n, -1.0, 1.0)
+    return tl.add(y, tl.mul(x, tl.sub(x, tl.zeros_like(x))))
+
+
+@triton.jit
 def choices(x, b, h, q_pos, k_pos):
     keep = (q_pos >= k_pos) & ~(k_pos == 2) | (q_pos < -1) ^ (k_pos > 6)
     y = tl.where(keep, x, -1.0) + (q_pos <= k_pos) * 2 + (q_pos != k_pos).to(tl.int32)
@@ -81,10 +98,65 @@ def reads(x, b, h, q_pos, k_pos, table):
     return x * tl.load(table + h) + inside + tl.load(table + 1 + k_pos % 4)
 
 
-@pytest.mark.parametrize("mod", [whole_numbers, functions, choices, branches])
+@pytest.mark.parametrize("mod", [whole_numbers, functions, methods, bounds, choices, branches])
 def test_as_triton_computes(mod, device: str) -> None:
     by_triton, by_torch = run_both(mod, (), device)
     torch.testing.assert_close(by_torch, by_triton, rtol=1e-5, atol=1e-5)
+
+
+# Triton's interpreter lets NaN through, which its compiler does where it is told to.
+def test_bounds_pass_over_nan_unless_told_otherwise() -> None:
+    tl = torch_language.LANGUAGE
+    x = torch_language.Value(torch.tensor([math.nan, 0.5, 7.0]), torch.float32)
+    assert tl.maximum(x, 1.0).x.tolist() == [1.0, 1.0, 7.0]
+    assert tl.minimum(x, 1.0).x.tolist() == [1.0, 0.5, 1.0]
+    assert tl.clamp(x, 0.0, 1.0).x.tolist() == [0.0, 0.5, 1.0]
+    told = tl.clamp(x, 0.0, 1.0, propagate_nan=tl.PropagateNan.ALL).x
+    assert told.isnan().tolist() == [True, False, False]
+
+
+# Nor has it these as methods.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ceil",
+        "cos",
+        "erf",
+        "exp",
+        "exp2",
+        "floor",
+        "log",
+        "log2",
+        "rsqrt",
+        "sin",
+        "sqrt",
+        "sqrt_rn",
+    ],
+)
+def test_methods_are_functions_of_their_name(name: str) -> None:
+    x = torch_language.Value(torch.rand(5) + 0.5, torch.float32)
+    expected = getattr(torch, name.removesuffix("_rn"))(x.x)
+    assert torch.equal(getattr(x, name)().x, expected)
+    assert torch.equal(getattr(torch_language.LANGUAGE, name)(x).x, expected)
+
+
+# Triton's interpreter has no libdevice: Python's own functions stand for it here.
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        *((name, (0.4,)) for name in ("asin", "acos", "atan", "asinh", "atanh", "tan", "tanh")),
+        *((name, (0.4,)) for name in ("sinh", "cosh", "expm1", "log1p", "log10", "erfc", "isnan")),
+        *((name, (1.3, -2.5)) for name in ("atan2", "hypot", "copysign", "fmod")),
+        *((name, (-2.5,)) for name in ("trunc", "isinf")),
+        ("acosh", (1.7,)),
+        ("pow", (1.3, 2.5)),
+    ],
+)
+def test_libdevice_as_python_computes(name: str, inputs: tuple[float, ...]) -> None:
+    real = torch.float64
+    values = [torch_language.Value(torch.tensor(x, dtype=real), real) for x in inputs]
+    found = getattr(torch_language.LANGUAGE, name)(*values)
+    torch.testing.assert_close(found.x.double().item(), float(getattr(math, name)(*inputs)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from ..capture import record_cuda_graph
 from . import figures
 from .cases import Case
 from .correctness import Expected, check, expect
+from .failures import log, raise_if_lost, reason
 from .inputs import Inputs, make_inputs
-from .measure import Effort, Function, Timer, Timing, compare
+from .measure import PREPARES, RUNS, Announce, Effort, Function, Timer, Timing, compare
 from .serving import Attention, Implementation, Unserved
 
 TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
@@ -28,19 +31,8 @@ TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
     "out of memory",
 )
 Record = dict[str, Any]
-
-
-class DeviceLost(RuntimeError):
-    """The CUDA context is broken: nothing more can be measured in this process.
-
-    Args:
-        implementation: who broke it.
-        reason: what it raised.
-    """
-
-    def __init__(self, implementation: str, reason: str) -> None:
-        super().__init__(f"{implementation}: {reason}")
-        self.implementation, self.reason = implementation, reason
+# Who is at work when it is computed what results are held to.
+REFERENCE = "the reference"
 
 
 @dataclass
@@ -54,6 +46,7 @@ class Bench:
         readings: what was read since the last call, for the records.
         sleep: waits that many seconds.
         expected: computes what results are held to.
+        alone: time one implementation after the other, to learn which of them breaks the device.
     """
 
     timer: Timer
@@ -62,6 +55,21 @@ class Bench:
     readings: Callable[[], dict[str, float]] = dict
     sleep: Callable[[float], None] = time.sleep
     expected: Callable[[Case, Inputs], Expected] = expect
+    alone: bool = False
+
+    def compare(
+        self, functions: Mapping[str, Function], announce: Announce
+    ) -> dict[str, Timing | Exception]:
+        """`measure.compare` with all this."""
+        return compare(
+            functions,
+            self.timer,
+            self.effort,
+            while_busy=self.while_busy,
+            sleep=self.sleep,
+            announce=announce,
+            alone=self.alone,
+        )
 
 
 def run_case(
@@ -70,7 +78,7 @@ def run_case(
     bench: Bench,
     *,
     broken: Mapping[str, str] | None = None,
-    announce: Callable[[str], None] = lambda name: None,
+    announce: Announce = lambda name, doing: None,
 ) -> list[Record]:
     """Measure a case.
 
@@ -79,15 +87,16 @@ def run_case(
         implementations: by which.
         bench: with what.
         broken: implementations that ended the process when they were tried, and how.
-        announce: told the name of each implementation before it runs for the first time.
+        announce: told who is at work, and what at, as by `compare`; REFERENCE before all others.
 
     Returns:
         A record for each implementation, with implementation, status (one of the names above),
         reason unless it was timed, and else ms and the figures of `figures.figures`; peak_mib and
-        memory_ratio on a GPU.
+        memory_ratio on a GPU; alone where it took no turns with others.
 
     Raises:
-        DeviceLost: an implementation broke the device for all that follow.
+        DeviceLost: an implementation broke the device for all that follow; or one of those that
+            took turns did, named TIMING.
     """
     outcomes: dict[str, Record] = {}
     works: dict[str, Function] = {}
@@ -101,32 +110,34 @@ def run_case(
             outcomes[name] = {"status": UNSERVED, "reason": reason}
         else:
             served.append(implementation)
-    announce("the reference")
+    announce(REFERENCE, PREPARES)
     try:
         inputs = make_inputs(case)
         expected = bench.expected(case, inputs)
+        bench.timer.synchronize()
     except Exception as error:
-        outcomes.update({i.name: _failure(error, case, "the reference") for i in served})
+        outcome = _failure(error, case, REFERENCE, bench)
+        outcomes.update({i.name: outcome for i in served})
         served = []
     for implementation in served:
         name = implementation.name
-        announce(name)
+        announce(name, PREPARES)
         try:
-            works[name], outcomes[name] = prepare(implementation, case, inputs, expected)
+            works[name], outcomes[name] = prepare(
+                implementation, case, inputs, expected, issued=partial(announce, name, RUNS)
+            )
+            bench.timer.synchronize()
         except Exception as error:
-            outcomes[name] = _failure(error, case, name)
-    announce("the timing")
-    timings = compare(
-        works, bench.timer, bench.effort, while_busy=bench.while_busy, sleep=bench.sleep
-    )
-    readings = bench.readings()
+            outcomes[name] = _failure(error, case, name, bench)
+    timings = bench.compare(works, announce)
+    readings = bench.readings() | ({"alone": True} if bench.alone else {})
     for name, timing in timings.items():
         if isinstance(timing, Timing):
             numbers = figures.figures(case, timing.median)
             outcomes[name].update(status=TIMED, ms=timing.to_dict(), **_rounded(numbers))
             outcomes[name].update(readings)
         else:
-            outcomes[name] = _failure(timing, case, name)
+            outcomes[name] = _failure(timing, case, name, bench)
     works.clear()
     release(case.device)
     described = case.to_dict()
@@ -134,9 +145,18 @@ def run_case(
 
 
 def prepare(
-    implementation: Implementation, case: Case, inputs: Inputs, expected: Expected
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    expected: Expected,
+    issued: Function = lambda: None,
 ) -> tuple[Function, Record]:
     """The function to time, after its results have passed the check.
+
+    Args:
+        implementation, case, inputs: what of which on what.
+        expected: what results are held to.
+        issued: called when everything is compiled and the first results are waited for.
 
     Returns:
         The function, and what the first call of it says of memory.
@@ -150,14 +170,43 @@ def prepare(
         attention = implementation.prepare(case, inputs)
         work = work_of(case, attention, inputs)
         results = _results(case, attention, inputs)
-        if implementation.check is None:
-            check(case, *results, expected)
-        else:
-            implementation.check(case, inputs, results[0])
+        issued()
+        _hold(implementation, case, inputs, results, expected)
         memory = _memory(case, work_from_nothing(case, attention, inputs))
         if case.graph:
-            work = record_cuda_graph(work)
+            work, replayed = _recorded(case, work)
+            _hold(implementation, case, inputs, (replayed, None), expected)
     return work, memory
+
+
+def _hold(
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    results: tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None],
+    expected: Expected,
+) -> None:
+    if implementation.check is None:
+        check(case, *results, expected)
+    else:
+        implementation.check(case, inputs, results[0])
+
+
+def _recorded(case: Case, work: Function) -> tuple[Function, Tensor]:
+    """A replay of `work` as a CUDA graph, and the output that a replay has left."""
+    assert case.direction == "forward", "graphs are measured forward only"
+    outputs: list[Any] = []
+
+    def remember() -> object:
+        outputs.append(work())  # none is freed while the graph is captured
+        return outputs[-1]
+
+    replay = record_cuda_graph(remember)
+    o: Tensor = outputs[-1]
+    # What the calls before the replay have left there is no result of it.
+    o.fill_(math.nan)
+    replay()
+    return replay, o
 
 
 def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
@@ -222,26 +271,18 @@ def input_bytes(case: Case) -> int:
     return queries + 2 * keys + (0 if case.direction == "forward" else queries)
 
 
-def _failure(error: Exception, case: Case, name: str) -> Record:
-    if case.device == "cuda":
-        _raise_if_lost(error, name)
-    text = " ".join(f"{error}".split())[:400]
+def _failure(error: Exception, case: Case, name: str, bench: Bench) -> Record:
+    raise_if_lost(error, name, bench.timer.synchronize)
+    text = reason(error)
     if isinstance(error, Unserved) or "No available kernel" in text:
-        return {"status": UNSERVED, "reason": text}
+        return {"status": UNSERVED, "reason": text.partition(": ")[2]}
     if isinstance(error, torch.OutOfMemoryError):
         release(case.device)
-        return {"status": NO_MEMORY, "reason": text}
+        return {"status": NO_MEMORY, "reason": text.partition(": ")[2]}
+    log(f"{name} on {case.name}", error)
     if isinstance(error, AssertionError):
-        return {"status": WRONG, "reason": text}
-    return {"status": FAILED, "reason": f"{type(error).__name__}: {text}"}
-
-
-def _raise_if_lost(error: Exception, name: str) -> None:
-    """After an illegal access every later call fails: find out before blaming the others."""
-    try:
-        torch.cuda.synchronize()
-    except Exception as broken:
-        raise DeviceLost(name, f"{type(error).__name__}: {error}"[:400]) from broken
+        return {"status": WRONG, "reason": text.partition(": ")[2]}
+    return {"status": FAILED, "reason": text}
 
 
 def release(device: str) -> None:

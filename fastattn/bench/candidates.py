@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -174,7 +175,7 @@ class Compilation:
                 continue
             try:
                 facts = future.result(timeout=max(0.0, seconds))
-            except TimeoutError:
+            except FutureTimeoutError:  # in Python 3.10 it is not the built-in one
                 return "was not compiled in time"
             except BrokenProcessPool:
                 continue  # some candidate has ended the compiler: what is left compiles at launch

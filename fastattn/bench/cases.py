@@ -15,7 +15,7 @@ Direction = Literal["forward", "backward", "forward_backward"]
 
 _BOTH: tuple[Direction, ...] = ("forward", "backward")
 
-SETS = ("quick", "full")
+SETS = ("minute", "quick", "full")
 FAMILIES = ("forward", "backward", "padded", "masks", "decode")
 
 # Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the sizes of the modules of
@@ -133,6 +133,10 @@ def masks(direction: Direction, T: int) -> Iterator[Case]:
     yield replace(plain, causal=True, lengths=half, padding_side="left", label="left-padded")
 
 
+# How many of the most important come before what is no single call of attention.
+AIMS = 20
+
+
 def _important() -> Iterator[Case]:
     """What the project's aims are about, in the order of their weight."""
     for T in (4096, 16384):
@@ -150,6 +154,7 @@ def _important() -> Iterator[Case]:
             yield decode(B, 4096, graph=graph)
     for direction in _BOTH:
         yield grouped(direction, 8192, causal=True)
+    # The first two: causal, and a window.
     yield from masks("forward", 8192)
     for direction in _BOTH:
         yield sweep(direction, 256, 4096, causal=True)
@@ -159,6 +164,15 @@ def _important() -> Iterator[Case]:
             yield sweep(direction, 128, T, causal=True)
     yield sweep("forward_backward", 128, 4096, causal=True)
     yield padded("forward_backward", "documents", 4096, causal=True)
+
+
+def _minute() -> Iterator[Case]:
+    for direction in _BOTH:
+        yield sweep(direction, 128, 4096, causal=True)
+    yield decode(32, 4096, graph=True)
+    yield padded("forward", "documents", 4096, causal=False)
+    _, window, *_ = masks("forward", 8192)
+    yield window
 
 
 def _remaining() -> Iterator[Case]:
@@ -193,14 +207,16 @@ def gpu_cases(which: str = "quick") -> list[Case]:
     """The cases of a set, the most important first, each once.
 
     Args:
-        which: "quick", a few minutes, in which peers that compile for long are measured at a few
-            lengths only; or "full".
+        which: "minute", one case of each family; "quick", a few minutes, in which peers that
+            compile for long are measured at a few lengths only; or "full".
 
     Raises:
         ValueError: there is no such set.
     """
     if which not in SETS:
         raise ValueError(f"case set must be one of {', '.join(SETS)}, got {which!r}")
+    if which == "minute":
+        return [replace(case, slow_peers=n == 0) for n, case in enumerate(_minute())]
     if which == "full":
         return _each_once([*_important(), *_remaining()])
     return [replace(case, slow_peers=_compares_all(case)) for case in _each_once(_important())]

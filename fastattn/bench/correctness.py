@@ -20,8 +20,10 @@ from ..testing import assert_within_budget
 from .cases import Case
 from .inputs import Inputs
 
-# Bytes of one matrix of scores that the oracle may hold; it holds about ten at a time.
+# Bytes of one matrix of scores that the oracle may hold at most; it holds about ten at a time.
 _CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
+# Of the memory that is free on a GPU, such a matrix takes a part of so many.
+_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ def sampled_heads(case: Case) -> list[tuple[int, int]]:
 def rows_at_once(case: Case, dtype: torch.dtype) -> int:
     """Queries that the oracle takes at once, of all heads that share a key/value head."""
     scores = case.H_q // case.H_k * case.T_k
-    return max(1, _CHUNK_BYTES[case.device] // (scores * dtype.itemsize))
+    most = _CHUNK_BYTES[case.device]
+    if case.device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        most = min(most, (free + kept) // _PARTS)
+    return max(1, most // (scores * dtype.itemsize))
 
 
 def expect(case: Case, inputs: Inputs) -> Expected:

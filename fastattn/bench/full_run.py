@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import plots
+from . import numeric_tests, plots
 from .report import DONE, Report, markdown, write_whole
-from .supervise import Budget, ProcessGroup, run_tests, supervise
+from .supervise import Budget, ProcessGroup, supervise
 
 # Seconds kept for the tables and pictures at the end.
 _RESERVE = 20.0
-# Files whose tests hold kernels to the error budget, run compiled where there is a GPU.
-_NUMERIC = (
-    "attention", "ops", "mask", "modules", "forward", "backward", "one_pass", "decode", "softmax",
-    "descriptors",
-)  # fmt: skip
 
 
 def shares(seconds: float) -> dict[str, float]:
@@ -36,51 +30,62 @@ def run_all(
     seconds: float,
     command: str,
     *,
-    skip: Sequence[str] = (),
+    skip: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
+    suite: Callable[[Path, str, float], list[str]] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Report:
     """Test, measure and tune on this machine's GPU, within a time.
 
     Args:
-        out: folder, made if missing, for results.json, results.md, PNG files, log.txt and the
-            tuning table; a report that is there is continued.
+        out: folder, made if missing, for results.json, results.md, PNG files, log.txt, tests.jsonl
+            and the tuning table; what is there is continued.
         checkout: the repository, whose tests and scripts are run.
-        which: case set.
+        which: case set; with "quick" there is no time for tuning.
         seconds: for everything.
         command: for the report.
         skip: of "tests", "suite", "tuning".
         say: told what begins.
+        suite: the command that measures, given report, case set and seconds; default
+            `fastattn.bench.suite`.
+        sleep, clock: of the host.
 
     Returns:
         The report as it is on disk.
     """
-    budget = Budget(seconds)
+    budget = Budget(seconds, clock)
     out = out.resolve()
     share = shares(seconds)
+    wanted = {"tests", "suite", "tuning"} - set(skip) - ({"tuning"} if which == "quick" else set())
     out.mkdir(parents=True, exist_ok=True)
     path, log = out / "results.json", out / "log.txt"
     report = Report.load(path) if path.exists() else Report.create(path, command)
-    if "tests" not in skip and not report.data["tests"]:
-        say(f"numeric tests, at most {share['tests']:.0f} s")
-        limit = min(share["tests"], budget.left())
-        start = partial(ProcessGroup, environment=_variables())
-        found = run_tests(test_command(checkout), log, limit, start=start)
-        report.data["tests"] = found
+    start = partial(ProcessGroup, environment=_variables())
+    if "tests" in wanted and report.data["tests"].get("status") != "finished":
+        most = share["tests"] if "suite" in wanted else budget.left(_RESERVE)
+        say(f"numeric tests, at most {most:.0f} s")
+        report.data["tests"] = numeric_tests.run(
+            numeric_tests.command(checkout), log, out / "tests.jsonl", most,
+            start=start, sleep=sleep, clock=clock,
+        )  # fmt: skip
         report.save()
-    if "suite" not in skip:
-        kept = _RESERVE + (0.0 if "tuning" in skip else share["tuning"])
+    if "suite" in wanted:
+        kept = _RESERVE + (share["tuning"] if "tuning" in wanted else 0.0)
         say(f"measurements, at most {budget.left(kept):.0f} s")
         outcome = supervise(
-            lambda left: ProcessGroup(_suite_command(path, which, left), log, _variables()),
+            lambda left: start((suite or _suite_command)(path, which, left), log),
             path,
             lambda: budget.left(kept),
+            sleep=sleep,
+            clock=clock,
         )
         report = Report.load(path)
         report.data["suite"] = outcome
         report.save()
-    if "tuning" not in skip and report.data.get("suite") != "no GPU":
+    if "tuning" in wanted and report.data.get("suite") != "no GPU":
         say(f"tiles, at most {budget.left(_RESERVE):.0f} s")
-        _run_tuning(checkout, out, log, budget)
+        _run_tuning(checkout, out, partial(start, log=log), budget, sleep)
     report = Report.load(path)
     write_whole(out / "results.md", markdown(report.data))
     try:
@@ -90,30 +95,25 @@ def run_all(
     return report
 
 
-def _run_tuning(checkout: Path, out: Path, log: Path, budget: Budget) -> None:
+def _run_tuning(
+    checkout: Path,
+    out: Path,
+    start: Callable[[list[str]], ProcessGroup],
+    budget: Budget,
+    sleep: Callable[[float], None],
+) -> None:
     seconds = budget.left(_RESERVE)
     if seconds < 10:
         return
     script = str(checkout / "bench" / "tune.py")
     arguments = ["--out", str(out), "--seconds", f"{seconds - 5:.0f}"]
-    process = ProcessGroup([sys.executable, script, *arguments], log, _variables())
+    process = start([sys.executable, script, *arguments])
     # The sweep ends by itself; this is for one that hangs.
     while process.poll() is None:
         if budget.left(_RESERVE) <= 0:
-            process.kill()
-            return
-        time.sleep(0.2)
-
-
-def test_command(checkout: Path) -> list[str]:
-    """pytest over the numeric tests of the kernels, and everything that is marked gpu."""
-    tests = checkout / "tests"
-    numeric = {p for name in _NUMERIC for p in tests.glob(f"test_{name}*.py")}
-    marked = {p for p in tests.glob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8")}
-    files = sorted(str(p) for p in numeric | marked)
-    parallel = ["-n", "6"] if find_spec("xdist") is not None else []
-    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
-    return [sys.executable, "-m", "pytest", *files, *options, *parallel]
+            break
+        sleep(0.2)
+    process.kill()
 
 
 def _suite_command(path: Path, which: str, seconds: float) -> list[str]:

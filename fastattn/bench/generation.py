@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..generation.generate import generate_tokens
-from ..generation.sampling import Sampling
 from ..models.gpt import GPT
+from ..models.sampling import Sampling
 
 GREEDY = Sampling(greedy=True)
 
@@ -43,7 +43,12 @@ WAYS: dict[str, Callable[[GPT, Sequence[int], int], Iterator[int]]] = {
 
 
 def seconds_by_length(
-    way: str, model: GPT, prompt: Sequence[int], lengths: Sequence[int], repeats: int = 3
+    way: str,
+    model: GPT,
+    prompt: Sequence[int],
+    lengths: Sequence[int],
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """How long the first n tokens take, for each n of `lengths`: the fastest of some runs.
 
@@ -52,13 +57,14 @@ def seconds_by_length(
         model, prompt: as for `generate_without_cache`.
         lengths: rising numbers of tokens.
         repeats: runs.
+        clock: seconds.
     """
     best: dict[int, float] = {}
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         for n, _token in enumerate(WAYS[way](model, prompt, lengths[-1]), start=1):
             if n in lengths:
-                seconds = time.perf_counter() - begin
+                seconds = clock() - begin
                 best[n] = min(seconds, best.get(n, seconds))
     return best
 

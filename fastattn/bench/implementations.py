@@ -7,7 +7,6 @@ Preparation is outside the timer: masks, packing and first compilations belong t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -116,17 +115,16 @@ def _naive() -> Implementation:
     return Implementation("naive", _holds_all_scores, prepare)
 
 
-_CanUse = Callable[..., bool]
-_SDPA: dict[str, tuple[SDPBackend, _CanUse | None]] = {
-    "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
-    "math": (SDPBackend.MATH, None),
+_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 
-def _sdpa_call(case: Case, inputs: Inputs) -> tuple[Attention, Tensor | None, bool]:
-    """scaled_dot_product_attention for a case, with the mask and the flag that it is given."""
+def _sdpa_call(case: Case, inputs: Inputs) -> Attention:
+    """scaled_dot_product_attention for a case."""
     square = case.causal and case.window is None and case.lengths is None
     is_causal = square and case.T_q == case.T_k
     mask = None if is_causal else visible_mask(case, inputs)
@@ -136,11 +134,11 @@ def _sdpa_call(case: Case, inputs: Inputs) -> tuple[Attention, Tensor | None, bo
             q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=case.H_q != case.H_k
         )
 
-    return call, mask, is_causal
+    return call
 
 
 def _pinned_sdpa(name: str) -> Implementation:
-    backend, can_use = _SDPA[name]
+    backend = _SDPA[name]
 
     def serves(case: Case) -> str | None:
         if case.device != "cuda":
@@ -148,34 +146,34 @@ def _pinned_sdpa(name: str) -> Implementation:
         return _holds_all_scores(case) if name == "math" else None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
-        call, mask, is_causal = _sdpa_call(case, inputs)
-        if can_use is not None:
-            why_not = _why_refused(can_use, case, inputs, mask, is_causal)
-            if why_not is not None:
-                raise Unserved(why_not)
+        call = _sdpa_call(case, inputs)
 
         def pinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
                 return call(q, k, v)
 
+        why_not = why_refused(pinned, inputs)
+        if why_not is not None:
+            raise Unserved(why_not)
         return pinned
 
     return Implementation(f"sdpa-{name}", serves, prepare)
 
 
-def _why_refused(
-    can_use: _CanUse, case: Case, inputs: Inputs, mask: Tensor | None, is_causal: bool
-) -> str | None:
-    """Torch's own words for why a backend cannot take a call."""
-    params = torch.backends.cuda.SDPAParams(
-        inputs.q, inputs.k, inputs.v, mask, 0.0, is_causal, case.H_q != case.H_k
-    )
+def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
+    """Torch's own words for why no backend that is left takes a call, which it says as it fails."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if can_use(params, True):
+        try:
+            pinned(inputs.q, inputs.k, inputs.v)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+        else:
             return None
     words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
-    return " ".join(" ".join(words).split())[:300] or "torch says no, without a reason"
+    said = [text for text in words if "disabled" not in text]
+    return " ".join(" ".join(said).split())[:300] or "torch says no, without a reason"
 
 
 def _default_sdpa() -> Implementation:
@@ -183,7 +181,7 @@ def _default_sdpa() -> Implementation:
         return "on a GPU its backends are measured one by one" if case.device == "cuda" else None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
-        return _sdpa_call(case, inputs)[0]
+        return _sdpa_call(case, inputs)
 
     return Implementation("sdpa", serves, prepare)
 
@@ -191,9 +189,6 @@ def _default_sdpa() -> Implementation:
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
     _fastattn("triton", deterministic=False),
-    _fastattn("hopper"),
-    _fastattn("hopper", deterministic=False),
-    *EIGHT_BITS,
     *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
     *PEERS,
     _pinned_sdpa("efficient"),
@@ -201,6 +196,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _default_sdpa(),
     _pinned_sdpa("math"),
     _naive(),
+    # Whose kernels wait for each other, so that they may wait for ever: after all others.
+    _fastattn("hopper"),
+    _fastattn("hopper", deterministic=False),
+    *EIGHT_BITS,
 )
 
 

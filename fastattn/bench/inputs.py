@@ -33,8 +33,10 @@ class Inputs:
         return {"key_lengths": self.key_lengths, "key_padding_mask": self.key_padding_mask}
 
 
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
+def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
     """Draw the tensors of a case; equal seeds give equal numbers on equal devices.
+
+    empty: leave q, k, v and do uninitialised.
 
     Raises:
         torch.OutOfMemoryError: they do not fit the device.
@@ -45,7 +47,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
     def draw(H: int, T: int) -> Tensor:
         shape = (case.B, T, H, case.D) if case.layout == "bthd" else (case.B, H, T, case.D)
-        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        x = torch.empty(shape, device=device, dtype=dtype)
+        if not empty:
+            x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return x.transpose(1, 2) if case.layout == "bthd" else x
 
     needs_grad = case.direction != "forward"

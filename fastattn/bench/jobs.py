@@ -13,12 +13,11 @@ from ..models.gpt import GPTConfig
 from ..modules import CausalGQAttention
 from . import overhead
 from .attention import TIMED, UNSERVED, Bench, Record, release, run_case
-from .cases import Case, gpu_cases
-from .implementations import side_by_side
-from .measure import Timing, compare
+from .cases import AIMS, Case, gpu_cases
+from .failures import reason
+from .implementations import OURS, side_by_side
+from .measure import PREPARES, RUNS, Announce, Timing
 from .training_step import BACKENDS, as_dict, time_training_steps
-
-Announce = Callable[[str], None]
 
 # GPT-2 small's shape (Radford et al. 2019) with a vocabulary that is a multiple of 64.
 GPT2_SMALL = GPTConfig(
@@ -33,30 +32,52 @@ class Job:
     Args:
         name: unique in a run.
         run: measures it; given what to measure with, the implementations that are known to end
-            the process, and whom to tell the name of each implementation before it runs.
+            the process, and whom to tell who is at work, and what at (see `measure.compare`).
+        kinds: what it runs of its implementations, the last being what it is about: what ends the
+            process sits out every other job that runs the last. Default: the name alone.
+        compiles: calls of attention whose kernels it launches.
     """
 
     name: str
     run: Callable[[Bench, Mapping[str, str], Announce], list[Record]]
+    kinds: tuple[str, ...] = ()
+    compiles: tuple[Case, ...] = ()
+
+    @property
+    def blamed(self) -> str:
+        """The kind that an implementation is out of if it ends the process here."""
+        return self.kinds[-1] if self.kinds else self.name
 
 
 def gpu_jobs(which: str) -> list[Job]:
-    """The jobs of a case set, "quick" or "full", on a GPU.
+    """The jobs of a case set (see `cases.gpu_cases`) on a GPU.
 
     Raises:
         ValueError: there is no such set.
     """
-    cases = [Job(case.name, partial(_attention, case)) for case in gpu_cases(which)]
-    lengths = (1024, 4096) if which == "quick" else (1024, 4096, 16384)
+    cases = [
+        Job(case.name, partial(_attention, case), kinds(case), (case,)) for case in gpu_cases(which)
+    ]
+    lengths = {"minute": (), "quick": (1024, 4096), "full": (1024, 4096, 16384)}[which]
     others = [
         Job("host cost of a call", _host_cost),
-        *(Job(f"training-T{T}", partial(_training, T)) for T in lengths),
-        Job("module-B8-T2048", _module),
+        *(
+            Job(f"training-T{T}", partial(_training, T), ("training",), (_training_case(T),))
+            for T in lengths
+        ),
+        Job("module-B8-T2048", _module, compiles=(_MODULE,)),
         Job("first call", _first_call),
         Job("import", _import),
     ]
-    # The aims come first, the rest of the sweeps last.
-    return [*cases[:12], *others, *cases[12:]]
+    # The aims come first, with something of each kind; the rest of the sweeps last.
+    return [*cases[:AIMS], *others, *cases[AIMS:]]
+
+
+def kinds(case: Case) -> tuple[str, ...]:
+    """What a case runs of an implementation: a backward needs a forward before it."""
+    if case.family == "decode":
+        return ("decode",)
+    return ("forward",) if case.direction == "forward" else ("forward", "backward")
 
 
 def _attention(
@@ -78,7 +99,6 @@ def unserved(family: str, name: str, implementation: str, reason: str) -> Record
 
 
 def _host_cost(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    announce("the timing")
     costs = overhead.call_costs("cuda")
     return [
         record("overhead", "host cost of a call", name, host_us=round(us, 2))
@@ -87,18 +107,22 @@ def _host_cost(bench: Bench, broken: Mapping[str, str], announce: Announce) -> l
 
 
 def _first_call(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    announce("the timing")
     found = overhead.first_call_ms("cuda")
     return [
-        record("overhead", f"first call, {name}", "fastattn-triton", first_call_ms=round(ms, 1))
+        record("overhead", f"first call, {name}", OURS, first_call_ms=round(ms, 1))
         for name, ms in found.items()
     ]
 
 
 def _import(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    announce("the timing")
     ms = round(overhead.import_ms(), 1)
     return [record("overhead", "import over torch and triton", "fastattn", import_ms=ms)]
+
+
+def _training_case(T: int) -> Case:
+    """The attention of a training step."""
+    H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
+    return Case("backward", "forward_backward", 16384 // T, H, H, T, T, D, causal=True)
 
 
 def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
@@ -107,37 +131,41 @@ def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announc
     config = replace(GPT2_SMALL, context_length=T)
     records = []
     for backend in BACKENDS:
-        announce(backend)
-        if backend in broken:
-            records.append(unserved("training", name, f"fastattn-{backend}", broken[backend]))
+        implementation = f"fastattn-{backend}"
+        if implementation in broken:
+            records.append(unserved("training", name, implementation, broken[implementation]))
             continue
+        announce(implementation, PREPARES)
         try:
             timing = time_training_steps(
-                config, batch_size=max(1, 16384 // T), backend=backend, device="cuda"
-            )
+                config, batch_size=max(1, 16384 // T), backend=backend, device="cuda",
+                issued=partial(announce, implementation, RUNS),
+            )  # fmt: skip
         except (ValueError, torch.OutOfMemoryError) as error:
-            reason = " ".join(str(error).split())[:400]
-            records.append(unserved("training", name, f"fastattn-{backend}", reason))
+            records.append(unserved("training", name, implementation, reason(error)))
         else:
-            records.append(record("training", name, f"fastattn-{backend}", **as_dict(timing)))
+            records.append(record("training", name, implementation, **as_dict(timing)))
         release("cuda")
     return records
 
 
+# The attention of the layer that `_module` measures.
+_MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
+
+
 def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
     """A layer of width 2048 with 16 query heads on 4, forward and backward, in bf16."""
-    announce("the timing")
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
-    works = {f"fastattn-{backend}": module_work(backend, x) for backend in BACKENDS}
-    timings = compare(
-        works, bench.timer, bench.effort, while_busy=bench.while_busy, sleep=bench.sleep
-    )
-    readings = bench.readings()
     name = "module-B8-T2048-C2048-H16:4 fwdbwd"
-    return [
+    names = {f"fastattn-{backend}": backend for backend in BACKENDS}
+    works = {n: module_work(backend, x) for n, backend in names.items() if n not in broken}
+    timings = bench.compare(works, announce)
+    readings = bench.readings()
+    out = [unserved("module", name, n, broken[n]) for n in names if n in broken]
+    return out + [
         record("module", name, implementation, ms=timing.to_dict(), **readings)
         if isinstance(timing, Timing)
-        else unserved("module", name, implementation, str(timing)[:400])
+        else unserved("module", name, implementation, reason(timing))
         for implementation, timing in timings.items()
     ]
 

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 
 import torch
 
+from .failures import raise_if_lost
+
 Function = Callable[[], object]
+# Told the name of who is at work, and what at: with compilers or inputs, or on the device.
+Announce = Callable[[str, str], None]
+PREPARES, RUNS = "prepares", "runs"
+# Who is at work when functions take turns.
+TIMING = "the timing"
 _MIB = 2**20
 
 
@@ -197,6 +204,8 @@ def compare(
     *,
     while_busy: Callable[[], None] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
+    announce: Announce = lambda name, doing: None,
+    alone: bool = False,
 ) -> dict[str, Timing | Exception]:
     """Time functions in alternation.
 
@@ -206,40 +215,85 @@ def compare(
         effort: how long to measure.
         while_busy: called while issued work is still running, to read the clock.
         sleep: waits that many seconds.
+        announce: told who is at work, TIMING when it is all of them, and what at, PREPARES or RUNS.
+        alone: one after the other, so that what goes wrong has a name.
 
     Returns:
         A timing for each name, or what the function raised, which does not keep the others from
         being timed.
+
+    Raises:
+        DeviceLost: a function broke the device; or some function did, named TIMING.
     """
-    effort = effort or Effort()
+    comparison = _Comparison(timer, effort or Effort(), while_busy, sleep, announce)
     found: dict[str, Timing | Exception] = {}
-    starts: dict[str, Start] = {}
-    wanted: dict[str, int] = {}
-    for name, function in functions.items():
-        try:
-            for _ in range(effort.warm_up):
-                function()
-            timer.synchronize()
-            starts[name] = timer.prepare(function)
-            first = starts[name]()
-            timer.synchronize()
-            wanted[name] = effort.samples(first())
-        except Exception as error:
-            found[name] = error
-    sleep(effort.pause)
-    samples: dict[str, list[float]] = {name: [] for name in wanted}
-    for turn in range(max(wanted.values(), default=0)):
-        names = [n for n in wanted if turn < wanted[n] and n not in found]
+    for names in [[name] for name in functions] if alone else [list(functions)]:
+        found.update(comparison.of({name: functions[name] for name in names}))
+    return found
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    timer: Timer
+    effort: Effort
+    while_busy: Callable[[], None]
+    sleep: Callable[[float], None]
+    announce: Announce
+
+    def of(self, functions: Mapping[str, Function]) -> dict[str, Timing | Exception]:
+        found: dict[str, Timing | Exception] = {}
+        starts: dict[str, Start] = {}
+        wanted: dict[str, int] = {}
+        for name, function in functions.items():
+            try:
+                starts[name] = self._warm_up(name, function)
+                first = starts[name]()
+                self.timer.synchronize()
+                wanted[name] = self.effort.samples(first())
+            except Exception as error:
+                found[name] = error
+                raise_if_lost(error, name, self.timer.synchronize)
+        self.sleep(self.effort.pause)
+        who = next(iter(functions)) if len(functions) == 1 else TIMING
+        self.announce(who, RUNS)
+        samples: dict[str, list[float]] = {name: [] for name in wanted}
+        for turn in range(max(wanted.values(), default=0)):
+            names = [n for n in wanted if turn < wanted[n] and n not in found]
+            for name, ms in self._turn(turn, names, starts, found, who):
+                samples[name].append(ms)
+        found.update((n, Timing.of(times)) for n, times in samples.items() if n not in found)
+        return {name: found[name] for name in functions}
+
+    def _warm_up(self, name: str, function: Function) -> Start:
+        self.announce(name, PREPARES)
+        for _ in range(self.effort.warm_up):
+            function()
+            self.announce(name, RUNS)
+        self.timer.synchronize()
+        return self.timer.prepare(function)
+
+    def _turn(
+        self,
+        turn: int,
+        names: list[str],
+        starts: Mapping[str, Start],
+        found: dict[str, Timing | Exception],
+        who: str,
+    ) -> list[tuple[str, float]]:
+        """Milliseconds of one call of each; `found` gets the errors of those that raise."""
         pending: list[tuple[str, Callable[[], float]]] = []
         for name in names if turn % 2 == 0 else reversed(names):
             try:
                 pending.append((name, starts[name]()))
             except Exception as error:
                 found[name] = error
+                # It may be another's that this one met: calls of a turn run behind their issue.
+                raise_if_lost(error, who, self.timer.synchronize)
         if turn % 4 == 3:
-            while_busy()
-        timer.synchronize()
-        for name, read in pending:
-            samples[name].append(read())
-    found.update((n, Timing.of(times)) for n, times in samples.items() if n not in found)
-    return {name: found[name] for name in functions}
+            self.while_busy()
+        try:
+            self.timer.synchronize()
+        except Exception as error:
+            raise_if_lost(error, who, self.timer.synchronize)
+            raise
+        return [(name, read()) for name, read in pending]

@@ -22,8 +22,8 @@ class Report:
     """Results as they come, on disk after every change.
 
     `data` holds format, command, started, environment (see `facts.environment`), ceilings, tests,
-    jobs (name to status and seconds), results (records of what was measured), broken (job to
-    implementation to how it ended the process) and tuning.
+    jobs (name to status and seconds), results (records of what was measured), broken (kind of job
+    to implementation to how it ended the process, see `jobs.Job`) and tuning.
     """
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
@@ -65,11 +65,15 @@ class Report:
         """Replace the file in one step: a reader, or a kill, finds it old or new."""
         write_whole(self.path, _as_text(self.data))
 
-    def running(self) -> tuple[str, str] | None:
-        """The job and the implementation that were at work when the report was saved."""
+    def running(self) -> tuple[str, dict[str, Any]] | None:
+        """The job that was running when the report was saved, and its state.
+
+        The state holds blamed (see `jobs.Job`), at (who was at work), doing (what at, see
+        `measure.compare`) and whether implementations take turns or run alone.
+        """
         for name, job in self.data["jobs"].items():
             if job["status"] == RUNNING:
-                return name, job.get("at", "")
+                return name, job
         return None
 
 

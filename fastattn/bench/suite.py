@@ -10,24 +10,33 @@ says was running.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..kernels import config
 from . import facts
-from .attention import Bench, DeviceLost
+from .ahead import Ahead
+from .attention import REFERENCE, Bench
 from .cases import SETS
+from .failures import LOST, DeviceLost, log, raise_if_lost, reason
 from .jobs import Job, gpu_jobs
-from .measure import Effort, compare, device_timer
+from .measure import PREPARES, TIMING, Effort, compare, device_timer
 from .report import BROKEN, DONE, LEFT, RUNNING, Report
 
-# Exit codes: nothing left to do; no GPU; the device is lost and a new process may go on.
-FINISHED, NO_GPU, LOST = 0, 2, 3
-# What runs before or beside the implementations of a job; nothing can be left out for its sake.
-NOBODY = ("", "the reference", "the timing")
+# Exit codes beside LOST: nothing left to do; no GPU.
+FINISHED, NO_GPU = 0, 2
+# Seconds between two signs of life of one who does the same all the time.
+_BEAT = 1.0
+# What runs before the implementations of a job; nothing can be left out for its sake.
+NOBODY = ("", REFERENCE)
 
 
 def run_jobs(
@@ -36,22 +45,28 @@ def run_jobs(
     bench: Bench,
     left: Callable[[], float],
     clock: Callable[[], float] = time.monotonic,
+    ready: Callable[[str], object] = lambda name: None,
 ) -> int:
     """Run the jobs that the report does not have yet, as long as there is time left.
+
+    Args:
+        jobs: in this order.
+        report: what there is, continued.
+        bench: what to measure with.
+        left: seconds left.
+        clock: seconds.
+        ready: waits until what a job, by its name, launches is compiled.
 
     Returns:
         FINISHED, or LOST if a new process has to go on.
     """
     known = report.data["jobs"]
-    for job in jobs:
-        if known.get(job.name, {}).get("status") in (DONE, BROKEN):
-            continue
+    for job in _to_do(jobs, report):
         if left() <= 0:
             known[job.name] = {"status": LEFT, "reason": "the time was up"}
             continue
         begin = clock()
-        outcome = _run_job(job, report, bench)
-        if outcome is LOST:
+        if _run_job(job, report, bench, ready, clock) == LOST:
             return LOST
         known[job.name]["seconds"] = round(clock() - begin, 2)
         report.save()
@@ -59,41 +74,83 @@ def run_jobs(
     return FINISHED
 
 
-def _run_job(job: Job, report: Report, bench: Bench) -> int:
-    state = report.data["jobs"][job.name] = {"status": RUNNING}
+def _to_do(jobs: Iterable[Job], report: Report) -> list[Job]:
+    known = report.data["jobs"]
+    return [job for job in jobs if known.get(job.name, {}).get("status") not in (DONE, BROKEN)]
 
-    def announce(implementation: str) -> None:
-        state["at"] = implementation
+
+def _run_job(
+    job: Job,
+    report: Report,
+    bench: Bench,
+    ready: Callable[[str], object],
+    clock: Callable[[], float],
+) -> int:
+    jobs = report.data["jobs"]
+    alone = jobs.get(job.name, {}).get("alone", False)
+    state = jobs[job.name] = {"status": RUNNING, "blamed": job.blamed, "alone": alone}
+
+    saved = -math.inf
+
+    def announce(who: str, doing: str) -> None:
+        nonlocal saved
+        # The whole report is written: at each step of many that would take longer than they.
+        if (who, doing) == (state.get("at"), state.get("doing")) and clock() - saved < _BEAT:
+            return
+        saved = clock()
+        state.update(at=who, doing=doing)
         report.save()
 
-    announce("")
-    broken = report.data["broken"].get(job.name, {})
+    announce("", PREPARES)
+    ready(job.name)
     try:
-        records = job.run(bench, broken, announce)
+        try:
+            records = job.run(replace(bench, alone=alone), _sitting_out(job, report), announce)
+            bench.timer.synchronize()
+        except Exception as error:
+            raise_if_lost(error, state["at"], bench.timer.synchronize)
+            raise
     except DeviceLost as lost:
-        blame(report, job.name, lost.implementation, f"broke the device: {lost.reason}")
+        state["at"] = lost.implementation
+        blame(report, job.name, f"broke the device: {lost.reason}")
         report.save()
         return LOST
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        report.data["jobs"][job.name] = {"status": BROKEN, "reason": reason}
+        log(job.name, error)
+        jobs[job.name] = {"status": BROKEN, "reason": reason(error)}
         return FINISHED
     report.data["results"] += records
-    report.data["jobs"][job.name] = {"status": DONE}
+    jobs[job.name] = {"status": DONE}
     return FINISHED
 
 
-def blame(report: Report, job: str, implementation: str, reason: str) -> None:
-    """Leave an implementation out of a job that it has ended, or give the job up."""
-    broken = report.data["broken"].setdefault(job, {})
-    if implementation in NOBODY or implementation in broken:
-        report.data["jobs"][job] = {
-            "status": BROKEN,
-            "reason": f"{implementation} {reason}".strip(),
-        }
+def _sitting_out(job: Job, report: Report) -> dict[str, str]:
+    """The implementations that have ended the process in jobs of this one's kinds, and how."""
+    broken = report.data["broken"]
+    return {
+        implementation: why
+        for kind in job.kinds or (job.name,)
+        for implementation, why in broken.get(kind, {}).items()
+    }
+
+
+def blame(report: Report, name: str, why: str) -> None:
+    """Settle what becomes of a running job whose process has ended, or has to.
+
+    Who was at work sits out this job and those of its kind. Where functions took turns, the job
+    runs once more, one after the other. Where nobody can be left out, the job is given up.
+    """
+    state = report.data["jobs"][name]
+    who = state.get("at", "")
+    broken = report.data["broken"].setdefault(state["blamed"], {})
+    settled: dict[str, Any] = {"status": LEFT, "reason": f"{who} {why}".strip()}
+    if who in NOBODY or who in broken or (who == TIMING and state["alone"]):
+        settled["status"] = BROKEN
+    elif who == TIMING:
+        settled["alone"] = True
     else:
-        broken[implementation] = reason
-        report.data["jobs"][job] = {"status": LEFT, "reason": f"{implementation} {reason}"}
+        broken[who] = f"{why} (in {name})"
+    report.data["jobs"][name] = settled
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
@@ -150,11 +207,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not report.data["environment"]:
         report.data["environment"] = facts.environment()
         report.save()
+    jobs = gpu_jobs(arguments.set)
+    ahead = Ahead(_to_do(jobs, report), config.current_arch())
     if not report.data["ceilings"]:
         report.data["ceilings"] = ceilings(bench)
         report.save()
-    return run_jobs(gpu_jobs(arguments.set), report, bench, lambda: deadline - time.monotonic())
+    try:
+        return run_jobs(jobs, report, bench, lambda: deadline - time.monotonic(), ready=ahead.ready)
+    finally:
+        ahead.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A lost context lets destructors abort the process, whose exit code would be another.
+    os._exit(code)

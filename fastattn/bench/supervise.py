@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from .failures import LOST
+from .measure import PREPARES, RUNS
 from .report import LEFT, Report
-from .suite import LOST, NO_GPU, blame
+from .suite import NO_GPU, blame
 
 _MOST_STARTS = 25
 
 
 class Process(Protocol):
-    """What is needed of a process: its exit code or None, and an end to it."""
+    """What is needed of a process: its exit code or None, a request to end, and an end to it."""
 
     def poll(self) -> int | None: ...
+
+    def interrupt(self) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -51,6 +54,11 @@ class ProcessGroup:
     def poll(self) -> int | None:
         return self._process.poll()
 
+    def interrupt(self) -> None:
+        """What the terminal's Ctrl-C does to the process itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -74,12 +82,17 @@ class Budget:
         return self._end - self._clock() - reserve
 
 
+# Seconds without a change of the report after which its process is ended: compilers take long, and
+# what runs on the device after they are done does not.
+STALL = {PREPARES: 90.0, RUNS: 25.0}
+
+
 def supervise(
     start: Callable[[float], Process],
     path: Path,
     left: Callable[[], float],
     *,
-    stall: float = 90.0,
+    stall: Mapping[str, float] = STALL,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
@@ -89,7 +102,8 @@ def supervise(
         start: starts it, given the seconds it has; it writes a `Report` to `path`.
         path: the report; it exists.
         left: seconds left.
-        stall: seconds without a change of the report after which the process is ended.
+        stall: seconds without a change of the report, by what the report says is being done, after
+            which the process is ended.
         sleep, clock: of the host.
 
     Returns:
@@ -98,18 +112,20 @@ def supervise(
     for _ in range(_MOST_STARTS):
         if left() <= 0:
             return "the time was up"
+        before = Report.load(path).data["jobs"]
         process = start(left())
         why = _watch(process, path, left, stall, sleep, clock)
+        code = process.poll()
+        process.kill()  # what it has started and left behind
         if why == "the time was up":
             _set_running(path, why)
             return why
-        code = process.poll()
         if why is None and code in (0, NO_GPU):
             return "finished" if code == 0 else "no GPU"
         if why is None and code == LOST:
             continue
         why = why or f"ended the process with exit code {code}"
-        if not _blame_running(path, why):
+        if not _blame_running(path, why) and Report.load(path).data["jobs"] == before:
             return f"the measuring process {why}, with nothing running"
     return f"the measuring process was started {_MOST_STARTS} times"
 
@@ -118,23 +134,25 @@ def _watch(
     process: Process,
     path: Path,
     left: Callable[[], float],
-    stall: float,
+    stall: Mapping[str, float],
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> str | None:
     """Wait for the end of a process; why it was ended from here, if it was."""
-    seen, since = path.stat().st_mtime_ns, clock()
+    seen, since, limit = path.stat().st_mtime_ns, clock(), stall[PREPARES]
     while process.poll() is None:
         sleep(0.2)
         changed = path.stat().st_mtime_ns
         if changed != seen:
             seen, since = changed, clock()
+            running = Report.load(path).running()
+            limit = stall[running[1].get("doing", PREPARES) if running else PREPARES]
         if left() <= 0:
             process.kill()
             return "the time was up"
-        if clock() - since > stall:
+        if clock() - since > limit:
             process.kill()
-            return f"made no progress for {stall:.0f} s"
+            return f"made no progress for {limit:.0f} s"
     return None
 
 
@@ -143,7 +161,7 @@ def _blame_running(path: Path, why: str) -> bool:
     running = report.running()
     if running is None:
         return False
-    blame(report, *running, why)
+    blame(report, running[0], why)
     report.save()
     return True
 
@@ -154,45 +172,3 @@ def _set_running(path: Path, why: str) -> None:
     if running is not None:
         report.data["jobs"][running[0]] = {"status": LEFT, "reason": why}
         report.save()
-
-
-def run_tests(
-    command: Sequence[str],
-    log: Path,
-    seconds: float,
-    *,
-    start: Callable[..., Process] = ProcessGroup,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[str, Any]:
-    """Run `pytest -v` for at most some seconds.
-
-    Returns:
-        status ("finished", "the time was up" or the exit code), passed, failed, and failures, the
-        names of the tests that failed; counted from the log, so that an early end counts too.
-    """
-    begin = clock()
-    process = start(command, log)
-    status = None
-    while process.poll() is None:
-        if clock() - begin > seconds:
-            process.kill()
-            status = "the time was up"
-            break
-        sleep(0.2)
-    code = process.poll()
-    text = log.read_text(encoding="utf-8", errors="replace")
-    names = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR"}
-    return {
-        "status": status or ("finished" if code in (0, 1) else f"pytest ended with code {code}"),
-        "seconds": round(clock() - begin, 1),
-        **{key: len(set(_tests(text, word))) for key, word in names.items()},
-        "failures": sorted({*_tests(text, "FAILED"), *_tests(text, "ERROR")})[:40],
-    }
-
-
-def _tests(log: str, outcome: str) -> list[str]:
-    """Names of tests with an outcome, as `pytest -v` writes them, alone or in parallel."""
-    alone = re.findall(rf"^(\S+::.+?) {outcome}\b", log, re.MULTILINE)
-    parallel = re.findall(rf"^\[gw\d+\].*? {outcome} (\S+::.*?)\s*$", log, re.MULTILINE)
-    return alone + parallel

@@ -71,6 +71,7 @@ def time_training_steps(
     steps: int = 10,
     warm_up: int = 3,
     clock: Callable[[], float] = time.perf_counter,
+    issued: Callable[[], object] = lambda: None,
 ) -> StepTiming:
     """Train a new model on random tokens for some steps.
 
@@ -82,6 +83,7 @@ def time_training_steps(
         steps: timed steps, at least 1.
         warm_up: steps before them.
         clock: seconds.
+        issued: called when a step is compiled and issued, before it is waited for.
 
     Raises:
         ValueError: steps or batch_size is not positive, or the backend cannot serve there; the
@@ -102,6 +104,7 @@ def time_training_steps(
         for i in range(warm_up + steps):
             begin = clock()
             step()
+            issued()
             if on_gpu:
                 torch.cuda.synchronize(device)
             elapsed = clock() - begin

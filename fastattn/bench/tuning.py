@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -199,10 +199,13 @@ def provenance(environment: dict[str, Any], command: str) -> dict[str, str]:
 def tune(
     out: Path, bench: Bench, left: Callable[[], float], environment: dict[str, Any], command: str,
     survivors: Mapping[Place, list[TileConfig]] | None = None,
+    rows: Sequence[dict[str, Any]] = (),
+    tried: Sequence[dict[str, Any]] = (),
 ) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:  # fmt: skip
     """Sweep on the current GPU; after each row the table under `out` is written anew.
 
     survivors: of a static sweep of this architecture, in place of all candidates.
+    rows, tried: of a sweep before, which this one continues.
 
     Yields:
         The table's file, the rows measured so far, and every candidate tried so far.
@@ -213,16 +216,17 @@ def tune(
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     workers = max(1, min(10, (os.cpu_count() or 1) - 4))
     compilation = Compilation(arch, workers)
-    tuner = Tuner(bench, left, compilation, shared, survivors or {}, arch=arch)
+    tuner = Tuner(bench, left, compilation, shared, survivors or {}, tried=list(tried), arch=arch)
     table = {"device": properties.name, "rows": list(config.table(name))}
     source = provenance(environment, command)
-    rows: list[dict[str, Any]] = []
+    measured = list(rows)
+    done = {Place(row["kernel"], row["element_size"], row["BLOCK_D"]) for row in measured}
     path = out / f"{name}.json"
     try:
-        for row in tuner.sweep():
-            rows.append(row | source)
-            write_whole(path, table_text(merge(table, rows)))
-            yield path, rows, tuner.tried
+        for row in tuner.sweep(tuple(place for place in PLACES if place not in done)):
+            measured.append(row | source)
+            write_whole(path, table_text(merge(table, measured)))
+            yield path, measured, tuner.tried
     finally:
         compilation.close()
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     """Rows of x [N, ...] at int64 indices [M]: [M, ...]."""

@@ -6,21 +6,30 @@
 Layouts and defaults are flash-attn's: q [B, T_q, H_q, D], window_size of neighbours on each side
 with -1 = all, causal aligned to the last key, softcap 0.0 = none. More is served than there: fp32,
 any head dim up to 256, D_v other than D, dropout beside softcap. Arguments that contradict each
-other raise RuntimeError, as they do there. What is not served raises NotImplementedError.
+other raise RuntimeError, as they do there. What is not served raises NotImplementedError. The
+modules of versions 3 and 4, in their order of arguments, are `flash_attn_3` and `flash_attn_4`.
 
 Two results differ where flash-attn's are an accident of its kernels: the lse of a query that sees
 no key is -inf, not inf, and that of a causal call with ALiBi counts distances, not columns.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from ..functional import attention, attention_varlen
-from . import bert_padding, flash_attn_cache, foreign_module
+from . import bert_padding, flash_attn_cache, flash_attn_packed, foreign_module
+from .flash_attn_arguments import (
+    Result,
+    Window,
+    checked,
+    errors_of_flash_attn,
+    one_of,
+    options_of,
+    refuse,
+    returned,
+)
 
 __version__ = "2.8.3"
 __all__ = [
@@ -35,31 +44,9 @@ __all__ = [
     "uninstall",
 ]
 
-Window = tuple[int | None, int | None]
-Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
-
 # Their overloads want return_lse as a literal.
 _dense: Any = attention
 _packed: Any = attention_varlen
-
-# Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
-_WITHOUT_EFFECT = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
-_NEUTRAL: dict[str, Any] = {
-    "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
-    "score_mod": None, "score_mod_bwd": None, "mask_mod": None, "aux_tensors": None,
-    "aux_scalars": None, "block_sparse_tensors": None, "block_sparse_tensors_bwd": None,
-    "gather_kv_indices": None, "rotary_seqlens": None, "seqused_q": None,
-    "cu_seqlens_q": None,
-}  # fmt: skip
-
-
-@contextmanager
-def _errors_of_flash_attn() -> Iterator[None]:
-    """RuntimeError for tensors that do not fit, which is what flash-attn's checks raise."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise RuntimeError(str(error)) from error
 
 
 def flash_attn_func(
@@ -103,26 +90,26 @@ def flash_attn_func(
         RuntimeError: shapes or dtypes disagree, or an option is out of range.
         NotImplementedError: an argument of versions 3 and 4 that is not served.
     """
-    _refuse(newer)
-    options = _options(
+    refuse(newer)
+    options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_attn_probs or return_lse
-    heads_first = [_checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
-    with _errors_of_flash_attn():
+    heads_first = [checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
+    with errors_of_flash_attn():
         found = _dense(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
-    return _returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
+    return returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """`flash_attn_func` with k and v in kv [B, T_k, 2, H_k, D]."""
-    k, v = _checked("kv", kv, 5, (2, 2)).unbind(2)
+    k, v = checked("kv", kv, 5, (2, 2)).unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """`flash_attn_func` with q, k and v in qkv [B, T, 3, H, D]."""
-    q, k, v = _checked("qkv", qkv, 5, (2, 3)).unbind(2)
+    q, k, v = checked("qkv", qkv, 5, (2, 3)).unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
@@ -162,7 +149,9 @@ def flash_attn_varlen_func(
         max_seqlen_q: needed with a block_table alone.
         max_seqlen_k: not needed.
         block_table: int32 [N, pages of a sequence]; page_table in version 3 and 4.
-        seqused_k: int32 [N], version 3: how many keys of each sequence count.
+        seqused_k: int32 [N], version 3: how many keys of each sequence count. With causal, a window
+            or ALiBi, whose positions then count from the last of these, without a block_table, they
+            are copied and the call waits for the device.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             return_attn_probs, learnable_sink, return_lse, newer: as for `flash_attn_func`.
         seqused_q: not served.
@@ -173,9 +162,9 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
-    _refuse({**newer, "seqused_q": seqused_q})
-    block_table = _one_of("block_table", block_table, "page_table", page_table)
-    options = _options(
+    refuse({**newer, "seqused_q": seqused_q})
+    block_table = one_of("block_table", block_table, "page_table", page_table)
+    options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_attn_probs or return_lse
@@ -184,23 +173,26 @@ def flash_attn_varlen_func(
             seqused_k = cu_seqlens_k.diff()
         if seqused_k is None or max_seqlen_q is None:
             raise RuntimeError("block_table needs max_seqlen_q, and cu_seqlens_k or seqused_k")
-        with _errors_of_flash_attn():
-            found = flash_attn_cache.attend_packed(
+        with errors_of_flash_attn():
+            found = flash_attn_packed.attend_packed(
                 q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, block_table, options, with_lse
             )
     else:
         if cu_seqlens_k is None:
             raise RuntimeError("cu_seqlens_k must be given without a block_table")
-        if seqused_k is not None:
-            options["key_lengths"] = seqused_k
-        with _errors_of_flash_attn():
+        placed = options["causal"] or not options.keys().isdisjoint(("window", "alibi_slopes"))
+        with errors_of_flash_attn():
+            if seqused_k is not None and placed:
+                k, v, cu_seqlens_k = flash_attn_packed.used_keys(k, v, cu_seqlens_k, seqused_k)
+            elif seqused_k is not None:
+                options["key_lengths"] = seqused_k
             found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
-    return _returned(found, with_lse, return_attn_probs, lambda o: o)
+    return returned(found, with_lse, return_attn_probs, lambda o: o)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """`flash_attn_varlen_func` with k and v in kv [total_k, 2, H_k, D]."""
-    k, v = _checked("kv", kv, 4, (1, 2)).unbind(1)
+    k, v = checked("kv", kv, 4, (1, 2)).unbind(1)
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 
@@ -208,7 +200,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in qkv [total, 3, H, D]."""
-    q, k, v = _checked("qkv", qkv, 4, (1, 3)).unbind(1)
+    q, k, v = checked("qkv", qkv, 4, (1, 3)).unbind(1)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_attn_varlen_func(q, k, v, *lengths, *args, **kwargs)
 
@@ -245,13 +237,15 @@ def flash_attn_with_kvcache(
         q: [B, T_q, H_q, D].
         k_cache: [B_c, S, H_k, D], or with block_table pages [P, page_size, H_k, D]; contiguous.
         v_cache: likewise with D_v.
-        k, v: [B, T_new, H_k, D or D_v]: written at positions cache_seqlens and on.
-        rotary_cos, rotary_sin: [positions, R / 2]: k is rotated before it is written. q is rotated
-            likewise with causal or a window, and else as if all of it stood at cache_seqlens.
+        k, v: [B, T_new, H_k, D or D_v]: written at positions cache_seqlens and on. A token that its
+            row has no place for is not written where lengths are a tensor, and refused else.
+        rotary_cos, rotary_sin: [positions, R / 2]: k is rotated before it is written, by the place
+            where it goes: cache_seqlens and on, whatever cache_leftpad is. q is rotated likewise
+            with causal or a window, and else as if all of it stood at cache_seqlens.
         cache_seqlens: tokens of each row in the cache, an int or int32 [B]; default all of it.
             Needed with k and v. It is not changed.
         cache_batch_idx: int32 [B], the row of the cache of each batch row.
-        cache_leftpad: int32 [B], where in the cache a row starts. Positions count from there.
+        cache_leftpad: int32 [B], where in the cache a row starts; what is before is not seen.
         block_table: int32 [B, pages of a row]; page_table in versions 3 and 4.
         rotary_interleaved: channels 2 i and 2 i + 1 are a pair (GPT-J), else i and i + R / 2.
         num_splits: into how many parts keys are split; 0 = as many as fill the GPU.
@@ -265,106 +259,54 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
-    _refuse(newer)
-    options = _options(
+    refuse(newer)
+    options = options_of(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_softmax_lse or return_lse
     cache = flash_attn_cache.Cache(
-        _checked("k_cache", k_cache, 4),
-        _checked("v_cache", v_cache, 4),
+        checked("k_cache", k_cache, 4),
+        checked("v_cache", v_cache, 4),
         cache_seqlens,
         cache_batch_idx,
         cache_leftpad,
-        _one_of("block_table", block_table, "page_table", page_table),
+        one_of("block_table", block_table, "page_table", page_table),
     )
-    with _errors_of_flash_attn():
+    with errors_of_flash_attn():
         found = flash_attn_cache.append_and_attend(
-            _checked("q", q, 4), cache, (k, v), (rotary_cos, rotary_sin), rotary_interleaved,
+            checked("q", q, 4), cache, (k, v), (rotary_cos, rotary_sin), rotary_interleaved,
             options, num_splits or None, with_lse,
         )  # fmt: skip
-    return _returned(found, with_lse, False, lambda o: o.transpose(1, 2))
-
-
-def _options(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> dict[str, Any]:
-    """Options of `fastattn.attention`, those that are not given left out."""
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    given = {
-        "window": None if left is None and right is None else (left, right),
-        "dropout": dropout_p or None,
-        "scale": softmax_scale,
-        "softcap": softcap or None,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
-    return {"causal": bool(causal), **{name: x for name, x in given.items() if x is not None}}
-
-
-def _refuse(newer: dict[str, Any]) -> None:
-    """Raise for arguments of other versions that would change the result, and for unknown ones."""
-    for name, x in newer.items():
-        if name in _WITHOUT_EFFECT:
-            continue
-        if name not in _NEUTRAL:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-        neutral = _NEUTRAL[name]
-        if x is not None and (neutral is None or x != neutral):
-            raise NotImplementedError(
-                f"{name} is not served by fastattn.compat.flash_attn; fastattn.attention has masks "
-                "and scores of one's own"
-            )
-
-
-def _one_of(name: str, x: Tensor | None, other: str, y: Tensor | None) -> Tensor | None:
-    if x is not None and y is not None:
-        raise RuntimeError(f"{name} and {other} are two names of one argument, got both")
-    return y if x is None else x
-
-
-def _checked(name: str, x: Tensor, dims: int, packed: tuple[int, int] | None = None) -> Tensor:
-    """x, which has `dims` dims, the one named by packed[0] of size packed[1]."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != dims:
-        raise RuntimeError(f"{name} must have {dims} dimensions, got {list(x.shape)}")
-    if packed is not None and x.shape[packed[0]] != packed[1]:
-        raise RuntimeError(
-            f"{name} must have size {packed[1]} in dim {packed[0]}, got {list(x.shape)}"
-        )
-    return x
-
-
-def _returned(
-    found: Any, with_lse: bool, triple: bool, layout: Callable[[Tensor], Tensor]
-) -> Result:
-    """What flash-attn returns for these flags."""
-    if not with_lse:
-        return layout(found).contiguous()
-    o, lse = found
-    return (layout(o).contiguous(), lse, None) if triple else (layout(o).contiguous(), lse)
+    return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
 
 
 def install() -> None:
     """Make `import flash_attn` find these functions, in this process, until `uninstall`.
 
-    flash_attn, flash_attn.flash_attn_interface and flash_attn.bert_padding resolve. Modules of the
-    real package that were imported before are put aside; code that took functions from them keeps
-    those.
+    Of flash_attn resolve flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and
+    cute; beside it flash_attn_interface, which is version 3's. importlib.metadata tells of
+    flash_attn's version, so call this before a library that looks for it is imported. Modules of
+    the real packages that were imported before are put aside; code that took functions from them
+    keeps those.
     """
+    # These serve their functions by those above.
+    from . import flash_attn_3, flash_attn_4, flash_attn_passes, flash_attn_rotary
+
     this = sys.modules[__name__]
-    foreign_module.install(
-        "flash_attn", {"": this, "flash_attn_interface": this, "bert_padding": bert_padding}
-    )
+    modules = {
+        "": (this,),
+        "flash_attn_interface": (this, flash_attn_passes),
+        "bert_padding": (bert_padding,),
+        "layers.rotary": (flash_attn_rotary,),
+        "ops.triton.rotary": (flash_attn_rotary,),
+        "cute": (flash_attn_4,),
+        "cute.interface": (flash_attn_4,),
+    }
+    foreign_module.install("flash_attn", modules, __version__)
+    foreign_module.install("flash_attn_interface", {"": (flash_attn_3,)})
 
 
 def uninstall() -> None:
     """Undo `install`: what was imported before is back. Nothing happens if it is not in force."""
+    foreign_module.uninstall("flash_attn_interface")
     foreign_module.uninstall("flash_attn")

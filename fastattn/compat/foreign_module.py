@@ -1,34 +1,51 @@
 """Modules under the name of another package, for code that imports that package by its name."""
 
+import importlib.metadata
+import re
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import PurePosixPath
 from types import ModuleType
+from typing import Any
 
 # By package: what stood in sys.modules before, None = nothing.
 _before: dict[str, dict[str, ModuleType | None]] = {}
 
 
-def install(package: str, modules: dict[str, ModuleType]) -> None:
+def install(
+    package: str, modules: dict[str, tuple[ModuleType, ...]], version: str | None = None
+) -> None:
     """Let `import package` and `import package.name` find these modules' public names.
 
     Args:
         package: top-level name.
-        modules: by name inside the package, "" = the package itself.
+        modules: by name inside the package, dots included, "" = the package itself: modules whose
+            `__all__` are its names. Packages on the way that are not named are empty.
+        version: what `importlib.metadata` is to tell of a distribution of the package's name; None:
+            nothing.
     """
     if package in _before:
         return
     names = [name for name in sys.modules if name == package or name.startswith(package + ".")]
     put_aside: dict[str, ModuleType | None] = {name: sys.modules.pop(name) for name in names}
-    made = {}
-    for name, source in modules.items():
-        full = f"{package}.{name}" if name else package
-        made[full] = _copy(full, source, is_package=not name)
+    paths = {package: modules.get("", ())}
+    for name in sorted(modules):
+        parts = name.split(".") if name else []
+        for depth in range(1, len(parts) + 1):
+            inside = ".".join(parts[:depth])
+            paths[f"{package}.{inside}"] = modules.get(inside, ())
+    for full, sources in paths.items():
+        is_package = any(other.startswith(full + ".") for other in paths)
+        sys.modules[full] = _made(full, sources, is_package=is_package)
         put_aside.setdefault(full, None)
-    for full, module in made.items():
-        sys.modules[full] = module
-        if full != package:
-            setattr(made[package], full.rpartition(".")[2], module)
+        parent, _, leaf = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, sys.modules[full])
     _before[package] = put_aside
+    if version is not None:
+        # Before the finder of what is installed on disk.
+        sys.meta_path.insert(0, _Metadata(package, version))
 
 
 def uninstall(package: str) -> None:
@@ -37,16 +54,55 @@ def uninstall(package: str) -> None:
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
+    for finder in list(sys.meta_path):
+        if isinstance(finder, _Metadata) and finder.package == package:
+            sys.meta_path.remove(finder)
 
 
-def _copy(name: str, source: ModuleType, *, is_package: bool) -> ModuleType:
-    """A module of the public names of another; `importlib.util.find_spec` finds it too."""
-    module = ModuleType(name, source.__doc__)
-    public = {key: x for key, x in vars(source).items() if not key.startswith("_")}
-    vars(module).update(public)
-    if hasattr(source, "__version__"):
-        module.__version__ = source.__version__  # type: ignore[attr-defined]
+def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> ModuleType:
+    """A module of the names of others; `importlib.util.find_spec` finds it too."""
+    module = ModuleType(name, sources[0].__doc__ if sources else None)
+    for source in sources:
+        vars(module).update({key: getattr(source, key) for key in source.__all__})
+        if hasattr(source, "__version__"):
+            module.__version__ = source.__version__  # type: ignore[attr-defined]
     module.__spec__ = ModuleSpec(name, None, is_package=is_package)
     if is_package:
         module.__path__ = []
     return module
+
+
+class _Metadata(importlib.metadata.DistributionFinder):
+    """Tells of one distribution, and finds no modules: those are in sys.modules."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self.package, self.version = package, version
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        wanted = None if context is None else context.name
+        if wanted is None or _normalised(wanted) == _normalised(self.package):
+            yield _Distribution(self.package, self.version)
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """A distribution without files."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+            "top_level.txt": f"{package}\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return PurePosixPath(path)
+
+
+def _normalised(name: str) -> str:
+    """flash_attn and flash-attn are one distribution."""
+    return re.sub(r"[-_.]+", "-", name).lower()

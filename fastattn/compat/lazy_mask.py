@@ -23,6 +23,8 @@ class Rule(NamedTuple):
         query_offset: position of query 0 among the keys, an int or an integer tensor of no dims.
         padding: bool [B, T_k], True = attend, or None.
         documents: integers [B, T]: a query sees the keys of its own number; or None.
+        chunk: keys of other chunks of so many positions are not seen; None = one chunk.
+        chunk_start: integers [B], the position at which a row's first chunk begins.
     """
 
     causal: bool = False
@@ -31,6 +33,16 @@ class Rule(NamedTuple):
     query_offset: int | Tensor = 0
     padding: Tensor | None = None
     documents: Tensor | None = None
+    chunk: int | None = None
+    chunk_start: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Rule":
+        """The same rule with its tensors on a device."""
+        fields = self._asdict()
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in fields.items() if isinstance(x, Tensor)
+        }
+        return self._replace(**moved)
 
     def options(self, batch_size: int) -> dict[str, Any]:
         """Keyword arguments of `fastattn.attention` for a batch of this size."""
@@ -57,9 +69,23 @@ _METADATA = frozenset(
         Tensor.layout.__get__,  # type: ignore[attr-defined]
         Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
         Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
+        Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+        Tensor.is_nested.__get__,  # type: ignore[attr-defined]
+        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+        # Wrappers that shard, cast or recompute ask these of every argument of a layer.
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__get__,  # type: ignore[union-attr]
+        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+        Tensor.get_device,
+        torch.is_floating_point,
+        torch.is_complex,
+        Tensor.is_complex,
         Tensor.dim,
         Tensor.size,
         Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
         Tensor.is_floating_point,
         Tensor.__len__,
     )
@@ -82,6 +108,9 @@ class LazyMask(Tensor):
     _entries: Callable[[], Tensor]
     _made: Tensor | None
     _version_made: int
+    _hides: bool | None
+    # `shape` without the way through __torch_function__.
+    extent: tuple[int, ...]
 
     @staticmethod
     def __new__(
@@ -94,6 +123,7 @@ class LazyMask(Tensor):
         place = torch.device(device)
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place)
         mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
+        mask._hides, mask.extent = None, shape
         return mask
 
     def rule(self) -> Rule | None:
@@ -101,6 +131,13 @@ class LazyMask(Tensor):
         if self._made is not None and self._made._version != self._version_made:
             return None
         return self._rule
+
+    def has_padding(self) -> bool:
+        """Whether the padding of the rule hides a key. Waits for the device, the first time."""
+        if self._hides is None:
+            padding = self._rule.padding
+            self._hides = padding is not None and not bool(padding.all())
+        return self._hides
 
     def entries(self) -> Tensor:
         """The mask as an ordinary tensor."""
@@ -110,13 +147,24 @@ class LazyMask(Tensor):
             self._version_made = self._made._version
         return self._made
 
+    def _on(self, device: torch.device) -> "LazyMask":
+        """Another mask of the same rule, on a device."""
+        entries = self._entries
+        if device == self.device:
+            return LazyMask(self._rule, entries, self.extent, device)
+        return LazyMask(self._rule.to(device), lambda: entries().to(device), self.extent, device)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Metadata as it is; anything else on the entries."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _COPIES and isinstance(mask := args[0], LazyMask) and mask._made is None:
-                return LazyMask(mask._rule, mask._entries, tuple(mask.shape), mask.device)
+                return mask._on(mask.device)
+            if func is Tensor.to and isinstance(mask := args[0], LazyMask) and mask._made is None:
+                device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+                if dtype in (None, torch.bool) and memory_format is None:
+                    return mask._on(mask.device if device is None else device)
             if func not in _METADATA:
                 args, kwargs = _with_entries(args, kwargs)
             return func(*args, **kwargs)

@@ -1,13 +1,15 @@
 """`torch.nn.MultiheadAttention`, served by the kernels."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .. import arguments, checks, formula, functional, statistics
 from ..options import Options
+from .fused_block import Calls
 from .sdpa import bounded_bias
 
 
@@ -47,8 +49,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> out, _ = layer(x, x, x, need_weights=False)  # [2, 10, 64]
     """
 
+    # torch.jit.script keeps these.
+    __constants__: ClassVar[list[str]] = [*nn.MultiheadAttention.__constants__, "backend"]  # type: ignore[misc]
     # Objects that `fastattn.swap` made of torch's modules have no attribute of their own.
     backend: str | None = None
+    # Those of a `fastattn.Swap`.
+    _calls: Calls | None = None
 
     def __init__(
         self,
@@ -72,7 +78,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             batch_first, device, dtype,
         )  # fmt: skip
         self.backend = backend
-        self.register_forward_pre_hook(stay_on_path)
+        stay_on_path(self)
 
     def forward(
         self,
@@ -108,160 +114,199 @@ class MultiheadAttention(nn.MultiheadAttention):
             self-attention without masks and weights, as nn.TransformerEncoder makes one of padded
             inputs in eval mode; elsewhere torch refuses it.
         """
-        if query.is_nested or key.is_nested or value.is_nested:
-            plain = key_padding_mask is None and attn_mask is None and not need_weights
-            if plain and query is key and key is value and query.layout is torch.strided:
-                return self._nested(query), None
-            fits = False
-        else:
-            fits = self._fits(query, key, value, key_padding_mask, attn_mask, is_causal)
-        if not fits:
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
-        batched = query.dim() == 3
-        if not batched:
-            query, key, value = _same(lambda x: x[None], query, key, value)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        elif not self.batch_first:
-            query, key, value = _same(lambda x: x.transpose(0, 1), query, key, value)
-        q, k, v = self._project(query, key, value)
-        masks = self._masks(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
-        p = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            o, weights = self._with_weights(q, k, v, masks, p)
-            weights = weights.mean(1) if average_attn_weights else weights
-        else:
-            o = functional.attention(q, k, v, dropout=p, backend=self.backend, **masks)
-        out = self.out_proj(o.transpose(1, 2).flatten(2))
-        if not batched:
-            return out[0], None if weights is None else weights[0]
-        return (out if self.batch_first else out.transpose(0, 1)), weights
+        o, weights, projected = self._attend(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+            is_causal,
+        )  # fmt: skip
+        if projected:
+            return o, weights
+        out: Tensor = self.out_proj(o)
+        if query.dim() == 2:
+            return out[0], weights
+        return (out if self.batch_first or query.is_nested else out.transpose(0, 1)), weights
 
-    def _fits(
+    @torch.jit.ignore
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None,
+        need_weights: bool,
         attn_mask: Tensor | None,
+        average_attn_weights: bool,
         is_causal: bool,
-    ) -> bool:
-        """Whether torch would take these arguments."""
-        dims = query.dim()
-        if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
-            return False
-        widths = (query.shape[-1], key.shape[-1], value.shape[-1])
-        if widths != (self.embed_dim, self.kdim, self.vdim) or key.shape[:-1] != value.shape[:-1]:
-            return False
-        if dims == 2:
-            N, L, S = 1, query.shape[0], key.shape[0]
-        else:
-            batch = 0 if self.batch_first else 1
-            N, L, S = query.shape[batch], query.shape[1 - batch], key.shape[1 - batch]
-            if key.shape[batch] != N:
-                return False
-        if (self.bias_k is None) != (self.bias_v is None) or (is_causal and attn_mask is None):
-            return False
-        shapes = ((L, S), (N * self.num_heads, L, S))
-        return _is_mask(attn_mask, *shapes) and _is_mask(
-            key_padding_mask, (S,) if dims == 2 else (N, S)
-        )
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """o [N, L, E] of `forward`, its weights, and whether o is the output already.
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, H, L, D], k and v [N, H, S, D] of [N, L, E] inputs, with the appended keys."""
-        E, bias = self.embed_dim, self.in_proj_bias
-        if self.in_proj_weight is None:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        elif query is key and key is value:
-            q, k, v = torch.split(F.linear(query, self.in_proj_weight, bias), E, dim=-1)
-            return self._heads(q), *self._appended(k, v)
+        torch.jit.script does not compile this: it calls it, for a self that has the parameters and
+        numbers of ours, but no methods, and no parts that can be called.
+        """
+        calls: Calls | None = getattr(self, "_calls", None)
+        if calls is not None:
+            calls.count_served()
+        if query.is_nested or key.is_nested or value.is_nested:
+            plain = key_padding_mask is None and attn_mask is None and not need_weights
+            if plain and query is key and key is value and query.layout is torch.strided:
+                return _nested(self, query), None, False
+            fits = False
         else:
-            weights = torch.split(self.in_proj_weight, E)
-        biases = (None, None, None) if bias is None else torch.split(bias, E)
-        q, k, v = (
-            F.linear(x, weight, b)
-            for x, weight, b in zip((query, key, value), weights, biases, strict=True)
-        )
-        return self._heads(q), *self._appended(k, v)
-
-    def _nested(self, x: Tensor) -> Tensor:
-        """Self-attention within each sequence of a strided NestedTensor [N, *, E]."""
-        padded = x.to_padded_tensor(0.0)
-        lengths = [part.shape[0] for part in x.unbind()]
-        q, k, v = self._project(padded, padded, padded)
-        key_lengths = torch.tensor(lengths, device=padded.device)
+            fits = _fits(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+        if not fits:
+            out, weights = nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+            return out, weights, True
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = _same(_one_batch, query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = _same(_swapped, query, key, value)
+        q, k, v = _project(self, query, key, value)
+        masks = _masks(self, q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         p = self.dropout if self.training else 0.0
-        o = functional.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=self.backend)
-        out = self.out_proj(o.transpose(1, 2).flatten(2))
-        parts = [row[:length] for row, length in zip(out, lengths, strict=True)]
-        return torch.nested.as_nested_tensor(parts)
+        weights = None
+        if need_weights:
+            o, weights = _with_weights(self, q, k, v, masks, p)
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            o = functional.attention(q, k, v, dropout=p, backend=self.backend, **masks)
+        if weights is not None and not batched:
+            weights = weights[0]
+        return o.transpose(1, 2).flatten(2), weights, False
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x, -1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        N = k.shape[0]
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat((k, self.bias_k.to(k.dtype).expand(N, 1, -1)), dim=1)
-            v = torch.cat((v, self.bias_v.to(v.dtype).expand(N, 1, -1)), dim=1)
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return self._heads(k), self._heads(v)
+def _fits(
+    layer: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+) -> bool:
+    """Whether torch would take these arguments."""
+    dims = query.dim()
+    if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
+        return False
+    widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    if widths != (layer.embed_dim, layer.kdim, layer.vdim) or key.shape[:-1] != value.shape[:-1]:
+        return False
+    if dims == 2:
+        N, L, S = 1, query.shape[0], key.shape[0]
+    else:
+        batch = 0 if layer.batch_first else 1
+        N, L, S = query.shape[batch], query.shape[1 - batch], key.shape[1 - batch]
+        if key.shape[batch] != N:
+            return False
+    if (layer.bias_k is None) != (layer.bias_v is None) or (is_causal and attn_mask is None):
+        return False
+    shapes = ((L, S), (N * layer.num_heads, L, S))
+    return _is_mask(attn_mask, *shapes) and _is_mask(
+        key_padding_mask, (S,) if dims == 2 else (N, S)
+    )
 
-    def _masks(
-        self,
-        q: Tensor,
-        k: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        causal: bool,
-    ) -> dict[str, Any]:
-        """torch's masks as options of `fastattn.attention`; every query sees appended keys."""
-        N, H, L, _ = q.shape
-        more = int(self.bias_k is not None) + int(self.add_zero_attn)
-        options: dict[str, Any] = {}
-        causal = causal and not more
-        if causal and (key_padding_mask is None or key_padding_mask.dtype == torch.bool):
-            options, attn_mask = {"causal": True, "query_offset": 0}, None
-        padding, mask = (
-            x if x is None or not more else F.pad(x, (0, more))
-            for x in (key_padding_mask, attn_mask)
+
+def _project(
+    layer: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [N, H, L, D], k and v [N, H, S, D] of [N, L, E] inputs, with the appended keys."""
+    E, bias = layer.embed_dim, layer.in_proj_bias
+    if layer.in_proj_weight is None:
+        weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    elif query is key and key is value:
+        q, k, v = torch.split(F.linear(query, layer.in_proj_weight, bias), E, dim=-1)
+        return _heads(layer, q), *_appended(layer, k, v)
+    else:
+        weights = torch.split(layer.in_proj_weight, E)
+    biases = (None, None, None) if bias is None else torch.split(bias, E)
+    q, k, v = (
+        F.linear(x, weight, b)
+        for x, weight, b in zip((query, key, value), weights, biases, strict=True)
+    )
+    return _heads(layer, q), *_appended(layer, k, v)
+
+
+def _nested(layer: MultiheadAttention, x: Tensor) -> Tensor:
+    """o, nested too, of self-attention within each sequence of a strided NestedTensor [N, *, E]."""
+    padded = x.to_padded_tensor(0.0)
+    lengths = [part.shape[0] for part in x.unbind()]
+    q, k, v = _project(layer, padded, padded, padded)
+    key_lengths = torch.tensor(lengths, device=padded.device)
+    p = layer.dropout if layer.training else 0.0
+    o = functional.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=layer.backend)
+    rows = o.transpose(1, 2).flatten(2)
+    parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return torch.nested.as_nested_tensor(parts)
+
+
+def _heads(layer: MultiheadAttention, x: Tensor) -> Tensor:
+    return torch.unflatten(x, -1, (layer.num_heads, layer.head_dim)).transpose(1, 2)
+
+
+def _appended(layer: MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    N = k.shape[0]
+    if layer.bias_k is not None and layer.bias_v is not None:
+        k = torch.cat((k, layer.bias_k.to(k.dtype).expand(N, 1, -1)), dim=1)
+        v = torch.cat((v, layer.bias_v.to(v.dtype).expand(N, 1, -1)), dim=1)
+    if layer.add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return _heads(layer, k), _heads(layer, v)
+
+
+def _masks(
+    layer: MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    causal: bool,
+) -> dict[str, Any]:
+    """torch's masks as options of `fastattn.attention`; every query sees appended keys."""
+    N, H, L, _ = q.shape
+    more = int(layer.bias_k is not None) + int(layer.add_zero_attn)
+    options: dict[str, Any] = {}
+    causal = causal and not more
+    if causal and (key_padding_mask is None or key_padding_mask.dtype == torch.bool):
+        options, attn_mask = {"causal": True, "query_offset": 0}, None
+    padding, mask = (
+        x if x is None or not more else F.pad(x, (0, more)) for x in (key_padding_mask, attn_mask)
+    )
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(N, H, L, -1)
+    if padding is not None and padding.dtype == torch.bool:
+        options["key_padding_mask"] = ~padding
+        padding = None
+    if mask is not None and mask.dtype == torch.bool:
+        options["attn_mask"] = ~mask
+        mask = None
+    biases = [
+        x for x in (mask, None if padding is None else padding[:, None, None]) if x is not None
+    ]
+    if biases:
+        options["attn_bias"] = sum(map(bounded_bias, biases))
+    return options
+
+
+def _with_weights(
+    layer: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
+) -> tuple[Tensor, Tensor]:
+    """o and the weights [N, H, L, S], which a loss may use and dropout has passed over."""
+    # Autocast on CUDA has a softmax in fp32, and so torch's weights are.
+    narrow = torch.float32 if q.is_cuda and formula.autocasting(q.device) else q.dtype
+    inputs = (q, k, v, masks.get("attn_bias"))
+    wants_gradient = any(x is not None and x.requires_grad for x in inputs)
+    if not p and not (wants_gradient and torch.is_grad_enabled()):
+        o, lse = functional.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
+        weights = statistics.attention_weights(
+            q, k, lse=lse, max_elements=2**63, backend=layer.backend, **masks
         )
-        if mask is not None and mask.dim() == 3:
-            mask = mask.view(N, H, L, -1)
-        if padding is not None and padding.dtype == torch.bool:
-            options["key_padding_mask"] = ~padding
-            padding = None
-        if mask is not None and mask.dtype == torch.bool:
-            options["attn_mask"] = ~mask
-            mask = None
-        biases = [
-            x for x in (mask, None if padding is None else padding[:, None, None]) if x is not None
-        ]
-        if biases:
-            options["attn_bias"] = sum(map(bounded_bias, biases))
-        return options
-
-    def _with_weights(
-        self, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
-    ) -> tuple[Tensor, Tensor]:
-        """o and the weights [N, H, L, S], which a loss may use and dropout has passed over."""
-        # Autocast on CUDA has a softmax in fp32, and so torch's weights are.
-        narrow = torch.float32 if q.is_cuda and formula.autocasting(q.device) else q.dtype
-        inputs = (q, k, v, masks.get("attn_bias"))
-        wants_gradient = any(x is not None and x.requires_grad for x in inputs)
-        if not p and not (wants_gradient and torch.is_grad_enabled()):
-            o, lse = functional.attention(q, k, v, return_lse=True, backend=self.backend, **masks)
-            weights = statistics.attention_weights(
-                q, k, lse=lse, max_elements=2**63, backend=self.backend, **masks
-            )
-            return o, weights.to(narrow)
-        q, k, v, _, _ = functional._autocast(q, k, v, None, None)
-        options = arguments.dense_options(q, k, v, **masks)
-        return _formula_with_weights(q, k, v, options, p, narrow)
+        return o, weights.to(narrow)
+    q, k, v, _, _ = functional._autocast(q, k, v, None, None)
+    options = arguments.dense_options(q, k, v, **masks)
+    return _formula_with_weights(q, k, v, options, p, narrow)
 
 
 def _formula_with_weights(
@@ -279,12 +324,18 @@ def _formula_with_weights(
     return (weights @ shown).to(q.dtype), weights.to(narrow)
 
 
-def stay_on_path(module: nn.Module, inputs: Any) -> None:
-    """A hook that does nothing: torch's layers call modules that have one.
+def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:
+    """Make torch's layers call this one, by a hook that does nothing.
 
     In eval mode nn.TransformerEncoderLayer computes attention itself from the parameters of its
-    self_attn, unless that has a hook.
+    self_attn, unless that or a part of it has a hook. It is out_proj, which is called in one way:
+    torch.jit.script compiles hooks, for the arguments of each call.
     """
+    return layer.out_proj.register_forward_pre_hook(_nothing)
+
+
+def _nothing(self: nn.Module, input: tuple[Tensor]) -> None:
+    """With the names and types that torch.jit.script asks of a hook."""
 
 
 def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
@@ -292,6 +343,14 @@ def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
         return True
     known = mask.dtype == torch.bool or mask.is_floating_point()
     return known and tuple(mask.shape) in shapes
+
+
+def _one_batch(x: Tensor) -> Tensor:
+    return x[None]
+
+
+def _swapped(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
 
 
 def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.jit import _builtins
 
 from .sdpa import _torch_attention, scaled_dot_product_attention
 
@@ -78,6 +79,7 @@ def patch_sdpa() -> SdpaPatch:
     own, where it has to find the same function. Patches may nest and overlap, also between threads;
     the function is torch's again when the last one ends. Code that took torch's function by name
     before (`from torch.nn.functional import scaled_dot_product_attention`) keeps torch's.
+    torch.jit.script finds torch's own operator in either function: it cannot compile ours.
     Compiled code is traced again when the patch comes or goes; inside a region that torch.compile
     traces, neither can be done.
 
@@ -103,6 +105,8 @@ def _apply() -> None:
     global _active, _before
     current = getattr(F, _NAME)
     _active = bool(_open)
+    if _active:
+        _keep_scriptable()
     if _active and current is not _patched_attention:
         _before = current
         setattr(F, _NAME, _patched_attention)
@@ -110,3 +114,13 @@ def _apply() -> None:
         # Where another library has put its function over ours, it stays, and ours passes calls on.
         setattr(F, _NAME, _before)
         _before = _torch_attention
+
+
+def _keep_scriptable() -> None:
+    """Make torch.jit.script see torch's own operator in its function and in the one over it.
+
+    It knows builtins by a table that it makes of what torch's modules hold when it is first used:
+    made under a patch, that would lack torch's function for good.
+    """
+    for function in (_torch_attention, _patched_attention):
+        _builtins._register_builtin(function, f"aten::{_NAME}")

@@ -18,9 +18,10 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import dispatch, functional
+from .. import checks, dispatch, functional
 from ..dispatch import Explanation
 from ..options import Options
+from ..symbols import decided
 
 # Kept from before any patch, for whatever is not served here.
 _torch_attention = F.scaled_dot_product_attention
@@ -71,6 +72,12 @@ def scaled_dot_product_attention(
     Raises:
         What torch raises.
     """
+    if torch.compiler.is_compiling():
+        # Comparisons of sizes are symbols, and torch's function takes none.
+        is_causal, enable_gqa = (
+            decided(x) if isinstance(x, (bool, torch.SymBool)) else x
+            for x in (is_causal, enable_gqa)
+        )
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
         return _torch_attention(
@@ -111,6 +118,8 @@ def _translated(
     enable_gqa: bool,
 ) -> _Call | str:
     """The call in our terms, or why torch's own function has to serve it."""
+    # torch takes numpy's numbers too, and tensors of no dims.
+    dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
     reason = _not_plain(query, key, value, attn_mask)
     reason = reason or _odd_numbers(dropout_p, is_causal, scale, enable_gqa)
     if reason is None and os.environ.get(dispatch.ENVIRONMENT) == "torch":

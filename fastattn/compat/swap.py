@@ -7,6 +7,7 @@ from torch import nn
 
 from ..attention_layer import AttentionLayer
 from . import blocks
+from .fused_block import Calls, FusedForward
 from .multihead import MultiheadAttention, stay_on_path
 
 
@@ -16,11 +17,14 @@ class Swap:
     Attributes:
         replaced: names of modules ("" is the model itself), and what they are served as.
         left: names of modules that look like attention and were not replaced, and why.
+        calls: of each replaced module, how many of its calls this library has served, and how many
+            went to its own forward; see `Calls`. A model of transformers has no count.
     """
 
     def __init__(self) -> None:
         self.replaced: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self.calls: dict[str, Calls] = {}
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -29,7 +33,11 @@ class Swap:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        lines = [f"replaced {_shown(name)}: {what}" for name, what in self.replaced.items()]
+        lines = []
+        for name, what in self.replaced.items():
+            calls = self.calls.get(name)
+            counted = "" if calls is None else f" ({calls.served} calls served, {calls.passed} not)"
+            lines.append(f"replaced {_shown(name)}: {what}{counted}")
         return "\n".join(lines + [f"left {_shown(name)}: {why}" for name, why in self.left.items()])
 
 
@@ -49,11 +57,13 @@ def swap(model: nn.Module) -> Swap:
     - blocks with one projection for queries, keys and values, such as nanoGPT's CausalSelfAttention
       and vision transformers', and blocks with three, such as Llama's, causal or not, with grouped
       heads or not, whose `forward` takes x alone or x and rotary tables. A block has to give, in a
-      trial on a random input, what attention over its projections gives;
+      trial on random weights and inputs, what attention over its projections gives, in training
+      too; where a trial cannot tell, it is left;
     - models of Hugging Face transformers, by `set_attn_implementation`.
 
-    A block that is called with more, such as a mask or a cache, computes that call by itself. For
-    what is left, `fastattn.patch_sdpa` may do.
+    A block that is called with more, such as a mask or a cache, computes that call by itself; an
+    argument that is its default is no more. `Swap.calls` counts both. What is left has its reason
+    in `Swap.left`; `fastattn.patch_sdpa` serves it if it calls torch's own attention function.
 
     Args:
         model: any module. Swap before torch.compile, FSDP and other wrappers.
@@ -67,11 +77,12 @@ def swap(model: nn.Module) -> Swap:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     done = Swap()
+    tried: blocks.Tried = []
     for name, module in list(_candidates(model, "", done, set())):
         if type(module) is nn.MultiheadAttention:
             _swap_multihead(name, module, done)
         else:
-            _swap_block(name, module, done)
+            _swap_block(name, module, done, tried)
     return done
 
 
@@ -92,7 +103,7 @@ def _candidates(
         yield name, module
         return
     if _looks_like_attention(module):
-        done.left[name] = _why_left(module)
+        _leave(name, module, _why_left(module), done)
     for child_name, child in module.named_children():
         yield from _candidates(child, f"{name}.{child_name}" if name else child_name, done, seen)
 
@@ -110,43 +121,64 @@ def _why_left(module: nn.Module) -> str:
     return reason
 
 
+def _leave(name: str, module: nn.Module, reason: str, done: Swap) -> None:
+    kind = type(module)
+    done.left[name] = (
+        f"{kind.__module__}.{kind.__qualname__}: {reason}. If it calls torch's "
+        "scaled_dot_product_attention, fastattn.patch_sdpa serves that"
+    )
+
+
 def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> None:
     if "forward" in vars(module):
-        done.left[name] = "its forward was replaced on the object"
+        _leave(name, module, "its forward was replaced on the object", done)
         return
     module.__class__ = MultiheadAttention
-    hook = module.register_forward_pre_hook(stay_on_path)
+    served = module
+    assert isinstance(served, MultiheadAttention)
+    done.calls[name] = served._calls = Calls()
+    hook = stay_on_path(served)
 
     def undo() -> None:
         hook.remove()
+        del served._calls
         module.__class__ = nn.MultiheadAttention
 
     done.replaced[name] = "fastattn.MultiheadAttention"
     done._undo.append(undo)
 
 
-def _swap_block(name: str, module: nn.Module, done: Swap) -> None:
-    plan = blocks.recognise(module)
+def _swap_block(name: str, module: nn.Module, done: Swap, tried: blocks.Tried) -> None:
+    plan = blocks.recognise(module, tried)
     if isinstance(plan, str):
-        done.left[name] = plan
+        _leave(name, module, plan, done)
         return
-    module.forward = blocks.FusedForward(module, plan)
-    kind = "causal" if plan.causal else "bidirectional"
-    heads = f"{plan.num_heads} query and {plan.num_kv_heads} key/value heads"
-    turned = "" if plan.rotary is None else f", rotary positions ({plan.rotary.style})"
-    done.replaced[name] = f"{kind} attention, {heads}{turned}"
+    forward = FusedForward(module, plan)
+    module.forward = forward
+    done.calls[name] = forward.calls
+    done.replaced[name] = str(plan)
     done._undo.append(lambda: delattr(module, "forward"))
 
 
 def _swap_transformers(name: str, model: Any, done: Swap) -> None:
     """A model of transformers takes its attention by name, of all its layers at once."""
     try:
-        from .transformers import register
+        from .transformers import NAME, register
+        from .transformers_models import looks_up, restorer, unserved
     except ImportError as error:
         done.left[name] = f"fastattn cannot be registered with transformers: {error}"
         return
     register()
-    before = model.config._attn_implementation
-    model.set_attn_implementation("fastattn")
-    done.replaced[name] = 'attn_implementation="fastattn"'
-    done._undo.append(lambda: model.set_attn_implementation(before))
+    if any(looks_up(type(module)) for module in model.modules()):
+        done._undo.append(restorer(model))
+        model.set_attn_implementation(NAME)
+    served, left = unserved(model, NAME)
+    if served:
+        done.replaced[name] = f'attn_implementation="{NAME}"'
+    elif not left:
+        left[""] = "no module of it is attention by transformers' AttentionInterface"
+    for inner, reason in left.items():
+        done.left[".".join(filter(None, (name, inner)))] = reason
+    for inner, module in model.named_modules():
+        if type(module) is nn.MultiheadAttention:
+            _swap_multihead(".".join(filter(None, (name, inner))), module, done)

@@ -5,13 +5,11 @@
     model.set_attn_implementation("fastattn")     # or a model that is there already
 
 transformers makes the mask of a layer in one place and computes attention in another, and each
-implementation registers a function for both. What the first returns is all that the second learns
-of padding, windows and positions. Where its "sdpa" and "flash_attention_2" return None although a
-mask is needed to tell one case from another, here a mask is returned; see `attention_mask`.
+implementation registers a function for both; the one for masks is in `transformers_masks`. Not
+every family calls a registered function: see `transformers_models`.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -20,9 +18,11 @@ from torch import Tensor, nn
 
 from ..decode import decode_attention, view_of_tensors
 from ..functional import attention, attention_varlen
+from ..positions import document_ids
 from ..statistics import attention_weights
 from .lazy_mask import LazyMask, Rule
 from .sdpa import bounded_bias
+from .transformers_masks import attention_mask, chunk_ids
 
 NAME = "fastattn"
 # First and last minor version that the tests have run with.
@@ -65,7 +65,10 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     cache: Any = None,
@@ -87,9 +90,11 @@ def attention_forward(
         sliding_window: without a mask, or with one of two dims: how many keys around itself, itself
             included, a query sees on either side. Other masks have the window in them.
         softcap, s_aux, position_bias: `softcap`, `sinks` and `attn_bias` of `fastattn.attention`.
+        sinks: float [B, H_q, T_q, 1], the score of one more key for each query, whose value is 0.
+        indices: integers [B, T_q, n], the keys that a query may see, where the mask shows them too.
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], offsets of sequences packed into a batch of
-            one, where the mask is None or comes from `attention_mask` without padding.
-        cache: refused: pages of transformers' continuous batching.
+            one. They hold beside any mask; beside one of two dims, only if that hides nothing.
+        block_indices, cache: refused: keys by blocks, and pages of continuous batching.
         output_attentions: also return the weights, without gradients or dropout.
         kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
 
@@ -97,15 +102,11 @@ def attention_forward(
         ([B, T_q, H_q, D_v] contiguous, weights [B, H_q, T_q, T_k] or None).
 
     Raises:
-        NotImplementedError: a paged cache.
+        NotImplementedError: a paged cache, or block_indices.
         ValueError: no mask, although 1 < T_q != T_k and the layer is causal: where the queries
-            stand among the keys is then unknown.
+            stand among the keys is then unknown. cu_seq_lens_q beside padding.
     """
-    if cache is not None:
-        raise NotImplementedError(
-            "cache: fastattn does not serve the paged cache of transformers' continuous batching; "
-            "fastattn.PagedKVCache and decode_attention do the same for models of one's own"
-        )
+    _refuse(block_indices, cache)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if isinstance(scaling, Tensor):
@@ -122,171 +123,59 @@ def attention_forward(
     elif mask is None or mask.dim() == 2:
         rule = _rule_without_mask(mask, bool(causal), sliding_window, query, key)
         mask = None
-    if cu_seq_lens_q is not None and rule is not None and rule.padding is None:
-        packed = (cu_seq_lens_q, cu_seq_lens_k)
-        return _packed(query, key, value, packed, rule, options, bool(output_attentions))
     if rule is not None:
         options.update(rule.options(key.shape[0]))
+    if cu_seq_lens_q is not None:
+        packed = (cu_seq_lens_q, cu_seq_lens_k)
+        _check_packed(module, query, key, attention_mask, rule)
+        beside = sinks is not None or indices is not None or position_bias is not None
+        if rule is not None and _is_plain(rule) and not beside and not output_attentions:
+            return _packed(query, key, value, packed, options), None
+        options["documents"] = _packed_ids(packed, query, key, rule)
     if mask is not None:
         _add_mask(options, mask)
+    if indices is not None:
+        _add_mask(options, _selected(indices, key))
     options = {name: x for name, x in options.items() if x is not None}
-    if not output_attentions and _is_one_step(query, key, value, options):
+    if sinks is None and not output_attentions and _is_one_step(query, key, value, options):
         return _one_step(query, key, value, options), None
-    o = attention(query, key, value, **options).transpose(1, 2).contiguous()
+    o, share = _attend(query, key, value, sinks, options)
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
-    return o, attention_weights(query, key, **options).to(query.dtype)
+    weights = attention_weights(query, key, **options)
+    return o, (weights if share is None else weights * share).to(query.dtype)
 
 
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
-    """What transformers calls to make the mask of layers of one kind, before it runs them.
-
-    Returns None only where that cannot be mistaken: nothing is hidden, or queries and keys are the
-    same tokens under a causal mask. In every other case, such as a chunk of a prompt behind a
-    cache or a static cache with room to spare, it returns bool [B, 1, T_q, T_k], True = attend: a
-    `LazyMask` where the rule behind mask_function is known and nothing traces the call, the
-    entries themselves elsewhere.
-
-    Args:
-        batch_size, q_length, kv_length: B, T_q, T_k.
-        q_offset, kv_offset: positions of the first query and the first key.
-        mask_function: says of (batch, head, query, key) positions whether the key is seen.
-        attention_mask: bool [B, n], True = a token that exists, from position 0; or None.
-        local_size: of a sliding window. mask_function has it.
-        allow_is_causal_skip, allow_is_bidirectional_skip: None may be returned.
-        use_vmap: mask_function can only be called with single numbers.
-        device: of the result.
-    """
-    # Imported by a statement, which torch.compile can trace.
-    from transformers import masking_utils as masking
-    from transformers.utils.import_utils import is_tracing
-
-    if mask_function is None:
-        mask_function = masking.causal_mask_function
-
-    def entries() -> Tensor:
-        made: Tensor = masking.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
-        return made
-
-    aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
-    if attention_mask is None:
-        if mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned:
-            return None
-        if mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip:
-            return None
-    # One query has few entries, and generation hands those over a static cache to a compiled step.
-    skips = allow_is_causal_skip or allow_is_bidirectional_skip
-    one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not skips)
-    if one_step or use_vmap or is_tracing():
-        return entries()
-    rule = rule_of(mask_function)
-    if rule is None or (rule.documents is not None and not aligned):
-        return entries()
-    padding = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
-    return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
-
-
-def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
-    """The rule that one of transformers' own mask functions computes; None for any other function.
-
-    A function is known by its code, and a closure by what it holds besides.
-    """
-    from transformers import masking_utils as masking
-
-    if mask_function is masking.causal_mask_function:
-        return Rule(causal=True)
-    if mask_function is masking.bidirectional_mask_function:
-        return Rule()
-    maker = _makers().get(getattr(mask_function, "__code__", None))
-    if maker is None:
-        return None
-    held = _held(mask_function)
-    if maker == "and_masks":
-        return _combined(held["mask_functions"])
-    if maker == "packed_sequence_mask_function":
-        return Rule(documents=held["packed_sequence_mask"])
-    width = held["sliding_window"]
-    if not isinstance(width, int) or width < 1:
-        return None
-    if maker == "sliding_window_overlay":
-        return Rule(left=width - 1)
-    return Rule(left=width, right=width)
-
-
-def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
-    """The rule of keys that all parts show."""
-    from transformers import masking_utils as masking
-
-    remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
-    whole = Rule()
-    for part in parts:
-        if getattr(part, "__code__", None) is remapped:
-            # Positions rise by one inside a document, as places do: distances are the same. It
-            # comes behind the documents that were found in the same positions.
-            if whole.documents is None:
-                return None
-            part = _held(part)["mask_function"]
-        rule = rule_of(part)
-        if rule is None or (rule.documents is not None and whole.documents is not None):
-            return None
-        whole = Rule(
-            causal=whole.causal or rule.causal,
-            left=_least(whole.left, rule.left),
-            right=_least(whole.right, rule.right),
-            documents=rule.documents if whole.documents is None else whole.documents,
+def _refuse(block_indices: Tensor | None, cache: Any) -> None:
+    """What some models hand over and nothing here serves."""
+    if block_indices is not None:
+        raise NotImplementedError(
+            "block_indices: fastattn does not serve keys that are selected by blocks; "
+            'attn_implementation="eager" or "sdpa" puts them into the mask'
         )
-    return whole
+    if cache is not None:
+        raise NotImplementedError(
+            "cache: fastattn does not serve the paged cache of transformers' continuous batching; "
+            "fastattn.PagedKVCache and decode_attention do the same for models of one's own"
+        )
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return min((x for x in (a, b) if x is not None), default=None)
-
-
-def _held(closure: Callable[..., Any]) -> dict[str, Any]:
-    """What a closure keeps of its surroundings, by name."""
-    cells = closure.__closure__ or ()
-    names = closure.__code__.co_freevars
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-
-
-@cache
-def _makers() -> dict[Any, str]:
-    """Functions of transformers that make masks, by the code of what they make."""
-    from transformers import masking_utils as masking
-
-    made = {
-        "and_masks": masking.and_masks(),
-        "sliding_window_overlay": masking.sliding_window_overlay(1),
-        "sliding_window_bidirectional_overlay": masking.sliding_window_bidirectional_overlay(1),
-        "packed_sequence_mask_function": masking.packed_sequence_mask_function(None),
-    }
-    return {function.__code__: name for name, function in made.items()}
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """[B, T_q, H_q, D_v], and what share of the weights keys have beside sinks of each query."""
+    if sinks is None:
+        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    o, lse = attention(query, key, value, return_lse=True, **options)
+    # One more key multiplies the denominator by 1 + exp(sinks - lse).
+    share = torch.sigmoid(lse[..., None] - sinks)
+    return (o * share).to(o.dtype).transpose(1, 2).contiguous(), share
 
 
 def _usable_rule(mask: LazyMask, query: Tensor, key: Tensor) -> Rule | None:
     """The rule of a mask that fits these tensors; None where its entries have to be read."""
-    fits = tuple(mask.shape) == (key.shape[0], 1, query.shape[2], key.shape[2])
+    fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
     return mask.rule() if fits else None
 
 
@@ -309,7 +198,8 @@ def _rule_without_mask(
 def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
     """Add a mask's entries to the options, to a bias if there is one and they are numbers."""
     if mask.dtype == torch.bool:
-        options["attn_mask"] = mask
+        before = options.get("attn_mask")
+        options["attn_mask"] = mask if before is None else before & mask
     elif options.get("attn_bias") is None:
         options["attn_bias"] = bounded_bias(mask)
     else:
@@ -346,29 +236,72 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     return decode_attention(query, view_of_tensors(key, value, lengths), **wanted).transpose(1, 2)
 
 
+def _check_packed(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, rule: Rule | None
+) -> None:
+    """Offsets of packed sequences have to be all that tells one key's row from another's."""
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q needs a batch of 1, got {query.shape[0]}")
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if rule is None and chunk is not None and key.shape[2] > chunk:
+        # Chunks count from where a sequence starts, and the mask's entries from where the row does.
+        raise NotImplementedError(
+            f"cu_seq_lens_q beside the entries of a mask, as torch.compile makes them, in a model "
+            f"with attention_chunk_size {chunk}: leave the offsets out, and position_ids that "
+            "start anew separate the sequences"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if rule is None or rule.padding is None:
+        return
+    hidden = mask.has_padding() if isinstance(mask, LazyMask) else not bool(rule.padding.all())
+    if hidden:
+        raise ValueError(
+            "attention_mask hides tokens, and cu_seq_lens_q has offsets of packed sequences: give "
+            "the offsets of a row without padding, or the mask alone"
+        )
+
+
+def _is_plain(rule: Rule) -> bool:
+    """Whether offsets, after `_check_packed`, leave only a band of the rule to be said."""
+    return rule.chunk is None and not (rule.padding is not None and torch.compiler.is_compiling())
+
+
 def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     offsets: tuple[Tensor, Tensor | None],
-    rule: Rule,
     options: dict[str, Any],
-    output_attentions: bool,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Attention inside each of the sequences that lie behind one another in a batch of one."""
-    if query.shape[0] != 1:
-        raise ValueError(f"cu_seq_lens_q needs a batch of 1, got {query.shape[0]}")
-    if output_attentions or options.get("attn_bias") is not None:
-        raise NotImplementedError(
-            "cu_seq_lens_q with a position_bias or output_attentions: leave the offsets out, and "
-            "position_ids that start anew tell the sequences apart"
-        )
-    options["causal"] = rule.causal
-    if rule.left is not None or rule.right is not None:
-        options["window"] = (rule.left, rule.right)
+    of_rows = ("query_offset", "key_padding_mask", "documents")
+    given = {name: x for name, x in options.items() if x is not None and name not in of_rows}
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    given = {name: x for name, x in options.items() if x is not None}
-    return attention_varlen(q, k, v, *offsets, **given)[None].contiguous(), None
+    return attention_varlen(q, k, v, *offsets, **given)[None].contiguous()
+
+
+def _packed_ids(
+    offsets: tuple[Tensor, Tensor | None], query: Tensor, key: Tensor, rule: Rule | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The number of each token's sequence, and of its chunk in that, in a batch of one."""
+    T_q, T_k = query.shape[2], key.shape[2]
+    if T_q != T_k:
+        raise ValueError(
+            f"cu_seq_lens_q beside a mask that is no plain rule needs as many queries as keys, got "
+            f"{T_q} and {T_k}"
+        )
+    if rule is not None and rule.chunk is not None:
+        return chunk_ids(offsets[0], T_k, rule.chunk)
+    of_queries = document_ids(offsets[0], T_q)
+    return of_queries if offsets[1] is None else (of_queries, document_ids(offsets[1], T_k))
+
+
+def _selected(indices: Tensor, key: Tensor) -> Tensor:
+    """bool [B, 1, T_q, T_k]: the keys that an indexer chose for each query."""
+    shape = (*indices.shape[:2], key.shape[2])
+    mask = torch.zeros(shape, dtype=torch.bool, device=key.device)
+    return mask.scatter(-1, indices.long(), True)[:, None]
 
 
 @cache

@@ -1,5 +1,6 @@
 """Generating text with a trained model."""
 
+from ..models.sampling import Sampling as Sampling
 from .engine import Engine as Engine
 from .generate import Batch as Batch
 from .generate import generate_batch as generate_batch
@@ -9,7 +10,6 @@ from .generate import generate_tokens as generate_tokens
 from .generate import unpad as unpad
 from .request import Request as Request
 from .request import Tally as Tally
-from .sampling import Sampling as Sampling
 from .search import Beam as Beam
 from .search import beam_search as beam_search
 from .search import beam_texts as beam_texts

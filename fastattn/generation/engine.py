@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ..models.gpt import GPT
+from ..models.sampling import Sampling
+from ..models.transfer import to_device
 from ..paged_cache import OutOfPages
 from ..quantization import Quantize
 from .paged import layers_of
 from .request import Request, choose_next, make_request
-from .sampling import Sampling
-from .window import Reading, check_finite
+from .window import PastContext, Reading, check_past_context
 
 
 @dataclass(eq=False)
@@ -30,11 +33,15 @@ class _Sequence:
 class Engine:
     """Continues many prompts at once, each from the moment there is room for it.
 
-    `submit` may be called at any time. A `step` gives every running sequence its next token, in one
+    A `step` gives every running sequence its next token, in one
     pass of the model, and then lets waiting ones in, in the order of their arrival; each reads its
     prompt at once. A prompt that begins as the text of a running sequence does shares that part of
     its pages. What a request gets does not depend on the others: it is what `generate_tokens` gives
     for it alone, but for rounding.
+
+    One thread at a time steps an engine; a second one is refused. Any thread may `submit`, `cancel`
+    and ask whether the engine is `busy` at any time, also during a step, which takes note of it at
+    its end at the latest.
 
     When the pool runs out of pages, the sequence that came last gives its pages back and waits at
     the head of the queue; once there is room it reads its text again and goes on.
@@ -46,6 +53,7 @@ class Engine:
         max_batch: sequences that run at a time.
         quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
             results differ from those without by more than rounding.
+        past_context: what follows a full context, "restart" or "crop"; see `Reading`.
 
     Attributes:
         preemptions: how often a running sequence had to wait again.
@@ -71,7 +79,9 @@ class Engine:
         page_size: int = 16,
         max_batch: int = 8,
         quantize: Quantize | None = None,
+        past_context: PastContext = "restart",
     ) -> None:
+        check_past_context(past_context)
         self.model = model
         self.cache = model.new_paged_cache(
             num_pages, page_size, max_rows=max_batch, quantize=quantize
@@ -79,14 +89,20 @@ class Engine:
         self.preemptions = 0
         self.shared_tokens = 0
         self._num_pages, self._max_batch = num_pages, max_batch
+        self._past_context: PastContext = past_context
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order of their arrival
+        # What other threads write; `_settle` alone reads it. Both ends of a deque are thread-safe.
+        self._arrived: deque[_Sequence] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._turn = threading.Lock()  # held for moments: to begin a step, to end it, to settle
+        self._stepping: str | None = None  # name of the thread that is in a step
         self._device = next(model.parameters()).device
 
     @property
     def busy(self) -> bool:
         """Whether any request is not done."""
-        return bool(self._waiting or self._running)
+        return bool(self._arrived or self._waiting or self._running)
 
     def submit(
         self,
@@ -121,17 +137,53 @@ class Engine:
                 f"num_pages must be at least {pages} for {len(prompt)} tokens and {count} more, "
                 f"got {self._num_pages} pages of {self.cache.page_size} tokens"
             )
-        reading = Reading(context)
+        reading = Reading(context, self._past_context)
         unread, _ = reading.enter(prompt)
-        self._waiting.append(_Sequence(request, reading, unread))
+        self._arrived.append(_Sequence(request, reading, unread))
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with the tokens that it has; one that is done stays as it is."""
+        """Ends a request with the tokens that it has; one that is done stays as it is.
+
+        Its pages are free at once, or where a step is under way at its end.
+        """
         request.done = True
-        for sequence in [*self._running, *self._waiting]:
-            if sequence.request is request:
-                self._leave(sequence)
+        self._cancelled.append(request)
+        with self._turn:
+            if self._stepping is None:
+                self._settle()
+
+    @contextmanager
+    def _step_alone(self) -> Iterator[None]:
+        """Holds off other threads' steps, and settles before and after one's own."""
+        name = threading.current_thread().name
+        with self._turn:
+            if self._stepping is not None:
+                raise RuntimeError(
+                    "one thread at a time steps an engine: "
+                    f"thread {self._stepping!r} is in a step, thread {name!r} asked for another"
+                )
+            self._stepping = name
+            self._settle()
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._settle()
+                self._stepping = None
+
+    def _settle(self) -> None:
+        """Lets those that have arrived wait, and those that are cancelled leave."""
+        while self._arrived:
+            # First there, then gone: an engine with a request is busy at any moment.
+            self._waiting.append(self._arrived[0])
+            self._arrived.popleft()
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            request.done = True
+            for sequence in [*self._running, *self._waiting]:
+                if sequence.request is request:
+                    self._leave(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, int]]:
@@ -142,7 +194,12 @@ class Engine:
 
         Raises:
             FloatingPointError: the model's scores are not finite.
+            RuntimeError: another thread is in a step; nothing has changed then.
         """
+        with self._step_alone():
+            return self._step()
+
+    def _step(self) -> list[tuple[Request, int]]:
         added: list[tuple[Request, int]] = []
         # A sequence that starts a new window reads half a context.
         for sequence in [s for s in self._running if len(s.unread) > 1]:
@@ -166,14 +223,13 @@ class Engine:
             return []
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         assert len(rows) == len(sequences)
-        tokens = torch.tensor([sequence.unread for sequence in sequences], device=self._device)
+        tokens = to_device([sequence.unread for sequence in sequences], self._device)
         logits = self.model(tokens, cache=layers_of(self.cache, rows), last_only=True)[:, -1]
-        check_finite(logits)
         requests = [sequence.request for sequence in sequences]
         added = []
         for sequence, token in zip(sequences, choose_next(logits, requests), strict=True):
             request = sequence.request
-            if request.add(token):
+            if not request.done and request.add(token):
                 added.append((request, token))
             if request.done:
                 self._leave(sequence)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..models.gpt import GPT
+from ..models.sampling import Sampling
+from ..models.transfer import to_device
 from .graph import make_window
 from .request import Request, Tally, choose_next, make_request
-from .sampling import Sampling
 from .text import TextCodec, TextStream, encode_prompt
+from .window import PastContext
 
 Setting = TypeVar("Setting")
 
@@ -23,24 +25,31 @@ class Batch:
     The prompts go through the model once, right-padded, and every further token alone; each row has
     its own place in the cache, so no row depends on which others are there. A row that is done
     stays idle until all are; `Engine` gives its place to another instead. What happens at the end
-    of the model's context is told in `Window`.
+    of the model's context is told in `Reading`.
 
     Args:
         model: in evaluation mode.
         requests: a row each, from `make_request`.
         cuda_graph: replay the steps of one token a row as a CUDA graph; see `GraphWindow`.
+        past_context: what follows a full context, "restart" or "crop"; see `Reading`.
 
     Raises:
-        ValueError: cuda_graph is asked for, and the model is on no CUDA device.
+        ValueError: cuda_graph is asked for, and the model is on no CUDA device; or past_context is
+            unknown.
     """
 
     def __init__(
-        self, model: GPT, requests: Sequence[Request], *, cuda_graph: bool = False
+        self,
+        model: GPT,
+        requests: Sequence[Request],
+        *,
+        cuda_graph: bool = False,
+        past_context: PastContext = "restart",
     ) -> None:
         self.requests = list(requests)
         self._fresh = [[] if request.done else request.prompt for request in requests]
         longest = max(len(request.prompt) + request.count for request in requests)
-        self._window = make_window(model, len(self.requests), longest, cuda_graph)
+        self._window = make_window(model, len(self.requests), longest, cuda_graph, past_context)
 
     @property
     def running(self) -> bool:
@@ -61,9 +70,9 @@ class Batch:
         pieces = [
             [] if r.done else fresh for r, fresh in zip(self.requests, self._fresh, strict=True)
         ]
-        logits = self._window.read(pieces)
+        logits = self._window.read(pieces, check=False)
         if len(rows) < len(self.requests):
-            logits = logits[rows]
+            logits = logits.index_select(0, to_device(rows, logits.device))
         requests = [self.requests[row] for row in rows]
         added = []
         for row, token in zip(rows, choose_next(logits, requests), strict=True):
@@ -86,18 +95,19 @@ def generate_tokens(
     seed: int | None = None,
     end_token: int | None = None,
     cuda_graph: bool = False,
+    past_context: PastContext = "restart",
 ) -> Iterator[int]:
     """Continues a prompt, yielding each new token as soon as it is chosen.
 
     Args:
         model: in evaluation mode.
         prompt: token ids, at least one; of one longer than the context the last context_length
-            are read, and generation goes on past it: see `Window`.
+            are read, and generation goes on past it: see past_context.
         count: the most tokens to generate.
         sampling: how to choose; default: from the model's own distribution.
         seed: of the choices, the same on every device; None = torch's own generator.
         end_token: ends the text and is not yielded.
-        cuda_graph: as for `Batch`.
+        cuda_graph, past_context: as for `Batch`.
 
     Yields:
         token ids.
@@ -107,7 +117,7 @@ def generate_tokens(
         FloatingPointError: the model's scores are not finite.
     """
     request = make_request(model, prompt, count, sampling=sampling, seed=seed, end_token=end_token)
-    batch = Batch(model, [request], cuda_graph=cuda_graph)
+    batch = Batch(model, [request], cuda_graph=cuda_graph, past_context=past_context)
     while batch.running:
         for _, token in batch.step():
             yield token
@@ -122,6 +132,7 @@ def generate_batch(
     seed: int | None = None,
     end_token: int | None = None,
     cuda_graph: bool = False,
+    past_context: PastContext = "restart",
 ) -> list[list[int]]:
     """Continues prompts of any lengths together.
 
@@ -131,7 +142,7 @@ def generate_batch(
     Args:
         counts: the most tokens to generate, for all rows or for each.
         sampling: for all rows or for each.
-        model, prompts, seed, end_token, cuda_graph: as for `generate_tokens`.
+        model, prompts, seed, end_token, cuda_graph, past_context: as for `generate_tokens`.
 
     Returns:
         Each row's new tokens.
@@ -142,7 +153,7 @@ def generate_batch(
         FloatingPointError: the model's scores are not finite.
     """
     requests = _make_requests(model, prompts, counts, sampling, seed, end_token)
-    batch = Batch(model, requests, cuda_graph=cuda_graph)
+    batch = Batch(model, requests, cuda_graph=cuda_graph, past_context=past_context)
     while batch.running:
         batch.step()
     return [request.tokens for request in requests]
@@ -159,6 +170,7 @@ def generate_text(
     stop: Sequence[str] = (),
     end_token: int | None = None,
     cuda_graph: bool = False,
+    past_context: PastContext = "restart",
     tally: Tally | None = None,
 ) -> Iterator[str]:
     """Continues a text, yielding pieces of whole characters as they are completed.
@@ -169,7 +181,8 @@ def generate_text(
             where the tokenizer knows no line break.
         stop: strings that end the text; neither they nor what follows them is yielded.
         tally: counts the tokens.
-        model, count, sampling, seed, end_token, cuda_graph: as for `generate_tokens`.
+        model, count, sampling, seed, end_token, cuda_graph, past_context: as for
+            `generate_tokens`.
 
     Yields:
         text without the prompt. Bytes that are no UTF-8 come out as U+FFFD.
@@ -181,7 +194,7 @@ def generate_text(
     """
     pieces = generate_texts(
         model, tokenizer, [prompt], count, sampling=sampling, seed=seed, stop=stop,
-        end_token=end_token, cuda_graph=cuda_graph, tally=tally,
+        end_token=end_token, cuda_graph=cuda_graph, past_context=past_context, tally=tally,
     )  # fmt: skip
     for _, piece in pieces:
         yield piece
@@ -198,6 +211,7 @@ def generate_texts(
     stop: Sequence[str] = (),
     end_token: int | None = None,
     cuda_graph: bool = False,
+    past_context: PastContext = "restart",
     tally: Tally | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Continues texts together, yielding (row, piece) as pieces of whole characters are completed.
@@ -208,7 +222,7 @@ def generate_texts(
     requests = _make_requests(model, tokens, counts, sampling, seed, end_token)
     streams = [TextStream(tokenizer, stop, prompt) for prompt in prompts]
     tally = Tally() if tally is None else tally
-    batch = Batch(model, requests, cuda_graph=cuda_graph)
+    batch = Batch(model, requests, cuda_graph=cuda_graph, past_context=past_context)
     while batch.running:
         added = batch.step()
         tally.tokens += len(added)

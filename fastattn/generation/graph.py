@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..capture import record_cuda_graph
 from ..models.gpt import GPT
-from .window import Window
+from ..models.transfer import to_device
+from .window import PastContext, Window
 
 # Runs a function's work again, on the same tensors.
 Replay = Callable[[], object]
@@ -29,6 +30,7 @@ class GraphWindow(Window):
         model: on a CUDA device, in evaluation mode; its parameters keep their memory.
         batch_size: rows B.
         max_tokens: the most tokens that any row's text will have, if known.
+        past_context: as for `Reading`.
         record: makes a replay of a function that reads and writes fixed tensors.
     """
 
@@ -37,10 +39,11 @@ class GraphWindow(Window):
         model: GPT,
         batch_size: int,
         max_tokens: int | None = None,
+        past_context: PastContext = "restart",
         *,
         record: Callable[[Replay], Replay] | None = None,
     ) -> None:
-        super().__init__(model, batch_size, max_tokens)
+        super().__init__(model, batch_size, max_tokens, past_context)
         self._record = record_cuda_graph if record is None else record
         self._tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
         self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=self._device)
@@ -55,7 +58,7 @@ class GraphWindow(Window):
         if tokens.shape[1] != 1 or any(not length and held == slots for held, length in rows):
             return super()._forward(tokens, lengths, last_only)
         self._tokens.copy_(tokens)
-        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self._lengths.copy_(to_device(lengths, self._device, torch.int32))
         for cache in self.caches:
             if cache.uniform_length is not None:
                 # Leaves the lengths to the device, and a bound to the host.
@@ -95,7 +98,11 @@ class GraphWindow(Window):
 
 
 def make_window(
-    model: GPT, batch_size: int, max_tokens: int | None, cuda_graph: bool = False
+    model: GPT,
+    batch_size: int,
+    max_tokens: int | None,
+    cuda_graph: bool = False,
+    past_context: PastContext = "restart",
 ) -> Window:
     """A window, with a CUDA graph if asked for.
 
@@ -103,8 +110,8 @@ def make_window(
         ValueError: cuda_graph is asked for, and the model is on no CUDA device.
     """
     if not cuda_graph:
-        return Window(model, batch_size, max_tokens)
+        return Window(model, batch_size, max_tokens, past_context)
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(f"cuda_graph needs a model on a CUDA device, got one on {device}")
-    return GraphWindow(model, batch_size, max_tokens)
+    return GraphWindow(model, batch_size, max_tokens, past_context)

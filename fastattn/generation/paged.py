@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..cache_view import CacheView
+from ..models.transfer import to_device
 from ..paged_cache import PagedKVCache
 
 
@@ -68,7 +68,7 @@ class PagedRows:
 def layers_of(cache: PagedKVCache, rows: Sequence[int]) -> list[PagedRows]:
     """What `GPT.forward` takes as its caches, for one step of these rows, in this order."""
     rows = list(rows)
-    index = torch.tensor(rows, device=cache.lengths.device)
+    index = to_device(rows, cache.lengths.device)
     lengths = cache.lengths.index_select(0, index)
     bound = max(cache.length(row) for row in rows)
     return [PagedRows(cache, rows, layer, lengths, bound) for layer in range(cache.num_layers)]

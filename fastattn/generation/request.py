@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models.gpt import GPT
-from .sampling import Sampling, choose_rows, make_generator
+from ..models.sampling import Sampling, choose_rows, make_generator
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Request:
         self.tokens.append(token)
         if self.seen is not None:
             self.seen[token] = True
-        self.done = len(self.tokens) == self.count
+        self.done |= len(self.tokens) == self.count
         return True
 
 

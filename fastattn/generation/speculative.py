@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..models.gpt import GPT
+from ..models.sampling import Sampling, draw, uniform
 from .request import Request, Tally, make_request
-from .sampling import Sampling, draw, uniform
 from .text import TextCodec, TextStream, encode_prompt
 from .window import Window
 

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..models.sampling import check_finite
 from ..models.seq2seq import Seq2Seq
 from .search import Beam, Search
-from .window import check_finite
 
 
 def translate(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from .. import checks
 from ..attention_layer import Scoring
 from ..rotary import RotaryStyle
+from .fields import from_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,6 +39,7 @@ class TransformerConfig:
         num_heads: query heads a layer.
         num_kv_heads: key/value heads a layer, a divisor of num_heads; None = num_heads.
         embed_dim: width C of the residual stream, a multiple of num_heads.
+        v_head_dim: width of a value head; None = embed_dim // num_heads.
         positions: "learned" adds a trained vector a position to the token embedding, "sinusoidal" a
             fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores in
             proportion to the distance; "scalar", "content" and "transformer_xl" learn terms of the
@@ -86,6 +88,7 @@ class TransformerConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     embed_dim: int = 128
+    v_head_dim: int | None = None
     positions: Positions = "learned"
     rotary_style: RotaryStyle = "half"
     rotary_base: float = 10000.0
@@ -113,8 +116,10 @@ class TransformerConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, checks.as_python(getattr(self, field.name)))
         counts = ["num_layers", "num_heads", "embed_dim", "relative_distance"]
-        optional = ("num_kv_heads", "window", "stride", "hidden_dim")
+        optional = ("num_kv_heads", "v_head_dim", "window", "stride", "hidden_dim")
         for name in counts + [name for name in optional if getattr(self, name) is not None]:
             check_positive_int(name, getattr(self, name))
         for name, kind in _CHOICES.items():
@@ -202,15 +207,9 @@ class TransformerConfig:
         """Builds a config from `to_dict`'s result; what is missing has its default.
 
         Raises:
-            ValueError: a field is unknown, missing or out of range.
+            ValueError: a field is unknown, missing, of a wrong type or out of range.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - set(known)):
-            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}, only {sorted(known)}")
-        for name, field in known.items():
-            if field.default is dataclasses.MISSING and name not in fields:
-                raise ValueError(f"{cls.__name__} needs the field {name!r}")
-        return cls(**fields)
+        return from_fields(cls, fields)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -242,6 +241,7 @@ _CHOICES: Mapping[str, Any] = {
 
 
 def check_positive_int(name: str, value: object) -> None:
+    value = checks.as_python(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
 

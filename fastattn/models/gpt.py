@@ -15,6 +15,7 @@ from ..modules import LayerCache
 from ..paged_cache import PagedKVCache
 from ..quantization import Quantize
 from .config import TransformerConfig, check_positive_int
+from .sampling import Sampling, check_finite
 from .stack import TokenStack, check_cache, check_targets, check_tokens, token_loss
 
 
@@ -115,6 +116,58 @@ class GPT(TokenStack):
         smoothing = self.config.label_smoothing if self.training else 0.0
         return logits, token_loss(logits, targets, smoothing)
 
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues rows of tokens, as nanoGPT's method of this name does.
+
+        The rows grow together by a key/value cache. Past the context each step computes the last
+        context_length tokens, exactly `idx[:, -context_length:]`; `fastattn.generation` has faster
+        ways, rows of different lengths and the end of a text. Dropout applies in training mode.
+
+        Args:
+            idx: [B, T] integers in [0, vocab_size), T >= 1.
+            max_new_tokens: tokens to append to each row.
+            temperature, top_k, top_p: as for `fastattn.generation.Sampling`.
+            generator: of the draws (`torch.multinomial`), on idx's device; None = torch's own.
+
+        Returns:
+            int64 [B, T + max_new_tokens], which begins with idx.
+
+        Raises:
+            ValueError: idx is not [B, T] with B, T >= 1, max_new_tokens is negative, or a setting
+                is out of range.
+            FloatingPointError: the model's scores are not finite.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        if idx.dim() != 2 or not idx.numel() or idx.is_floating_point():
+            raise ValueError(
+                f"idx must be integers of shape [B, T], got {idx.dtype} {tuple(idx.shape)}"
+            )
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        idx, context = idx.long(), self.config.context_length
+        cache = self.new_cache(idx.shape[0], min(idx.shape[1] + max_new_tokens, context))
+        read = 0
+        for _ in range(max_new_tokens):
+            # Past the context every token moves to another position: what is cached is of no use.
+            fits = idx.shape[1] <= context
+            tokens = idx[:, read:] if fits else idx[:, -context:]
+            logits = self(tokens, cache=cache if fits else None, last_only=True)[:, -1]
+            read = idx.shape[1]
+            check_finite(logits)
+            chosen = torch.multinomial(sampling.probabilities(logits), 1, generator=generator)
+            idx = torch.cat([idx, chosen], dim=1)
+        return idx
+
     def new_cache(
         self,
         batch_size: int,
@@ -159,6 +212,7 @@ class GPT(TokenStack):
             page_size,
             self.config.num_kv_heads or self.config.num_heads,
             self.config.head_dim,
+            value_dim=self.config.v_head_dim,
             num_layers=len(self.blocks),
             max_rows=max_rows,
             max_pages_per_row=-(-self.config.context_length // page_size),

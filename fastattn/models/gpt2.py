@@ -7,12 +7,13 @@ out]; names of nanoGPT are Hugging Face's. What `GPT` has no place for is refuse
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .fields import check_type
 from .gpt import GPTConfig
 
 _OUTSIDE = {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm"}
@@ -42,6 +43,16 @@ _REQUIRED = {
     "model_type": "gpt2", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
+# What the fields must be; a number of something is at least 1.
+_HF_TYPES: Mapping[str, Any] = {
+    "vocab_size": int, "n_positions": int, "n_layer": int, "n_head": int, "n_embd": int,
+    "n_inner": int | None, "activation_function": str, "resid_pdrop": float, "embd_pdrop": float,
+    "attn_pdrop": float, "tie_word_embeddings": bool,
+}  # fmt: skip
+_NANOGPT_TYPES: Mapping[str, Any] = {
+    "vocab_size": int, "block_size": int, "n_layer": int, "n_head": int, "n_embd": int,
+    "dropout": float, "bias": bool,
+}  # fmt: skip
 
 
 class UnsupportedModelError(ValueError):
@@ -53,10 +64,12 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
 
     Raises:
         UnsupportedModelError: it is no GPT-2, or of a kind that `GPT` does not compute.
+        ValueError: a field is missing, of a wrong type or out of range.
     """
     for name, value in _REQUIRED.items():
         if fields.get(name, value) != value:
             raise UnsupportedModelError(f"{name} must be {value!r}, got {fields[name]!r}")
+    _check_types(fields, _HF_TYPES)
     activation = _ACTIVATIONS.get(fields.get("activation_function", "gelu_new"))
     if activation is None:
         known = ", ".join(_ACTIVATIONS)
@@ -83,7 +96,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
             tie_weights=fields.get("tie_word_embeddings", True),
         )
     except KeyError as error:
-        raise UnsupportedModelError(f"the configuration has no field {error}") from None
+        raise ValueError(f"the configuration has no field {error}") from None
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
@@ -138,7 +151,7 @@ def weights_from_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[st
 def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Hugging Face's state dict from `GPT.state_dict`; layers without a bias get one of zeros."""
     found: dict[str, Tensor] = {}
-    for theirs, ours in _modules(config).items():
+    for theirs, ours in _modules(config):
         weight = weights[f"{ours}.weight"]
         linear = theirs.rpartition(".")[2].startswith("c_")
         found[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
@@ -157,8 +170,9 @@ def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
     """The configuration of a nanoGPT, from the `model_args` of its checkpoint.
 
     Raises:
-        UnsupportedModelError: a field is missing.
+        ValueError: a field is missing, of a wrong type or out of range.
     """
+    _check_types(fields, _NANOGPT_TYPES)
     try:
         return GPTConfig(
             vocab_size=fields["vocab_size"],
@@ -171,7 +185,7 @@ def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
             bias=fields["bias"],
         )
     except KeyError as error:
-        raise UnsupportedModelError(f"model_args has no field {error}") from None
+        raise ValueError(f"model_args has no field {error}") from None
 
 
 def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -184,14 +198,27 @@ def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> di
     return _renamed(plain, config, transposed=False)
 
 
-def _modules(config: GPTConfig) -> dict[str, str]:
-    """Names of modules here by their names there."""
-    inside = {
-        f"h.{i}.{theirs}": f"blocks.{i}.{ours}"
-        for i in range(config.num_layers)
-        for theirs, ours in _INSIDE.items()
-    }
-    return {**_OUTSIDE, **inside}
+def _check_types(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if name not in fields:
+            continue
+        value = fields[name]
+        check_type(name, value, kind)
+        if kind in (int, int | None) and value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+        if kind is float and not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value}")
+    width, heads = fields.get("n_embd", 0), fields.get("n_head", 1)
+    if width % heads:
+        raise ValueError(f"n_embd must be a multiple of n_head={heads}, got {width}")
+
+
+def _modules(config: GPTConfig) -> Iterator[tuple[str, str]]:
+    """Names of modules there and here; one after the other, as there may be claimed any number."""
+    yield from _OUTSIDE.items()
+    for i in range(config.num_layers):
+        for theirs, ours in _INSIDE.items():
+            yield f"h.{i}.{theirs}", f"blocks.{i}.{ours}"
 
 
 def _renamed(
@@ -203,7 +230,7 @@ def _renamed(
         if not name.endswith(_BUFFERS)
     }
     found: dict[str, Tensor] = {}
-    for theirs, ours in _modules(config).items():
+    for theirs, ours in _modules(config):
         linear = theirs.rpartition(".")[2].startswith("c_")
         kinds = ["weight"] + ["bias"] * (config.bias and theirs not in ("wte", "wpe"))
         for kind in kinds:

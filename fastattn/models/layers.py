@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ..rotary import RotaryPositions
+    from ..rotary import RotaryTables
     from ..scoring import MaskArguments
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -184,7 +184,7 @@ class Block(nn.Module):
         x: Tensor,
         *,
         key_lengths: Tensor | None = None,
-        rotary_tables: RotaryPositions | tuple[Tensor, Tensor] | None = None,
+        rotary_tables: RotaryTables | None = None,
         cache: LayerCache | None = None,
         memory: ProjectedMemory | None = None,
     ) -> Tensor:
@@ -221,7 +221,7 @@ def make_relative(
     """The terms by relative position of one layer, where the configuration has them."""
     H, D, R = config.num_heads, config.head_dim, config.relative_distance
     options: dict[str, Any] = {
-        "value_dim": D if config.relative_values else None,
+        "value_dim": (config.v_head_dim or D) if config.relative_values else None,
         "table": config.relative_table,
     }
     if config.positions == "scalar":
@@ -248,6 +248,7 @@ def make_block(
     if config.sparse == "alternate":
         window, stride = (None, stride) if layer % 2 else (window, None)
     heads: dict[str, Any] = {
+        "v_head_dim": config.v_head_dim,
         "qkv_bias": config.bias,
         "out_bias": config.bias,
         "qk_norm": config.qk_norm,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import checks
@@ -43,13 +44,14 @@ def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor
     Raises:
         ValueError: width is odd, or not positive.
     """
-    checks.check_count("width", width, 2)
+    width = checks.check_count("width", width, 2)
     if width % 2:
         raise ValueError(f"width must be even, for a sine and a cosine each, got {width}")
     pairs = torch.arange(width // 2, device=positions.device, dtype=torch.float64)
     # In fp64: an fp32 angle is 1e-4 off after some thousand positions.
     angles = positions[..., None].double() * base ** (-2 * pairs / width)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()
+    waves = [angles.sin(), angles.cos()]
+    return rearrange(waves, "wave ... pairs -> ... (pairs wave)").float()
 
 
 class LearnedPositions(nn.Embedding):
@@ -106,7 +108,7 @@ class DistanceVectors(nn.Module):
         self, num_heads: int, head_dim: int, max_distance: int, table: Table = "trained"
     ) -> None:
         super().__init__()
-        checks.check_count("max_distance", max_distance, 1)
+        max_distance = checks.check_count("max_distance", max_distance, 1)
         if table not in ("trained", "sinusoidal"):
             raise ValueError(f"table must be 'trained' or 'sinusoidal', got {table!r}")
         self.num_heads, self.max_distance = num_heads, max_distance
@@ -125,7 +127,7 @@ class DistanceVectors(nn.Module):
         weight, R = self.proj.weight, self.max_distance
         distances = torch.arange(-R, R + 1, device=weight.device)
         waves = sinusoids(distances, weight.shape[1]).to(weight.dtype)
-        return F.linear(waves, weight).view(2 * R + 1, self.num_heads, -1).transpose(0, 1)
+        return rearrange(F.linear(waves, weight), "r (h d) -> h r d", h=self.num_heads)
 
 
 class _Relative(nn.Module):
@@ -135,7 +137,7 @@ class _Relative(nn.Module):
 
     def __init__(self, max_distance: int, value_dim: int | None, table: Table) -> None:
         super().__init__()
-        checks.check_count("max_distance", max_distance, 1)
+        max_distance = checks.check_count("max_distance", max_distance, 1)
         self.max_distance = max_distance
         self.values = (
             None if value_dim is None else DistanceVectors(1, value_dim, max_distance, table)

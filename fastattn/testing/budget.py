@@ -5,6 +5,9 @@
 ref is the oracle in fp64 and naive the oracle in the tested dtype, on the same inputs, which were
 drawn in that dtype. The terms are what the formula itself costs in that dtype, one rounding of the
 output, and a floor for gradients that cancel to zero.
+
+One naive run may be exact by luck, and which run is differs from machine to machine: naive comes
+from `orders.worst_naive`, the worst of several.
 """
 
 import torch
@@ -24,6 +27,11 @@ def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
 
 def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> None:
     """x has no NaN, is infinite exactly where ref is, and else within the budget of its dtype.
+
+    Args:
+        x: the result to judge.
+        ref: the same without rounding, computed in fp64.
+        naive: the same computed naively in x's dtype, from `worst_naive`.
 
     Raises:
         AssertionError: naming the result, its error and the budget.

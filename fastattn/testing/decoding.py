@@ -16,6 +16,7 @@ from ..decode import decode_attention
 from ..paged_cache import PagedKVCache
 from ..quantization import quantize_rows
 from .budget import assert_within_budget
+from .orders import worst_naive
 
 # Constructor arguments of each kind beside sizes; "pages" of so many tokens.
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,8 +120,10 @@ def expected(q: Tensor, filled: Filled, **options: Any) -> tuple[Any, Any]:
         **filled.masks,
         **options,
     }
-    found = []
-    for dtype in (torch.float64, q.dtype):
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tensors = (x.to(dtype) for x in (q, filled.k, filled.v))
-        found.append(reference.attention(*tensors, return_lse=True, **arguments))
-    return found[0], found[1]
+        return reference.attention(*tensors, return_lse=True, **arguments)
+
+    exact = run(torch.float64)
+    return exact, worst_naive(exact, lambda: run(q.dtype))

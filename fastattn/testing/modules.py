@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from ..modules import CausalGQAttention
 from .budget import assert_within_budget
+from .orders import worst_naive
 
 WIDTH = 32
 
@@ -18,6 +20,8 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
     "mha": {"num_heads": 4},
     "gqa-bias": {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "out_bias": True},
     "mqa-window": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16, "window": 4},
+    "wide-values-rotary": {"num_heads": 2, "num_kv_heads": 1, "v_head_dim": 24, "rotary": "half"},
+    "narrow-values-bias": {"num_heads": 4, "num_kv_heads": 2, "v_head_dim": 4, "qkv_bias": True},
     "rotary-half": {"num_heads": 2, "rotary": "half", "rotary_base": 100.0},
     "rotary-interleaved-partial-gqa-window-scale": {
         "num_heads": 4,
@@ -49,6 +53,7 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
 # Few and small: without a GPU these run in Triton's interpreter.
 TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
     "mqa-rotary": {"num_heads": 2, "num_kv_heads": 1, "rotary": "half"},
+    "narrow-values": {"num_heads": 2, "num_kv_heads": 1, "v_head_dim": 8, "rotary": "half"},
     "mha-window": {"num_heads": 2, "window": 4, "qkv_bias": True},
     "mqa-all-scores": {
         "num_heads": 2,
@@ -94,11 +99,13 @@ def naive_layer(
     """
     B, T, _ = x.shape
     H_q, H_k, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    sizes = [H_q * D, H_k * D, H_k * D]
+    sizes = [H_q * D, H_k * D, H_k * layer.v_head_dim]
     biases = (None,) * 3 if layer.qkv_proj.bias is None else torch.split(layer.qkv_proj.bias, sizes)
     q, k, v = (
-        F.linear(x, weight, bias).view(B, T, -1, D)
-        for weight, bias in zip(torch.split(layer.qkv_proj.weight, sizes), biases, strict=True)
+        rearrange(F.linear(x, weight, bias), "b t (h d) -> b t h d", h=heads)
+        for heads, weight, bias in zip(
+            (H_q, H_k, H_k), torch.split(layer.qkv_proj.weight, sizes), biases, strict=True
+        )
     )
     step = torch.arange(T, device=x.device)
     if layer.qk_norm:
@@ -108,7 +115,7 @@ def naive_layer(
         )
     if layer.rotary is not None:
         q, k = (_turned(heads, step if positions is None else positions, layer) for heads in (q, k))
-    k, v = (heads.repeat_interleave(H_q // H_k, dim=2) for heads in (k, v))
+    k, v = (repeat(x, "b t h d -> b t (h group) d", group=H_q // H_k) for x in (k, v))
     scale = D**-0.5 if layer.scale is None else layer.scale
     scores = _scored(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
 
@@ -134,7 +141,7 @@ def naive_layer(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)[..., :T].masked_fill(~visible, 0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v)
-    return layer.out_proj(out.flatten(2))
+    return layer.out_proj(rearrange(out, "b t h d -> b t (h d)"))
 
 
 def _scored(layer: CausalGQAttention, scores: Tensor) -> Tensor:
@@ -185,9 +192,9 @@ def exact_and_naive(
     layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`naive_layer` in fp64, and in the layer's own dtype, on the same values."""
-    exact = copy.deepcopy(layer).double()
     with torch.no_grad():
-        return naive_layer(exact, x.double(), **kwargs), naive_layer(layer, x, **kwargs)
+        exact = naive_layer(copy.deepcopy(layer).double(), x.double(), **kwargs)
+        return exact, worst_naive(exact, lambda: naive_layer(layer, x, **kwargs))
 
 
 def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None) -> None:
@@ -202,8 +209,8 @@ def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Ten
         return [y.detach(), *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
 
     got = run(lambda x: layer(x, **kwargs), layer, x)
-    naive = run(lambda x: naive_layer(layer, x, **kwargs), layer, x)
     ref = run(lambda x: naive_layer(exact, x, **kwargs), exact, x.double())
+    naive = worst_naive(ref, lambda: run(lambda x: naive_layer(layer, x, **kwargs), layer, x))
     names = ("output", "x.grad", *(f"{name}.grad" for name, _ in layer.named_parameters()))
     for name, *triple in zip(names, got, ref, naive, strict=True):
         assert_within_budget(name, *triple)

@@ -13,12 +13,10 @@ older ones removed. So a folder with such a name is complete, and the highest nu
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +26,12 @@ from torch import Tensor, nn
 
 from ..models.gpt import GPT
 from .extras import import_extra
+from .manifest import MANIFEST, MODEL, TOKENIZER, TRAINING, read_manifest, write_manifest
+from .manifest import CheckpointError as CheckpointError
 from .tokenizer import Tokenizer, TokenizerError, from_json
 
-_FORMAT = "fastattn-checkpoint"
-_VERSION = 1
-_MODEL, _TRAINING = "model.safetensors", "training.safetensors"
-_TOKENIZER, _INDEX = "tokenizer.json", "checkpoint.json"
 _FOLDER = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written or read, or belongs to another run."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,7 @@ class Checkpoint:
         config: the run's configuration, JSON values only; "kind" names the kind of the model (see
             `fastattn.training.kinds`), "model" holds its config's `to_dict`.
         state: further progress, JSON values only.
+        source: what messages call it.
     """
 
     step: int
@@ -62,6 +55,20 @@ class Checkpoint:
     tokenizer: Tokenizer
     config: Mapping[str, Any]
     state: Mapping[str, Any]
+    source: str = "the checkpoint"
+
+    def require(self, *names: str) -> Any:
+        """A value of "config" or "state", by the names that lead to it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        value: Any = {"config": self.config, "state": self.state}
+        for name in names:
+            if name not in value:
+                raise CheckpointError(f"{self.source} has no entry {'.'.join(names)!r}")
+            value = value[name]
+        return value
 
 
 def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
@@ -113,27 +120,34 @@ def load_checkpoint(
         CheckpointError: there is none, or it is truncated, changed, or of another format.
     """
     folder = find_checkpoint(path)
-    index = _read_index(folder)
-    contents = {
-        name: _read_checked(folder, name, entry)
-        for name, entry in index["files"].items()
-        if training or name != _TRAINING
-    }
+    manifest = read_manifest(folder)
+    names = (MODEL, TRAINING, TOKENIZER) if training else (MODEL, TOKENIZER)
+    contents = {name: manifest.read(name) for name in names}
+    source = f"checkpoint {folder}"
+    try:
+        tokenizer = from_json(contents[TOKENIZER].decode("utf-8"))
+    except (TokenizerError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{source}: {TOKENIZER}: {error}") from None
+    model = _tensors(folder / MODEL, contents[MODEL])
+    return Checkpoint(
+        step=manifest.step,
+        model={name: tensor.to(device) for name, tensor in model.items()},
+        training=_tensors(folder / TRAINING, contents[TRAINING]) if training else {},
+        tokenizer=tokenizer,
+        config=manifest.config,
+        state=manifest.state,
+        source=source,
+    )
+
+
+def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     try:
-        model = torch_format.load(contents[_MODEL])
-        return Checkpoint(
-            step=int(index["step"]),
-            model={name: tensor.to(device) for name, tensor in model.items()},
-            training=torch_format.load(contents[_TRAINING]) if training else {},
-            tokenizer=from_json(contents[_TOKENIZER].decode("utf-8")),
-            config=index["config"],
-            state=index["state"],
-        )
-    except KeyError as error:
-        raise CheckpointError(f"checkpoint {folder} has no entry {error}") from None
-    except TokenizerError as error:
-        raise CheckpointError(f"checkpoint {folder}: {error}") from None
+        found: dict[str, Tensor] = torch_format.load(content)
+    # The Rust side raises an exception of its own, the Python side what it meets.
+    except Exception as error:
+        raise CheckpointError(f"{path} is corrupt: {error}") from None
+    return found
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
@@ -173,9 +187,25 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name in sorted({*wanted, *found}):
         if wanted.get(name) != found.get(name):
             raise CheckpointError(
-                f"the checkpoint is of another configuration: {name} has shape "
+                f"{checkpoint.source} is of another configuration: {name} has shape "
                 f"{found.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
             )
+
+
+def check_build(build: Callable[[], nn.Module], checkpoint: Checkpoint) -> None:
+    """As `check_fits`, for a model that is not built yet: its sizes may be too large to be.
+
+    Raises:
+        CheckpointError: as `check_fits`, or no memory could ever hold the model.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.source} is of another configuration, of impossible sizes: {error}"
+        ) from None
+    check_fits(model, checkpoint)
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
@@ -190,7 +220,7 @@ def find_checkpoint(path: str | Path) -> Path:
         CheckpointError: there is none.
     """
     path = Path(path)
-    if (path / _INDEX).exists() or _FOLDER.fullmatch(path.name):
+    if (path / MANIFEST).exists() or _FOLDER.fullmatch(path.name):
         found: Path | None = path if path.is_dir() else None
     else:
         found = latest_checkpoint(path)
@@ -200,25 +230,15 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Contents of the files by name, the index last."""
+    """Contents of the files by name, the manifest last."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     contents = {
-        _MODEL: torch_format.save(_plain(checkpoint.model)),
-        _TRAINING: torch_format.save(_plain(checkpoint.training)),
-        _TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
+        MODEL: torch_format.save(_plain(checkpoint.model)),
+        TRAINING: torch_format.save(_plain(checkpoint.training)),
+        TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
     }
-    index = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "step": checkpoint.step,
-        "config": checkpoint.config,
-        "state": checkpoint.state,
-        "files": {
-            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for name, content in contents.items()
-        },
-    }
-    return {**contents, _INDEX: json.dumps(index, indent=2).encode("utf-8")}
+    manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, contents)
+    return {**contents, MANIFEST: manifest}
 
 
 def _write_error(run_dir: Path, final: Path, error: OSError) -> CheckpointError:
@@ -239,40 +259,6 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain[name] = own.clone() if own.data_ptr() in seen else own
         seen.add(own.data_ptr())
     return plain
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    try:
-        index = json.loads((folder / _INDEX).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / _INDEX}: {error.strerror}") from None
-    except ValueError:
-        raise CheckpointError(f"{folder / _INDEX} is corrupt: it is not JSON") from None
-    if not isinstance(index, dict) or index.get("format") != _FORMAT:
-        raise CheckpointError(f"{folder / _INDEX} is not a checkpoint of fastattn")
-    if index.get("version") != _VERSION:
-        raise CheckpointError(
-            f"checkpoint {folder} has format version {index.get('version')!r}, "
-            f"this fastattn reads {_VERSION}"
-        )
-    if missing := [key for key in ("step", "config", "state", "files") if key not in index]:
-        raise CheckpointError(f"{folder / _INDEX} is corrupt: it has no {missing[0]!r}")
-    return index
-
-
-def _read_checked(folder: Path, name: str, entry: Mapping[str, Any]) -> bytes:
-    try:
-        content = (folder / name).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from None
-    if len(content) != entry["bytes"]:
-        raise CheckpointError(
-            f"{folder / name} is truncated or changed: it has {len(content)} bytes, "
-            f"its checkpoint was written with {entry['bytes']}"
-        )
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{folder / name} is corrupt: its SHA-256 differs from the index's")
-    return content
 
 
 def _write_durably(path: Path, content: bytes) -> None:

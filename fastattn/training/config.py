@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..models.fields import from_fields
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -88,12 +90,9 @@ class TrainConfig:
         """Builds a config from `to_dict`'s result.
 
         Raises:
-            ValueError: a field is unknown or out of range.
+            ValueError: a field is unknown, of a wrong type or out of range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(f"TrainConfig has no field {unknown[0]!r}, only {sorted(known)}")
-        return cls(**fields)
+        return from_fields(cls, fields)
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0: linear warm-up, then half a cosine."""

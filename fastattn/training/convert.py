@@ -7,8 +7,8 @@ to tensors and plain numbers.
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from ..models import gpt2
+from ..models.fields import check_type
 from ..models.gpt import GPT, GPTConfig
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
-    check_fits,
+    check_build,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from .extras import import_extra
+from .kinds import config_of, kind_of
+from .manifest import file_in, read_json
 from .tokenizer import (
     CharacterTokenizer,
     Tokenizer,
@@ -56,15 +59,20 @@ def import_hf(
         The checkpoint's folder; `load_model` reads it.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, or out_dir holds a run already.
+        CheckpointError: a file is missing or unreadable, a field of it is unusable, a name leads
+            out of the folder (or of the hub's cache that it belongs to), or out_dir holds a run
+            already.
         UnsupportedModelError: the model is of a kind that `GPT` does not compute.
         TokenizerError: the tokenizer is unusable.
     """
     folder = Path(folder)
-    config = gpt2.config_from_hf(_read_json(folder / _CONFIG))
+    path = _file_in(folder, _CONFIG)
+    with _naming(path):
+        config = gpt2.config_from_hf(read_json(path))
     found = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
-    weights = gpt2.weights_from_hf(_read_weights(folder), config)
-    return _save(config, weights, found, out_dir, source=f"Hugging Face folder {folder.name}")
+    with _naming(folder):
+        weights = gpt2.weights_from_hf(_read_weights(folder), config)
+    return _save(config, weights, found, out_dir, folder, "Hugging Face folder")
 
 
 def export_hf(path: str | Path, folder: str | Path) -> Path:
@@ -85,7 +93,10 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
         UnsupportedModelError: the model has what GPT-2 has not.
     """
     checkpoint = load_checkpoint(path, training=False)
-    config = _config_of(checkpoint)
+    if (kind := kind_of(checkpoint)).name != "gpt":
+        raise CheckpointError(f"{checkpoint.source} holds {kind.title}, a GPT is needed")
+    config = config_of(checkpoint)
+    check_build(lambda: GPT(config), checkpoint)
     fields = gpt2.config_to_hf(config)
     weights = gpt2.weights_to_hf(checkpoint.model, config)
     folder = Path(folder)
@@ -125,8 +136,8 @@ def import_nanogpt(
         The checkpoint's folder; `load_model` reads it.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or no such checkpoint, or out_dir holds a
-            run already.
+        CheckpointError: the file is missing, unreadable or no such checkpoint, a field of it is
+            unusable, or out_dir holds a run already.
         ValueError: not one of tokenizer and text is given, or its ids do not fit the model.
         UnsupportedModelError: the weights do not fit the configuration.
     """
@@ -136,8 +147,13 @@ def import_nanogpt(
     for name in ("model", "model_args"):
         if not isinstance(stored, dict) or not isinstance(stored.get(name), dict):
             raise CheckpointError(f"{path} is no checkpoint of nanoGPT: it has no {name!r}")
-    config = gpt2.config_from_nanogpt(stored["model_args"])
-    weights = gpt2.weights_from_nanogpt(stored["model"], config)
+    with _naming(path):
+        config = gpt2.config_from_nanogpt(stored["model_args"])
+    for name, tensor in stored["model"].items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path} is no checkpoint of nanoGPT: model.{name} is no tensor")
+    with _naming(path):
+        weights = gpt2.weights_from_nanogpt(stored["model"], config)
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
     else:
@@ -147,7 +163,7 @@ def import_nanogpt(
             raise ValueError(
                 f"text must have the model's {config.vocab_size} characters, got {found.vocab_size}"
             )
-    return _save(config, weights, found, out_dir, source=f"nanoGPT checkpoint {Path(path).name}")
+    return _save(config, weights, found, out_dir, Path(path), "nanoGPT checkpoint")
 
 
 def _save(
@@ -155,8 +171,8 @@ def _save(
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     out_dir: str | Path,
-    *,
-    source: str,
+    source: Path,
+    kind: str,
 ) -> Path:
     if latest_checkpoint(out_dir) is not None:
         raise CheckpointError(f"{out_dir} holds a run already: choose another folder")
@@ -170,27 +186,37 @@ def _save(
         training={},
         tokenizer=tokenizer,
         config={"model": config.to_dict()},
-        state={"imported": source},
+        state={"imported": f"{kind} {source.name}"},
+        source=str(source),
     )
-    with torch.device("meta"):
-        fitting = GPT(config)
-    check_fits(fitting, checkpoint)
+    check_build(lambda: GPT(config), checkpoint)
     return save_checkpoint(out_dir, checkpoint)
 
 
-def _config_of(checkpoint: Checkpoint) -> GPTConfig:
+@contextmanager
+def _naming(source: str | Path) -> Iterator[None]:
+    """Errors in what another library has stored say where it stands."""
     try:
-        return GPTConfig.from_dict(checkpoint.config["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint has no usable model config: {error}") from None
+        yield
+    except gpt2.UnsupportedModelError as error:
+        raise gpt2.UnsupportedModelError(f"{source}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{source} is unusable: {error}") from None
+
+
+def _file_in(folder: Path, name: str) -> Path:
+    """A file of a folder; in the hub's cache, whose snapshots are links, one of the cache's."""
+    snapshots = folder.resolve().parent
+    blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
+    return file_in(folder, name, *blobs)
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer:
     for name in (_CHARACTERS, _TOKENIZER):
         if (folder / name).exists():
-            return load_tokenizer(folder / name)
+            return load_tokenizer(_file_in(folder, name))
     if (folder / _VOCABULARY).exists() and (folder / _MERGES).exists():
-        return byte_level_bpe(folder / _VOCABULARY, folder / _MERGES)
+        return byte_level_bpe(_file_in(folder, _VOCABULARY), _file_in(folder, _MERGES))
     raise CheckpointError(
         f"{folder} has no tokenizer: neither {_TOKENIZER} nor {_VOCABULARY} with {_MERGES}"
     )
@@ -199,24 +225,33 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the files that its index names."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
-    names = [_WEIGHTS]
-    if (folder / _SHARDS).exists():
-        names = sorted(set(_read_json(folder / _SHARDS).get("weight_map", {}).values()))
     found: dict[str, Tensor] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{folder / _SHARDS} names a file of another folder: {name!r}")
-        if not (folder / name).exists():
+    for name in _weight_files(folder):
+        path = _file_in(folder, name)
+        if not path.exists():
             raise CheckpointError(
                 f"{folder} has no {name}; other formats than safetensors are not read, as they can "
                 "hold code"
             )
         try:
-            found.update(torch_format.load_file(folder / name))
+            found.update(torch_format.load_file(path))
         # The Rust side raises an exception of its own for a file that it cannot read.
         except Exception as error:
-            raise CheckpointError(f"cannot read {folder / name}: {error}") from None
+            raise CheckpointError(f"cannot read {path}: {error}") from None
     return found
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """model.safetensors, or the files that its index names."""
+    if not (folder / _SHARDS).exists():
+        return [_WEIGHTS]
+    path = _file_in(folder, _SHARDS)
+    weight_map: Any = read_json(path).get("weight_map")
+    with _naming(path):
+        check_type("weight_map", weight_map, Mapping)
+        for name, file in weight_map.items():
+            check_type(f"weight_map.{name}", file, str)
+    return sorted(set(weight_map.values()))
 
 
 def _read_torch(path: Path) -> Any:
@@ -224,20 +259,10 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read without running code in it: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} holds no fields")
-    return fields
+    # A damaged pickle makes the unpickler fail in any way.
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} cannot be read without running code in it: {why}") from None
 
 
 def _read_text(path: Path) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from ..models.encoder import EncoderConfig, MaskedLM, Tagger
 from ..models.gpt import GPT, GPTConfig
 from ..models.seq2seq import Seq2Seq, Seq2SeqConfig
-from .checkpoint import Checkpoint, CheckpointError, load_checkpoint, restore_model
+from .checkpoint import Checkpoint, CheckpointError, check_build, load_checkpoint, restore_model
 from .tokenizer_base import Tokenizer
 
 
@@ -120,7 +120,7 @@ def kind_of(checkpoint: Checkpoint) -> Kind:
     name = checkpoint.config.get("kind", "gpt")
     if name not in KINDS:
         raise CheckpointError(
-            f"the checkpoint is of kind {name!r}, this fastattn has {', '.join(KINDS)}"
+            f"{checkpoint.source} is of kind {name!r}, this fastattn has {', '.join(KINDS)}"
         )
     return KINDS[name]
 
@@ -144,15 +144,37 @@ def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cp
         raise CheckpointError(
             f"checkpoint {path} holds {kind.title}, {wanted} is needed: see fastattn {kind.use}"
         )
+    config = config_of(checkpoint)
+    if kind.name == "tagger":
+        for name in ("tags", "python"):
+            checkpoint.require("config", "data", name)
     data = checkpoint.config.get("data", {})
-    try:
-        config = kind.config.from_dict(checkpoint.config["model"])
-        model = kind.build(config, data).to(device)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} has no usable model config: {error}") from None
-    check_tokenizer(checkpoint.tokenizer, config, f"checkpoint {path}")
+    check_build(lambda: kind.build(config, data), checkpoint)
+    model = kind.build(config, data).to(device)
+    check_tokenizer(checkpoint.tokenizer, config, checkpoint.source)
     restore_model(model, checkpoint)
     return Trained(kind, model.eval(), config, checkpoint.tokenizer, data)
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """The configuration of a checkpoint's model.
+
+    Raises:
+        CheckpointError: it is of no known kind, or its configuration is missing or unusable.
+    """
+    fields = checkpoint.require("config", "model")
+    try:
+        config = kind_of(checkpoint).config.from_dict(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source} has no usable model config: {error}") from None
+    for name in ("num_layers", "num_decoder_layers"):
+        layers = getattr(config, name, None) or 0
+        if layers > len(checkpoint.model):
+            raise CheckpointError(
+                f"{checkpoint.source} has no usable model config: {name} is {layers}, "
+                f"and there are {len(checkpoint.model)} parameters"
+            )
+    return config
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:

@@ -151,7 +151,7 @@ def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
-    """Draws maps into a PNG file: a row a layer, a column a head; dark is much weight.
+    """Draws maps into a PNG file: a row a layer, a column a head; a bar tells weights by colours.
 
     Args:
         maps: at least one.
@@ -165,16 +165,20 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
     columns = max(len(one.weights) for one in maps)
     longest = max(max(one.weights.shape[1:]) for one in maps)
     inches = _INCHES * (1 if longest > _LABELLED else max(1.0, longest / 16))
-    size = (inches * columns + 0.5, (inches + 0.4) * len(maps) + 0.5)
+    size = (inches * columns + 1.3, (inches + 0.4) * len(maps) + 0.5)
     figure = figure_module.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), columns, squeeze=False)
     for row, one in zip(grid, maps, strict=True):
         for axes in row[len(one.weights) :]:
             axes.set_axis_off()
         for head, weights in enumerate(one.weights):
-            row[head].imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-            row[head].set_title(f"{one.name}, head {head}", fontsize=7)
+            image = row[head].imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+            row[head].set_title(f"{_title(one.name)}, head {head}", fontsize=8, parse_math=False)
             _name_tokens(row[head], one, first=head == 0)
+    # As tall as the middle row; all heads share the colours.
+    middle = grid[(len(maps) - 1) // 2]
+    bar = figure.colorbar(image, ax=middle[-1], label="attention weight", fraction=0.08)
+    bar.ax.tick_params(labelsize=7)
     picture = io.BytesIO()
     with warnings.catch_warnings():
         # A character that the font lacks is drawn as a box.
@@ -184,6 +188,11 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
         Path(path).write_bytes(picture.getvalue())
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _title(name: str) -> str:
+    """A module's name in words: "decoder.blocks.1.cross" is "decoder layer 1 cross"."""
+    return name.replace("blocks.", "layer ").removesuffix(".attention").replace(".", " ")
 
 
 def _name_tokens(axes: Any, one: Map, *, first: bool) -> None:

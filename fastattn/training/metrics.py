@@ -55,7 +55,7 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
 
     Args:
         records: the lines of a run's metrics.jsonl.
-        path: the file.
+        path: the file, in the run's folder, whose name is in the title.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -73,6 +73,8 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
+    # A dollar sign in a name is no formula.
+    axes.set_title(f"Loss of the run {Path(path).resolve().parent.name}", parse_math=False)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

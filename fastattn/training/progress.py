@@ -38,6 +38,9 @@ class SilentProgress:
 class ProgressBar:
     """A tqdm bar with loss, tokens/s and time left; plain lines where stream is no terminal.
 
+    The time left follows from the steps after the first `advance`: those before it hold what is
+    done once, such as compilation.
+
     Args:
         total: steps of the whole run.
         first: steps done before.
@@ -47,8 +50,8 @@ class ProgressBar:
     def __init__(self, total: int, first: int = 0, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._total = total
-        self._started = self._last_line = time.monotonic()
-        self._first = first
+        self._last_line = time.monotonic()
+        self._warm: tuple[int, float] | None = None  # the first `advance`: its step and time
         tqdm = import_extra("tqdm", "the progress bar")
         self._bar = tqdm.tqdm(
             total=total,
@@ -57,20 +60,24 @@ class ProgressBar:
             file=self._stream,
             dynamic_ncols=True,
             disable=not self._stream.isatty(),
-            bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}<{remaining}{postfix}",
+            bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}{postfix}",
         )
 
     def advance(self, step: int, *, loss: float, tokens_per_second: float) -> None:
+        now = time.monotonic()
         text = f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s"
+        if self._warm is None:
+            self._warm = step, now
+        elif step > self._warm[0]:
+            left = (now - self._warm[1]) / (step - self._warm[0]) * (self._total - step)
+            text += f", {_clock(left)} left"
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
-        now = time.monotonic()
         if now - self._last_line >= _LINE_INTERVAL or step == self._total:
             self._last_line = now
-            left = (now - self._started) / (step - self._first) * (self._total - step)
-            self.note(f"step {step}/{self._total}: {text}, {_clock(left)} left")
+            self.note(f"step {step}/{self._total}: {text}")
 
     def note(self, text: str) -> None:
         self._bar.clear()

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from ..models.fields import from_fields
 from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from .config import TrainConfig, resolve_device
-from .kinds import KINDS, Kind, kind_of
+from .kinds import KINDS, Kind, config_of, kind_of
 from .metrics import CURVE_FILE, METRICS_FILE
 from .pretrained import Pretrained
 from .progress import ProgressBar
@@ -97,8 +98,8 @@ def train(
         if source := checkpoint.state.get("imported"):
             raise CheckpointError(f"{found} comes from {source}: it is no run that could go on")
         options = _continued(options, checkpoint, kind_of(checkpoint))
-        if checkpoint.state["finished"]:
-            loss = checkpoint.state["validation_loss"]
+        if checkpoint.require("state", "finished"):
+            loss = checkpoint.require("state", "validation_loss")
             say(f"the run in {out_dir} is finished: {checkpoint.step} steps")
             assert found is not None
             scores = checkpoint.state.get("scores", {})
@@ -128,14 +129,18 @@ def _build(
         fields = pretrained.fields(fields)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     _model_config(kind, fields, 1)
+    # Before what may take long, so that a reader at the other end of a pipe sees that it runs.
+    files = ", ".join((*data_config.text, *getattr(data_config, "validation", ())))
+    say(f"training {kind.title} in {out_dir}, on {files or 'data of this Python installation'}")
     source = read(data_config)
     if checkpoint is None:
         tokenizer = pretrained.tokenizer if pretrained else source.make_tokenizer()
     else:
         tokenizer = checkpoint.tokenizer
-        if checkpoint.config["data"]["fingerprint"] != source.fingerprint:
+        if checkpoint.require("config", "data", "fingerprint") != source.fingerprint:
             raise CheckpointError(
-                "the checkpoint is of another text: what its run was started on has changed"
+                f"{checkpoint.source} is of another text (its fingerprint differs): what its run "
+                "was started on has changed"
             )
     model_config = _model_config(kind, fields, tokenizer.vocab_size)
     task = source.make_task(tokenizer, model_config)
@@ -218,10 +223,11 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
     """A run's own options, with what may change taken from the new ones."""
     if options.kind not in (None, kind.name):
         raise CheckpointError(
-            f"the checkpoint is of another configuration: it holds {kind.title}, "
+            f"{checkpoint.source} is of another configuration: it holds {kind.title}, "
             f"not {KINDS[options.kind].title}"
         )
     options = dataclasses.replace(options, model=_model_fields(kind, options.model))
+    _check_saved(options, checkpoint, kind)
     merged: dict[str, dict[str, Any]] = {}
     for part in ("model", "training", "data"):
         saved = dict(checkpoint.config.get(part, {}))
@@ -233,19 +239,42 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
             value = list(value) if isinstance(value, tuple) else value
             if name not in _CHANGEABLE and saved.get(name) != value:
                 raise CheckpointError(
-                    f"the checkpoint is of another configuration: its {name} is "
+                    f"{checkpoint.source} is of another configuration: its {name} is "
                     f"{saved.get(name)!r}, not {value!r}"
                 )
         merged[part] = saved | {k: v for k, v in asked.items() if k in _CHANGEABLE}
     for name in _vocabulary_fields(kind):
         merged["model"].pop(name, None)
+    merged["data"] = _data_fields(kind, merged["data"])
+    return Options(**merged, kind=kind.name)
+
+
+def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
+    """A run's own options can be used.
+
+    Raises:
+        CheckpointError: one of them is of a wrong type or out of range.
+    """
+    config_of(checkpoint)
+    data, part = checkpoint.config.get("data", {}), "training"
+    try:
+        training = TrainConfig.from_dict(checkpoint.config.get("training", {}))
+        if "device" not in options.training:
+            training.resolve_dtype(resolve_device(training.device))
+        part = "data"
+        from_fields(_DATA[kind.name][0], _data_fields(kind, data))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source} has no usable {part} config: {error}") from None
+
+
+def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's "data" its data configuration takes; the rest are facts."""
     known = _field_names(_DATA[kind.name][0])
-    merged["data"] = {
+    return {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in merged["data"].items()
+        for name, value in saved.items()
         if name in known
     }
-    return Options(**merged, kind=kind.name)
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:

@@ -34,13 +34,14 @@ def train_tokenizer(
     """Makes a tokenizer from a text.
 
     Args:
-        kind: "char" (one id a character), "bpe" (byte-level), "word", "char-bpe", "wordpiece" or
-            "unigram".
+        kind: "char" (one id a character), "bpe" (byte-level), "word" (runs of letters, and of other
+            signs; white space is dropped), "word-space" (words with their punctuation, and the
+            white space between them, so that a text of known words comes back exactly),
+            "char-bpe", "wordpiece" or "unigram".
         text: what to learn from.
         vocab_size: ids to aim at; "char" has as many as the text has characters.
         special: have the special tokens of `SPECIAL_NAMES`. Without them "char" knows no other
-            character than the text's; "word", "char-bpe", "wordpiece" and "unigram" always have
-            them.
+            character than the text's; the kinds behind "bpe" always have them.
 
     Raises:
         TokenizerError: kind is unknown, or as the classes say.
@@ -68,7 +69,7 @@ def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:
     """
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{source} is not JSON: {error}") from None
     if isinstance(fields, dict) and fields.get("format") == CHARACTER_FORMAT:
         characters = fields.get("characters")

@@ -19,7 +19,7 @@ class PieceTokenizer(BackendTokenizer):
     """Any tokenizer of Hugging Face that is not byte-level: what it does not know is [UNK].
 
     Text that comes back from ids is the one that went in, but for unknown characters, and for
-    white space where the kind drops it ("word" and "wordpiece").
+    white space where the kind drops it ("word" and "wordpiece"; "word-space" keeps it).
     """
 
     @classmethod
@@ -98,6 +98,16 @@ def _words(hf: Any) -> _Recipe:
     )
 
 
+def _words_and_spaces(hf: Any) -> _Recipe:
+    """Runs of anything but white space, punctuation included, and each white-space character."""
+    return _Recipe(
+        hf.models.WordLevel(unk_token=_UNKNOWN),
+        hf.pre_tokenizers.Split(hf.Regex(r"\s|\S+"), "isolated"),
+        hf.decoders.Fuse(),
+        hf.trainers.WordLevelTrainer,
+    )
+
+
 def _characters(hf: Any) -> _Recipe:
     return _Recipe(
         hf.models.WordLevel(unk_token=_UNKNOWN),
@@ -139,6 +149,7 @@ def _unigram(hf: Any) -> _Recipe:
 
 _RECIPES: dict[str, Callable[[Any], _Recipe]] = {
     "word": _words,
+    "word-space": _words_and_spaces,
     "char": _characters,
     "char-bpe": _character_pairs,
     "wordpiece": _word_pieces,

@@ -38,8 +38,8 @@ class TrainResult:
         validation_loss: mean cross-entropy over the whole validation split in nats per token;
             None unless finished.
         scores: the task's further figures over the validation split; empty unless finished.
-        tokens_per_second: over the training steps of this call; evaluation and checkpoints are
-            not counted.
+        tokens_per_second: over the training steps of this call; evaluation, checkpoints and, where
+            there are others, the first step, which compiles, are not counted.
     """
 
     step: int
@@ -134,6 +134,8 @@ class Trainer:
             if not last and self.step % config.checkpoint_interval == 0:
                 with self._speed.paused():
                     self._save()
+            if not last and self.step == first + 1:
+                self._speed.start()
         speed = self._speed.mean()
         finished = self.step == config.steps
         loss = self.validation_loss() if finished else None
@@ -286,9 +288,10 @@ class Trainer:
         try:
             if checkpoint.step > 0:
                 for name, parameter in self.model.named_parameters():
+                    shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
                     self.optimizer.state[parameter] = {
-                        key: saved[f"optimizer.{name}.{key}"].to(self.device)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
+                        key: saved[f"optimizer.{name}.{key}"].to(self.device).reshape(shape)
+                        for key, shape in shapes.items()
                     }
             self._batches.set_state(saved["random.batches"])
             torch.set_rng_state(saved["random.cpu"])
@@ -299,7 +302,9 @@ class Trainer:
             if self.scaler.is_enabled() and state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
         except KeyError as error:
-            raise CheckpointError(f"the checkpoint has no entry {error}") from None
+            raise CheckpointError(f"{checkpoint.source} has no entry {error}") from None
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{checkpoint.source} has an unusable state: {error}") from None
         self.step = checkpoint.step
 
 

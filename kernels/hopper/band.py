@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from ..mask import full_block, key_plan, masked_block, query_plan, visible
 
-# Farther than any side of a band (2^28 at most) from any position, and not too far for int32.
+# Farther than any side of a band (2^29 at most) from any position, and not too far for int32.
 _OUT_OF_SIGHT = gl.constexpr(3 << 29)
 
 

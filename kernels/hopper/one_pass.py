@@ -10,10 +10,8 @@ An exchange is (rings, tiles, desc): a ring for each consumer, which fills it an
 empties; a tile for each, from which TMA adds to what desc describes, fp32 [B, H_q, T_q, D].
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,22 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from .gluon_names import async_atomic_add
 from .pipeline import ROWS, accumulator_layout, allocate_barriers, place, release, wait_full
 
 # One consumer may be a block ahead of the other.
 _STAGES = gl.constexpr(2)
-
-
-if hasattr(tma, "async_atomic_add"):
-    async_atomic_add = tma.async_atomic_add
-else:
-
-    @builtin
-    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
-        """What Triton has under this name from 3.8 on, and 3.6 and 3.7 can do."""
-        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit

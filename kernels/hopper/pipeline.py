@@ -8,10 +8,11 @@ stage n mod STAGES in round n div STAGES; n counts on from tile to tile of a per
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..quantize import key_at
 from ..tile import head
+from .gluon_names import async_load, async_store
 
 ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
 # The smallest piece of a swizzled tile that can be addressed by itself.
@@ -128,7 +129,7 @@ def _copy(desc, b, h, first, landed, tile, TURNED: gl.constexpr):
     if TURNED:
         row = 0
         col = first
-    tma.async_copy_global_to_shared(desc, [b, h, row, col], landed, tile)
+    async_load(desc, [b, h, row, col], landed, tile)
 
 
 @gluon.jit
@@ -140,9 +141,7 @@ def load_slot(slots, i, desc, b, h, first, NUMBER: gl.constexpr):
     tiles, full, empty = slots
     mbarrier.wait(empty.index(NUMBER), (i & 1) ^ 1)
     mbarrier.expect(full.index(NUMBER), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        desc, [b, h, first + NUMBER * ROWS, 0], full.index(NUMBER), tiles.index(NUMBER)
-    )
+    async_load(desc, [b, h, first + NUMBER * ROWS, 0], full.index(NUMBER), tiles.index(NUMBER))
 
 
 @gluon.jit
@@ -238,7 +237,7 @@ def send(desc, tile, rows, b, h, first, kept, COLS: gl.constexpr):
     ptr, strides = rows
     fence_async_shared()
     if ptr is None or kept >= ROWS:
-        tma.async_copy_shared_to_global(desc, [b, h, first, 0], tile)
+        async_store(desc, [b, h, first, 0], tile)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))

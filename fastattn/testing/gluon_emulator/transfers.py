@@ -160,7 +160,7 @@ class tma:
     """Stands in for gluon.language.nvidia.hopper.tma."""
 
     @staticmethod
-    def async_copy_global_to_shared(
+    def async_load(
         tensor_desc: Descriptor, coord: Any, barrier: BarrierView, result: SharedView,
         pred: Any = True, multicast: bool = False,
     ) -> None:  # fmt: skip
@@ -177,8 +177,12 @@ class tma:
         partition.pause()
 
     @staticmethod
-    def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
+    def async_store(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
         _issue(Store, "store", tensor_desc, coord, src)
+
+    # Their names in Triton before 3.8.
+    async_copy_global_to_shared = async_load
+    async_copy_shared_to_global = async_store
 
     @staticmethod
     def async_atomic_add(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:

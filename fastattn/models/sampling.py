@@ -9,13 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .transfer import to_device
+
+_NOT_FINITE = "the model's scores are not finite: its training has diverged"
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How to choose the next token.
 
-    The settings apply in the order repetition penalty, temperature, top-k, top-p, min-p, each to
-    what those before it have left; the highest score always stays.
+    The settings apply in the order repetition penalty, temperature, top-k, top-p, min-p, epsilon
+    cutoff, each to what those before it have left; the highest score always stays.
 
     Args:
         temperature: divides the scores; below 1 prefers likely tokens, above 1 evens them out.
@@ -24,6 +28,8 @@ class Sampling:
             sampling, Holtzman et al. 2020, arXiv 1904.09751); None = all.
         min_p: keep the tokens that are at least min_p times as likely as the likeliest (Nguyen et
             al. 2024, arXiv 2407.01082); None = all.
+        epsilon_cutoff: keep the tokens of at least this probability (epsilon sampling, Hewitt et
+            al. 2022, arXiv 2210.15191; some courses call this threshold top-p); None = all.
         repetition_penalty: the scores of tokens that the text holds already are divided by it where
             they are positive and multiplied by it where they are negative, so that above 1 they
             fall whatever their sign. Keskar et al. 2019, arXiv 1909.05858, section 4.1, divide;
@@ -41,6 +47,7 @@ class Sampling:
     greedy: bool = False
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    epsilon_cutoff: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -50,7 +57,7 @@ class Sampling:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("top_p", "min_p"):
+        for name in ("top_p", "min_p", "epsilon_cutoff"):
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {share}")
@@ -88,6 +95,10 @@ class Sampling:
         if self.min_p is not None:
             lowest = scores.amax(dim=-1, keepdim=True) + math.log(self.min_p)
             scores = scores.masked_fill(scores < lowest, -math.inf)
+        if self.epsilon_cutoff is not None:
+            unlikely = scores.softmax(dim=-1) < self.epsilon_cutoff
+            unlikely &= scores < scores.amax(dim=-1, keepdim=True)
+            scores = scores.masked_fill(unlikely, -math.inf)
         return scores
 
     def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -126,6 +137,12 @@ class Sampling:
             return scores
         factor = self.repetition_penalty
         return torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raises FloatingPointError if a score is not finite."""
+    if not logits.isfinite().all():
+        raise FloatingPointError(_NOT_FINITE)
 
 
 def uniform(count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -168,23 +185,31 @@ def choose_rows(
 
     Returns:
         B tokens. A row's token is the one that `Sampling.choose` draws for it alone.
+
+    Raises:
+        FloatingPointError: a score is not finite.
     """
     groups: dict[Sampling, list[int]] = {}
     for row, setting in enumerate(settings):
         groups.setdefault(setting, []).append(row)
-    tokens = [0] * len(settings)
+    chosen, order = [], []
     for setting, rows in groups.items():
-        part = logits if len(groups) == 1 else logits[rows]
+        alone = len(groups) == 1
+        part = logits if alone else logits.index_select(0, to_device(rows, logits.device))
         held = [seen[row] for row in rows] if setting.needs_seen and seen else []
         part_seen = torch.stack([mask for mask in held if mask is not None]) if held else None
         if setting.greedy:
-            chosen = setting.choose(part, seen=part_seen)
+            chosen.append(setting.choose(part, seen=part_seen))
         else:
-            numbers = torch.cat([uniform(1, generators[row]).cpu() for row in rows])
-            chosen = draw(setting.probabilities(part, part_seen), numbers.to(logits.device))
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            tokens[row] = token
-    return tokens
+            drawn = torch.cat([uniform(1, generators[row]).cpu() for row in rows])
+            numbers = to_device(drawn, logits.device)
+            chosen.append(draw(setting.probabilities(part, part_seen), numbers))
+        order += rows
+    # The one place where a step of generation waits for the device.
+    *tokens, finite = torch.cat([*chosen, logits.isfinite().all().long()[None]]).tolist()
+    if not finite:
+        raise FloatingPointError(_NOT_FINITE)
+    return [token for _, token in sorted(zip(order, tokens, strict=True))]
 
 
 def make_generator(seed: int | None) -> torch.Generator | None:

@@ -1,0 +1,92 @@
+"""The tests that hold kernels to the error budget on a GPU, for at most some seconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from . import outcomes
+from .supervise import Process, ProcessGroup
+
+# In the order in which they are worth knowing. None of them compiles for other GPUs.
+FILES = (
+    "descriptors", "attention", "hopper_gpu", "hopper_gpu_fp8", "one_pass", "ecosystem",
+    "generation_graph", "ops", "decode", "mask",
+)  # fmt: skip
+# Seconds that pytest has to write its summary, before the end.
+_GRACE = 15.0
+_NO_TESTS_LEFT = 5
+
+
+def command(checkout: Path) -> list[str]:
+    """pytest over FILES, in order, in parallel where pytest-xdist is installed."""
+    files = [str(checkout / "tests" / f"test_{name}.py") for name in FILES]
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
+    if find_spec("xdist") is not None:
+        options += ["-n", str(min(12, os.cpu_count() or 1)), "--maxschedchunk", "1"]
+    if find_spec("pytest_timeout") is not None:
+        options += ["--timeout", "60", "--timeout-method", "thread"]
+    return [sys.executable, "-m", "pytest", *files, *options]
+
+
+def run(
+    command: Sequence[str],
+    log: Path,
+    found: Path,
+    seconds: float,
+    *,
+    start: Callable[..., Process] = ProcessGroup,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """Run tests until they are done or the time is up; then they are interrupted, then killed.
+
+    Args:
+        command: pytest and its arguments.
+        log: file that its output is appended to.
+        found: file of outcomes, see `outcomes`; tests that have one there are not run again.
+        seconds: for everything.
+        start: starts a process, given its command and log.
+        sleep, clock: of the host.
+
+    Returns:
+        status ("finished", "the time was up" or the exit code), passed, failed, skipped, and
+        failures, the names of those that failed: of this call and those before it.
+    """
+    begin = clock()
+    with tempfile.TemporaryDirectory() as folder:
+        # Processes that pytest starts later have to leave out the same tests.
+        settled = Path(folder) / "settled.jsonl"
+        if found.exists():
+            shutil.copy(found, settled)
+        plugin = ["-p", outcomes.__name__, "--outcomes", str(found), "--settled", str(settled)]
+        process = start([*command, *plugin], log)
+        status = None
+        while process.poll() is None:
+            spent = clock() - begin
+            if spent > seconds:
+                process.kill()
+                break
+            if status is None and spent > seconds - _GRACE:
+                status = "the time was up"
+                process.interrupt()
+            sleep(0.2)
+    code = process.poll()
+    process.kill()
+    by_test = outcomes.read(found)
+    counts = Counter(by_test.values())
+    ended = "finished" if code in (0, 1, _NO_TESTS_LEFT) else f"pytest ended with code {code}"
+    return {
+        "status": status or ended,
+        "seconds": round(clock() - begin, 1),
+        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "failures": sorted(name for name, outcome in by_test.items() if outcome == "failed")[:40],
+    }

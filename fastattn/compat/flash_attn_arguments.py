@@ -1,0 +1,108 @@
+"""Arguments that flash-attn's functions share: checked, and as options of `fastattn.attention`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from .. import checks
+
+Window = tuple[int | None, int | None]
+Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
+
+# Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
+_WITHOUT_EFFECT = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
+_NEUTRAL: dict[str, Any] = {
+    "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
+    "score_mod": None, "score_mod_bwd": None, "mask_mod": None, "aux_tensors": None,
+    "aux_scalars": None, "block_sparse_tensors": None, "block_sparse_tensors_bwd": None,
+    "gather_kv_indices": None, "rotary_seqlens": None, "seqused_q": None,
+    "cu_seqlens_q": None, "cu_seqlens_k_new": None,
+}  # fmt: skip
+
+
+@contextmanager
+def errors_of_flash_attn() -> Iterator[None]:
+    """RuntimeError for tensors that do not fit, which is what flash-attn's checks raise."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(str(error)) from error
+
+
+def options_of(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> dict[str, Any]:
+    """Options of `fastattn.attention`, those that are not given left out."""
+    window = _window(window_size)
+    given = {
+        "window": None if window == (None, None) else window,
+        "dropout": dropout_p or None,
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    return {"causal": bool(causal), **{name: x for name, x in given.items() if x is not None}}
+
+
+def _window(window_size: Any) -> Window:
+    """(left, right) in numbers of Python's own, None = all."""
+    if not isinstance(window_size, (tuple, list, Tensor)) or len(window_size) != 2:
+        raise RuntimeError(f"window_size must be (left, right), got {window_size!r}")
+    left, right = (checks.as_python(side) for side in window_size)
+    return (
+        None if left is None or left < 0 else left,
+        None if right is None or right < 0 else right,
+    )
+
+
+def refuse(newer: dict[str, Any]) -> None:
+    """Raise for arguments of other versions that would change the result, and for unknown ones."""
+    for name, x in newer.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in _NEUTRAL:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+        neutral = _NEUTRAL[name]
+        if x is not None and (neutral is None or x != neutral):
+            raise NotImplementedError(
+                f"{name} is not served by fastattn.compat.flash_attn; fastattn.attention has masks "
+                "and scores of one's own"
+            )
+
+
+def one_of(name: str, x: Tensor | None, other: str, y: Tensor | None) -> Tensor | None:
+    if x is not None and y is not None:
+        raise RuntimeError(f"{name} and {other} are two names of one argument, got both")
+    return y if x is None else x
+
+
+def checked(name: str, x: Tensor, dims: int, packed: tuple[int, int] | None = None) -> Tensor:
+    """x, which has `dims` dims, the one named by packed[0] of size packed[1]."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != dims:
+        raise RuntimeError(f"{name} must have {dims} dimensions, got {list(x.shape)}")
+    if packed is not None and x.shape[packed[0]] != packed[1]:
+        raise RuntimeError(
+            f"{name} must have size {packed[1]} in dim {packed[0]}, got {list(x.shape)}"
+        )
+    return x
+
+
+def returned(
+    found: Any, with_lse: bool, triple: bool, layout: Callable[[Tensor], Tensor]
+) -> Result:
+    """What flash-attn returns for these flags."""
+    if not with_lse:
+        return layout(found).contiguous()
+    o, lse = found
+    return (layout(o).contiguous(), lse, None) if triple else (layout(o).contiguous(), lse)

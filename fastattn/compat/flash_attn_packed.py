@@ -1,0 +1,65 @@
+"""Packed sequences whose keys lie in pages, or of whose keys only the first ones count."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..decode import decode_attention, view_of_tensors
+from ..positions import document_ids
+from .flash_attn_cache import Cache, token_table, tokens_of
+
+# Its overloads want return_lse as a literal.
+_decode: Any = decode_attention
+
+
+def used_keys(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, used: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first used[n] keys and values of each sequence n, packed anew, and their offsets.
+
+    Positions then count from the last key that is used, as in flash-attn. Waits for the device.
+    """
+    checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], k)
+    checks.check_integers("seqused_k", used)
+    checks.check_placement("seqused_k", used, (cu_seqlens_k.shape[0] - 1,), k)
+    lengths = torch.minimum(used.clamp(min=0), cu_seqlens_k.diff())
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    total = int(ends[-1])
+    row = document_ids(ends, total)[0].long()
+    index = torch.arange(total, device=k.device) - ends[row] + cu_seqlens_k[row]
+    return k.index_select(0, index), v.index_select(0, index), ends
+
+
+def attend_packed(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    lengths: Tensor,
+    block_table: Tensor,
+    options: dict[str, Any],
+    return_lse: bool,
+) -> Any:
+    """o [total_q, H_q, D_v], or (o, lse [H_q, total_q]), of packed queries over pages."""
+    if options.pop("dropout", None):
+        raise RuntimeError("dropout_p must be 0.0 with a block_table")
+    N = cu_seqlens_q.shape[0] - 1
+    with torch.no_grad():
+        cache = Cache(k_pages, v_pages, lengths, None, None, block_table)
+        table, lengths = token_table(cache, N, 0)
+        view = view_of_tensors(tokens_of(k_pages), tokens_of(v_pages), lengths, block_table=table)
+        row = document_ids(cu_seqlens_q, q.shape[0])[0].long()
+        place = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[row]
+        padded = q.new_zeros(N, max_seqlen_q, *q.shape[1:])
+        padded[row, place] = q
+        found = _decode(
+            padded.transpose(1, 2), view, new_lengths=cu_seqlens_q.diff(), return_lse=return_lse,
+            **options,
+        )  # fmt: skip
+        if not return_lse:
+            return found[row, :, place]
+        o, lse = found
+        return o[row, :, place], lse[row, :, place].transpose(0, 1)

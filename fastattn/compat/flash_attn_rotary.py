@@ -1,0 +1,337 @@
+"""flash_attn.layers.rotary and flash_attn.ops.triton.rotary, in torch.
+
+Positions count along dim 1, tables are [positions, R / 2], and the first R channels of a head turn:
+interleaved pairs channels 2 i and 2 i + 1, else i and i + R / 2. A place past the end of the tables
+is left as it is, as there.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import rotary
+from ..positions import document_ids
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """x [B, T, H, D], or packed [total, H, D] with cu_seqlens, turned to its positions.
+
+    Args:
+        cos, sin: [positions, R / 2].
+        seqlen_offsets: position of the first token, an int or integers [B].
+        cu_seqlens: integers [B + 1], where each packed sequence starts, and the total.
+        max_seqlen: not needed.
+        inplace: write into x, and return it.
+        conjugate: turn the other way.
+
+    Returns:
+        As x, without a gradient; `apply_rotary_emb` has one.
+
+    Raises:
+        ValueError: shapes disagree, or an int of seqlen_offsets leads past the tables.
+    """
+    dims = 4 if cu_seqlens is None else 3
+    if x.dim() != dims or cos.dim() != 2:
+        raise ValueError(
+            f"x must have {dims} dimensions and cos 2, got {list(x.shape)} and {list(cos.shape)}"
+        )
+    with torch.no_grad():
+        at = _positions(x, seqlen_offsets, cu_seqlens, cos.shape[0])
+        rows_cos, rows_sin = table_rows(cos, sin, at)
+        heads = x[None] if cu_seqlens is not None else x
+        turned = rotary.apply_rotary(
+            heads.transpose(1, 2), rows_cos, -rows_sin if conjugate else rows_sin,
+            style="interleaved" if interleaved else "half",
+        ).transpose(1, 2)  # fmt: skip
+        if cu_seqlens is not None:
+            turned = turned[0]
+        return x.copy_(turned) if inplace else turned
+
+
+def table_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., R / 2] of both tables at integer positions [...]; past their end, no rotation."""
+    known = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+    row = positions.clamp(0, cos.shape[0] - 1).long()
+    return torch.where(known, cos[row], 1.0), torch.where(known, sin[row], 0.0)
+
+
+def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound: int) -> Tensor:
+    """Of every token: [T], or [B, T]; [1, total] of packed ones."""
+    steps = torch.arange(x.shape[0 if cu_seqlens is not None else 1], device=x.device)
+    if cu_seqlens is not None:
+        row = document_ids(cu_seqlens, x.shape[0]).long()
+        steps = steps - cu_seqlens[row]
+        return steps + (first[row] if isinstance(first, Tensor) else first)
+    if isinstance(first, Tensor):
+        return first.unsqueeze(1) + steps
+    if first + x.shape[1] > bound:
+        raise ValueError(
+            f"cos and sin must have a row for each of {first} + {x.shape[1]} positions, got {bound}"
+        )
+    return steps + first
+
+
+class _Rotation(torch.autograd.Function):
+    """`apply_rotary` with its gradient, which is turned back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, first: int | Tensor,
+        cu_seqlens: Tensor | None, interleaved: bool, inplace: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(cos, sin, cu_seqlens, first if isinstance(first, Tensor) else None)
+        ctx.first, ctx.interleaved = None if isinstance(first, Tensor) else first, interleaved
+        return apply_rotary(x, cos, sin, first, cu_seqlens, None, interleaved, inplace)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, cu_seqlens, first = ctx.saved_tensors
+        first = ctx.first if first is None else first
+        dx = apply_rotary(
+            grads[0], cos, sin, first, cu_seqlens, None, ctx.interleaved, conjugate=True
+        )
+        return dx, None, None, None, None, None, None
+
+
+_rotate: Any = _Rotation.apply
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """`apply_rotary`, differentiable in x."""
+    turned: Tensor = _rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, inplace)
+    return turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """x [B, T, H, D] turned by tables [T, R / 2] or [B, T, R / 2]; differentiable in all three."""
+    style: Any = "interleaved" if interleaved else "half"
+    return rotary.apply_rotary(x.transpose(1, 2), cos, sin, style=style).transpose(1, 2)
+
+
+class _KeysAndQueries(torch.autograd.Function):
+    """Heads of q and k, or of k, turned in place where they stand beside those of v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, first: int | Tensor, interleaved: bool, num_heads_q: int | None,
+        *tables: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(first if isinstance(first, Tensor) else None, *tables)
+        ctx.first = None if isinstance(first, Tensor) else first
+        ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
+        return _turn_parts(x, first, interleaved, num_heads_q, tables, conjugate=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        first, *tables = ctx.saved_tensors
+        dx = _turn_parts(
+            grads[0].clone(), ctx.first if first is None else first, ctx.interleaved,
+            ctx.num_heads_q, tuple(tables), conjugate=True,
+        )  # fmt: skip
+        return (dx, None, None, None, *(None for _ in tables))
+
+
+_turn_in_place: Any = _KeysAndQueries.apply
+
+
+def _turn_parts(
+    x: Tensor, first: int | Tensor, interleaved: bool, num_heads_q: int | None,
+    tables: tuple[Tensor, ...], *, conjugate: bool,
+) -> Tensor:  # fmt: skip
+    """x, of which as many parts as there are pairs of tables were turned."""
+    if num_heads_q is None:
+        parts = x.unbind(2)
+    else:
+        heads_k = (x.shape[2] - num_heads_q) // 2
+        parts = torch.split(x, [num_heads_q, heads_k, heads_k], dim=2)
+    for part, cos, sin in zip(parts, tables[::2], tables[1::2], strict=False):
+        apply_rotary(part, cos, sin, first, None, None, interleaved, True, conjugate)
+    return x
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turn q and k of qkv in place.
+
+    Args:
+        qkv: [B, T, 3, H, D], or [B, T, H_q + 2 H_k, D] with num_heads_q = H_q.
+        cos, sin: [positions, R / 2].
+        cos_k, sin_k: likewise, for k; default those of q.
+        seqlen_offsets: position of the first token, an int or integers [B].
+
+    Returns:
+        qkv, differentiable.
+    """
+    together = qkv.dim() == 5 and qkv.shape[2] == 3
+    apart = qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0
+    if not together and not apart:
+        raise ValueError(
+            "qkv must have shape [B, T, 3, H, D], or [B, T, H_q + 2 H_k, D] with num_heads_q, "
+            f"got {list(qkv.shape)} and num_heads_q={num_heads_q}"
+        )
+    turned: Tensor = _turn_in_place(
+        qkv, seqlen_offsets, interleaved, None if together else num_heads_q,
+        cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k,
+    )  # fmt: skip
+    return turned
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Turn k of kv [B, T, 2, H, D] in place; returns kv, differentiable."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv must have shape [B, T, 2, H, D], got {list(kv.shape)}")
+    turned: Tensor = _turn_in_place(kv, seqlen_offsets, interleaved, None, cos, sin)
+    return turned
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables that grow with the positions asked for, and qkv turned by them in place.
+
+    With scale_base also xPos (Sun et al., 2022, arXiv 2212.10554): tables of queries are multiplied
+    by zeta ** ((position - T // 2) / scale_base), those of keys divided by it, where
+    zeta_i = (2 i + 0.4 dim) / (1.4 dim).
+
+    Args:
+        dim: R, how many channels of a head turn.
+        base: the slowest pair turns by about 1 / base a position.
+        interleaved: channels 2 i and 2 i + 1 are a pair, else i and i + R / 2.
+        scale_base: of xPos; None: no scales.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base = dim, float(base)
+        self.interleaved, self.scale_base = interleaved, scale_base
+        channels = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", self.base ** (-channels / dim), persistent=False)
+        scale = None if scale_base is None else (channels + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _update_cos_sin_cache(
+        self,
+        seqlen: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the tables of positions 0..seqlen - 1, unless they are there."""
+        kept = self._cos_cached
+        if (
+            kept is not None
+            and seqlen <= self._seq_len_cached
+            and (kept.device, kept.dtype) == (device, dtype)
+            and not (self.training and kept.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angle = torch.outer(positions, self.inv_freq.to(device, torch.float32))
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale is None or self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (positions - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device) ** power.unsqueeze(1)
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Turn q and k in place.
+
+        Args:
+            qkv: as for `apply_rotary_emb_qkv_`; with kv, q [B, T, H, D].
+            kv: [B, T, 2, H, D].
+            seqlen_offset: position of the first token, an int or integers [B].
+            max_seqlen: how long tables have to be; needed where seqlen_offset is a tensor and
+                positions past T are met.
+        """
+        needed = max_seqlen
+        if needed is None and not isinstance(seqlen_offset, Tensor):
+            needed = qkv.shape[1] + seqlen_offset
+        if needed is not None:
+            self._update_cos_sin_cache(needed, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError("max_seqlen must be given with seqlen_offset as a tensor")
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, self._cos_k_cached, self._sin_k_cached, self.interleaved,
+                seqlen_offset, num_heads_q,
+            )  # fmt: skip
+        q = apply_rotary_emb(
+            qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset
+        )
+        tables = (cos, sin)
+        if self._cos_k_cached is not None and self._sin_k_cached is not None:
+            tables = (self._cos_k_cached, self._sin_k_cached)
+        return q, apply_rotary_emb_kv_(kv, *tables, self.interleaved, seqlen_offset)

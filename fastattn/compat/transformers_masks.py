@@ -1,0 +1,229 @@
+"""Masks of Hugging Face transformers' models: what its registry of mask functions calls.
+
+What `attention_mask` returns is all that the attention function learns of padding, windows and
+positions. Where transformers' own functions return None although a mask is needed to tell one case
+from another, a mask is returned here.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lazy_mask import LazyMask, Rule
+from .transformers_models import takes_rules
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers calls to make the mask of layers of one kind, before it runs them.
+
+    Returns bool [B, 1, T_q, T_k], True = attend: a `LazyMask` where the rule behind mask_function
+    is known and nothing traces the call, the entries themselves elsewhere. Families that can only
+    use the mask of "eager" get that one: dtype [B, 1, T_q, T_k], 0 = attend, the lowest number
+    elsewhere. None, which says that a layer's `is_causal` is the whole mask, is returned in traced
+    calls alone: layers may say of themselves what their mask does not.
+
+    Args:
+        batch_size, q_length, kv_length: B, T_q, T_k.
+        q_offset, kv_offset: positions of the first query and the first key.
+        mask_function: says of (batch, head, query, key) positions whether the key is seen.
+        attention_mask: bool [B, n], True = a token that exists, from position 0; or None.
+        local_size: of a sliding window. mask_function has it.
+        allow_is_causal_skip, allow_is_bidirectional_skip: None may be returned.
+        use_vmap: mask_function can only be called with single numbers.
+        device: of the result.
+        dtype: of a mask of numbers.
+        config: of the model, which tells its family; None = one that takes any mask.
+
+    Raises:
+        ValueError: the family does not call a registered attention function.
+    """
+    # Imported by a statement, which torch.compile can trace.
+    from transformers import masking_utils as masking
+    from transformers.utils.import_utils import is_tracing
+
+    if mask_function is None:
+        mask_function = masking.causal_mask_function
+
+    def entries() -> Tensor:
+        made: Tensor = masking.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        return made
+
+    if config is not None and not takes_rules(type(config)):
+        numbers: Tensor = masking.eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            dtype, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        return numbers
+    aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
+    # One query has few entries, and generation hands those over a static cache to a compiled step.
+    skips = allow_is_causal_skip or allow_is_bidirectional_skip
+    one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not skips)
+    if one_step or use_vmap:
+        return entries()
+    if is_tracing():
+        plain = attention_mask is None and not _is_turned(config)
+        causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
+        whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
+        return None if plain and (causal or whole) else entries()
+    rule = rule_of(mask_function)
+    if rule is None or (_numbered(rule) and not (aligned and q_offset == 0)):
+        return entries()
+    rule = _with_chunk_numbers(rule, kv_length, device)
+    padding = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
+    return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
+
+
+def _is_turned(config: Any) -> bool:
+    """Whether a config changes which way a family looks: its layers need not have heard of that."""
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    return bool(bidirectional) or getattr(config, "is_causal", None) is False
+
+
+def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
+    """The rule that one of transformers' own mask functions computes; None for any other function.
+
+    A function is known by its code, and a closure by what it holds besides.
+    """
+    from transformers import masking_utils as masking
+
+    if mask_function is masking.causal_mask_function:
+        return Rule(causal=True)
+    if mask_function is masking.bidirectional_mask_function:
+        return Rule()
+    maker = _makers().get(getattr(mask_function, "__code__", None))
+    if maker is None:
+        return None
+    held = _held(mask_function)
+    if maker == "chunked_overlay":
+        return Rule(chunk=held["chunk_size"], chunk_start=held["left_padding"])
+    if maker == "and_masks":
+        return _combined(held["mask_functions"])
+    if maker == "packed_sequence_mask_function":
+        return Rule(documents=held["packed_sequence_mask"])
+    width = held["sliding_window"]
+    if not isinstance(width, int) or width < 1:
+        return None
+    if maker == "sliding_window_overlay":
+        return Rule(left=width - 1)
+    return Rule(left=width, right=width)
+
+
+def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
+    """The rule of keys that all parts show."""
+    from transformers import masking_utils as masking
+
+    remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
+    whole = Rule()
+    for part in parts:
+        if getattr(part, "__code__", None) is remapped:
+            # Positions rise by one inside a document, as places do: distances are the same. It
+            # comes behind the documents that were found in the same positions.
+            held = _held(part)
+            rule = rule_of(held["mask_function"])
+            if whole.documents is None or rule is None or rule.documents is not None:
+                return None
+            if rule.chunk is not None:
+                chunks = held["position_ids"].div(rule.chunk, rounding_mode="floor")
+                whole = whole._replace(documents=_numbers_of_pairs(whole.documents, chunks))
+        else:
+            rule = rule_of(part)
+            if rule is None or (_numbered(whole) and _numbered(rule)):
+                return None
+        whole = Rule(
+            causal=whole.causal or rule.causal,
+            left=_least(whole.left, rule.left),
+            right=_least(whole.right, rule.right),
+            documents=rule.documents if whole.documents is None else whole.documents,
+            chunk=rule.chunk if whole.chunk is None else whole.chunk,
+            chunk_start=rule.chunk_start if whole.chunk is None else whole.chunk_start,
+        )
+    return whole
+
+
+def _numbered(rule: Rule) -> bool:
+    """Whether keys are seen by a number of theirs: two such numbers make no rule together."""
+    return rule.documents is not None or rule.chunk is not None
+
+
+def _numbers_of_pairs(a: Tensor, b: Tensor) -> Tensor:
+    """int64 [B, T]: neighbours that are alike in a and in b, both [B, T], have one number."""
+    new = (a.diff(dim=1) != 0) | (b.diff(dim=1) != 0)
+    return torch.nn.functional.pad(new.cumsum(1), (1, 0))
+
+
+def _with_chunk_numbers(rule: Rule, length: int, device: torch.device | str) -> Rule:
+    """A rule of chunks over rows of one sequence, as one of documents: each chunk is one."""
+    if rule.chunk is None or rule.chunk_start is None or rule.documents is not None:
+        return rule
+    if length <= rule.chunk:
+        return rule._replace(chunk=None, chunk_start=None)
+    # Tokens in front of the start have chunks too: none may get a negative number.
+    in_front = (length // rule.chunk + 1) * rule.chunk
+    position = torch.arange(in_front, in_front + length, device=device)
+    position = position - rule.chunk_start.to(device)[:, None]
+    return rule._replace(documents=position.div(rule.chunk, rounding_mode="floor"))
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
+def _held(closure: Callable[..., Any]) -> dict[str, Any]:
+    """What a closure keeps of its surroundings, by name."""
+    cells = closure.__closure__ or ()
+    names = closure.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def chunk_ids(offsets: Tensor, length: int, chunk: int) -> Tensor:
+    """int32 [1, length]: as `document_ids`, with a number for each chunk of each sequence.
+
+    Args:
+        offsets: int32 or int64 [N + 1] of sequences that lie behind one another.
+        length: how many tokens there are.
+        chunk: how many a chunk has, counted from the start of its sequence.
+    """
+    position = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
+    ids = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
+    first = (position - offsets[ids]) % chunk == 0
+    return first.cumsum(0, dtype=torch.int32)[None]
+
+
+@cache
+def _makers() -> dict[Any, str]:
+    """Functions of transformers that make masks, by the code of what they make."""
+    from transformers import masking_utils as masking
+
+    made = {
+        "and_masks": masking.and_masks(),
+        "sliding_window_overlay": masking.sliding_window_overlay(1),
+        "sliding_window_bidirectional_overlay": masking.sliding_window_bidirectional_overlay(1),
+        "chunked_overlay": masking.chunked_overlay(1, None),
+        "packed_sequence_mask_function": masking.packed_sequence_mask_function(None),
+    }
+    return {function.__code__: name for name, function in made.items()}

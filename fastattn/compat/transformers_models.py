@@ -1,0 +1,184 @@
+"""Which models of Hugging Face transformers, and which of their modules, can be served.
+
+transformers keeps functions for attention in an `AttentionInterface`. Some families look their
+function up there, others compute attention in code of their own, whatever `attn_implementation` is,
+and some do both in different modules. That is read from the functions of a class: one that looks
+the function up has an `AttentionInterface` among the globals that it names.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_SDPA = "scaled_dot_product_attention"
+
+
+def unserved(model: nn.Module, implementation: str) -> tuple[int, dict[str, str]]:
+    """What of a model computes attention by itself, whatever attention function is registered.
+
+    Args:
+        model: of transformers, or any module that holds some.
+        implementation: the name that the configs of served modules have.
+
+    Returns:
+        How many modules are served, and the names of attention modules that are not, each with the
+        reason. A module is attention by its class's name; of nested ones the outermost is named. A
+        `torch.nn.MultiheadAttention`, and what holds one, is not among them.
+    """
+    left: dict[str, str] = {}
+    served = _visit(model, "", implementation, left)
+    return served, left
+
+
+def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, str]) -> int:
+    """How many modules in here are served; the others are added to `left`."""
+    if looks_up(type(module)):
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
+        if chosen == implementation:
+            return 1
+        left[name] = f"its config keeps attn_implementation={chosen!r} on a model that is built"
+        return 0
+    inner: dict[str, str] = {}
+    served = 0
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        served += _visit(child, full, implementation, inner)
+    by_torch = any(type(part) is nn.MultiheadAttention for part in module.modules())
+    if is_attention(type(module)) and not served and not by_torch:
+        left[name] = _reason(module)
+    else:
+        left.update(inner)
+    return served
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that gives every config of a model the implementation that it has now.
+
+    Parts of a model, such as one for images and one for text, have configs of their own, which may
+    name different implementations; `set_attn_implementation` with one name is for all of them.
+    """
+    before: dict[int, tuple[Any, str | None]] = {}
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while configs:
+        config = configs.pop()
+        if id(config) not in before and hasattr(config, "_attn_implementation_internal"):
+            before[id(config)] = (config, config._attn_implementation_internal)
+            configs += [getattr(config, name, None) for name in config.sub_configs]
+
+    def restore() -> None:
+        for config, implementation in before.values():
+            # The property without `_internal` hands its value on to configs inside.
+            config._attn_implementation_internal = implementation
+
+    return restore
+
+
+def is_attention(kind: type) -> bool:
+    """Whether a class is named as attention."""
+    name = kind.__name__.lower()
+    return "attention" in name or "attn" in name
+
+
+def _reason(module: nn.Module) -> str:
+    kind = type(module).__name__
+    reason = f"{kind} computes attention by itself, not by transformers' AttentionInterface"
+    if any(_SDPA in _named(f) for inner in module.modules() for f in _functions(type(inner))):
+        reason += f"; it calls torch's {_SDPA}, which fastattn.patch_sdpa serves"
+    return reason
+
+
+def looks_up(kind: type) -> bool:
+    """Whether a module class takes its attention function from an `AttentionInterface`."""
+    return _looks_up(kind)
+
+
+@cache
+def _looks_up(kind: type) -> bool:
+    from transformers import AttentionInterface
+
+    return any(
+        isinstance(function.__globals__.get(name), AttentionInterface)
+        for function in _functions(kind)
+        for name in _named(function)
+    )
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """The functions of a class and its bases, below those that all models share."""
+    from transformers import PreTrainedModel
+
+    for base in kind.__mro__:
+        if base in PreTrainedModel.__mro__:
+            continue
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if callable(member) else None
+            if isinstance(function, FunctionType):
+                yield function
+
+
+def _named(function: FunctionType) -> set[str]:
+    """The globals and attributes that a function names, those of functions inside it too."""
+    found: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return found
+
+
+@torch.compiler.assume_constant_result
+def takes_rules(config: type) -> bool:
+    """Whether models of a config class take masks as "sdpa" and "flash_attention_2" give them.
+
+    Those masks are None where `is_causal` says it all, and booleans elsewhere. Families that
+    support neither may add a mask to scores, join it with numbers or rely on it alone to be causal:
+    they get the numbers that "eager" gets.
+
+    Raises:
+        ValueError: no attention of the family calls a registered function.
+    """
+    return _takes_rules(config)
+
+
+@cache
+def _takes_rules(config: type) -> bool:
+    from transformers import AttentionInterface
+
+    by_config: dict[Any, list[type]] = {}
+    for model in _models():
+        by_config.setdefault(getattr(model, "config_class", None), []).append(model)
+    models = next((by_config[base] for base in config.__mro__ if base in by_config), [])
+    spaces = [vars(sys.modules[name]) for name in {model.__module__ for model in models}]
+    looked_up = any(isinstance(x, AttentionInterface) for space in spaces for x in space.values())
+    own = [
+        x.__name__
+        for space in spaces
+        for x in space.values()
+        if isinstance(x, type) and issubclass(x, nn.Module) and is_attention(x)
+    ]
+    if own and not looked_up:
+        raise ValueError(
+            f'attn_implementation="fastattn" cannot serve models of {config.__name__}: {own[0]} '
+            "computes attention by itself, not by transformers' AttentionInterface. Load them with "
+            'attn_implementation="eager"; fastattn.swap tells what can be served of a model'
+        )
+    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    return any(getattr(model, flag, False) for model in models for flag in flags)
+
+
+def _models() -> Iterator[type]:
+    """The model classes that are loaded."""
+    from transformers import PreTrainedModel
+
+    kinds: list[type] = [PreTrainedModel]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        yield kind

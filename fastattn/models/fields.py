@@ -1,0 +1,95 @@
+"""Fields of a configuration that come from outside, such as a JSON file, against their types."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_Record = TypeVar("_Record")
+
+_NAMES: Mapping[Any, str] = {
+    int: "an integer of 64 bits",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    Mapping: "an object of names and values",
+    Sequence: "a list",
+    type(None): "null",
+}
+
+
+def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
+    """Builds a dataclass from its fields by name; what is missing has its default.
+
+    Raises:
+        ValueError: a field is unknown, missing, of another type than it is declared with, or, as
+            the dataclass says, out of range.
+    """
+    known = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{record.__name__} must be {_NAMES[Mapping]}, got {fields!r}")
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(f"{record.__name__} has no field {unknown[0]!r}, only {sorted(known)}")
+    types_of = get_type_hints(record)
+    for name, field in known.items():
+        if name in fields:
+            check_type(name, fields[name], types_of[name])
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{record.__name__} needs the field {name!r}")
+    return record(**fields)
+
+
+def check_type(name: str, value: object, kind: Any) -> None:
+    """A value is of a type, as far as JSON tells types apart.
+
+    Args:
+        name: what the message calls the value.
+        value: numbers may be of any size; an int does for a float.
+        kind: bool, int, float, str, Mapping, Sequence, a sequence of such, a union, or a Literal
+            of texts, whose choices are not looked at.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not _fits(value, kind):
+        shown = repr(value)
+        raise ValueError(
+            f"{name} must be {' or '.join(_names(kind))}, "
+            f"got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+        )
+
+
+def _fits(value: object, kind: Any) -> bool:
+    kind, items = _plain(kind)
+    if kind is Union:
+        return any(_fits(value, one) for one in items)
+    if kind is Sequence:
+        listed = isinstance(value, (list, tuple))
+        return listed and all(_fits(x, items[0]) for x in value if items)  # type: ignore[attr-defined]
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int) and -(2**63) <= value < 2**63
+    if kind is float:
+        return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
+
+
+def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """One of the types of `_NAMES`, or Union; and the types in its brackets."""
+    origin, items = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        origin = Union
+    if origin is Literal:
+        return str, ()
+    if isinstance(origin, type) and issubclass(origin, (Sequence, Mapping)):
+        origin = Mapping if issubclass(origin, Mapping) else Sequence
+    return (kind, ()) if origin is None else (origin, items)
+
+
+def _names(kind: Any) -> list[str]:
+    kind, items = _plain(kind)
+    return [name for one in items for name in _names(one)] if kind is Union else [_NAMES[kind]]

@@ -1,0 +1,72 @@
+"""What flash-attn's functions have to give, by the oracle, in flash-attn's layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .budget import assert_within_budget
+from .orders import worst_naive
+
+_SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+# Arguments of theirs for 4 query heads, and what they come to for `reference.attention`.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({}, {}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "scale": ({"softmax_scale": 0.3}, {"scale": 0.3}),
+    "window": ({"window_size": (2, 1)}, {"window": (2, 1)}),
+    "window-one-side": ({"window_size": (2, -1)}, {"window": (2, None)}),
+    "window-4": ({"window_size": (None, 0)}, {"window": (None, 0)}),
+    "causal-window": (
+        {"causal": True, "window_size": (3, 0)}, {"causal": True, "window": (3, 0)},
+    ),
+    "softcap": ({"softcap": 1.5, "causal": True}, {"softcap": 1.5, "causal": True}),
+    "alibi": ({"alibi_slopes": _SLOPES}, {"alibi_slopes": _SLOPES}),
+    "sink": ({"learnable_sink": _SLOPES}, {"sinks": _SLOPES}),
+    "no-effect": (
+        {"num_splits": 3, "pack_gqa": True, "qv": None, "attention_chunk": 0},
+        {},
+    ),
+}  # fmt: skip
+
+
+def case(name: str, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One of CASES: arguments of theirs, options of the oracle, with tensors on a device."""
+    theirs, ours = (
+        {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
+        for options in CASES[name]
+    )
+    return theirs, ours
+
+
+def offsets(lengths: tuple[int, ...], device: str) -> Tensor:
+    """cu_seqlens, int32, of sequences of these lengths."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """o [B, T_q, H_q, D_v] and lse [B, H_q, T_q] of the naive reference, computed in dtype."""
+    wide = {name: x.to(dtype) if name == "sinks" else x for name, x in options.items()}
+    q, k, v = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v))
+    o, lse = reference.attention(q, k, v, return_lse=True, **wide)
+    return o.transpose(1, 2), lse
+
+
+def check(found: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Hold what a function returned, o or (o, lse, ...), to the error budget.
+
+    Raises:
+        AssertionError: it is not contiguous, not finite, or past its budget.
+    """
+    exact = oracle(q, k, v, torch.float64, **options)
+    naive = worst_naive(exact, lambda: oracle(q, k, v, q.dtype, **options))
+    o, lse = found[:2] if isinstance(found, tuple) else (found, None)
+    assert o.is_contiguous()
+    assert_within_budget("o", o, exact[0], naive[0])
+    if lse is not None:
+        assert_within_budget("lse", lse, exact[1], naive[1])

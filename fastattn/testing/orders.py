@@ -1,0 +1,139 @@
+"""A naive computation done over in other orders, so that its error is no single draw.
+
+Rounding errors depend on the order of summation, which a machine's BLAS decides. On a small case
+the largest error of one run may be a quarter of the next one's, and a budget made of it fails right
+code on the machine where it was lucky. `worst_naive` runs the computation in several orders and
+keeps, entry by entry, what came out farthest from exact.
+
+The runs differ in what right implementations differ in, and in nothing else:
+
+- Every sum of a matrix product, a reduction or a softmax takes its terms in a random order.
+- What is computed in fp32 is moved by up to half a unit in its last place, at random, as fused
+  multiply-adds, another exponential or another association would (Parker 1997, "Monte Carlo
+  arithmetic"). Results in 16 bits are not: naive code rounds all of them, and ours but a few.
+- In every other run weights are made as a fused backward makes them, from scores and lse in fp32
+  and base 2: w = 2^(s log2(e) - lse log2(e)), s and lse rounded once more each (Dao et al. 2022,
+  arXiv 2205.14135). A naive softmax divides by its own sum, and those errors cancel: where scores
+  are about 20, its gradients are four times as exact as any that are computed from lse.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+RUNS = 5
+LOG2E = math.log2(math.e)
+Results = TypeVar("Results")
+_aten = torch.ops.aten
+# Those that round; in place they are left alone.
+_ROUNDING = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "add", "sub", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "logsumexp",
+        "tanh", "sigmoid", "silu", "gelu", "sum", "mean", "mm", "bmm", "addmm", "baddbmm",
+        "_softmax", "_softmax_backward_data",
+    )
+)  # fmt: skip
+
+
+def worst_naive(exact: Results, run: Callable[[], Results]) -> Results:
+    """The results of run(), each entry from that of several runs which is farthest from exact.
+
+    Args:
+        exact: what run() would give without rounding: a tensor, or tuples, lists and dicts of them.
+        run: computes in the tested dtype; called RUNS times, from one state of torch's generator.
+    """
+    state = torch.get_rng_state()
+    found = run()
+    for seed in range(1, RUNS):
+        torch.set_rng_state(state)
+        with OtherOrder(seed, base_two=seed % 2 == 1):
+            again = run()
+        found = tree_map(_farther, exact, found, again)
+    return found
+
+
+def _farther(exact: Any, one: Any, other: Any) -> Any:
+    if not isinstance(one, Tensor) or not one.is_floating_point():
+        return one
+    wide = exact.detach().to(one.device, torch.float64)
+    # Infinities that are as they should be give NaN, which is not more than anything.
+    return torch.where(
+        (other.detach().double() - wide).abs() > (one.detach().double() - wide).abs(),
+        other.detach(),
+        one.detach(),
+    )
+
+
+class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it sums have an order, and results in fp32 a last bit, drawn from a seed.
+
+    Args:
+        base_two: softmax gives 2^(x log2(e) - lse log2(e)), from an lse in fp32 (fp64: in fp64).
+    """
+
+    def __init__(self, seed: int, *, base_two: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.base_two = base_two
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        found = self._reordered(func, args, kwargs or {})
+        if func.overloadpacket not in _ROUNDING or func._schema.is_mutable:
+            return found
+        if not isinstance(found, Tensor) or found.dtype is not torch.float32:
+            return found
+        places = 2 * torch.rand(found.shape, generator=self._generator) - 1
+        return found * (1 + torch.finfo(torch.float32).eps / 2 * places.to(found.device))
+
+    def _reordered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (_aten.mm.default, _aten.bmm.default):
+            return func(*self._inner(*args), **kwargs)
+        if func in (_aten.addmm.default, _aten.baddbmm.default):
+            return func(args[0], *self._inner(*args[1:]), **kwargs)
+        if func is _aten.sum.dim_IntList:
+            x, dims, *rest = args
+            for dim in dims or range(x.dim()):
+                x = x.index_select(dim, self._order(x, dim))
+            return func(x, dims, *rest, **kwargs)
+        if func is _aten._softmax.default:
+            return self._softmax(*args)
+        if func is _aten._softmax_backward_data.default:
+            grad, out, dim, dtype = args
+            order = self._order(out, dim)
+            found = func(grad.index_select(dim, order), out.index_select(dim, order), dim, dtype)
+            return found.index_select(dim, order.argsort())
+        return func(*args, **kwargs)
+
+    def _order(self, x: Tensor, dim: int) -> Tensor:
+        return torch.randperm(x.shape[dim], generator=self._generator).to(x.device)
+
+    def _inner(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of a matrix product with the dim that it sums over in another order."""
+        order = self._order(a, -1)
+        return a.index_select(a.dim() - 1, order), b.index_select(b.dim() - 2, order)
+
+    def _softmax(self, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+        order = self._order(x, dim)
+        shuffled = x.index_select(dim, order)
+        if not self.base_two:
+            weights = torch._softmax(shuffled, dim, half_to_float)
+        else:
+            wide = shuffled.to(torch.promote_types(x.dtype, torch.float32))
+            scores = wide * LOG2E
+            largest = scores.amax(dim, keepdim=True)
+            lse = (largest + (scores - largest).exp2().sum(dim, keepdim=True).log2()) / LOG2E
+            weights = (scores - lse * LOG2E).exp2()
+            weights = weights if half_to_float else weights.to(x.dtype)
+        return weights.index_select(dim, order.argsort())

@@ -1,0 +1,144 @@
+"""Packed calls of the torch backend as operators, for whatever traces them.
+
+The torch backend reads the offsets on the host, and calls torch's kernel once a sequence: traced,
+that would be a graph for these lengths alone, and torch refuses it. Inside an operator it is one
+node for all lengths. The mechanism is that of the kernels' operators; see `ops`.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops, torch_backend
+from .gradients import (
+    as_batch,
+    as_packed,
+    differentiable_gradients,
+    needed_of,
+    placed,
+    replaced,
+    saved,
+)
+from .op_schema import flat, operator, unflat
+from .options import Options
+
+
+def serves(options: Options) -> bool:
+    """Whether a call of the torch backend is one for `attend`: packed, and traced."""
+    if options.cu_seqlens_q is None:
+        return False
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As `torch_backend.attention` for a packed call, by an operator."""
+    query = options.relative_query
+    if query is not None:
+        options = options._replace(relative_query=as_batch(query))
+    forward = varlen_forward_lse if return_lse else varlen_forward
+    o, lse = forward(as_batch(q), as_batch(k), as_batch(v), *flat(options))
+    return (as_packed(o), lse[0]) if return_lse else as_packed(o)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Any:
+    query = options.relative_query
+    if query is not None:
+        options = options._replace(relative_query=as_packed(query))
+    return torch_backend.attention(as_packed(q), as_packed(k), as_packed(v), options, return_lse)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """o [1, H_q, total_q, D_v] of q [1, H_q, total_q, D] and so on; in place of lse, nothing."""
+    return as_batch(_packed(q, k, v, options, False)), q.new_empty(0, dtype=torch.float32)
+
+
+def _forward_lse(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """As `_forward`, with lse fp32 [1, H_q, total_q]: torch's fused kernel has none."""
+    o, lse = _packed(q, k, v, options, True)
+    return as_batch(o), lse[None]
+
+
+def _backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> list[Tensor]:
+    """Gradients of q, k, v and of those of DIFFERENTIABLE that are given, from a second forward."""
+    # torch runs an operator below autograd, which has to record here.
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        q, k, v, *given = leaves = [
+            x.detach().requires_grad_() for x in (q, k, v, *_given(options))
+        ]
+        rest = iter(given)
+        fields = [None if x is None else next(rest) for x in options.differentiable]
+        found = _packed(q, k, v, replaced(options, fields), dlse is not None)
+        o, lse = (found, None) if dlse is None else found
+        pairs = [(o, as_packed(do))] if dlse is None else [(o, as_packed(do)), (lse, dlse[0])]
+        # Where there are no sequences nothing depends on the inputs.
+        pairs = [pair for pair in pairs if pair[0].requires_grad]
+        outputs, douts = [y for y, _ in pairs], [dy for _, dy in pairs]
+        grads = torch.autograd.grad(outputs, leaves, douts, materialize_grads=True)
+    return [_in_layout(x) for x in grads]
+
+
+def _given(options: Options) -> list[Tensor]:
+    return [x for x in options.differentiable if x is not None]
+
+
+def _in_layout(x: Tensor) -> Tensor:
+    """x as operators return it: contiguous, or as a view of what is packed."""
+    return as_batch(as_packed(x).contiguous()) if x.dim() == 4 else x.contiguous()
+
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_OUTPUTS = "(Tensor, Tensor)"
+varlen_forward = operator("torch_varlen_forward", _forward, _QKV, _OUTPUTS)
+varlen_forward_lse = operator("torch_varlen_forward_lse", _forward_lse, _QKV, _OUTPUTS)
+varlen_backward = operator(
+    "torch_varlen_backward", _backward, f"Tensor do, Tensor? dlse, {_QKV}", "Tensor[]"
+)
+
+
+def _fake_o(q: Tensor, v: Tensor) -> Tensor:
+    _, H_q, total_q, _ = q.shape
+    return as_batch(q.new_empty(total_q, H_q, v.shape[3]))
+
+
+@varlen_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fake_o(q, v), q.new_empty(0, dtype=torch.float32)
+
+
+@varlen_forward_lse.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fake_o(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@varlen_backward.register_fake
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> list[Tensor]:
+    return [_in_layout(torch.empty_like(x)) for x in (q, k, v, *_given(unflat(arguments)))]
+
+
+def _gradients(
+    has_lse: bool, ctx: Any, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, o, _, options = saved(ctx)
+    dlse = dlse if has_lse else None
+    needs = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        found = differentiable_gradients(q, k, v, options, needed_of(needs), do, dlse)
+        return placed(found, len(needs))
+    do = torch.zeros_like(o) if do is None else do
+    grads = iter(varlen_backward(do, dlse, q, k, v, *flat(options)))
+    of_qkv = [next(grads) for _ in range(3)]
+    fields = [None if x is None else next(grads) for x in options.differentiable]
+    return placed([*of_qkv, *fields], len(needs))
+
+
+for _operator, _has_lse in ((varlen_forward, False), (varlen_forward_lse, True)):
+    _operator.register_autograd(partial(_gradients, _has_lse), setup_context=ops.setup_context)

@@ -1,0 +1,201 @@
+"""checkpoint.json: what a checkpoint says of itself, checked before anything is made of it.
+
+What it says may be damaged or made up. So every field is checked for its type, and no name in it
+leads out of the checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..models.fields import check_type
+
+MODEL, TRAINING, TOKENIZER = "model.safetensors", "training.safetensors", "tokenizer.json"
+MANIFEST = "checkpoint.json"
+_FORMAT, _VERSION = "fastattn-checkpoint", 1
+
+_FIELDS: Mapping[str, Any] = {"step": int, "config": Mapping, "state": Mapping, "files": Mapping}
+_CONFIG: Mapping[str, Any] = {"kind": str, "model": Mapping, "training": Mapping, "data": Mapping}
+_DATA: Mapping[str, Any] = {"fingerprint": str, "tags": tuple[str, ...], "python": bool}
+_STATE: Mapping[str, Any] = {
+    "finished": bool,
+    "validation_loss": float | None,
+    "loss_count": int,
+    "scaler": Mapping,
+    "scores": Mapping,
+    "imported": str,
+}
+_ENTRY: Mapping[str, Any] = {"bytes": int, "sha256": str}
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read, or belongs to another run."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fields of a checkpoint.json.
+
+    Args:
+        folder: the checkpoint's.
+        step, config, state: as in `Checkpoint`.
+        files: size in bytes and SHA-256, in hexadecimal, of each file beside the manifest.
+    """
+
+    folder: Path
+    step: int
+    config: Mapping[str, Any]
+    state: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+
+    def read(self, name: str) -> bytes:
+        """A file's content.
+
+        Raises:
+            CheckpointError: it is unreadable, or not the one that the manifest tells of.
+        """
+        path, entry = file_in(self.folder, name), self.files[name]
+        content = read_bytes(path)
+        if len(content) != entry["bytes"]:
+            raise CheckpointError(
+                f"{path} is truncated or changed: it has {len(content)} bytes, "
+                f"its checkpoint was written with {entry['bytes']}"
+            )
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{path} is corrupt: its SHA-256 differs from the index's")
+        return content
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is unreadable, of another format, or a field is missing or of a wrong
+            type; the message names the field.
+    """
+    path = file_in(folder, MANIFEST)
+    fields = read_json(path)
+    if fields.get("format") != _FORMAT:
+        found = fields.get("format")
+        raise CheckpointError(f"{path} is not a checkpoint of fastattn: its format is {found!r}")
+    version = fields.get("version")
+    if version != _VERSION or isinstance(version, bool):
+        raise CheckpointError(
+            f"checkpoint {folder} has format version {version!r}, this fastattn reads {_VERSION}"
+        )
+    if missing := [key for key in _FIELDS if key not in fields]:
+        raise CheckpointError(f"{path} is corrupt: it has no {missing[0]!r}")
+    try:
+        _check_fields(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is corrupt: {error}") from None
+    if missing := [name for name in (MODEL, TRAINING, TOKENIZER) if name not in fields["files"]]:
+        raise CheckpointError(f"{path} is corrupt: files has no entry {missing[0]!r}")
+    return Manifest(folder, *(fields[name] for name in _FIELDS))
+
+
+def write_manifest(
+    step: int, config: Mapping[str, Any], state: Mapping[str, Any], contents: Mapping[str, bytes]
+) -> bytes:
+    """The manifest of a checkpoint with files of these contents."""
+    files = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    values: tuple[Any, ...] = (step, config, state, files)
+    fields = {"format": _FORMAT, "version": _VERSION, **dict(zip(_FIELDS, values, strict=True))}
+    return json.dumps(fields, indent=2).encode("utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it is unreadable, or no such file.
+    """
+    try:
+        fields = json.loads(read_bytes(path))
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds no fields")
+    return fields
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        CheckpointError: it is unreadable.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def file_in(folder: Path, name: str, *others: Path) -> Path:
+    """The path of a plain file that stands in a folder, under a name that may be made up.
+
+    Args:
+        folder: where it stands.
+        name: without any folder, by the rules of any system.
+        others: further folders that a link there may lead into.
+
+    Raises:
+        CheckpointError: the name is of another folder, or leads to one, or to no plain file.
+    """
+    path = folder / name
+    if not name.strip(".") or any(sign in name for sign in "/\\:\0"):
+        raise CheckpointError(
+            f"{folder} has to hold {name!r}, which names a file of another folder"
+        )
+    try:
+        target = path.resolve()
+        homes = [home.resolve() for home in (folder, *others)]
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not any(target.is_relative_to(home) for home in homes):
+        raise CheckpointError(f"{path} is a link to a file of another folder: {target}")
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"cannot read {path}: it is no file")
+    return path
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError on a value of a wrong type or out of range."""
+    _check_types("", fields, _FIELDS)
+    _check_at_least_0("step", fields["step"])
+    config, state, files = fields["config"], fields["state"], fields["files"]
+    _check_types("config.", config, _CONFIG)
+    _check_types("config.data.", config.get("data", {}), _DATA)
+    _check_types("state.", state, _STATE)
+    _check_at_least_0("state.loss_count", state.get("loss_count", 0))
+    for name, entry in files.items():
+        if name not in (MODEL, TRAINING, TOKENIZER):
+            raise ValueError(f"files names {name!r}, which is no file of a checkpoint")
+        check_type(f"files.{name}", entry, Mapping)
+        for key, kind in _ENTRY.items():
+            check_type(f"files.{name}.{key}", entry.get(key), kind)
+        _check_at_least_0(f"files.{name}.bytes", entry["bytes"])
+        if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+            raise ValueError(f"files.{name}.sha256 must be 64 hexadecimal digits")
+
+
+def _check_types(part: str, fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if name in fields:
+            check_type(part + name, fields[name], kind)
+
+
+def _check_at_least_0(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")

@@ -1,0 +1,96 @@
+"""Calls on CUDA tensors, for whatever plays the GPU: small, in bfloat16, head dim 64."""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import fastattn
+from fastattn import KVCache, PagedKVCache, attention, cache_ops, decode_attention
+from fastattn.kernels import config
+from fastattn.rotary import rotary_tables
+
+# Few instructions, which compile fast; and loads by TMA where there are such.
+SMALL = {
+    kind: config.TileConfig(16, 16, 1, 1, descriptors=kind == "forward") for kind in config.KINDS
+}
+
+
+def random(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, device="cuda", requires_grad=True)
+
+
+def ones(B: int) -> Tensor:
+    return torch.ones(B, dtype=torch.int32, device="cuda")
+
+
+def train(B: int, T: int, D: int = 64, backend: str = "triton", **options: Any) -> None:
+    q, k, v = (random(B, H, T, D, grad=True) for H in (4, 2, 2))
+    attention(q, k, v, backend=backend, **options).float().sum().backward()
+
+
+@triton.jit
+def far_keys(score, b, h, q_pos, k_pos, weight):
+    return score + tl.load(weight + h) * k_pos
+
+
+@triton.jit
+def far_keys_grad(gradient, score, b, h, q_pos, k_pos, weight):
+    return gradient
+
+
+def packed(*lengths: int, **options: Any) -> None:
+    q, k, v = (random(sum(lengths), H, 64, grad=True) for H in (4, 2, 2))
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    fastattn.attention_varlen(q, k, v, offsets, causal=True, **options).float().sum().backward()
+
+
+def additive(B: int, T: int) -> None:
+    q, k, v, w = *(random(B, 4, T, 64, grad=True) for _ in range(3)), random(64, grad=True)
+    fastattn.additive_attention(q, k, v, w, causal=True).float().sum().backward()
+
+
+def dense(B: int, room: int, cache: Any = KVCache, steps: int = 1, **kind: Any) -> Any:
+    held = cache(B, 2, max_length=room, head_dim=64, device="cuda", dtype=torch.bfloat16, **kind)
+    for T in (12, *[1] * steps):
+        held.append(random(B, 2, T, 64), random(B, 2, T, 64))
+    decode_attention(random(B, 8, 1, 64), held)
+
+
+def paged(rows: int, page_size: int) -> None:
+    held = PagedKVCache(
+        num_pages=64, page_size=page_size, num_kv_heads=2, head_dim=64, device="cuda",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    row_numbers = [held.allocate() for _ in range(rows)]
+    held.append(row_numbers, random(rows, 2, 40, 64), random(rows, 2, 40, 64))
+    held.fork(row_numbers[0])
+    decode_attention(random(rows, 8, 1, 64), held.view(row_numbers))
+
+
+def rotated(B: int, T: int) -> None:
+    held = KVCache(B, 2, max_length=256, head_dim=64, device="cuda", dtype=torch.bfloat16)
+    tables = tuple(x.to("cuda") for x in rotary_tables(256, 64))
+    q, k, v = random(B, 8, T, 64), random(B, 2, T, 64), random(B, 2, T, 64)
+    cache_ops.append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
+
+
+def fp8(B: int, T: int, **options: Any) -> None:
+    codes, scales = zip(
+        *(fastattn.quantize_fp8(random(B, H, T, 64)) for H in (4, 2, 2)), strict=True
+    )
+    by_name = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    fastattn.attention_fp8(*codes, **by_name, causal=True, **options)
+
+
+def merged(B: int, T: int) -> None:
+    q, k, v = (random(B, H, T, 64) for H in (4, 2, 2))
+    part = attention(q, k, v, causal=True, return_lse=True)
+    fastattn.merge(*part, *part)

@@ -1,0 +1,77 @@
+"""Every family of launchers, through Triton's own driver, on a GPU that is not there."""
+
+from collections.abc import Callable
+from functools import partial
+
+import posing
+import torch
+from calls import (
+    SMALL,
+    additive,
+    dense,
+    far_keys,
+    far_keys_grad,
+    fp8,
+    merged,
+    ones,
+    packed,
+    paged,
+    random,
+    rotated,
+    train,
+    zeros,
+)  # fmt: skip
+from posing import stage
+
+import fastattn
+from fastattn import QuantizedKVCache
+from fastattn.kernels import config
+
+
+def shapes(name: str, call: Callable[[int, int], object]) -> None:
+    """`call` with a batch size and a length, then with others of both."""
+    others = ((2, 77), (3, 64), (1, 1))
+    stage.play(name, lambda: call(2, 64), [partial(call, *other) for other in others])
+
+
+def attention_calls() -> None:
+    with config.forced(**SMALL):
+        shapes("plain", lambda B, T: train(B, T, causal=True))
+        assert posing.descriptors() > 0, "nothing was loaded by TMA"
+        shapes("masks and dropout", lambda B, T: train(
+            B, T, causal=True, window=16, key_lengths=ones(B), dropout=0.1
+        ))  # fmt: skip
+        shapes("scores", lambda B, T: train(
+            B, T, attn_bias=zeros(B, 4, T, T), score_mod=far_keys, score_mod_grad=far_keys_grad,
+            mod_tensors=(torch.ones(4, device="cuda"),),
+        ))  # fmt: skip
+        shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
+        shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
+        stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
+        shapes("additive", additive)
+
+
+def hopper_calls() -> None:
+    shapes("Hopper", lambda B, T: train(B, T, causal=True, backend="hopper"))
+    shapes("Hopper fp8", lambda B, T: fp8(B, T, backend="hopper"))
+
+
+def cache_calls() -> None:
+    def rooms(name: str, call: Callable[[int, int], object]) -> None:
+        others = ((2, 4096), (3, 64), (1, 80))
+        stage.play(name, lambda: call(2, 64), [partial(call, *other) for other in others])
+
+    with config.forced(**SMALL):
+        rooms("dense cache", dense)
+        rooms("int8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="int8"))
+        rooms("fp8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="fp8"))
+        rooms("ring", lambda B, room: dense(B, room, window=8, keep_first=2, steps=70))
+        stage.play(
+            "paged cache", lambda: paged(2, 16), [lambda: paged(2, 32), lambda: paged(1, 16)]
+        )
+        shapes("rotary append", rotated)
+        shapes("merge", merged)
+        shapes("statistics", lambda B, T: fastattn.attention_statistics(
+            random(B, 4, T, 64), random(B, 2, T, 64), causal=True
+        ))  # fmt: skip
+    shapes("fp8", fp8)

@@ -1,0 +1,240 @@
+"""A call of every public name, by that name; the second word of a key says which one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from calls import (
+    additive,
+    dense,
+    far_keys,
+    far_keys_grad,
+    fp8,
+    merged,
+    ones,
+    packed,
+    paged,
+    random,
+    rotated,
+    train,
+    zeros,
+)
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import BlockMask, KVCache, QuantizedKVCache
+
+Calls = dict[str, Callable[[], object]]
+# What others return, raise or are given.
+NO_CALLS = {"AttentionStatistics", "CacheView", "Explanation", "OutOfPages", "PackedValues"}
+# Called by custom operators whether or not something traces, so here their fakes answer.
+BY_OPERATOR = {"additive_attention"}
+KERNELS_BY_OPERATOR = {
+    "additive_forward_kernel", "additive_backward_da_kernel", "additive_backward_dbv_kernel"
+}  # fmt: skip
+B, H, T, D = 2, 4, 64, 64
+
+
+@triton.jit
+def checkered(b, h, q_pos, k_pos):
+    return (q_pos + k_pos) % 2 == 0
+
+
+def all_calls() -> Calls:
+    found = {**attention_calls(), **cache_calls(), **module_calls(), **other_calls()}
+    named = {*found, *without_launches()}
+    left = set(fastattn.__all__) - NO_CALLS - {name.split()[0] for name in named}
+    assert not left, f"{sorted(left)} have no call here"
+    return found
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape, device="cuda", dtype=dtype)
+
+
+def attention_calls() -> Calls:
+    seen = gpu(B, T, dtype=torch.bool)
+    documents = gpu(B, T, dtype=torch.int32)
+    options: dict[str, dict[str, Any]] = {
+        "causal": {}, "full": {"causal": False}, "window": {"window": 16, "keep_first": 4},
+        "stride": {"window": 8, "stride": 8}, "prefix": {"prefix_lengths": ones(B)},
+        "documents": {"documents": documents}, "key_lengths": {"key_lengths": ones(B)},
+        "padding": {"key_padding_mask": seen}, "attn_mask": {"attn_mask": gpu(H, 1, T) > 0},
+        "mask_mod": {"mask_mod": checkered}, "query_offset": {"query_offset": ones(B)},
+        "softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": gpu(H)},
+        "relative_bias": {"relative_bias": zeros(H, 33)},
+        "relative_keys": {"relative_keys": random(H, 33, D, grad=True)},
+        "attn_bias": {"attn_bias": zeros(1, H, 1, T)}, "sinks": {"sinks": zeros(H)},
+        "score_mod": {
+            "score_mod": far_keys, "score_mod_grad": far_keys_grad, "mod_tensors": (gpu(H),)
+        },
+        "dropout": {"dropout": 0.1}, "deterministic": {"deterministic": False},
+        "hopper": {"backend": "hopper"}, "hopper,one_pass": {
+            "backend": "hopper", "deterministic": False
+        },
+    }  # fmt: skip
+    calls: Calls = {
+        f"attention {name}": partial(train, B, T, **{"causal": True, **given})
+        for name, given in options.items()
+    }
+    mask = BlockMask(checkered)
+    return calls | {
+        "BlockMask": lambda: train(B, T, mask_mod=mask),
+        "attention twice": differentiated_twice,
+        "attention_varlen": lambda: packed(10, 54),
+        "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
+        "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
+        "additive_attention": lambda: additive(B, T),
+        "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
+        "multiplicative_attention": lambda: scored(fastattn.multiplicative_attention, (D, D)),
+        "merge": lambda: merged(B, T),
+        "warmup": lambda: fastattn.warmup(D, calls=("causal", "varlen+causal")),
+    }
+
+
+def scored(function: Any, *weights: tuple[int, ...]) -> None:
+    qkv = (random(B, H, T, D, grad=True) for _ in range(3))
+    function(*qkv, *(random(*shape, grad=True) for shape in weights)).float().sum().backward()
+
+
+def differentiated_twice() -> None:
+    q, k, v = (torch.randn(B, H, 16, D, device="cuda", requires_grad=True) for _ in range(3))
+    (once,) = torch.autograd.grad(fastattn.attention(q, k, v).sum(), q, create_graph=True)
+    once.sum().backward()
+
+
+def cache_calls() -> Calls:
+    quantized = partial(dense, B, T, QuantizedKVCache)
+    return {
+        "KVCache": lambda: dense(B, T),
+        "KVCache ring": lambda: dense(B, T, window=8, keep_first=2, steps=70),
+        "KVCache books": keep_books,
+        "KVCache rotary": lambda: rotated(B, 3),
+        "QuantizedKVCache int8": lambda: quantized(quantize="int8"),
+        "QuantizedKVCache fp8": lambda: quantized(quantize="fp8"),
+        "PagedKVCache": lambda: paged(B, 16),
+        "decode_attention options": lambda: fastattn.decode_attention(
+            random(B, 8, 3, D), filled(), window=8, sinks=gpu(8), alibi_slopes=gpu(8),
+            new_lengths=ones(B), num_splits=2, return_lse=True,
+        ),
+        "cascade_attention": lambda: fastattn.cascade_attention(
+            random(3, 8, 1, D), filled(1), filled(3)
+        ),
+        "view_of_tensors": lambda: fastattn.decode_attention(
+            random(B, 8, 1, D),
+            fastattn.view_of_tensors(random(B, 2, T, D), random(B, 2, T, D), ones(B)),
+        ),
+    }  # fmt: skip
+
+
+def filled(rows: int = B) -> KVCache:
+    cache = KVCache(rows, 2, max_length=T, head_dim=D, device="cuda", dtype=torch.bfloat16)
+    cache.append(random(rows, 2, 12, D), random(rows, 2, 12, D))
+    return cache
+
+
+def keep_books() -> None:
+    cache = filled()
+    cache.append(random(B, 2, 3, D), random(B, 2, 3, D), new_lengths=ones(B))
+    cache.truncate(5)
+    cache.truncate(ones(B))
+    cache.reorder(ones(B).long())
+    cache.set_starts(ones(B))
+    fastattn.decode_attention(random(B, 8, 1, D), cache)
+    cache.reset()
+
+
+def module_calls() -> Calls:
+    layers = {
+        "GQAttention": partial(fastattn.GQAttention, num_kv_heads=1),
+        "CausalGQAttention": partial(fastattn.CausalGQAttention, num_kv_heads=1),
+        "CausalGQAttention rotary": partial(
+            fastattn.CausalGQAttention, rotary="half", attention_dropout=0.1
+        ),
+        "swap": swapped_layer,
+    }
+    calls: Calls = {name: partial(forward_backward, make) for name, make in layers.items()}
+    return calls | {
+        "CausalGQAttention cached": cached_layer,
+        "CrossGQAttention": cross_layer,
+        "MultiheadAttention": multihead,
+        "patch_sdpa": patched,
+        "unpatch_sdpa": patched,
+    }
+
+
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def forward_backward(make: Callable[..., nn.Module]) -> None:
+    make(128, 2, **ON_GPU)(random(B, T, 128, grad=True)).float().sum().backward()
+
+
+def swapped_layer(*sizes: int, **place: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(*sizes, batch_first=True, **place)
+    fastattn.swap(layer)
+    return layer
+
+
+def cached_layer() -> None:
+    layer = fastattn.CausalGQAttention(128, 2, rotary="half", **ON_GPU).eval()
+    with torch.no_grad():
+        cache = layer.new_cache(batch_size=B, max_length=T)
+        layer(random(B, 8, 128), cache=cache, key_lengths=ones(B))
+        layer(random(B, 1, 128), cache=cache)
+
+
+def cross_layer() -> None:
+    layer = fastattn.CrossGQAttention(128, 2, **ON_GPU)
+    memory = random(B, 9, 128)
+    layer(random(B, 5, 128), memory, memory_lengths=ones(B)).float().sum().backward()
+
+
+def multihead() -> None:
+    layer = fastattn.MultiheadAttention(128, 2, batch_first=True, **ON_GPU)
+    x = random(B, T, 128)
+    o, _ = layer(x, x, x, key_padding_mask=gpu(B, T) == 0, need_weights=False)
+    o.float().sum().backward()
+    layer(x, x, x)
+
+
+def patched() -> None:
+    x = random(B, 2, T, D, grad=True)
+    fastattn.patch_sdpa()
+    try:
+        F.scaled_dot_product_attention(x, x, x, is_causal=True).float().sum().backward()
+    finally:
+        fastattn.unpatch_sdpa()
+
+
+def other_calls() -> Calls:
+    q, k = random(B, H, T, D), random(B, 2, T, D)
+    return {
+        "attention_statistics": lambda: fastattn.attention_statistics(q, k, causal=True, top=4),
+        "attention_weights": lambda: fastattn.attention_weights(q, k, causal=True),
+        "attention_fp8": lambda: fp8(B, T),
+        "attention_fp8 hopper": lambda: fp8(B, T, backend="hopper"),
+        "quantize_fp8": lambda: fastattn.quantize_fp8(k, ones(B)),
+        "pack_values": lambda: fastattn.pack_values(fastattn.quantize_fp8(k)[0]),
+    }
+
+
+def without_launches() -> Calls:
+    """Those that launch no kernel."""
+    q, k = random(B, H, T, D), random(B, 2, T, D)
+    codes = q.to(torch.float8_e4m3fn)
+    return {
+        "attention torch": lambda: train(B, T, causal=True, window=8, backend="torch"),
+        "explain": lambda: str(fastattn.explain(q, k, k, causal=True)),
+        "explain_decode": lambda: str(fastattn.explain_decode(random(B, 8, 1, D), filled())),
+        "explain_fp8": lambda: str(fastattn.explain_fp8(codes, codes, codes)),
+        "alibi_slopes": lambda: fastattn.alibi_slopes(H, device="cuda"),
+        "t5_relative_bias": lambda: fastattn.t5_relative_bias(gpu(32, H), 16),
+        "document_ids": lambda: fastattn.document_ids(gpu(3, dtype=torch.int32), T),
+        "dropout_keep_mask": lambda: fastattn.dropout_keep_mask(
+            gpu(2, dtype=torch.int64), 0.1, B, H, T, T
+        ),
+    }  # fmt: skip

@@ -1,0 +1,108 @@
+"""What models do on a GPU and nowhere else: autocast and its scaler, resuming, graphs, events."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from calls import SMALL, random
+from posing import Graph, stage
+
+from fastattn import attention
+from fastattn.bench import facts
+from fastattn.bench.measure import Effort, Timing, compare, device_timer
+from fastattn.bench.training_step import time_training_steps
+from fastattn.generation.engine import Engine
+from fastattn.generation.generate import generate_batch, generate_tokens
+from fastattn.kernels import config
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.training.checkpoint import load_checkpoint
+from fastattn.training.config import TrainConfig
+from fastattn.training.data import TextDataset
+from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.trainer import Trainer
+
+MODEL = {"context_length": 32, "num_layers": 1, "num_heads": 2, "embed_dim": 128}
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 12
+
+
+def calls() -> None:
+    with config.forced(**SMALL), tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        stage.play("Trainer", lambda: train(out))
+        stage.play("Trainer, resumed", lambda: resume(out))
+        stage.play("time_training_steps", time_steps)
+        model = small_model().to(torch.bfloat16).eval()
+        stage.play("generate", lambda: list(generate_tokens(model, [1, 2, 3], 4)))
+        stage.play("generate, graph", lambda: with_graph(
+            lambda: list(generate_tokens(model, [1, 2, 3], 4, cuda_graph=True))
+        ))  # fmt: skip
+        stage.play("generate a batch, graph", lambda: with_graph(
+            lambda: generate_batch(model, [[1, 2, 3], [4]], 4, cuda_graph=True)
+        ))  # fmt: skip
+        stage.play("Engine", lambda: serve(model))
+        stage.play("events", time_attention)
+        stage.play("facts", facts.environment, launches=False)
+
+
+def small_model(vocab_size: int = 64) -> GPT:
+    return GPT(GPTConfig(vocab_size=vocab_size, **MODEL)).to("cuda")
+
+
+def make_trainer(out: Path, **options: Any) -> Trainer:
+    tokenizer = CharacterTokenizer(TEXT)
+    data = TextDataset.from_text(TEXT, tokenizer, MODEL["context_length"])
+    # In float16 the scaler of losses is at work.
+    train_config = TrainConfig(steps=4, batch_size=2, eval_batches=1, dtype="float16")
+    model = small_model(tokenizer.vocab_size)
+    return Trainer(model, data, tokenizer, train_config, out, **options)
+
+
+def train(out: Path) -> None:
+    """Two of four steps."""
+    asked = iter((False, False, True))
+    trainer = make_trainer(out)
+    assert trainer.device.type == "cuda"
+    assert trainer.scaler.is_enabled()
+    torch.cuda.set_rng_state(torch.arange(16, dtype=torch.uint8))
+    assert trainer.run(lambda: next(asked)).step == 2
+
+
+def resume(out: Path) -> None:
+    torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))
+    trainer = make_trainer(out, resume_from=load_checkpoint(out))
+    assert torch.cuda.get_rng_state().tolist() == list(range(16))
+    assert trainer.run().finished
+
+
+def time_steps() -> None:
+    timing = time_training_steps(
+        GPTConfig(vocab_size=64, **MODEL), batch_size=2, backend="triton", device="cuda",
+        steps=2, warm_up=1,
+    )  # fmt: skip
+    assert timing.mfu is not None and timing.peak_mib is not None
+
+
+def with_graph(call: Any) -> None:
+    before = Graph.replays
+    call()
+    assert Graph.replays > before, "no graph was replayed"
+
+
+def serve(model: GPT) -> None:
+    engine = Engine(model, num_pages=16)
+    for prompt in ([1, 2, 3], [1, 2, 3, 4] * 5):
+        engine.submit(prompt, count=3)
+    list(engine.run())
+
+
+def time_attention() -> None:
+    q, k, v = (random(1, 2, 64, 64) for _ in range(3))
+    found = compare(
+        {"attention": lambda: attention(q, k, v, causal=True)},
+        device_timer(), Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0),
+    )  # fmt: skip
+    timing = found["attention"]
+    assert isinstance(timing, Timing), timing
+    assert dataclasses.asdict(timing)["samples"] == 1

@@ -1,0 +1,92 @@
+"""The record of a rehearsal: what every call launched, compiled, waited for and raised."""
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Call = Callable[[], object]
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class Scene:
+    """One call, and the same call again for other lengths and batch sizes.
+
+    launches: kernels, by all of them. compiled: kernels by name, by the first call; recompiled: by
+    those after it. syncs: where the host waited for the GPU. faults: what a GPU would not stand.
+    """
+
+    name: str
+    launches: int = 0
+    compiled: list[str] = dataclasses.field(default_factory=list)
+    recompiled: list[str] = dataclasses.field(default_factory=list)
+    syncs: list[str] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+
+class Stage:
+    """Runs calls, and keeps what became of them."""
+
+    def __init__(self, count_launches: Callable[[], int]) -> None:
+        self.scenes: list[Scene] = []
+        self._count_launches = count_launches
+        self._again = False
+
+    @property
+    def scene(self) -> Scene:
+        return self.scenes[-1]
+
+    def play(
+        self, name: str, call: Call, again: Sequence[Call] = (), launches: bool = True
+    ) -> None:
+        """Run `call`, and those of `again`, which must find its kernels compiled."""
+        self.scenes.append(Scene(name))
+        for i, function in enumerate((call, *again)):
+            self._again = i > 0
+            before = self._count_launches()
+            try:
+                function()
+            except Exception as error:
+                self.fault(
+                    f"run {i}: {type(error).__name__}: {str(error)[:300]} at {_where(error)}"
+                )
+                return
+            launched = self._count_launches() - before
+            self.scene.launches += launched
+            if launches and not launched:
+                self.fault(f"run {i} launched nothing")
+        if self.scene.recompiled:
+            self.fault(f"compiled again for another shape: {self.scene.recompiled}")
+
+    def fault(self, what: str) -> None:
+        if what not in self.scene.faults:
+            self.scene.faults.append(what)
+
+    def compiled(self, kernel: str) -> None:
+        (self.scene.recompiled if self._again else self.scene.compiled).append(kernel)
+
+    def waited(self, how: str) -> None:
+        """The host waits for the GPU here; what the rehearsal itself asks for is not noted."""
+        frames = reversed(traceback.extract_stack())
+        where = next((frame for frame in frames if _ours(frame.filename)), None)
+        if where is not None and (line := f"{how} at {_place(where)}") not in self.scene.syncs:
+            self.scene.syncs.append(line)
+
+
+def _ours(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(_CHECKOUT) and path.relative_to(_CHECKOUT).parts[0] in (
+        "fastattn",
+        "kernels",
+    )
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).relative_to(_CHECKOUT)}:{frame.lineno}"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [_place(frame) for frame in frames if _ours(frame.filename)]
+    return " < ".join(reversed(ours[-3:])) or f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -1,0 +1,140 @@
+"""The passes that ring attention calls, as it calls them."""
+
+import inspect
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.compat import flash_attn as door
+from fastattn.compat import flash_attn_passes as passes
+from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.flash_attn import offsets, oracle
+
+pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
+
+
+def filled(function, **given):
+    """Arguments by name, as projects gather them: those without a default are None at first."""
+    spec = inspect.getfullargspec(function)
+    defaults = spec.defaults or ()
+    padded = (None,) * (len(spec.args) - len(defaults)) + defaults
+    arguments = {**dict(zip(spec.args, padded, strict=True)), "softcap": 0.0, **given}
+    assert arguments.keys() == set(spec.args)
+    return function(**arguments)
+
+
+COMMON = {
+    "dropout_p": 0, "softmax_scale": 0.3, "window_size_left": -1, "window_size_right": -1,
+    "alibi_slopes": None,
+}  # fmt: skip
+
+
+def gradients_by_oracle(q, k, v, do, dtype, **options):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    heads = (x.transpose(1, 2) for x in leaves)
+    o = reference.attention(*heads, **options).transpose(1, 2)
+    return torch.autograd.grad(o, leaves, do.to(dtype))
+
+
+def test_a_ring_of_two(draw):
+    """The second of two devices: its own keys with causal, then the first one's, all of them."""
+    q, k, v, do = draw(2, 3, 4, 8), draw(2, 6, 2, 8), draw(2, 6, 2, 8), draw(2, 3, 4, 8)
+    own, other = slice(3, None), slice(3)
+    parts = []
+    for part, causal in ((own, True), (other, False)):
+        result = filled(
+            passes._flash_attn_forward, q=q, k=k[:, part], v=v[:, part], causal=causal,
+            return_softmax=False, **COMMON,
+        )  # fmt: skip
+        assert len(result) == 4 and result[1].shape == (2, 4, 3)
+        parts.append(result[:2])
+    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in parts]), 0)
+    o = sum(
+        part_o * torch.exp(part_lse - lse).transpose(1, 2)[..., None] for part_o, part_lse in parts
+    )
+    options = {"causal": True, "scale": 0.3}
+    exact = oracle(q, k, v, torch.float64, **options)
+    naive = worst_naive(exact, lambda: oracle(q, k, v, q.dtype, **options))
+    assert_within_budget("o", o, exact[0], naive[0])
+    assert_within_budget("lse", lse, exact[1], naive[1])
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for part, causal in ((own, True), (other, False)):
+        share, keys, values = (torch.full_like(x, 7.0) for x in (q, k[:, part], v[:, part]))
+        delta = filled(
+            passes._flash_attn_backward, dout=do, q=q, k=k[:, part], v=v[:, part], out=o,
+            softmax_lse=lse, dq=share, dk=keys, dv=values, causal=causal, deterministic=False,
+            **COMMON,
+        )  # fmt: skip
+        naive = (do * o).sum(-1).transpose(1, 2)
+        assert_within_budget("delta", delta, (do.double() * o).sum(-1).transpose(1, 2), naive)
+        dq += share
+        dk[:, part], dv[:, part] = keys, values
+    exact = gradients_by_oracle(q, k, v, do, torch.float64, **options)
+    naive = worst_naive(exact, lambda: gradients_by_oracle(q, k, v, do, q.dtype, **options))
+    for name, got, *both in zip(("dq", "dk", "dv"), (dq, dk, dv), exact, naive, strict=True):
+        assert_within_budget(name, got, *both)
+
+
+def test_packed(draw, device):
+    q, k, v, do = draw(7, 4, 8), draw(9, 2, 8), draw(9, 2, 8), draw(7, 4, 8)
+    lengths = {
+        "cu_seqlens_q": offsets((3, 4), device), "cu_seqlens_k": offsets((4, 5), device),
+        "max_seqlen_q": 4, "max_seqlen_k": 5,
+    }  # fmt: skip
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = door.flash_attn_varlen_func(
+        *leaves, *lengths.values(), softmax_scale=0.3, causal=True, return_attn_probs=True
+    )
+    out, lse, weights, _ = filled(
+        passes._flash_attn_varlen_forward, q=q, k=k, v=v, causal=True, **lengths, **COMMON
+    )
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]) and weights.numel() == 0
+    dq, dk, dv = (torch.full_like(x, 7.0) for x in (q, k, v))
+    filled(
+        passes._flash_attn_varlen_backward, dout=do, q=q, k=k, v=v, out=out, softmax_lse=lse,
+        dq=dq, dk=dk, dv=dv, causal=True, deterministic=True, **lengths, **COMMON,
+    )  # fmt: skip
+    grads = torch.autograd.grad(wanted[0], leaves, do)
+    for name, got, exact in zip(("dq", "dk", "dv"), (dq, dk, dv), grads, strict=True):
+        assert_within_budget(name, got, exact.double(), exact)
+
+
+def test_dropout_is_repeated_by_the_state(draw):
+    q, do = draw(1, 6, 2, 8), draw(1, 6, 2, 8)
+    dropping = {**COMMON, "dropout_p": 0.5, "causal": True}
+    torch.manual_seed(1)
+    out, lse, _, state = filled(
+        passes._flash_attn_forward, q=q, k=q, v=q, return_softmax=True, **dropping
+    )
+    leaf = q.clone().requires_grad_()
+    torch.manual_seed(1)
+    again = door.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, True)
+    assert torch.equal(out, again)
+    grads = [torch.empty_like(q) for _ in range(3)]
+    given = {
+        "dout": do, "q": q, "k": q, "v": q, "out": out, "softmax_lse": lse, "deterministic": False,
+        **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **dropping,
+    }  # fmt: skip
+    filled(passes._flash_attn_backward, rng_state=state, **given)
+    (wanted,) = torch.autograd.grad(again, leaf, do)
+    assert_within_budget("dq + dk + dv", sum(grads), wanted.double(), wanted)
+    with pytest.raises(RuntimeError, match="rng_state must be the one that the forward returned"):
+        filled(passes._flash_attn_backward, **given)
+
+
+def test_errors(draw):
+    q = draw(1, 4, 2, 8)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="block_table is not served"):
+        filled(passes._flash_attn_varlen_forward, q=q[0], k=q, v=q, block_table=table, **COMMON)
+    given = {
+        "q": q, "k": q, "v": q, "causal": False, "dq": None, "dk": None, "dv": None, **COMMON,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"out must have shape \[1, 2, 4, 8\]"):
+        filled(passes._flash_attn_backward, dout=q, out=q[..., :4], softmax_lse=q, **given)
+    with pytest.raises(RuntimeError, match="softmax_lse must be float32"):
+        filled(
+            passes._flash_attn_backward, dout=q, out=q, softmax_lse=q.new_zeros(1, 2, 4).half(),
+            **given,
+        )  # fmt: skip

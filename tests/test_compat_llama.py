@@ -1,0 +1,106 @@
+"""Llama's calls give what the layer gives as a whole, and with this library's own cache."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import GQAttention
+from fastattn.compat.llama import LlamaAttention
+from fastattn.rotary import rotary_tables
+from fastattn.testing import assert_within_budget, worst_naive
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+B, T, C, H, H_K, D = 2, 9, 32, 4, 2, 8
+FREQS_CIS = torch.complex(*rotary_tables(T, D))
+
+
+def make(**options) -> LlamaAttention:
+    torch.manual_seed(0)
+    return LlamaAttention(GQAttention(C, H, H_K, rotary="interleaved", **options))
+
+
+def in_steps(layer: LlamaAttention, x: Tensor, freqs_cis: Tensor | None) -> Tensor:
+    """A prompt, a chunk of two and then token by token, the caches handed on."""
+    cache_k = cache_v = None
+    outs, n = [], 0
+    for part in x.split([4, 2, 1, 1, 1], 1):
+        turned = None if freqs_cis is None else freqs_cis[n : n + part.shape[1]]
+        out, cache_k, cache_v = layer(part, turned, True, cache_k, cache_v)
+        n += part.shape[1]
+        assert cache_k.shape == (B, n, H_K, D)
+        assert cache_v.shape == (B, n, H_K, layer.attention.v_head_dim)
+        outs.append(out)
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"sinks": True, "v_head_dim": 12}])
+@torch.no_grad()
+def test_steps_equal_the_whole_and_the_librarys_cache(options):
+    layer = make(**options)
+    x = torch.randn(B, T, C)
+    exact = make(**options).double()
+    ref = exact(x.double(), FREQS_CIS.to(torch.complex128))[0]
+    naive = worst_naive(ref, lambda: layer(x, FREQS_CIS)[0])
+    whole, *caches = layer(x, freqs_cis=FREQS_CIS)
+    assert caches == [None, None]
+    for freqs_cis in (FREQS_CIS, None):
+        assert_within_budget("out", in_steps(layer, x, freqs_cis), ref, naive)
+    cache = layer.attention.new_cache(batch_size=B, max_length=T)
+    steps = [layer.attention(part, cache=cache) for part in x.split([4, 2, 1, 1, 1], 1)]
+    assert_within_budget("cache", torch.cat(steps, 1), ref, naive)
+    assert torch.equal(whole, layer.attention(x))
+
+
+@torch.no_grad()
+def test_few_new_tokens_go_to_the_kernels_for_decoding(monkeypatch):
+    from fastattn import modules
+
+    calls = []
+    serve = modules.decode_attention
+    monkeypatch.setattr(
+        modules,
+        "decode_attention",
+        lambda q, *a, **o: calls.append(q.shape[2]) or serve(q, *a, **o),
+    )
+    in_steps(make(), torch.randn(B, T, C), FREQS_CIS)
+    assert calls == [4, 2, 1, 1, 1]
+
+
+def test_gradients_flow_through_the_caches():
+    layer = make()
+    x = torch.randn(B, T, C)
+    in_steps(layer, x, FREQS_CIS).square().sum().backward()
+    found = layer.attention.qkv_proj.weight.grad
+    exact = make().double()
+
+    def gradient(layer: LlamaAttention, x: Tensor) -> Tensor:
+        out = layer(x, FREQS_CIS.to(torch.promote_types(x.dtype, torch.complex64)))[0]
+        weight = layer.attention.qkv_proj.weight
+        return torch.autograd.grad(out.square().sum(), weight)[0]
+
+    ref = gradient(exact, x.double())
+    assert_within_budget("gradient", found, ref, worst_naive(ref, lambda: gradient(layer, x)))
+
+
+def test_errors():
+    layer = make()
+    x = torch.randn(B, 1, C)
+    cache = torch.zeros(B, 3, H_K, D)
+    with pytest.raises(TypeError, match="attention must be a GQAttention, got Linear"):
+        LlamaAttention(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="cache_k and cache_v need use_kv_cache=True, got False"):
+        layer(x, None, False, cache, cache)
+    with pytest.raises(ValueError, match="cache_k and cache_v go together, got cache_v alone"):
+        layer(x, None, True, None, cache)
+    for wrong in (cache[:1], cache[:, :2], cache[..., :1, :], cache[0]):
+        with pytest.raises(ValueError, match=r"cache_v must have shape \[2, 3, 2, 8\], got"):
+            layer(x, None, True, cache, wrong)
+    with pytest.raises(ValueError, match=r"cache_k must have shape \[2, 0, 2, 8\], got \(8,\)"):
+        layer(x, None, True, cache[0, 0, 0], cache)
+    with pytest.raises(
+        ValueError, match=r"cache_k must be torch.float32 on cpu, got torch.float64"
+    ):
+        layer(x, None, True, cache.double(), cache)
+    with pytest.raises(ValueError, match=r"cos and sin must have shape \[1, R // 2\]"):
+        layer(x, FREQS_CIS, True, cache, cache)

@@ -1,0 +1,61 @@
+"""transformers' own "flash_attention_2" over the functions that `flash_attn.install` offers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers as tr
+from transformers import modeling_flash_attention_utils as flash
+from transformers.utils import import_utils
+
+from fastattn.compat import flash_attn
+from fastattn.testing.transformers_models import build, decoder_config, padded, tokens
+
+pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+
+_REMEMBERED = (
+    "_package_distribution_mapping",
+    "is_torch_cuda_available",
+    "is_flash_attn_2_available",
+)
+
+
+def _forget() -> None:
+    """What transformers found out when it was imported, or since."""
+    for name in _REMEMBERED:
+        getattr(import_utils, name).cache_clear()
+    flash._loaded_implementation = None
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine with CUDA, which transformers asks for besides the package."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    flash_attn.install()
+    _forget()
+    yield
+    flash_attn.uninstall()
+    _forget()
+
+
+def test_transformers_finds_the_package(installed):
+    assert import_utils.is_flash_attn_2_available()
+    flash_attn.uninstall()
+    _forget()
+    assert not import_utils.is_flash_attn_2_available()
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_flash_attention_2_is_served(with_mask, installed, device):
+    model = build(tr.AutoModelForCausalLM, decoder_config("mistral-window"), device).bfloat16()
+    model.config.dtype = torch.bfloat16
+    ids, mask = tokens(2, 9, device), padded([(3, 9), (0, 9)], 9, device)
+    given = {"attention_mask": mask} if with_mask else {}
+    found = {}
+    with torch.no_grad():
+        for name in ("fastattn", "flash_attention_2"):
+            model.set_attn_implementation(name)
+            found[name] = model(ids, use_cache=False, **given).logits
+    assert flash._flash_fn.__module__.startswith("fastattn.")
+    seen = mask.bool() if with_mask else torch.ones_like(ids).bool()
+    torch.testing.assert_close(found["flash_attention_2"][seen], found["fastattn"][seen])

@@ -1,0 +1,151 @@
+"""Masks of the door for transformers: the rule that they keep, and their entries."""
+
+import copy
+
+import pytest
+import torch
+
+from fastattn.compat import lazy_mask
+from fastattn.compat import transformers as door
+from fastattn.compat import transformers_masks as masks
+from fastattn.testing.transformers_models import heads, layer
+
+pytestmark = pytest.mark.usefixtures("models_on_torch")
+
+
+def test_masks_agree_with_those_of_transformers():
+    """The rule's mask, entry by entry, for every maker, offset and padding."""
+    from transformers import masking_utils as masking
+
+    packed = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    sliding = masking.sliding_window_causal_mask_function(3)
+    functions = [
+        masking.causal_mask_function, masking.bidirectional_mask_function, sliding,
+        masking.sliding_window_bidirectional_mask_function(2),
+    ]  # fmt: skip
+    sizes_of_calls = ((6, 6, 0, 0), (2, 7, 5, 0), (3, 8, 0, 0), (2, 5, 9, 6))
+    cases = [(function, *sizes, None) for function in functions for sizes in sizes_of_calls]
+    cases += [(*case[:5], torch.tensor([[0, 0, 1, 1, 1, 1, 1]]).bool()) for case in cases]
+    joined = masking.packed_sequence_compatibility_function(sliding, positions, packed)
+    cases.append((joined, 6, 6, 0, 0, None))
+    for function, T_q, T_k, q_offset, k_offset, padding in cases:
+        sizes = (1, T_q, T_k, q_offset, k_offset)
+        mask = door.attention_mask(*sizes, function, padding, None, False, device="cpu")
+        assert isinstance(mask, lazy_mask.LazyMask)
+        q, k, v = heads(T_q, T_k)
+        o, _ = door.attention_forward(layer(), q, k, v, mask)
+        assert mask._made is None, "the rule was not used"
+        plain, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        torch.testing.assert_close(o, plain)
+        wanted = masking.sdpa_mask(*sizes, function, padding, allow_is_causal_skip=False)
+        assert torch.equal(mask.entries(), wanted)
+
+
+def test_unknown_mask_functions_are_computed():
+    from transformers import masking_utils as masking
+
+    def every_other(b, h, q, k):
+        return (q - k) % 2 == 0
+
+    for function in (every_other, masking.and_masks(masking.causal_mask_function, every_other)):
+        mask = door.attention_mask(1, 4, 4, mask_function=function)
+        assert type(mask) is torch.Tensor
+        assert mask[0, 0, 3].tolist()[1] is True and mask[0, 0, 3].tolist()[2] is False
+    remapped = masking.remap_positions_for_packed_sequence(
+        masking.causal_mask_function, torch.tensor([[0, 1, 0, 1]])
+    )
+    assert masks.rule_of(masking.and_masks(remapped)) is None
+
+
+def test_a_mask_is_returned_wherever_a_layer_may_not_know_it():
+    """A layer's `is_causal` may say otherwise, and a missing mask cannot."""
+    for T_q, T_k, q_offset in ((6, 6, 0), (2, 6, 4), (6, 7, 0), (1, 6, 5), (1, 7, 3)):
+        mask = door.attention_mask(1, T_q, T_k, q_offset)
+        q, k, v = heads(T_q, T_k)
+        wanted, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        for module in (layer(), layer(causal=False)):
+            o, _ = door.attention_forward(module, q, k, v, mask)
+            torch.testing.assert_close(o, wanted)
+
+
+def test_chunks_are_documents_where_queries_are_the_keys():
+    from transformers import masking_utils as masking
+
+    keys = torch.arange(8) >= torch.tensor([[2], [0]])
+    for padding, T in ((None, 8), (keys, 8), (keys[:, :3], 3)):
+        left = torch.zeros(2).long() if padding is None else (~padding).sum(dim=1)
+        function = masking.chunked_causal_mask_function(3, left)
+        mask = door.attention_mask(2, T, T, mask_function=function, attention_mask=padding)
+        assert (mask.rule().documents is None) is (T == 3)
+        q, k, v = heads(T, T, B=2)
+        o, _ = door.attention_forward(layer(), q, k, v, mask)
+        assert mask._made is None, "the rule was not used"
+        plain, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        seen = mask.entries().any(dim=-1)[:, 0]
+        torch.testing.assert_close(o[seen], plain[seen])
+    # Behind a cache the chunks are read from the entries.
+    assert type(door.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
+
+
+def test_a_mask_that_is_moved_keeps_its_rule():
+    mask = door.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
+    for moved in (mask.to("cpu"), mask.to(torch.bool), mask.to(device="cpu", non_blocking=True)):
+        assert isinstance(moved, lazy_mask.LazyMask) and moved.rule() is mask.rule()
+    elsewhere = mask.to("meta")
+    assert elsewhere.device.type == "meta" and elsewhere.rule().padding.device.type == "meta"
+    assert mask._made is None
+    assert mask.to(torch.float32).tolist() == torch.ones(4, 4).tril()[None, None].tolist()
+
+
+def test_lazy_mask_is_a_tensor_to_others():
+    made = []
+
+    def entries():
+        made.append(1)
+        return torch.eye(3).bool()[None, None].expand(2, 1, 3, 3)
+
+    rule = lazy_mask.Rule(causal=True)
+    mask = lazy_mask.LazyMask(rule, entries, (2, 1, 3, 3), "cpu")
+    assert isinstance(mask, torch.Tensor) and mask.shape == (2, 1, 3, 3) and mask.ndim == 4
+    assert mask.dtype == torch.bool and mask.device.type == "cpu" and len(mask) == 2
+    assert mask.contiguous().rule() == rule and mask.clone().rule() == rule
+    assert not made
+    assert torch.equal(mask[:, :, 1:], torch.eye(3).bool()[1:].expand(2, 1, 2, 3))
+    assert torch.cat([mask, mask]).shape == (4, 1, 3, 3) and (~mask).sum() == 12
+    assert made == [1] and mask.rule() == rule
+    mask[0, 0, 0, 2] = True
+    assert mask.rule() is None and bool(mask.entries()[0, 0, 0, 2])
+    assert not mask[1, 0, 0, 2]
+    copied = copy.deepcopy(mask)
+    assert bool(copied[0, 0, 0, 2])
+
+
+def test_what_wrappers_ask_of_arguments_makes_no_entries():
+    """Those that shard, cast and recompute layers look at all that a layer is given."""
+    from torch.distributed.utils import _apply_to_tensors
+    from torch.utils.checkpoint import checkpoint
+
+    mask = door.attention_mask(1, 4, 4)
+    q, k, v = (x.requires_grad_() for x in heads(4, 4))
+
+    def attend(q, k, v, mask):
+        assert isinstance(mask, lazy_mask.LazyMask)
+        masks_seen.append(mask)
+        return door.attention_forward(layer(), q, k, v, mask)[0]
+
+    masks_seen = []
+    _apply_to_tensors(lambda x: x.half() if torch.is_floating_point(x) else x, {"mask": mask})
+    for reentrant in (False, True):
+        checkpoint(attend, q, k, v, mask, use_reentrant=reentrant).sum().backward()
+    assert len(masks_seen) == 4 and all(x._made is None for x in (mask, *masks_seen))
+    assert not mask.is_complex() and mask.get_device() == -1 and mask.is_cpu
+    assert mask._made is None
+
+
+def test_a_changed_mask_is_obeyed():
+    q, k, v = heads(4, 4)
+    mask = door.attention_mask(1, 4, 4, allow_is_causal_skip=False)
+    mask.logical_and_(torch.eye(4).bool())
+    o, _ = door.attention_forward(layer(), q, k, v, mask)
+    torch.testing.assert_close(o, v.transpose(1, 2))

@@ -1,0 +1,170 @@
+"""Families of transformers that a registered attention function does not reach, or only in part."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tr
+
+import fastattn
+from fastattn.compat import transformers as door
+from fastattn.compat import transformers_models as families
+from fastattn.testing.transformers_models import GQA, SIZES, build, compare, padded, tokens
+
+pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+
+SMALL = {"hidden_size": 32, "vocab_size": 61}
+TWO_HALVES = {
+    "vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+# Each computes attention in code of its own, or has none.
+UNSERVED = {
+    "bloom": lambda: tr.BloomConfig(**SMALL, n_layer=1, n_head=4),
+    "deberta-v2": lambda: tr.DebertaV2Config(**{**SIZES, "num_hidden_layers": 1}),
+    "xlnet": lambda: tr.XLNetConfig(vocab_size=61, d_model=32, n_layer=1, n_head=4, d_inner=40),
+    "longformer": lambda: tr.LongformerConfig(
+        **{**SIZES, "num_hidden_layers": 1}, attention_window=4
+    ),
+    "mpt": lambda: tr.MptConfig(d_model=32, n_layers=1, n_heads=4, vocab_size=61),
+    "falcon": lambda: tr.FalconConfig(**SMALL, num_hidden_layers=1, num_attention_heads=4),
+    "xglm": lambda: tr.XGLMConfig(
+        vocab_size=61, d_model=32, num_layers=1, attention_heads=4, ffn_dim=40
+    ),
+    "fnet": lambda: tr.FNetConfig(**SMALL, num_hidden_layers=1, intermediate_size=40),
+    "mamba": lambda: tr.MambaConfig(**SMALL, num_hidden_layers=1, state_size=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_swap_leaves_what_no_registered_function_reaches(name, device):
+    model = build(tr.AutoModel, UNSERVED[name](), device)
+    before = model.config._attn_implementation
+    done = fastattn.swap(model)
+    assert done.replaced == {} and model.config._attn_implementation == before
+    reasons = set(done.left.values())
+    if name in ("fnet", "mamba"):
+        assert done.left == {"": "no module of it is attention by transformers' AttentionInterface"}
+    else:
+        assert all("computes attention by itself" in reason for reason in reasons)
+        assert all("fastattn.patch_sdpa" in reason for reason in reasons) is (name == "falcon")
+    # A name of a module that is there, below the model.
+    assert all(model.get_submodule(path) is not None for path in done.left)
+
+
+@pytest.mark.parametrize("name", ["bloom", "longformer", "mpt", "xglm"])
+def test_models_that_would_misread_a_mask_are_refused(name, device):
+    """Their own code adds to its scores what is registered as a mask."""
+    door.register()
+    config = UNSERVED[name]()
+    model = tr.AutoModel.from_config(config, attn_implementation="fastattn").to(device)
+    with pytest.raises(ValueError, match=f"cannot serve models of {type(config).__name__}: "):
+        model(tokens(1, 8, device))
+
+
+def test_swap_of_a_model_that_is_served_in_part(device):
+    config = tr.BigBirdPegasusConfig(**TWO_HALVES, attention_type="original_full")
+    model = build(tr.AutoModel, config, device)
+    done = fastattn.swap(torch.nn.ModuleDict({"inner": model}))
+    assert done.replaced == {"inner": 'attn_implementation="fastattn"'}
+    assert set(done.left) == {f"inner.encoder.layers.{i}.self_attn" for i in range(2)}
+    done.undo()
+    mask = padded([(0, 6), (0, 9)], 9, device)
+    inputs = {"input_ids": tokens(2, 9, device), "attention_mask": mask}
+    inputs["decoder_input_ids"] = tokens(2, 5, device)
+    compare(model, inputs, lambda out: out.last_hidden_state, grads=False)
+
+
+def test_undo_gives_each_part_its_implementation_back(device):
+    vision = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = {**GQA, "num_hidden_layers": 1}
+    config = tr.LlavaConfig(
+        vision_config=tr.CLIPVisionConfig(**vision), text_config=tr.LlamaConfig(**text)
+    )
+    model = build(tr.AutoModel, config, device)
+    model.set_attn_implementation({"": "eager", "vision_config": "sdpa", "text_config": "eager"})
+    parts = (model.config, model.config.vision_config, model.config.text_config)
+    before = [part._attn_implementation for part in parts]
+    assert before == ["eager", "sdpa", "eager"]
+    done = fastattn.swap(model)
+    assert {part._attn_implementation for part in parts} == {"fastattn"}
+    done.undo()
+    assert [part._attn_implementation for part in parts] == before
+
+
+def test_swap_takes_torchs_modules_inside_a_model(device):
+    config = tr.SiglipVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    model = build(tr.AutoModel, config, device)
+    done = fastattn.swap(model)
+    assert done.left == {}
+    assert sorted(done.replaced) == ["", "head.attention"]
+    assert type(model.get_submodule("head.attention")) is fastattn.MultiheadAttention
+    done.undo()
+    assert type(model.get_submodule("head.attention")) is torch.nn.MultiheadAttention
+
+
+def test_layers_that_rely_on_the_mask_to_be_causal(device):
+    """They call themselves bidirectional; "eager" reads the mask alone."""
+    config = tr.NllbMoeConfig(**TWO_HALVES, num_experts=2, dropout=0.0)
+    model = build(tr.AutoModel, config, device)
+    inputs = {"input_ids": tokens(2, 9, device), "decoder_input_ids": tokens(2, 7, device)}
+    compare(model, inputs, lambda out: out.last_hidden_state, grads=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_config_that_turns_layers_and_not_the_mask(compiled, device):
+    config = tr.GemmaConfig(**GQA, head_dim=8, use_bidirectional_attention=True)
+    model = build(tr.AutoModel, config, device)
+    ids = tokens(1, 8, device)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).last_hidden_state
+        model.set_attn_implementation("fastattn")
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        found = run(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted)
+
+
+def test_modules_whose_config_was_not_changed_are_left(device):
+    door.register()
+    model = build(tr.AutoModel, tr.LlamaConfig(**GQA), device)
+    served, left = families.unserved(model, "fastattn")
+    assert served == 0
+    assert left == {
+        f"layers.{i}.self_attn": "its config keeps attn_implementation='eager' on a model that is "
+        "built"
+        for i in range(2)
+    }
+
+
+def test_configs_of_ones_own_are_known_by_their_base():
+    class Mine(tr.LlamaConfig):
+        pass
+
+    assert families.takes_rules(Mine) and families.takes_rules(tr.LlamaConfig)
+    assert not families.takes_rules(tr.PreTrainedConfig)
+
+
+def test_the_docs_name_every_family_that_is_not_served():
+    """By the text of transformers' files: classes of attention, and no look-up."""
+    found = set()
+    for path in Path(tr.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        kinds = re.findall(r"^class (\w+)\(nn\.Module\):", text, re.MULTILINE)
+        attention = any("attention" in kind.lower() or "attn" in kind.lower() for kind in kinds)
+        if attention and "ALL_ATTENTION_FUNCTIONS" not in text:
+            found.add(path.stem.removeprefix("modeling_"))
+    page = Path(__file__).resolve().parents[1] / "docs" / "compat.md"
+    named = re.search(r"### Families that are not served\n(.*?)\n#", page.read_text(), re.DOTALL)
+    assert named is not None
+    listed = re.search(r"^> (.*?)\n\n", named.group(1), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    assert set(re.findall(r"[a-z0-9_]+", listed.group(1))) == found

@@ -1,0 +1,150 @@
+"""Sequences packed into one row of a model of transformers: none may see another."""
+
+import pytest
+import torch
+import transformers as tr
+
+from fastattn.compat import transformers as door
+from fastattn.testing import worst_naive
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.transformers_models import (
+    build,
+    compare,
+    decoder_config,
+    heads,
+    layer,
+    softmax_in_fp64,
+    tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "llama4-chunks"])
+def test_packed_sequences_by_positions(name, device, attention_calls):
+    model = build(tr.AutoModelForCausalLM, decoder_config(name), device)
+    positions = torch.tensor([[*range(7), *range(2), *range(6)]], device=device)
+    inputs = {"input_ids": tokens(1, 15, device), "position_ids": positions, "use_cache": False}
+    compare(model, inputs)
+    assert all("documents" in options and "attn_mask" not in options for options in attention_calls)
+
+
+LENGTHS = (7, 5)
+FAMILIES = ["llama-gqa", "mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
+
+
+def packed(device: str) -> tuple[dict, dict]:
+    """Inputs in which positions start anew, and the offsets besides."""
+    starts = torch.tensor([0, *LENGTHS], dtype=torch.int32, device=device).cumsum(0).int()
+    positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])[None]
+    inputs = {"position_ids": positions, "use_cache": False}
+    return inputs, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+
+
+@pytest.mark.parametrize("mask", ["no mask", "ones"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_sequences_by_offsets(name, mask, device):
+    """As FlashAttention is given them. A mask that hides nothing takes nothing from them."""
+    model = build(tr.AutoModelForCausalLM, decoder_config(name), device)
+    ids = tokens(1, sum(LENGTHS), device)
+    inputs, offsets = packed(device)
+
+    def alone() -> torch.Tensor:
+        parts = ids.split(LENGTHS, dim=1)
+        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+
+    with torch.no_grad():
+        with softmax_in_fp64():
+            model.double()
+            exact = alone()
+        model.float()
+        wanted = worst_naive(exact, alone)
+        model.set_attn_implementation("fastattn")
+        given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
+        found = model(ids, **inputs, **offsets, **given).logits
+    assert_within_budget("logits", found, exact, wanted)
+
+
+def test_padding_beside_offsets_is_refused(device):
+    model = build(tr.AutoModelForCausalLM, decoder_config("mistral-window"), device)
+    model.set_attn_implementation("fastattn")
+    inputs, offsets = packed(device)
+    mask = torch.ones(1, 12, dtype=torch.long, device=device)
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
+        model(tokens(1, 12, device), attention_mask=mask, **inputs, **offsets)
+    q, k, v = heads(12, 12)
+    with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
+        door.attention_forward(layer(), q, k, v, mask.cpu(), cu_seq_lens_q=OFFSETS)
+
+
+def test_compiled_model_with_offsets(device):
+    """Nothing is read while it is traced: mask and offsets hold together."""
+    model = build(tr.AutoModelForCausalLM, decoder_config("mistral-window"), device)
+    model.set_attn_implementation("fastattn")
+    ids = tokens(1, 12, device)
+    inputs, offsets = packed(device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = model(ids, **inputs, **offsets).logits
+        found = compiled(ids, attention_mask=torch.ones_like(ids), **inputs, **offsets).logits
+    torch.testing.assert_close(found, wanted)
+
+
+def test_chunks_with_offsets_are_not_compiled():
+    """A traced mask counts its chunks from the start of the row."""
+    module = layer()
+    module.config = tr.Llama4TextConfig(attention_chunk_size=4)
+    mask = torch.ones(1, 1, 12, 12).tril().bool()
+
+    @torch.compile(backend="eager")
+    def attend(q, k, v):
+        return door.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
+
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q beside the entries of a mask"):
+        attend(*heads(12, 12))
+
+
+OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
+SEPARATE = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize("way", ["mask", "numbers", "bias", "weights", "sinks", "chunks"])
+def test_offsets_hold_beside_what_else_is_given(way, with_keys):
+    q, k, v = heads(12, 12)
+    bias = torch.randn(1, 2, 12, 12)
+    seen = torch.ones(12, 12).tril().bool()
+    numbers = torch.zeros(12, 12).masked_fill(~seen, torch.finfo(q.dtype).min)
+    sinks = torch.randn(1, 2, 12, 1)
+    mask, options = {
+        "mask": (seen[None, None], {}),
+        "numbers": (numbers[None, None], {}),
+        "bias": (None, {"position_bias": bias}),
+        "weights": (None, {"output_attentions": True}),
+        "sinks": (None, {"sinks": sinks}),
+        "chunks": (door.attention_mask(1, 12, 12, mask_function=chunks(3)), {}),
+    }[way]
+    offsets = {"cu_seq_lens_q": OFFSETS, **({"cu_seq_lens_k": OFFSETS} if with_keys else {})}
+    o, weights = door.attention_forward(layer(), q, k, v, mask, **offsets, **options)
+    if way == "chunks":
+        parts = (torch.block_diag(*(torch.ones(3, 3),) * 4)[:n, :n] for n in LENGTHS)
+        seen = seen & torch.block_diag(*parts).bool()
+    both = (seen & SEPARATE)[None, None]
+    wanted, wanted_weights = door.attention_forward(layer(), q, k, v, both, **options)
+    torch.testing.assert_close(o, wanted)
+    if way == "weights":
+        torch.testing.assert_close(weights, wanted_weights)
+
+
+def chunks(size: int):
+    from transformers import masking_utils as masking
+
+    return masking.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
+
+
+def test_offsets_beside_a_mask_need_as_many_queries_as_keys():
+    q, k, v = heads(2, 12)
+    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
+        mask = torch.ones(1, 1, 2, 12).bool()
+        door.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)

@@ -1,0 +1,174 @@
+"""Integers that int32 does not hold mean what they say: everything, nothing, or none alike."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import KVCache, attention, decode_attention, options
+from fastattn.decode import view_of_tensors
+from fastattn.kernels import mask
+from fastattn.testing import assert_matches_reference, make_qkv
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+B, H, T_Q, T_K, D = 2, 2, 5, 9, 16
+# What the low 32 bits of each say differs: 0, the lowest int32, and 3.
+FAR = (2**33, 2**31, 2**32 + 3)
+BACKENDS = ("triton", "torch")
+
+
+def tensor(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {key: x.to(device) if torch.is_tensor(x) else x for key, x in given.items()}
+
+
+def far_and_near() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Options with a far integer, and those with a near one that means the same."""
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for x in FAR:
+        far, near, prefix = tensor(x, -x), tensor(T_K, -T_Q), {"prefix_lengths": tensor(T_K, 0)}
+        kept = {"window": (3, None), "keep_first": 2, "causal": True, **prefix}
+        cases |= {
+            f"prefix {x}": ({"causal": True, "prefix_lengths": far}, {"causal": True, **prefix}),
+            f"prefix int {x}": (
+                {"causal": True, "prefix_lengths": x}, {"causal": True, "prefix_lengths": T_K},
+            ),
+            f"lengths {x}": ({"key_lengths": far}, {"key_lengths": tensor(T_K, 0)}),
+            f"offset {x}": (
+                {"causal": True, "query_offset": far}, {"causal": True, "query_offset": near},
+            ),
+            f"offset and window {x}": (
+                {"window": (3, 2), "query_offset": far},
+                {"window": (3, 2), "query_offset": tensor(T_K + 3, -T_Q - 2)},
+            ),
+            f"offset, first keys and prefix {x}": (
+                {**kept, "query_offset": far}, {**kept, "query_offset": tensor(T_K + 3, -T_Q)},
+            ),
+            f"window {x}": ({"window": (x, 1)}, {"window": (None, 1)}),
+            f"window int {x}": ({"window": x}, {"causal": True}),
+            f"keep_first {x}": ({"window": (1, 0), "keep_first": x}, {}),
+            f"stride {x}": ({"stride": x}, {"stride": T_K}),
+        }  # fmt: skip
+    return cases
+
+
+CASES = far_and_near()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_of_far_integers(name, backend, device):
+    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
+    given = on(device, CASES[name][0])
+    assert_matches_reference(partial(attention, backend=backend), q, k, v, **given)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("entries", [3, 9])
+@pytest.mark.parametrize("x", [2**30, -(2**31)])
+def test_bias_by_distance_from_far_away(x, entries, backend, device):
+    """All distances are past an end of the table, whose gradient there sums them up."""
+    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
+    assert_matches_reference(
+        partial(attention, backend=backend), q, k, v, query_offset=tensor(x, x).to(device),
+        relative_bias=torch.randn(H, entries, device=device),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_document_ids_differ_in_every_bit(backend, device):
+    ids = torch.tensor([[1, 2**32 + 1, 2**32 + 1, 2**63 - 1, -(2**32), 1]] * B, device=device)
+    q, k, v = make_qkv(B, H, H, 6, 6, D, device=device)
+    call = partial(attention, backend=backend)
+    assert_matches_reference(call, q, k, v, documents=ids)
+    assert_matches_reference(call, q, k, v, documents=(ids.int().abs(), ids))
+
+
+def others(backend: str, device: str) -> dict[str, Any]:
+    """The other calls that take these options, as functions of them."""
+    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device, requires_grad=False)
+    codes, scales = zip(*map(fastattn.quantize_fp8, (q, k, v)), strict=True)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    cu = [torch.arange(3, device=device, dtype=torch.int32) * T for T in (T_Q, T_K)]
+    return {
+        "varlen": partial(fastattn.attention_varlen, *packed, *cu, backend=backend),
+        "additive": partial(fastattn.additive_attention, q, k, v, q[0, 0, 0], backend=backend),
+        "fp8": partial(fastattn.attention_fp8, *codes, **named, backend=backend),
+        "statistics": partial(fastattn.attention_statistics, q, k, top=3, backend=backend),
+    }
+
+
+NOT_TAKEN = {"varlen": ("query_offset",), "fp8": ("stride",)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", ["varlen", "additive", "fp8", "statistics"])
+def test_other_calls_take_far_integers_as_near_ones(function, backend, device):
+    """To the bit, as one tile holds all keys."""
+    call = others(backend, device)[function]
+    for name, given in CASES.items():
+        if str(FAR[0]) not in name or any(x in given[0] for x in NOT_TAKEN.get(function, ())):
+            continue
+        far, near = (call(**on(device, one)) for one in given)
+        far, near = (x if isinstance(x, tuple) else (x,) for x in (far, near))
+        assert all(map(torch.equal, far, near)), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["lengths", "starts", "new_lengths", "block_table"])
+@pytest.mark.parametrize("x", FAR)
+def test_decoding_with_far_integers(x, name, backend, device):
+    """Rows that are full, and that hold nothing; pages as far away as the last or the first."""
+    k, v = torch.randn(2, B, H, T_K, D, device=device)
+    table = tensor(1, 0).to(device)[:, None]
+    near = {"lengths": tensor(T_K, T_K), "starts": tensor(0, 4), "new_lengths": tensor(2, 1)}
+    near = {key: value.to(device) for key, value in near.items()} | {"block_table": table}
+    far = dict(near)
+    if name == "lengths":
+        far[name], near[name] = tensor(x, -x).to(device), tensor(T_K, 0).to(device)
+    elif name == "starts":
+        far[name], near[name] = tensor(-x, x).to(device), tensor(0, T_K).to(device)
+    elif name == "new_lengths":
+        far[name], near[name] = tensor(x, -x).to(device), tensor(T_Q, 0).to(device)
+    else:
+        far[name] = tensor(x, -x).to(device)[:, None]
+    q = torch.randn(B, H, T_Q, D, device=device)
+    causal = name != "lengths"  # a query past all keys sees them all
+    o = []
+    for given in (far, near):
+        new = given.pop("new_lengths")
+        view = view_of_tensors(k, v, **given)
+        o.append(decode_attention(q, view, new_lengths=new, causal=causal, backend=backend))
+    assert torch.equal(*o)
+    assert o[0].isfinite().all()
+
+
+def test_a_cache_takes_far_starts_and_lengths():
+    cache = KVCache(2, 1, 4, 2)
+    cache.append(*torch.zeros(2, 2, 1, 3, 2))
+    cache.set_starts(torch.tensor([2**32, -(2**32)]))
+    assert cache.view().slot_positions().tolist() == [[-1, -1, -1], [0, 1, 2]]
+    for length in (2**31, 2**33):
+        cache.truncate(length)
+        cache.truncate(torch.tensor([length, 2]))
+    assert (cache.lengths.tolist(), cache.length_bound) == ([3, 2], 3)
+
+
+def test_numbers_that_stand_too_far_are_refused():
+    q, k, v = make_qkv(1, 1, 1, 2, 2, 8)
+    for offset in (2**28 + 1, -(2**33)):
+        with pytest.raises(
+            ValueError, match=rf"query_offset must be within 2\*\*28 of 0, got {offset}"
+        ):
+            attention(q, k, v, causal=True, query_offset=offset)
+
+
+def test_both_backends_know_one_farthest_position():
+    assert mask.FARTHEST.value == options.FARTHEST

@@ -1,0 +1,88 @@
+"""How often the host waits for the device while a text is generated: once a step.
+
+Where a row starts a new window beside fuller ones, the caches ask for their lengths besides.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fastattn.generation import Engine, Sampling
+from fastattn.generation.generate import Batch
+from fastattn.generation.request import make_request
+from fastattn.models.sampling import choose_rows
+from fastattn.models.transfer import to_device
+from fastattn.testing.gpt import make_gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+SETTINGS = [Sampling(greedy=True), Sampling(top_k=5), Sampling(repetition_penalty=1.3)]
+WAITS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy"}
+
+
+class Reads(TorchFunctionMode):
+    """Names of the calls that bring a tensor's values to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in WAITS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """On a CPU the torch backend looks at values, which is cheaper there than a copy."""
+    monkeypatch.setattr("fastattn.torch_backend._may_look", lambda x: False)
+
+
+def test_a_batch_reads_from_the_device_once_a_step():
+    model, prompts = make_gpt(), ([1, 2, 3], [4], [5, 6])
+    requests = [
+        make_request(model, prompt, count, sampling=setting, seed=1)
+        for prompt, count, setting in zip(prompts, (9, 2, 10), SETTINGS, strict=True)
+    ]
+    batch, steps = Batch(model, requests), 0
+    with Reads() as reads:
+        while batch.running:
+            batch.step()
+            steps += 1
+            assert reads.names == ["tolist"] * steps
+    assert steps == 10
+
+
+def test_an_engine_reads_from_the_device_once_a_pass(monkeypatch):
+    model, passes = make_gpt(), []
+    forward = model.forward
+
+    def counted(*arguments, **options):
+        passes.append(1)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    engine = Engine(model, num_pages=16, page_size=4)
+    for prompt, setting in zip(([1, 2, 3], [4], [5, 6]), SETTINGS, strict=True):
+        engine.submit(prompt, 8, sampling=setting, seed=1)
+    with Reads() as reads:
+        for _ in engine.run():
+            pass
+    assert reads.names == ["tolist"] * len(passes)
+
+
+def test_scores_that_are_not_finite_are_found_with_the_tokens():
+    logits = torch.zeros(3, 5)
+    assert len(choose_rows(logits, SETTINGS, [None] * 3)) == 3
+    logits[1, 2] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        choose_rows(logits, SETTINGS, [None] * 3)
+
+
+@pytest.mark.parametrize("values", [[1, 2], [[1, 2], [3, 4]], [0.5], torch.tensor([7])])
+def test_numbers_on_a_device_are_those_of_the_host(values, device):
+    got = to_device(values, device)
+    assert got.device.type == device
+    assert torch.equal(got.cpu(), torch.as_tensor(values))

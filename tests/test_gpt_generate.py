@@ -1,0 +1,154 @@
+"""Generation as nanoGPT has it: by tensors, and by the last context of tokens in every step."""
+
+import math
+
+import pytest
+import torch
+
+from fastattn.cli import main
+from fastattn.generation.engine import Engine
+from fastattn.generation.generate import generate_batch, generate_texts, generate_tokens
+from fastattn.models.gpt import GPT
+from fastattn.models.sampling import Sampling
+from fastattn.testing.gpt import make_gpt
+from fastattn.training.checkpoint import Checkpoint, save_checkpoint
+from fastattn.training.tokenizer import CharacterTokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+CONTEXT, GREEDY = 12, Sampling(greedy=True)
+
+
+@torch.no_grad()
+def nanogpt_generate(model: GPT, idx, max_new_tokens, temperature=1.0, top_k=None):
+    """nanoGPT's `GPT.generate` (model.py), for this model."""
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -CONTEXT:])[:, -1] / temperature
+        if top_k is not None:
+            v, _ = torch.topk(logits, min(top_k, logits.size(-1)))
+            logits[logits < v[:, [-1]]] = -math.inf
+        idx = torch.cat((idx, torch.multinomial(logits.softmax(dim=-1), num_samples=1)), dim=1)
+    return idx
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
+@pytest.mark.parametrize("length", [1, 11, 12, 30])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 5}, {"top_k": 99}])
+def test_generate_draws_what_nanogpt_draws(settings, length, positions):
+    model = make_gpt(context=CONTEXT, positions=positions, std=0.3).double()
+    idx = torch.randint(20, (3, length))
+    given = idx.clone()
+    torch.manual_seed(1)
+    expected = nanogpt_generate(model, idx, 20, **settings)
+    torch.manual_seed(1)
+    got = model.generate(idx, 20, **settings)
+    assert torch.equal(got, expected)
+    assert torch.equal(idx, given)
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(model.generate(idx, 20, **settings, generator=generator), expected)
+    assert not torch.equal(model.generate(idx, 20, **settings), expected)
+    assert torch.equal(model.generate(idx, 0), idx)
+
+
+def test_generate_reads_every_token_once_within_the_context(monkeypatch):
+    model, read = make_gpt(context=CONTEXT), []
+    forward = model.forward
+
+    def counted(tokens, **options):
+        read.append(tokens.shape[1])
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    model.generate(torch.tensor([[1, 2, 3]]), 12)
+    assert read == [3] + [1] * 9 + [12, 12]
+
+
+def test_generate_keeps_the_likeliest_by_top_p():
+    model = make_gpt(context=CONTEXT)
+    idx = torch.tensor([[1, 2, 3]])
+    greedy = generate_tokens(model, [1, 2, 3], 8, sampling=GREEDY)
+    assert model.generate(idx, 8, top_p=1e-6)[0, 3:].tolist() == list(greedy)
+
+
+@pytest.mark.parametrize(
+    ("idx", "count", "message"),
+    [
+        (
+            torch.tensor([1, 2]),
+            3,
+            r"must be integers of shape \[B, T\], got torch.int64 \(2,\)",
+        ),
+        (torch.zeros(1, 0, dtype=torch.int64), 3, r"shape \[B, T\], got torch.int64 \(1, 0\)"),
+        (torch.zeros(1, 2), 3, "must be integers of shape .* got torch.float32"),
+        (torch.tensor([[1]]), -1, "max_new_tokens must be at least 0, got -1"),
+    ],
+)
+def test_generate_names_what_is_wrong(idx, count, message):
+    with pytest.raises(ValueError, match=message):
+        make_gpt().generate(idx, count)
+
+
+def test_generate_tells_of_scores_that_are_not_finite():
+    model = make_gpt()
+    torch.nn.init.constant_(model.norm.weight, math.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        model.generate(torch.tensor([[1]]), 3)
+
+
+@torch.no_grad()
+def greedy_by_crops(model: GPT, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens[-CONTEXT:]]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_cropped_text_sees_the_whole_context_in_every_step(positions):
+    model = make_gpt(context=CONTEXT, positions=positions)
+    prompts = [torch.randint(20, (length,)).tolist() for length in (1, 11, 12, 30)]
+    expected = [greedy_by_crops(model, prompt, 25) for prompt in prompts]
+    options = {"sampling": GREEDY, "past_context": "crop"}
+    assert [list(generate_tokens(model, prompt, 25, **options)) for prompt in prompts] == expected
+    assert generate_batch(model, prompts, 25, **options) == expected
+    restarted = generate_batch(model, prompts, 25, sampling=GREEDY)
+    assert all(a != b for a, b in zip(restarted, expected, strict=True))
+    engine = Engine(model, num_pages=12, page_size=4, max_batch=3, past_context="crop")
+    requests = [engine.submit(prompt, 25, sampling=GREEDY) for prompt in prompts]
+    for _ in engine.run():
+        pass
+    assert [request.tokens for request in requests] == expected
+
+
+def test_an_unknown_way_past_the_context_is_named():
+    message = "past_context must be 'restart' or 'crop', got 'half'"
+    with pytest.raises(ValueError, match=message):
+        list(generate_tokens(make_gpt(), [1], 3, past_context="half"))
+    with pytest.raises(ValueError, match=message):
+        Engine(make_gpt(), num_pages=4, past_context="half")
+
+
+def test_options_of_the_command(tmp_path, capsys):
+    model, tokenizer = make_gpt(vocab_size=9, context=4), CharacterTokenizer("abcdefghi")
+    config = {"model": model.config.to_dict()}
+    run = save_checkpoint(tmp_path, Checkpoint(0, model.state_dict(), {}, tokenizer, config, {}))
+    command = ["generate", "--checkpoint", str(run), "--device", "cpu", "--prompt", "ab"]
+
+    def written(*options: str) -> str:
+        assert main([*command, "--tokens", "20", *options]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    def generated(sampling: Sampling, past_context: str) -> str:
+        pieces = generate_texts(
+            model, tokenizer, ["ab"], 20, sampling=sampling, seed=3, past_context=past_context
+        )
+        return "ab" + "".join(piece for _, piece in pieces)
+
+    cutoff = Sampling(epsilon_cutoff=0.02, temperature=0.8)
+    for way in ("restart", "crop"):
+        options = ("--seed", "3", "--epsilon-cutoff", "0.02", "--past-context", way)
+        assert written(*options) == generated(cutoff, way)
+    assert generated(cutoff, "crop") != generated(cutoff, "restart")
+    for other in (["--beams", "2"], ["--draft", str(run)]):
+        assert main([*command, *other, "--past-context", "crop"]) == 1
+        assert "--past-context" in capsys.readouterr().err

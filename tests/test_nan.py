@@ -1,0 +1,165 @@
+"""NaN goes where arithmetic takes it: to the rows that see it, by every backend, and no further."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import KVCache, PagedKVCache, attention, attention_statistics, decode_attention, merge
+from fastattn.testing import make_qkv
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+B, H_Q, H_K, D = 2, 4, 2, 16
+BACKENDS = ("triton", "torch")
+# Fewer keys than a CPU's vectors have lanes, and more; queries, keys.
+SIZES = [(1, 1), (3, 5), (1, 15), (4, 20)]
+
+
+def masks(T_q: int, T_k: int, device: str) -> dict[str, dict[str, Any]]:
+    """Some of which leave rows without a key."""
+    blind = torch.ones(T_q, T_k, dtype=torch.bool, device=device)
+    blind[-1] = False
+    return {
+        "none": {},
+        "causal": {"causal": True},
+        "causal from the first": {"causal": True, "query_offset": 0},
+        "window": {"window": (1, 0), "query_offset": 0},
+        "blind": {"attn_mask": blind},
+        "lengths": {"key_lengths": torch.tensor([T_k // 2, 0], device=device)},
+        "before the keys": {"causal": True, "query_offset": -1},
+    }
+
+
+def assert_nan_exactly(o: Tensor, rows: Tensor, clean: Tensor) -> None:
+    """o is NaN in these rows [B, H, T_q], and elsewhere what it is without any NaN."""
+    assert o[rows].isnan().all()
+    assert torch.equal(o[~rows], clean[~rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("T_q", "T_k"), SIZES)
+def test_nan_in_a_query_reaches_its_row_where_it_sees_a_key(T_q, T_k, backend, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = make_qkv(
+            B, H_Q, H_K, T_q, T_k, D, dtype=dtype, device=device, requires_grad=False
+        )
+        spoilt = q.clone()
+        spoilt[:, 1, :, 3] = math.nan
+        spoilt[1, 3, -1] = math.nan
+        for name, mask in masks(T_q, T_k, device).items():
+            call = partial(attention, k=k, v=v, backend=backend, return_lse=True, **mask)
+            clean, clean_lse = call(q)
+            o, lse = call(spoilt)
+            rows = spoilt.isnan().any(-1) & (clean_lse > -math.inf)
+            assert_nan_exactly(o, rows, clean)
+            assert_nan_exactly(lse[..., None], rows, clean_lse[..., None])
+            alone = attention(spoilt, k, v, backend=backend, **mask)
+            assert alone[rows].isnan().all(), name
+            assert alone[~rows].isfinite().all(), name
+            assert (alone[clean_lse == -math.inf] == 0).all(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize(("T_q", "T_k"), SIZES)
+def test_nan_in_a_key_or_value_reaches_the_rows_that_see_it(T_q, T_k, name, backend, device):
+    """And no other head or batch row. In k it reaches no row of its tile that does not see it."""
+    q, k, v = make_qkv(B, H_Q, H_K, T_q, T_k, D, device=device, requires_grad=False)
+    at = T_k // 2
+    spoilt = {"k": k.clone(), "v": v.clone()}
+    spoilt[name][0, 1, at:] = math.nan
+    for mask in ({}, {"causal": True, "query_offset": 0}):
+        clean = attention(q, k, v, backend=backend, **mask)
+        o = attention(q, spoilt["k"], spoilt["v"], backend=backend, **mask)
+        sees = torch.arange(T_q, device=device) >= (at if mask else 0)
+        rows = torch.zeros(B, H_Q, T_q, dtype=torch.bool, device=device)
+        rows[0, 2:] = sees
+        assert o[rows].isnan().all()
+        others = torch.ones_like(rows)
+        others[0, 2:] = ~sees if name == "k" else False
+        assert o[others].isfinite().all()
+        assert torch.equal(o[1], clean[1])
+
+
+# vmap calls torch's kernel for each entry, and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T", [5, 20])
+def test_traced_and_mapped_calls_of_torch_have_it_too(T, causal):
+    q, k, v = make_qkv(B, H_Q, H_K, T, T, D, requires_grad=False)
+    q[0, 1, 2] = math.nan
+    call = partial(attention, causal=causal, backend="torch")
+    expected = call(q, k, v).isnan()
+    assert expected.any(-1).sum() == 1
+    assert torch.equal(torch.compile(call, backend="aot_eager")(q, k, v).isnan(), expected)
+    mapped = torch.func.vmap(call)(*(x.unsqueeze(1) for x in (q, k, v)))
+    assert torch.equal(mapped.squeeze(1).isnan(), expected)
+
+
+def filled(kind: str, lengths: list[int], device: str) -> Any:
+    k, v = torch.randn(2, len(lengths), H_K, max(lengths), D, device=device)
+    if kind == "paged":
+        cache = PagedKVCache(12, 4, H_K, D, device=device)
+        rows = [cache.allocate() for _ in lengths]
+        cache.append(rows, k, v, lengths, backend="torch")
+        return cache
+    options = {"ring": {"window": 5, "keep_first": 1}, "int8": {"quantize": "int8"}}.get(kind, {})
+    dense = KVCache(len(lengths), H_K, 12, D, device=device, **options)
+    new = None if kind == "uniform" else torch.tensor(lengths, device=device)
+    dense.append(k, v, new, backend="torch")
+    if kind == "left padded":
+        dense.set_starts(torch.tensor([2, 0, 4], device=device))
+    return dense
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["uniform", "ragged", "left padded", "paged", "ring", "int8"])
+def test_decoding_has_the_same_rule(kind, backend, device):
+    lengths = [7, 7, 7] if kind == "uniform" else [7, 0, 4]
+    cache = filled(kind, lengths, device)
+    q = torch.randn(3, H_Q, 2, D, device=device)
+    spoilt = q.clone()
+    spoilt[:, 1, 1, 0] = math.nan
+    for splits in (1, 3):
+        call = partial(decode_attention, cache=cache, backend=backend, num_splits=splits)
+        clean, clean_lse = call(q, return_lse=True)
+        rows = spoilt.isnan().any(-1) & (clean_lse > -math.inf)
+        assert rows.any()
+        o, lse = call(spoilt, return_lse=True)
+        assert_nan_exactly(o, rows, clean)
+        assert_nan_exactly(lse[..., None], rows, clean_lse[..., None])
+        alone = call(spoilt)
+        assert alone[rows].isnan().all()
+        assert alone[~rows].isfinite().all()
+        assert (alone[clean_lse == -math.inf] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merging_parts_keeps_it(backend, device):
+    o = torch.randn(4, D, device=device)
+    lse = torch.randn(4, device=device)
+    spoilt, spoilt_lse = o.clone(), lse.clone()
+    spoilt[0, 0] = spoilt_lse[1] = math.nan
+    spoilt[2] = math.nan
+    spoilt_lse[2] = -math.inf
+    found, found_lse = merge(spoilt, spoilt_lse, o, lse, backend=backend)
+    assert found.isnan().any(-1).tolist() == [True, True, False, False]
+    assert found[1].isnan().all() and not found[0, 1:].isnan().any()
+    assert found_lse.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics_keep_it(backend, device):
+    """In the entropy of the row, and in what the keys that it sees receive."""
+    q, k, _ = make_qkv(B, H_Q, H_K, 4, 6, D, device=device, requires_grad=False)
+    q[0, 1, 1] = math.nan
+    q[1, 2, 0] = math.nan
+    mask = {"causal": True, "query_offset": torch.tensor([0, -1], device=device)}
+    found = attention_statistics(q, k, backend=backend, **mask)
+    assert found.entropy.isnan().nonzero().tolist() == [[0, 1, 1]]
+    assert found.received.isnan().nonzero().tolist() == [[0, 1, 0], [0, 1, 1]]
+    assert found.entropy[1, 2, 0] == 0

@@ -1,0 +1,121 @@
+"""Options that are numbers: Python's, numpy's and tensors of no dims count as the same."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import arguments, known_calls
+from fastattn.models.gpt import GPTConfig
+from fastattn.options import Options
+from fastattn.testing import make_qkv
+
+# Every option of a call that is a number, each given a value that changes the result.
+NUMBERS = {
+    "causal": True, "window": 3, "keep_first": 1, "stride": 2, "prefix_lengths": 2,
+    "query_offset": 1, "scale": 0.5, "softcap": 2.0, "dropout": 0.25, "deterministic": False,
+}  # fmt: skip
+BESIDE = {"keep_first": {"window": 2}, "prefix_lengths": {"causal": True}}
+
+
+def inputs() -> tuple[Tensor, ...]:
+    return make_qkv(B=1, H_q=2, H_k=1, T_q=6, T_k=6, D=16, requires_grad=False)
+
+
+def forms(x: Any) -> list[Any]:
+    """x as numpy and torch have it."""
+    array = np.asarray(x)
+    return [array[()], array, torch.tensor(x)]
+
+
+def checked(**options: Any) -> Options:
+    return arguments.dense_options(*inputs(), **options)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_numpy_or_torch_becomes_pythons(name: str) -> None:
+    x, beside = NUMBERS[name], BESIDE.get(name, {})
+    expected = checked(**beside, **{name: x})
+    assert expected != checked(**beside) or name == "prefix_lengths"
+    for other in forms(x):
+        found = checked(**beside, **{name: other})
+        for field, want, got in zip(Options._fields, expected, found, strict=True):
+            assert type(got) is type(want), field
+            same = torch.equal(got, want) if isinstance(want, Tensor) else got == want
+            assert same, field
+
+
+def test_what_has_no_effect_becomes_pythons_too() -> None:
+    nothing = {"keep_first": np.int64(0), "dropout": np.float32(0), "causal": np.bool_(False)}
+    found = checked(**nothing)
+    assert found == checked()
+    assert {type(x) for x in found} <= {bool, int, float, tuple, type(None)}
+
+
+def test_sides_of_a_window() -> None:
+    found = checked(window=(np.int32(2), torch.tensor(1)))
+    assert (found.left, found.right) == (2, 1)
+    assert type(found.left) is type(found.right) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "got"),
+    [
+        ("causal", np.int64(1), "a bool, got int"),
+        ("deterministic", np.float64(1), "a bool, got float"),
+        ("stride", np.float32(2), "an int, got float"),
+        ("stride", np.bool_(True), "an int, got bool"),
+        ("stride", np.ones(1, np.int64), r"an int, got numpy\.ndarray"),
+        ("softcap", np.True_, "a float, got bool"),
+        ("softcap", np.complex64(1), "a float, got complex"),
+        ("scale", np.longdouble(1), r"a float, got numpy\.longdouble"),
+        ("keep_first", torch.tensor([0, 1]), r"an int, got a tensor of torch\.int64 and shape"),
+        ("scale", torch.tensor(1.0, requires_grad=True), r"shape \[\] on cpu that requires grad"),
+        ("dropout", torch.empty((), device="meta"), r"shape \[\] on meta"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_full_name(name: str, x: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be .*{got}"):
+        checked(**{name: x})
+
+
+def test_a_tensor_is_read_in_every_call(device: str) -> None:
+    q, k, v = (x.to(device) for x in inputs())
+    scale = torch.tensor(0.5)
+    known_calls.forget()
+    for x in (0.5, 2.0):
+        scale.fill_(x)
+        found = fastattn.attention(q, k, v, scale=scale, backend="triton")
+        assert torch.equal(found, fastattn.attention(q, k, v, scale=x, backend="triton"))
+    assert len(known_calls._known) == 2
+
+
+def test_calls_over_a_cache() -> None:
+    q, k, v = inputs()
+    cache = fastattn.KVCache(1, 1, 8, 16)
+    cache.append(k, v)
+    options: dict[str, Any] = {"window": 4, "softcap": 2.0, "num_splits": 2}
+    expected = fastattn.decode_attention(q, cache, backend="triton", **options)
+    for found in zip(*map(forms, options.values()), strict=True):
+        named = dict(zip(options, found, strict=True))
+        invariant = {"batch_invariant": np.False_}
+        o = fastattn.decode_attention(q, cache, backend="triton", **named, **invariant)
+        assert torch.equal(o, expected)
+
+
+def test_layers_and_configs_keep_pythons_numbers() -> None:
+    options: dict[str, Any] = {
+        "causal": True, "window": 4, "keep_first": 2, "stride": 3, "dropout": 0.5,
+        "attention_dropout": 0.25, "softcap": 2.0, "scale": 0.5,
+    }  # fmt: skip
+    for found in zip(*map(forms, options.values()), strict=True):
+        named = dict(zip(options, found, strict=True))
+        layer = fastattn.GQAttention(16, 2, **named)
+        assert {name: getattr(layer, name) for name in named} == options
+        assert all(type(getattr(layer, name)) is type(x) for name, x in options.items())
+    assert fastattn.GQAttention(16, 2, window=(np.int64(1), None)).window == (1, None)
+    config = GPTConfig(vocab_size=np.int64(9), context_length=8, window=np.int32(4))
+    assert type(config.vocab_size) is type(config.window) is int

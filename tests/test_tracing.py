@@ -1,0 +1,296 @@
+"""Calls that torch traces: one graph for all lengths, and what torch.jit makes of them."""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim, export
+
+import fastattn
+from fastattn import dispatch
+from fastattn.compat.llama import LlamaAttention
+from fastattn.compat.sdpa import scaled_dot_product_attention
+
+B, D, WIDTH = 1, 8, 32
+LENGTHS = (6, 17, 19)
+
+
+@pytest.fixture(autouse=True, params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(dispatch.ENVIRONMENT, request.param)
+    torch._dynamo.reset()
+    yield request.param
+    torch._dynamo.reset()
+
+
+def heads(T: int, H: int = 4, T_k: int | None = None) -> tuple[Tensor, ...]:
+    sizes = ((H, T), (2, T_k or T), (2, T_k or T))
+    return tuple(torch.randn(B, *size, D) for size in sizes)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return fastattn.attention(q, k, v, causal=True, **options)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As models write it: both flags are comparisons of sizes."""
+    causal, gqa = q.shape[2] > 1, q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+
+def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, softcap=2.0, window=q.shape[2] // 2, query_offset=q.shape[2] - 1)
+
+
+def packed(*lengths: int) -> tuple[Tensor, ...]:
+    q, k, v = (x[0].transpose(0, 1) for x in heads(sum(lengths)))
+    return q, k, v, torch.tensor([0, *lengths]).cumsum(0)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    return fastattn.attention_varlen(q, k, v, offsets, causal=True)
+
+
+def scored_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """With lse, and every option that has a gradient."""
+    bias, sinks = k[:3, 0, :1].mT.expand(q.shape[1], 3), v[0, 0, :4]
+    o, lse = fastattn.attention_varlen(
+        q, k, v, offsets, relative_bias=bias, sinks=sinks, relative_keys=k[:3].transpose(0, 1),
+        relative_query=q * 2.0, return_lse=True,
+    )  # fmt: skip
+    return o * lse.mT[..., None]
+
+
+def tokens(T: int) -> tuple[Tensor, ...]:
+    return (torch.randn(B, T, WIDTH),)
+
+
+def layer(name: str) -> Callable[..., Tensor]:
+    torch.manual_seed(0)
+    if name == "MultiheadAttention":
+        self_attention = fastattn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        return lambda x: self_attention(x, x, x, need_weights=False)[0]
+    if name == "CrossGQAttention":
+        cross = fastattn.CrossGQAttention(WIDTH, 4, 2)
+        return lambda x: cross(x, x * 2.0)
+    return getattr(fastattn, name)(WIDTH, 4, 2)
+
+
+LAYERS = ("GQAttention", "CausalGQAttention", "CrossGQAttention", "MultiheadAttention")
+
+
+def copies(given: tuple[Tensor, ...]) -> list[Tensor]:
+    return [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+
+
+def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.sin().sum(), [x for x in leaves if x.requires_grad])
+
+
+def compiled_count(
+    function: Callable[..., Tensor],
+    inputs: list[tuple[Tensor, ...]],
+    how: str,
+    backend: str = "eager",
+) -> int:
+    """How often torch compiled, once every call and its gradients were seen to be those of eager.
+
+    how: "automatic", "dynamic" (=True) or "marked": dims of lengths are said to be dynamic.
+    """
+    counter = CompileCounterWithBackend(backend)
+    dynamic = True if how == "dynamic" else None
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    for given in inputs:
+        leaves = copies(given)
+        if how == "marked":
+            for x in leaves:
+                torch._dynamo.mark_dynamic(x, x.dim() - 2)
+        again = copies(given)
+        found, expected = compiled(*leaves), function(*again)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients(found, leaves), gradients(expected, again))
+    return counter.frame_count
+
+
+# Graphs: one for the first sizes and one for all, or (marked, dynamic) for all at once; and once
+# more where a number of heads is first seen to change, or two sizes that were equal differ.
+@pytest.mark.parametrize(
+    ("function", "how", "most"),
+    [
+        (attend, "automatic", 3),
+        (attend, "marked", 2),
+        (torchs, "dynamic", 3),
+        (scaled_by_length, "marked", 2),
+    ],
+)
+def test_functions_compile_for_all_sizes(
+    function: Callable[..., Tensor], how: str, most: int
+) -> None:
+    inputs = [heads(T, 2) for T in LENGTHS] + [heads(LENGTHS[-1], 4)]
+    assert 1 <= compiled_count(function, inputs, how) <= most
+
+
+def test_layers_compile_for_all_lengths() -> None:
+    layers = [layer(name) for name in LAYERS]
+    stacked = Module(lambda x: torch.stack([each(x) for each in layers]))
+    assert compiled_count(stacked, [tokens(T) for T in LENGTHS[:2]], "marked") == 1
+
+
+def test_keys_of_another_length_take_another_graph_at_most() -> None:
+    inputs = [heads(*sizes) for sizes in ((6, 4, 6), (7, 4, 7), (8, 4, 13), (3, 4, 9))]
+    assert compiled_count(attend, inputs, "automatic") <= 3
+
+
+def test_decoding_compiles_for_all_lengths() -> None:
+    counter = CompileCounterWithBackend("eager")
+    cache = fastattn.KVCache(B, 2, 64, D)
+    compiled = torch.compile(
+        lambda q, cache: fastattn.decode_attention(q, cache), fullgraph=True, backend=counter
+    )
+    for T in (6, 1, 1, 5, 5):
+        cache.append(torch.randn(B, 2, T, D), torch.randn(B, 2, T, D))
+        q = torch.randn(B, 4, min(T, 5), D)
+        torch.testing.assert_close(compiled(q, cache), fastattn.decode_attention(q, cache))
+    assert counter.frame_count <= 4
+
+
+def test_steps_over_grown_caches_compile_for_all_lengths() -> None:
+    counter = CompileCounterWithBackend("eager")
+    llama = LlamaAttention(fastattn.CausalGQAttention(WIDTH, 4, 2))
+    compiled = torch.compile(llama, fullgraph=True, backend=counter)
+    keys = values = None
+    for T in (6, 1, 1, 1, 1):
+        x = torch.randn(B, T, WIDTH)
+        expected = llama(x, None, True, keys, values)
+        torch.testing.assert_close(compiled(x, None, True, keys, values), expected)
+        keys, values = (cached.detach() for cached in expected[1:])
+    # The prompt, the first step, and one for all that follow.
+    assert counter.frame_count <= 3
+
+
+PACKS = ((4, 5), (3, 1, 6))
+
+
+@pytest.mark.parametrize("function", [attend_packed, scored_packed])
+def test_packed_sequences_compile_once(function: Callable[..., Tensor], backend: str) -> None:
+    """Nothing of the graph depends on the offsets, on how many or on how long in all."""
+    inputs = [packed(*lengths) for lengths in PACKS]
+    # The kernels' operators are traced with gradients in the tests of operators.
+    tracer = "aot_eager" if backend == "torch" else "eager"
+    assert compiled_count(function, inputs, "dynamic", tracer) == 1
+
+
+def test_offsets_of_compiled_calls_are_checked(backend: str) -> None:
+    q, k, v, offsets = packed(*PACKS[0])
+    compiled = torch.compile(attend_packed, fullgraph=True, backend="eager")
+    if backend == "torch":
+        with pytest.raises(ValueError, match="cu_seqlens_q must run from 0 to 9, got 0 to 8"):
+            compiled(q, k, v, offsets.clamp(max=8))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("function", [attend_packed, scored_packed])
+def test_packed_sequences_export_and_trace(function: Callable[..., Tensor]) -> None:
+    total, starts = {0: Dim("total", min=4)}, {0: Dim("starts", min=2)}
+    first = packed(*PACKS[0])
+    exported = export(Module(function), first, dynamic_shapes=((total, total, total, starts),))
+    traced = torch.jit.trace(function, first, check_trace=False)
+    for lengths in PACKS[1:]:
+        inputs = packed(*lengths)
+        for called in (exported.module(), traced):
+            torch.testing.assert_close(called(*inputs), function(*inputs))
+
+
+class Module(nn.Module):
+    """A function or a layer with one input, as a module that can be exported."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_for_all_lengths(strict: bool) -> None:
+    T, T_k = Dim("T", max=4096), Dim("T_k", max=4096)
+    keys = {2: T_k}
+    exported = export(
+        Module(attend), heads(16, T_k=20), dynamic_shapes=(({2: T}, keys, keys),), strict=strict
+    )
+    for sizes in ((33, 4, 33), (40, 4, 41), (2, 4, 9)):
+        inputs = heads(*sizes)
+        torch.testing.assert_close(exported.module()(*inputs), attend(*inputs))
+
+
+@pytest.mark.parametrize("name", ["CausalGQAttention", "MultiheadAttention"])
+def test_layers_export_for_all_lengths(name: str) -> None:
+    module = Module(layer(name)).eval()
+    exported = export(module, tokens(16), dynamic_shapes=(({1: Dim("T", max=4096)},),))
+    x = tokens(33)
+    torch.testing.assert_close(exported.module()(*x), module(*x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+def test_what_torch_jit_traces_serves_other_lengths() -> None:
+    traced = torch.jit.trace(attend, heads(16), check_trace=False)
+    for sizes in ((16, 4, 16), (33, 4, 33), (5, 4, 20), (16, 2, 16)):
+        inputs = heads(*sizes)
+        torch.testing.assert_close(traced(*inputs), attend(*inputs))
+
+
+def scripted() -> torch.jit.ScriptModule:
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return torch.jit.script(Model())
+
+
+def test_scripted_before_under_and_after_a_patch() -> None:
+    q, k, v = heads(5, 2)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        before = scripted()
+        with fastattn.patch_sdpa():
+            under = scripted()
+            assert torch.equal(before(q, k, v), expected)
+        for module in (before, under, scripted()):
+            assert torch.equal(module(q, k, v), expected)
+
+
+def scriptable(name: str) -> nn.Module:
+    if name == "alone":
+        return fastattn.MultiheadAttention(WIDTH, 4, add_bias_kv=True, backend="torch")
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, dropout=0.0, batch_first=True)
+    fastattn.swap(layer)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["alone", "encoder"])
+def test_scripts_call_multihead_attention(name: str) -> None:
+    module = scriptable(name)
+    x = torch.randn(3, 5, WIDTH)
+    inputs, options = {"alone": 3, "encoder": 1}[name] * (x,), {}
+    if name == "encoder":
+        # A row that sees nothing: NaN in torch's own attention, which must not serve here.
+        options["src_key_padding_mask"] = torch.tensor([[True], [False], [False]]).expand(3, 5)
+    script = torch.jit.script(module)
+    found, expected = (m(*inputs, **options) for m in (script, module))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    o, eager = (y[0] if name == "alone" else y for y in (found, expected))
+    assert o.isfinite().all()
+    parameters = list(module.parameters())
+    grads = (torch.autograd.grad(y.sum(), parameters) for y in (o, eager))
+    assert all(map(torch.equal, *grads))
+    with pytest.raises(RuntimeError, match="Could not export Python function call '_attend'"):
+        torch.jit.save(script, io.BytesIO())

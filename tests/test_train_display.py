@@ -1,0 +1,123 @@
+"""What a training run shows: its first line, the time left, and its pictures."""
+
+import io
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from fastattn.cli import main
+from fastattn.training import progress as progress_module
+from fastattn.training.data import DataError
+from fastattn.training.maps import Map, draw_maps
+from fastattn.training.metrics import draw_loss_curve
+from fastattn.training.progress import ProgressBar
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+
+class Pipe(io.RawIOBase):
+    """What has arrived at the other end."""
+
+    def __init__(self) -> None:
+        self.arrived = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self.arrived += bytes(data)
+        return len(data)
+
+
+def test_the_first_line_is_through_a_pipe_before_data_are_read(tmp_path, monkeypatch):
+    pipe, seen = Pipe(), []
+    screen = io.TextIOWrapper(io.BufferedWriter(pipe, 1 << 16), line_buffering=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    def read(self):
+        seen.append(pipe.arrived.decode())
+        raise DataError("stop here")
+
+    monkeypatch.setattr("fastattn.training.run.DataConfig.read", read)
+    out = tmp_path / "run"
+    assert main(["train", "--out", str(out), "--text", str(tmp_path / "book.txt")]) == 1
+    assert main(["train", "--out", str(out)]) == 1
+    assert seen[0] == f"training a GPT in {out}, on {tmp_path / 'book.txt'}\n"
+    assert seen[1].endswith(f"training a GPT in {out}, on data of this Python installation\n")
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_time_left_does_not_count_the_start(terminal, monkeypatch):
+    """The first ten steps take 1000 s, as they compile; each further one a second."""
+    now = [0.0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_module, "_LINE_INTERVAL", 0.0)
+    screen = Screen(terminal)
+    shown = ProgressBar(100, stream=screen)
+    now[0] = 1000.0
+    shown.advance(10, loss=1.0, tokens_per_second=1.0)
+    assert " left" not in screen.getvalue()
+    for step, left in ((20, "1:20"), (40, "1:00")):
+        now[0] = 1000.0 + step - 10
+        shown.advance(step, loss=1.0, tokens_per_second=1.0)
+        shown._bar.refresh()
+        assert f", {left} left" in screen.getvalue()
+    shown.close()
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """The figures that are saved."""
+    figures = []
+    save = Figure.savefig
+
+    def keep(self, *arguments, **options):
+        figures.append(self)
+        return save(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def test_the_loss_curve_names_the_run(tmp_path, drawn):
+    run = tmp_path / "mine-$x_{$"
+    run.mkdir()
+    draw_loss_curve([{"step": 1, "loss": 2.0}], run / "loss.png")
+    assert drawn[0].axes[0].get_title() == "Loss of the run mine-$x_{$"
+
+
+def test_maps_have_titles_in_words_and_a_bar_of_colours(tmp_path, drawn):
+    names = ["a", "b"]
+    maps = [
+        Map(name, torch.full((2, 2, 2), 0.5), names, names)
+        for name in ("encoder.blocks.0.attention", "decoder.blocks.11.cross", "blocks.1.attention")
+    ]
+    draw_maps(maps, tmp_path / "maps.png")
+    axes = drawn[0].axes
+    expected = ["encoder layer 0", "decoder layer 11 cross", "layer 1"]
+    assert [one.get_title() for one in axes[:6]] == [
+        f"{title}, head {head}" for title in expected for head in range(2)
+    ]
+    bars = axes[6:]
+    assert [bar.get_ylabel() for bar in bars] == ["attention weight"]
+    assert bars[0].get_ylim() == (0.0, 1.0)
+    sizes = [one.title.get_fontsize() for one in axes[:6]]
+    assert min(sizes) >= 8
+    # No title reaches into the next one.
+    drawn[0].canvas.draw()
+    ends = [one.title.get_window_extent() for one in axes[:6]]
+    assert all(left.x1 < right.x0 for left, right in zip(ends[::2], ends[1::2], strict=True))
+    assert math.isfinite(ends[0].x0)

@@ -1,0 +1,160 @@
+"""Checks fastattn on other versions of Python, torch and Triton: `make test-versions`.
+
+Each row of ROWS has a virtual environment under build/versions/, kept until pyproject.toml changes.
+Interpreters are looked for as python3.10 and so on in the folders of $PYTHON_DIRS, which are
+separated like those of $PATH, and then in those of $PATH. A row without its interpreter fails.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+# What runs on each row, as pytest takes it; of what is cross-compiled, some of each kind.
+CHECKS = {
+    "numerics": [
+        "test_interpreter.py", "test_attention.py", "test_mask.py", "test_decode.py",
+        "test_descriptors.py", "test_append.py",
+        # In all dtypes they take longer than the rest together.
+        "-k", "not test_plans and not (test_masks and (torch.float16 or torch.float32))",
+    ],
+    "compile": [
+        "test_compile.py", "test_cross_compile.py", "test_decode_compile.py",
+        "test_features_compile.py", "test_hopper_compile.py", "test_hopper_fp8_compile.py",
+    ],
+    "emulator": [
+        "test_gluon_emulator.py", "test_gluon_emulator_additions.py", "test_hopper_one_pass.py",
+    ],
+    "tools": ["test_bench_tuning.py", "test_packaging.py"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Versions:
+    """One row: releases of Python, torch and Triton that go together."""
+
+    python: str
+    torch: str
+    triton: str
+
+    @property
+    def name(self) -> str:
+        return f"python{self.python}-torch{self.torch}-triton{self.triton}"
+
+    @property
+    def folder(self) -> Path:
+        return CHECKOUT / "build" / "versions" / self.name
+
+
+# Every release of torch and Triton, the oldest and the newest Python, in as few rows as it takes.
+ROWS = (
+    Versions("3.10", "2.11", "3.6"),
+    Versions("3.12", "2.12", "3.7"),
+    Versions("3.13", "2.13", "3.8"),
+    Versions("3.13", "2.13", "3.9"),
+)
+
+
+class RowError(Exception):
+    """Why a row cannot be checked."""
+
+
+def run(command: list[str | Path], failed: str) -> None:
+    """Run a command in the checkout, with its output shown.
+
+    Raises:
+        RowError: it did not exit with 0; `failed` is the message.
+    """
+    sys.stdout.flush()
+    if subprocess.run(command, cwd=CHECKOUT).returncode:
+        raise RowError(failed)
+
+
+def interpreter(version: str) -> str:
+    """The path of a Python of this version that runs."""
+    name = f"python{version}"
+    folders = [os.environ.get("PYTHON_DIRS", ""), os.environ.get("PATH", os.defpath)]
+    for folder in filter(None, os.pathsep.join(folders).split(os.pathsep)):
+        found = shutil.which(name, path=folder)
+        # Version managers put names on PATH that stand for no interpreter.
+        if found and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
+            return found
+    raise RowError(f"no {name} in PYTHON_DIRS or PATH")
+
+
+def environment(row: Versions) -> Path:
+    """The Python of the row's environment, which is made if it is not there."""
+    python, made = row.folder / "bin" / "python", row.folder / "installed"
+    if made.exists() and made.stat().st_mtime > (CHECKOUT / "pyproject.toml").stat().st_mtime:
+        return python
+    run([interpreter(row.python), "-m", "venv", "--clear", row.folder], "no environment made")
+    pip = [python, "-m", "pip", "install", *shlex.split(os.environ.get("PIP_ARGS", ""))]
+    run([*pip, f"torch=={row.torch}.*", "-e", ".[test]"], "not installed")
+    # torch names the one release of Triton that it was built with.
+    run([*pip, "--no-deps", f"triton=={row.triton}.*"], "Triton not installed")
+    made.touch()
+    return python
+
+
+def check(row: Versions, python: Path, kind: str) -> str:
+    """Run the tests of one kind: how many passed, and how many did not."""
+    report = row.folder / f"{kind}.xml"
+    report.unlink(missing_ok=True)
+    chosen = [f"tests/{name}" if name.endswith(".py") else name for name in CHECKS[kind]]
+    options = ["-q", "--dist", "loadfile", "-n", os.environ.get("TEST_WORKERS", "auto")]
+    extra = shlex.split(os.environ.get("PYTEST_ARGS", ""))
+    command = [python, "-m", "pytest", *options, f"--junitxml={report}", *extra, *chosen]
+    status = subprocess.run(command, cwd=CHECKOUT).returncode
+    if not report.exists():
+        raise RowError(f"{kind}: pytest ended with {status}")
+    suite = ElementTree.parse(report).getroot()[0]
+    total, failed, errors, skipped = (
+        int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")
+    )
+    if status or failed or errors:
+        return f"{failed + errors} of {total} failed"
+    known = sum(case.attrib.get("type") == "pytest.xfail" for case in suite.iter("skipped"))
+    return f"{total - skipped} passed" + (f", {known} known faults" if known else "")
+
+
+def check_row(row: Versions) -> dict[str, str]:
+    """The row's line of the table: what each kind of tests came to, and the verdict."""
+    sys.stdout.write(f"\n==== {row.name}\n")
+    line: dict[str, str] = {}
+    try:
+        python = environment(row)
+        run([python, "-c", "import fastattn, fastattn.kernels.hopper.forward"], "import fails")
+        line |= {kind: check(row, python, kind) for kind in CHECKS}
+        failed = any("failed" in found for found in line.values())
+        line["verdict"] = "FAILED" if failed else "passed"
+    except RowError as error:
+        line["verdict"] = f"FAILED: {error}"
+    return line
+
+
+def main() -> int:
+    """Check the rows named as arguments, or all; 0 if every one passed."""
+    asked = sys.argv[1:]
+    unknown = set(asked) - {row.name for row in ROWS}
+    if unknown:
+        sys.exit(f"no rows {sorted(unknown)}; there are {[row.name for row in ROWS]}")
+    lines = {row: check_row(row) for row in ROWS if not asked or row.name in asked}
+    columns = [*CHECKS, "verdict"]
+    table = [("versions", *columns)]
+    table += [(row.name, *(line.get(c, "-") for c in columns)) for row, line in lines.items()]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    sys.stdout.write("\n")
+    for cells in table:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
+    return int(any(line["verdict"] != "passed" for line in lines.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
