@@ -20,7 +20,7 @@ DEMO_PROMPT ?= def __init__(self
 DEMO_GENERATE_ARGS ?= --tokens 300 --seed 0
 
 bin := $(VENV)/bin
-COMPILE_TESTS = $(shell grep -ls compiled_cases tests/*.py)
+COMPILE_TESTS = $(shell grep -rls --include=test_*.py compiled_cases tests)
 
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:

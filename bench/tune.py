@@ -20,7 +20,7 @@ import torch
 from fastattn.bench import facts, static_sweep, tuning
 from fastattn.bench.report import Report
 from fastattn.bench.suite import gpu_bench
-from fastattn.testing.cross_compile import TARGETS
+from fastattn.testing.compiling.cross_compile import TARGETS
 
 
 def static(out: Path, target: str, places: list[str], workers: int) -> int:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import checks
+from .ops import attention
 from .options import Options
 
 ENVIRONMENT = "FASTATTN_BACKEND"
@@ -67,7 +68,9 @@ def choose(
     reason = why_not_triton(q, k, v, options)
     if forced == "hopper":
         if reason is None:
-            reason = ops.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
+            reason = (
+                attention.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
+            )
         if reason is None:
             return Explanation("hopper", {}, forced=True)
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
@@ -86,24 +89,24 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        hopper = choice.backend == "hopper" and ops.hopper_has_backward(q, k, v, options)
-        reason = ops.why_not_one_pass(q.shape[-1], options, hopper=hopper)
+        hopper = choice.backend == "hopper" and attention.hopper_has_backward(q, k, v, options)
+        reason = attention.why_not_one_pass(q.shape[-1], options, hopper=hopper)
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
 
 
 def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
-    if not hopper or q.is_cpu or not ops.on_hopper(q.device):
+    if not hopper or q.is_cpu or not attention.on_hopper(q.device):
         return {}
     return {"hopper": 'not yet verified on a GPU; backend="hopper" takes it'}
 
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the Triton kernels cannot serve this call, or None if they can."""
-    if not ops.TRITON_INSTALLED:
+    if not attention.TRITON_INSTALLED:
         return "triton is not installed"
-    if q.is_cpu and not ops.interpreting():
+    if q.is_cpu and not attention.interpreting():
         return "q is on the CPU and TRITON_INTERPRET=1 is not set"
     device = q.device.type
     if device not in ("cpu", "cuda"):
@@ -111,12 +114,13 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     if q.dtype == torch.float64:
         return "q is float64; kernels exist for float16, bfloat16 and float32"
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > ops.MAX_HEAD_DIM:
-        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM}"
-    if widest > ops.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
-        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM_NARROW}, the limit for float32"
-    if widest > ops.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
-        return f"head dim {widest} is larger than {ops.MAX_HEAD_DIM_NARROW}, the limit on AMD"
+    if widest > attention.MAX_HEAD_DIM:
+        return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM}"
+    if widest > attention.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
+        limit = attention.MAX_HEAD_DIM_NARROW
+        return f"head dim {widest} is larger than {limit}, the limit for float32"
+    if widest > attention.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
+        return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM_NARROW}, the limit on AMD"
     if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
     return None

@@ -10,9 +10,9 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from . import dropout as dropout_bits
-from . import torch_language
 from .options import Window
+from .torch_backend import dropout as dropout_bits
+from .torch_backend import triton_language
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,7 +102,7 @@ def attention(
         scores = scores + attn_bias.to(q.dtype)
     if score_mod is not None:
         seen = scores.masked_fill(~keep, 0.0)
-        scores = torch_language.score_mod(score_mod, seen, places, mod_tensors)
+        scores = triton_language.score_mod(score_mod, seen, places, mod_tensors)
 
     scores = scores.masked_fill(~keep, float("-inf"))
     sink = torch.full((H_q,), float("-inf"), dtype=q.dtype, device=q.device)
@@ -176,7 +176,7 @@ def torch_places(
     query_offset: int | Tensor | None,
     device: torch.device,
     first_row: int = 0,
-) -> torch_language.Places:
+) -> triton_language.Places:
     """b, h, p and j of every score, int32, each with the dims that it varies over."""
 
     def count(n: int, *shape: int) -> Tensor:
@@ -214,7 +214,7 @@ def _key_documents(masks: dict[str, Any]) -> Tensor | None:
 
 
 def _other_masks(
-    places: torch_language.Places,
+    places: triton_language.Places,
     attn_mask: Tensor | None,
     mod_tensors: tuple[Tensor, ...],
     masks: dict[str, Any],
@@ -229,7 +229,7 @@ def _other_masks(
     if attn_mask is not None:
         keep = keep & attn_mask
     if masks.get("mask_mod") is not None:
-        keep = keep & torch_language.mask_mod(masks["mask_mod"], places, mod_tensors)
+        keep = keep & triton_language.mask_mod(masks["mask_mod"], places, mod_tensors)
     return keep
 
 

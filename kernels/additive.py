@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
-from .arguments import (
+from .launch import tiles
+from .launch.arguments import (
     aligned,
     block_dim,
     blocks,
@@ -35,9 +35,9 @@ from .arguments import (
     sizes,
     strides,
 )
-from .block_table import mask_for_keys, mask_for_queries
-from .config import TileConfig
-from .mask import (
+from .launch.block_sparsity import mask_for_keys, mask_for_queries
+from .launch.tiles import TileConfig
+from .rules.mask import (
     any_key,
     batch_row,
     full_block,
@@ -48,10 +48,18 @@ from .mask import (
     visible,
     worth_loading,
 )
-from .product import add_weighted_rows, rows_by_rows
-from .score import tanh
-from .softmax import LOG2E, finish, online_step, weights
-from .tile import head, key_program, load_tile, load_vector, query_program, query_rows, store_tile
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.score import tanh
+from .rules.softmax import LOG2E, finish, online_step, weights
+from .rules.tile import (
+    head,
+    key_program,
+    load_tile,
+    load_vector,
+    query_program,
+    query_rows,
+    store_tile,
+)
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -343,7 +351,7 @@ def _tile(kernel: str, element_size: int, widest: int) -> TileConfig:
     Most of the time goes into tanh, so a tile is as large as registers hold beside accumulators:
     one of forward, as wide as v; two of the others. IEEE products of fp32 take registers as well.
     """
-    arch = config.current_arch()
+    arch = tiles.current_arch()
     if arch == "interpreter":
         return TileConfig(16, 16)
     fp32 = element_size == 4

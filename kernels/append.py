@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import block_dim, blocks, empty_in_layout
-from .mask import int32_within
-from .number import number, value
-from .pages import (
+from .launch.arguments import block_dim, blocks, empty_in_layout
+from .rules.integers import number, value
+from .rules.mask import int32_within
+from .rules.pages import (
     CacheTensors,
     has_slot,
     in_pool,
@@ -30,7 +30,7 @@ from .pages import (
     slot_rows,
     stored,
 )
-from .quantize import row_scale, to_e4m3, to_int8
+from .rules.quantize import row_scale, to_e4m3, to_int8
 
 # Elements of a program's tile: four warps with 16 numbers a thread.
 _TILE = 2048

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import (
+from .backward_atomic import launch_finish_dq, launch_start_dq
+from .launch.arguments import (
     aligned,
     block_dim,
     dot_precision,
@@ -34,10 +35,9 @@ from .arguments import (
     strides,
     tile_for,
 )
-from .backward_atomic import launch_finish_dq, launch_start_dq
-from .block_table import mask_for_keys, mask_for_queries
-from .gradient import load_lse, tile_gradient
-from .mask import (
+from .launch.block_sparsity import mask_for_keys, mask_for_queries
+from .launch.launches import Launch, launch_for
+from .rules.mask import (
     any_key,
     batch_row,
     full_block,
@@ -49,12 +49,12 @@ from .mask import (
     visible,
     worth_loading,
 )
-from .plan import Launch, launch_for
-from .product import add_weighted_rows, rows_by_rows
-from .relative import relative_products, relative_query, unskewed, vectors_of_tile
-from .score import dropped, gradient, kept, modified
-from .softmax import weights
-from .tile import (
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.relative import relative_products, relative_query, unskewed, vectors_of_tile
+from .rules.score import dropped, gradient, kept, modified
+from .rules.score_gradient import load_lse, tile_gradient
+from .rules.softmax import weights
+from .rules.tile import (
     add_tile,
     head,
     key_program,

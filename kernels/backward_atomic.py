@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import block_dim, index_type, strides, tiles_of
-from .config import TileConfig
-from .mask import Mask, batch_row, memory_rows
-from .number import number
-from .plan import Launch, launch_for
-from .tile import head, load_tile, load_vector, query_program, query_rows, store_tile
+from .launch.arguments import block_dim, index_type, strides, tiles_of
+from .launch.launches import Launch, launch_for
+from .launch.tiles import TileConfig
+from .rules.integers import number
+from .rules.mask import Mask, batch_row, memory_rows
+from .rules.tile import head, load_tile, load_vector, query_program, query_rows, store_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import (
+from .launch.arguments import (
     aligned,
     block_dim,
     blocks,
@@ -26,10 +26,10 @@ from .arguments import (
     strides,
     tile_for,
 )
-from .gradient import load_lse, tile_gradient
-from .mask import any_key, batch_row, key_blocks, valid_keys, visible
-from .relative import relative_query, vectors_of_tile
-from .tile import head, load_tile, load_vector, query_rows
+from .rules.mask import any_key, batch_row, key_blocks, valid_keys, visible
+from .rules.relative import relative_query, vectors_of_tile
+from .rules.score_gradient import load_lse, tile_gradient
+from .rules.tile import head, load_tile, load_vector, query_rows
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
-from .arguments import (
+from .launch import tiles as config
+from .launch.arguments import (
     UNBOUNDED,
     aligned,
     block_dim,
@@ -28,14 +28,14 @@ from .arguments import (
     sizes,
     strides,
 )
-from .gradient import load_lse
-from .mask import FARTHEST, batch_row, memory_rows, valid_keys, visible
-from .number import value
-from .product import add_weighted_rows, rows_by_rows
-from .relative import relative_query, skewed, vectors_at
-from .score import dropped, gradient, kept_at, modified
-from .softmax import weights
-from .tile import head, load_tile, load_vector
+from .rules.integers import value
+from .rules.mask import FARTHEST, batch_row, memory_rows, valid_keys, visible
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.relative import relative_query, skewed, vectors_at
+from .rules.score import dropped, gradient, kept_at, modified
+from .rules.score_gradient import load_lse
+from .rules.softmax import weights
+from .rules.tile import head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import block_dim
-from .number import number, value
-from .softmax import finish, merge_states
+from .launch.arguments import block_dim
+from .rules.integers import number, value
+from .rules.softmax import finish, merge_states
 
 # Parts that are loaded at a time.
 _BLOCK_S = 16

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import config
-from .arguments import (
+from .combine import launch_combine
+from .launch import tiles as config
+from .launch.arguments import (
     UNBOUNDED,
     block_dim,
     blocks,
@@ -33,15 +34,14 @@ from .arguments import (
     kernel_mask,
     kernel_score,
 )
-from .combine import launch_combine
-from .mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
-from .number import number, value
-from .pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
-from .product import add_weighted_rows, rows_by_rows
-from .quantize import numbers_of
-from .score import first_state, modified
-from .softmax import finish, online_step
-from .tile import load_at, load_vector
+from .rules.integers import number, value
+from .rules.mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
+from .rules.pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.quantize import numbers_of
+from .rules.score import first_state, modified
+from .rules.softmax import finish, online_step
+from .rules.tile import load_at, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import (
+from .launch.arguments import (
     aligned,
     block_dim,
     dot_precision,
@@ -21,8 +21,9 @@ from .arguments import (
     strides,
     tile_for,
 )
-from .block_table import mask_for_queries
-from .mask import (
+from .launch.block_sparsity import mask_for_queries
+from .launch.launches import Launch, launch_for
+from .rules.mask import (
     batch_row,
     full_block,
     key_plan,
@@ -32,12 +33,11 @@ from .mask import (
     visible,
     worth_loading,
 )
-from .plan import Launch, launch_for
-from .product import add_weighted_rows, rows_by_rows
-from .relative import relative_products, relative_query, vectors_of_tile
-from .score import dropped, first_state, kept, modified
-from .softmax import finish, in_parts, online_step
-from .tile import head, load_rows, load_tile, query_program, query_rows, store_tile
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.relative import relative_products, relative_query, vectors_of_tile
+from .rules.score import dropped, first_state, kept, modified
+from .rules.softmax import finish, in_parts, online_step
+from .rules.tile import head, load_rows, load_tile, query_program, query_rows, store_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import aligned, block_dim, blocks, empty_in_layout, strides
-from .quantize import key_at, row_scale, to_e4m3
-from .tile import head, load_at, store_tile
-from .values import packed_like, store_packed
+from .fp8_values import packed_like, store_packed
+from .launch.arguments import aligned, block_dim, blocks, empty_in_layout, strides
+from .rules.quantize import key_at, row_scale, to_e4m3
+from .rules.tile import head, load_at, store_tile
 
 # Maxima that are compared at once.
 _MAXIMA = tl.constexpr(128)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import aligned, blocks, strides
-from .quantize import key_at
-from .tile import head
+from .launch.arguments import aligned, blocks, strides
+from .rules.quantize import key_at
+from .rules.tile import head
 
 _KEYS = tl.constexpr(128)
 

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import (
+from .forward import launch_forward
+from .launch.arguments import (
     aligned,
     block_dim,
     dot_precision,
@@ -26,11 +27,9 @@ from .arguments import (
     strides,
     tile_for,
 )
-from .block_table import mask_for_keys, mask_for_queries
-from .config import TileConfig
-from .forward import launch_forward
-from .gradient import load_lse
-from .mask import (
+from .launch.block_sparsity import mask_for_keys, mask_for_queries
+from .launch.tiles import TileConfig
+from .rules.mask import (
     any_key,
     batch_row,
     full_block,
@@ -41,11 +40,12 @@ from .mask import (
     visible,
     worth_loading,
 )
-from .product import rows_by_rows
-from .relative import relative_products, relative_query, vectors_of_tile
-from .score import modified
-from .softmax import LN2, LOG2E, weights
-from .tile import head, key_program, load_tile, query_program, query_rows
+from .rules.product import rows_by_rows
+from .rules.relative import relative_products, relative_query, vectors_of_tile
+from .rules.score import modified
+from .rules.score_gradient import load_lse
+from .rules.softmax import LN2, LOG2E, weights
+from .rules.tile import head, key_program, load_tile, query_program, query_rows
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -19,12 +19,14 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from fastattn.testing.compile_pool import CompilePool
+    from fastattn.testing.compiling.compile_pool import CompilePool
 
 # With the checkout on sys.path our kernel folder could be imported as a top-level package
 # `kernels`, which is the name of somebody else's distribution.
 _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
+
+_TESTS = Path(__file__).parent
 
 # Workers of one machine share its cores.
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -45,34 +47,38 @@ with torch.device("cpu"):
 collect_ignore = (
     []
     if sys.version_info >= (3, 11)
-    else ["test_compat_transformers.py", "test_convert.py", "test_published_models.py"]
+    else [
+        "compat/test_transformers.py",
+        "training/test_convert.py",
+        "models/test_published_models.py",
+    ]
 )
 
 # Where other releases of Triton than constraints.txt's take more instructions, spill more or let
 # fewer products overlap than the tests allow. Strict: who mends one takes its line away.
 _OVER_BUDGET = {
     "3.6": {
-        "test_compile.py": (
+        "kernels/test_compile.py": (
             "test_compiles_well[sm_90-forward-128-bf16-heavy]",
             "test_full_blocks_take_few_instructions[backward-64-fp16]",
             "test_full_blocks_take_few_instructions[backward-128-bf16]",
         ),
-        "test_features_compile.py": ("test_masks_cost_full_blocks_nothing[mask_mod-64]",),
+        "kernels/test_features_compile.py": ("test_masks_cost_full_blocks_nothing[mask_mod-64]",),
     },
     "3.8": {
-        "test_compile.py": (
+        "kernels/test_compile.py": (
             "test_compiles_well[sm_80-backward-128-bf16-all]",
             "test_compiles_well[sm_90-forward-128-bf16-heavy]",
             "test_full_blocks_take_few_instructions[backward-128-bf16]",
             "test_forward_reaches_its_targets[128-487]",
         ),
-        "test_decode_compile.py": (
+        "kernels/test_decode_compile.py": (
             "test_compiles_well[sm_100-contiguous-128-bf16-None-1-plain]",
             "test_compiles_well[sm_90-paged-3-128-bf16-int8-1-scores]",
         ),
     },
     "3.9": {
-        "test_compile.py": (
+        "kernels/test_compile.py": (
             "test_compiles_well[sm_80-backward-128-bf16-all]",
             "test_compiles_well[sm_86-backward-256-bf16-all]",
             "test_compiles_well[sm_80-backward-64-fp32-all]",
@@ -83,11 +89,11 @@ _OVER_BUDGET = {
             "test_forward_reaches_its_targets[64-455]",
             "test_forward_reaches_its_targets[128-487]",
         ),
-        "test_features_compile.py": (
+        "kernels/test_features_compile.py": (
             "test_masks_cost_full_blocks_nothing[first-128]",
             "test_what_is_launched_beside_attention_compiles_well[64-sm_90]",
         ),
-        "test_hopper_compile.py": (
+        "kernels/test_hopper_compile.py": (
             "test_forward_compiles_well[128-all]",
             "test_backward_compiles_well[64-causal]",
             "test_backward_compiles_well[128-causal]",
@@ -106,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     over_budget = _OVER_BUDGET.get(release, {})
     reason = f"Triton {release} makes more of this kernel than its budget allows"
     for item in items:
-        if item.name in over_budget.get(item.path.name, ()):
+        if item.name in over_budget.get(item.path.relative_to(_TESTS).as_posix(), ()):
             item.add_marker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
 
 
@@ -125,7 +131,7 @@ def device() -> str:
 @pytest.fixture(scope="session")
 def compile_pool() -> Iterator["CompilePool"]:
     """Compiles kernels for GPUs, present or not, in processes that do not interpret."""
-    from fastattn.testing.compile_pool import CompilePool
+    from fastattn.testing.compiling.compile_pool import CompilePool
 
     with CompilePool() as pool:
         yield pool
@@ -220,7 +226,7 @@ def models_on_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 @pytest.fixture
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every call of `attention` by the door for transformers."""
-    from fastattn.compat import transformers as door
+    from fastattn.compat.transformers import attend as door
 
     made = []
     attention = door.attention

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import dispatch, ops
+from fastattn import dispatch
+from fastattn.ops import attention
 from fastattn.testing import make_qkv
 
 
@@ -43,15 +44,15 @@ def test_reason_for_torch(arguments, reason: str) -> None:
 
 
 def test_reason_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "interpreting", lambda: False)
+    monkeypatch.setattr(attention, "interpreting", lambda: False)
     explanation = fastattn.explain(*make_qkv())
     assert explanation.backend == "torch"
     assert explanation.reasons["triton"].startswith("q is on the CPU and TRITON_INTERPRET=1")
 
 
 def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "TRITON_INSTALLED", False)
-    assert not ops.interpreting()
+    monkeypatch.setattr(attention, "TRITON_INSTALLED", False)
+    assert not attention.interpreting()
     assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
 
 
@@ -82,13 +83,13 @@ def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    original = ops.attend
+    original = attention.attend
 
     def counted(*arguments, **kind):
         called.append("triton")
         return original(*arguments, **kind)
 
-    monkeypatch.setattr(ops, "attend", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     q, k, v = make_qkv(1, 1, 1, 4, D=16)
     fastattn.attention(q, k, v, backend="torch")
     assert called == []
@@ -141,7 +142,7 @@ HOPPER_REASONS = [
 def test_hopper_says_what_it_does_not_serve(
     sizes, options, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
     with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
         fastattn.attention(*make_qkv(**sizes), **options, backend="hopper")
 
@@ -154,7 +155,7 @@ def test_hopper_needs_its_gpu() -> None:
 
 
 def test_hopper_is_no_backend_of_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
     q, k, _ = make_qkv(D=64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="it has no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")

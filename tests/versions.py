@@ -19,20 +19,31 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # What runs on each row, as pytest takes it; of what is cross-compiled, some of each kind.
 CHECKS = {
     "numerics": [
-        "test_interpreter.py", "test_attention.py", "test_mask.py", "test_decode.py",
-        "test_descriptors.py", "test_append.py",
+        "kernels/test_interpreter.py",
+        "functional/test_attention.py",
+        "kernels/test_mask.py",
+        "functional/test_decode.py",
+        "kernels/test_descriptors.py",
+        "cache/test_append.py",
         # In all dtypes they take longer than the rest together.
-        "-k", "not test_plans and not (test_masks and (torch.float16 or torch.float32))",
+        "-k",
+        "not test_plans and not (test_masks and (torch.float16 or torch.float32))",
     ],
     "compile": [
-        "test_compile.py", "test_cross_compile.py", "test_decode_compile.py",
-        "test_features_compile.py", "test_hopper_compile.py", "test_hopper_fp8_compile.py",
+        "kernels/test_compile.py",
+        "testing/test_cross_compile.py",
+        "kernels/test_decode_compile.py",
+        "kernels/test_features_compile.py",
+        "kernels/test_hopper_compile.py",
+        "test_hopper_fp8_compile.py",
     ],
     "emulator": [
-        "test_gluon_emulator.py", "test_gluon_emulator_additions.py", "test_hopper_one_pass.py",
+        "testing/test_gluon_emulator.py",
+        "testing/test_gluon_emulator_additions.py",
+        "kernels/test_hopper_one_pass.py",
     ],
-    "tools": ["test_bench_tuning.py", "test_packaging.py"],
-}  # fmt: skip
+    "tools": ["bench/test_tuning.py", "test_packaging.py"],
+}
 
 
 @dataclass(frozen=True)

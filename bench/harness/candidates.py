@@ -12,14 +12,15 @@ from unittest import mock
 
 import torch
 
-from .. import dispatch, functional
-from ..kernels import config
-from ..kernels.config import TileConfig
+from .. import dispatch
+from ..functional import attend
 from ..kernels.decode import launch_decode
-from ..kernels.pages import CacheTensors
+from ..kernels.launch import tiles as config
+from ..kernels.launch.tiles import TileConfig
+from ..kernels.rules.pages import CacheTensors
 from ..options import Options
-from ..testing.compile_pool import CompilePool, CrossCompileError
-from ..testing.cross_compile import TARGETS, CompiledFacts
+from ..testing.compiling.compile_pool import CompilePool, CrossCompileError
+from ..testing.compiling.cross_compile import TARGETS, CompiledFacts
 from .cases import Case
 
 _MOST = 24  # candidates of a row, each with both kinds of loads
@@ -124,9 +125,7 @@ def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
     ):
         permitted = kernel == "backward_one_pass"
-        o = functional.attention(
-            *leaves, causal=causal, backend="triton", deterministic=not permitted
-        )
+        o = attend.attention(*leaves, causal=causal, backend="triton", deterministic=not permitted)
         if kernel != "forward":
             torch.autograd.grad(o, leaves, torch.zeros_like(o))
 

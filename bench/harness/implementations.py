@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import ops, reference
-from ..decode import decode_attention, view_of_tensors
-from ..functional import attention
+from .. import reference
+from ..functional.attend import attention
+from ..functional.decode import decode_attention, view_of_tensors
+from ..ops import attention as ops
 from ..options import Options
 from .cases import Case
 from .eight_bits import EIGHT_BITS

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..models.gpt import GPTConfig
-from ..modules import CausalGQAttention
+from ..modules.self_attention import CausalGQAttention
 from . import overhead
 from .attention import TIMED, UNSERVED, Bench, Record, release, run_case
 from .cases import AIMS, Case, gpu_cases

@@ -18,9 +18,17 @@ from .supervise import Process, ProcessGroup
 
 # In the order in which they are worth knowing. None of them compiles for other GPUs.
 FILES = (
-    "descriptors", "attention", "hopper_gpu", "hopper_gpu_fp8", "one_pass", "ecosystem",
-    "generation_graph", "ops", "decode", "mask",
-)  # fmt: skip
+    "kernels/test_descriptors.py",
+    "functional/test_attention.py",
+    "kernels/test_hopper_gpu.py",
+    "kernels/test_hopper_gpu_fp8.py",
+    "kernels/test_one_pass.py",
+    "ops/test_ecosystem.py",
+    "generation/test_graph.py",
+    "ops/test_attention.py",
+    "functional/test_decode.py",
+    "kernels/test_mask.py",
+)
 # Seconds that pytest has to write its summary, before the end.
 _GRACE = 15.0
 _NO_TESTS_LEFT = 5
@@ -28,7 +36,7 @@ _NO_TESTS_LEFT = 5
 
 def command(checkout: Path) -> list[str]:
     """pytest over FILES, in order, in parallel where pytest-xdist is installed."""
-    files = [str(checkout / "tests" / f"test_{name}.py") for name in FILES]
+    files = [str(checkout / "tests" / file) for file in FILES]
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
     if find_spec("xdist") is not None:
         options += ["-n", str(min(12, os.cpu_count() or 1)), "--maxschedchunk", "1"]

@@ -27,9 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import cache_ops, dispatch, functional, known_calls
-from ..kernels import config, forward, plan
-from ..testing.cross_compile import compiling_for
+from .. import dispatch
+from ..functional import attend, call_memo
+from ..kernels import forward
+from ..kernels.launch import launches
+from ..kernels.launch import tiles as config
+from ..ops import append
+from ..testing.compiling.cross_compile import compiling_for
 from .measure import Function
 
 # Small enough that the GPU keeps up with the host, so that no launch waits for a free place.
@@ -72,7 +76,7 @@ def calls(device: str) -> dict[str, Function]:
     """
     q, k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    ours = partial(functional.attention, causal=True, backend="triton")
+    ours = partial(attend.attention, causal=True, backend="triton")
     found: dict[str, Function] = {
         "bare launch": bare_launch(lambda: ours(q, k, v)),
         "fastattn": lambda: ours(q, k, v),
@@ -125,8 +129,8 @@ def bare_launch(call: Function) -> Function:
         return run(*args, **kwargs)
 
     # What is worked out already goes past `run`.
-    plan.forget()
-    known_calls.forget()
+    launches.forget()
+    call_memo.forget()
     with mock.patch.object(kernel, "run", remember):
         call()
     return launched[-1]
@@ -144,12 +148,12 @@ def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
         compiling_for(target),
         config.forced(**tiles),
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
-        mock.patch.object(cache_ops, "_why_not_kernel", lambda k: None),
+        mock.patch.object(append, "_why_not_kernel", lambda k: None),
     ):
         try:
             yield
         finally:
-            known_calls.forget()
+            call_memo.forget()
 
 
 _IMPORT = """
@@ -197,7 +201,7 @@ def first_call(device: str) -> float:
         _nothing_kernel[(1,)](torch.empty(1, device=device))
         synchronize()
         begin = time.perf_counter()
-        functional.attention(q, q, q, causal=True, backend="triton")
+        attend.attention(q, q, q, causal=True, backend="triton")
         synchronize()
     return 1e3 * (time.perf_counter() - begin)
 

@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from ..kernels import config
+from ..kernels.launch import tiles
 from .attention import TIMED
 from .report import Report, markdown, write_whole
 
@@ -46,7 +46,7 @@ What is known without a measurement, from Triton 3.7 and sm_90, and what one has
   H200, `pytest tests -m gpu -k hopper` runs their numeric tests, and
   `python bench/run_all.py --out DIR --skip tuning` checks `fastattn-hopper` and times it beside the
   others. What turns are worth is the difference between two such runs, the second with
-  `PING_PONG: bool = True` in `kernels/hopper/config.py`; so for the other fields there.
+  `PING_PONG: bool = True` in `kernels/hopper/tile_table.py`; so for the other fields there.
 - Which backward is faster, on each GPU: the deterministic one in two passes, of seven products, or
   the one that `deterministic=False` permits, of five, whose atomics add 4 bytes for each element
   of dQ and block of keys. The backward cases of `python bench/run_all.py --out DIR --skip tuning`
@@ -80,7 +80,7 @@ def _verified(reports: list[dict[str, Any]]) -> str:
         "| tiles for | numeric tests | kernels timed |",
         "| --- | --- | --- |",
     ]
-    for arch in config.TABLES:
+    for arch in tiles.TABLES:
         if arch == "interpreter":
             continue
         ran = [data for data in reports if _arch(data) == arch]
@@ -102,7 +102,7 @@ def _arch(data: dict[str, Any]) -> str | None:
     gpu = data["environment"].get("gpu")
     if not gpu:
         return None
-    return config.table_for("sm_" + gpu["capability"].replace(".", ""))
+    return tiles.table_for("sm_" + gpu["capability"].replace(".", ""))
 
 
 def _tests(data: dict[str, Any]) -> str:

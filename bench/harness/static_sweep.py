@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..kernels import config
-from ..kernels.config import TileConfig
-from ..testing.cross_compile import TARGETS, CompiledFacts
-from ..testing.sass import Loop
+from ..kernels.launch import tiles as config
+from ..kernels.launch.tiles import TileConfig
+from ..testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ..testing.compiling.sass import Loop
 from .candidates import BY_KEYS, KERNEL_OF, PLACES, Compilation, Place, candidates
 from .report import write_whole
 from .tuning import merge, table_text

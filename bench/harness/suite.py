@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import config
+from ..kernels.launch import tiles
 from . import facts
 from .ahead import Ahead
 from .attention import REFERENCE, Bench
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.data["environment"] = facts.environment()
         report.save()
     jobs = gpu_jobs(arguments.set)
-    ahead = Ahead(_to_do(jobs, report), config.current_arch())
+    ahead = Ahead(_to_do(jobs, report), tiles.current_arch())
     if not report.data["ceilings"]:
         report.data["ceilings"] = ceilings(bench)
         report.save()

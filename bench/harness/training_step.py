@@ -15,7 +15,7 @@ import torch
 from ..dispatch import ENVIRONMENT, choose
 from ..models.gpt import GPT, GPTConfig
 from ..options import Options
-from ..training.config import TrainConfig
+from ..training.train_config import TrainConfig
 from ..training.trainer import make_optimizer
 from .facts import dense_bf16_tflops
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..kernels import config
-from ..kernels.config import TileConfig
+from ..kernels.launch import tiles as config
+from ..kernels.launch.tiles import TileConfig
 from .attention import Bench, prepare, release
 from .candidates import PLACES, Compilation, Place, candidates
 from .cases import Case

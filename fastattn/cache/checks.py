@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .rotary import check_rotary_style
+from .. import checks
+from ..rotary import check_rotary_style
 
 Rotary = tuple[Tensor, Tensor]
 

@@ -3,18 +3,12 @@
 import torch
 from torch import Tensor
 
-from . import cache_ops, capture, checks
-from .cache_checks import (
-    Rotary,
-    check_rotary,
-    check_row_values,
-    check_sizes,
-    check_tokens,
-    check_window,
-)
-from .cache_view import CacheView, allocate_rows, as_bytes
-from .quantization import Quantize, check_quantize, storage_dtype
-from .rotary import RotaryStyle
+from .. import capture, checks
+from ..cache_view import CacheView, allocate_rows, as_bytes
+from ..ops import append as cache_ops
+from ..quantization import Quantize, check_quantize, storage_dtype
+from ..rotary import RotaryStyle
+from .checks import Rotary, check_rotary, check_row_values, check_sizes, check_tokens, check_window
 
 
 class KVCache:

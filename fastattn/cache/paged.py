@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import cache_ops, checks
-from .cache_checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
-from .cache_view import CacheView, allocate_rows, as_bytes
-from .page_table import Changes, OutOfPages, OutOfRows, PageTable
-from .quantization import Quantize, check_quantize, storage_dtype
-from .rotary import RotaryStyle
+from .. import checks
+from ..cache_view import CacheView, allocate_rows, as_bytes
+from ..ops import append as cache_ops
+from ..quantization import Quantize, check_quantize, storage_dtype
+from ..rotary import RotaryStyle
+from .checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
+from .page_allocator import Changes, OutOfPages, OutOfRows, PageTable
 
 __all__ = ["OutOfPages", "OutOfRows", "PagedKVCache"]
 

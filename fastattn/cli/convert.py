@@ -43,7 +43,7 @@ def add_convert(commands: Any) -> None:
 
 
 def _import_hf(arguments: argparse.Namespace) -> int:
-    from .training.convert import import_hf
+    from ..training.convert import import_hf
 
     made = import_hf(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
     sys.stdout.write(f"checkpoint {made}\n")
@@ -51,14 +51,14 @@ def _import_hf(arguments: argparse.Namespace) -> int:
 
 
 def _export_hf(arguments: argparse.Namespace) -> int:
-    from .training.convert import export_hf
+    from ..training.convert import export_hf
 
     sys.stdout.write(f"model {export_hf(arguments.checkpoint, arguments.folder)}\n")
     return 0
 
 
 def _import_nanogpt(arguments: argparse.Namespace) -> int:
-    from .training.convert import import_nanogpt
+    from ..training.convert import import_nanogpt
 
     made = import_nanogpt(
         arguments.file, arguments.out, tokenizer=arguments.tokenizer, text=arguments.text

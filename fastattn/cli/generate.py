@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .generation.request import Tally
-    from .models.gpt import GPT
-    from .models.sampling import Sampling
-    from .training.tokenizer import Tokenizer
+    from ..generation.request import Tally
+    from ..models.gpt import GPT
+    from ..models.sampling import Sampling
+    from ..training.tokenizers.loading import Tokenizer
 
 _TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
 
@@ -65,9 +65,9 @@ def add_generate(commands: Any) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     prompts = _prompts(arguments)
-    from .generation.request import Tally
-    from .training.checkpoint import load_model
-    from .training.config import resolve_device
+    from ..generation.request import Tally
+    from ..training.checkpoint import load_model
+    from ..training.train_config import resolve_device
 
     sampling = _sampling(arguments)
     device = resolve_device(arguments.device)
@@ -130,7 +130,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
-    from .models.sampling import Sampling
+    from ..models.sampling import Sampling
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -147,7 +147,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def _draft(arguments: argparse.Namespace, tokenizer: Tokenizer, device: torch.device) -> GPT | None:
-    from .training.checkpoint import load_model
+    from ..training.checkpoint import load_model
 
     if arguments.draft is None:
         return None
@@ -172,7 +172,7 @@ def _pieces(
     """(prompt's number, text) as it comes, without the prompts."""
     stop, count = arguments.stop or [], arguments.tokens
     if arguments.beams is not None:
-        from .generation.search import beam_texts
+        from ..generation.search import beam_texts
 
         penalty = arguments.length_penalty
         for row, prompt in enumerate(prompts):
@@ -184,7 +184,7 @@ def _pieces(
             tally.tokens += len(beam.tokens)
             yield row, text
     elif draft is not None:
-        from .generation.speculative import speculative_text
+        from ..generation.speculative import speculative_text
 
         drafts = arguments.draft_tokens
         for row, prompt in enumerate(prompts):
@@ -196,7 +196,7 @@ def _pieces(
             for piece in pieces:
                 yield row, piece
     else:
-        from .generation.generate import generate_texts
+        from ..generation.generate import generate_texts
 
         yield from generate_texts(
             model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,

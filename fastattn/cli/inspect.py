@@ -26,9 +26,9 @@ def add_inspect(commands: Any) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from .training.config import resolve_device
-    from .training.kinds import load_trained
-    from .training.maps import attention_maps, draw_maps
+    from ..training.kinds import load_trained
+    from ..training.maps import attention_maps, draw_maps
+    from ..training.train_config import resolve_device
 
     device = resolve_device(arguments.device)
     found = load_trained(arguments.checkpoint, device=device)

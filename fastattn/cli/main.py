@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .cli_bench import add_bench
-from .cli_convert import add_convert
-from .cli_generate import add_generate
-from .cli_inspect import add_inspect
-from .cli_tasks import add_tag, add_translate
-from .cli_train import INTERRUPTED, add_train, say
+from .bench import add_bench
+from .convert import add_convert
+from .generate import add_generate
+from .inspect import add_inspect
+from .tasks import add_tag, add_translate
+from .train import INTERRUPTED, add_train, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from . import explain
+    from .. import explain
 
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
     for package in ("fastattn", "torch", "triton", "einops", "tokenizers", "safetensors"):

@@ -52,11 +52,11 @@ def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> 
 
 
 def _tag(arguments: argparse.Namespace) -> int:
-    from .training.config import resolve_device
-    from .training.data import DataError, read_text_file
-    from .training.kinds import load_trained
-    from .training.tagged_text import split_words
-    from .training.tagging import tag_words
+    from ..training.data.tagged_text import split_words
+    from ..training.data.text import DataError, read_text_file
+    from ..training.kinds import load_trained
+    from ..training.tasks.tagging import tag_words
+    from ..training.train_config import resolve_device
 
     device = resolve_device(arguments.device)
     found = load_trained(arguments.checkpoint, "tagger", device=device)
@@ -79,9 +79,9 @@ def _tag(arguments: argparse.Namespace) -> int:
 
 
 def _translate(arguments: argparse.Namespace) -> int:
-    from .training.config import resolve_device
-    from .training.kinds import load_trained
-    from .training.translation import encode_sources, translate_tokens
+    from ..training.kinds import load_trained
+    from ..training.tasks.translation import encode_sources, translate_tokens
+    from ..training.train_config import resolve_device
 
     if arguments.beams < 1:
         raise ValueError(f"beams must be at least 1, got {arguments.beams}")
@@ -108,7 +108,7 @@ def _translate(arguments: argparse.Namespace) -> int:
 
 def _texts(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Texts to translate, each with its place."""
-    from .training.data import read_text_file
+    from ..training.data.text import read_text_file
 
     if arguments.file is None:
         for i, text in enumerate(arguments.text, start=1):

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_view import CacheView
-from ..decode import view_of_tensors
-from ..modules import GQAttention
+from ..functional.decode import view_of_tensors
+from ..modules.self_attention import GQAttention
 from ..rotary import RotaryTables
 
 

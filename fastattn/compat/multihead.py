@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import arguments, checks, formula, functional, statistics
+from .. import checks
+from ..functional import arguments, attend, statistics
 from ..options import Options
+from ..torch_backend import formula
 from .fused_block import Calls
 from .sdpa import bounded_bias
 
@@ -172,7 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             o, weights = _with_weights(self, q, k, v, masks, p)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            o = functional.attention(q, k, v, dropout=p, backend=self.backend, **masks)
+            o = attend.attention(q, k, v, dropout=p, backend=self.backend, **masks)
         if weights is not None and not batched:
             weights = weights[0]
         return o.transpose(1, 2).flatten(2), weights, False
@@ -236,7 +238,7 @@ def _nested(layer: MultiheadAttention, x: Tensor) -> Tensor:
     q, k, v = _project(layer, padded, padded, padded)
     key_lengths = torch.tensor(lengths, device=padded.device)
     p = layer.dropout if layer.training else 0.0
-    o = functional.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=layer.backend)
+    o = attend.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=layer.backend)
     rows = o.transpose(1, 2).flatten(2)
     parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     return torch.nested.as_nested_tensor(parts)
@@ -299,12 +301,12 @@ def _with_weights(
     inputs = (q, k, v, masks.get("attn_bias"))
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
-        o, lse = functional.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
+        o, lse = attend.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
         weights = statistics.attention_weights(
             q, k, lse=lse, max_elements=2**63, backend=layer.backend, **masks
         )
         return o, weights.to(narrow)
-    q, k, v, _, _ = functional._autocast(q, k, v, None, None)
+    q, k, v, _, _ = attend._autocast(q, k, v, None, None)
     options = arguments.dense_options(q, k, v, **masks)
     return _formula_with_weights(q, k, v, options, p, narrow)
 

@@ -18,8 +18,9 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import checks, dispatch, functional
+from .. import checks, dispatch
 from ..dispatch import Explanation
+from ..functional import attend
 from ..options import Options
 from ..symbols import decided
 
@@ -83,7 +84,7 @@ def scaled_dot_product_attention(
         return _torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return functional.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+    return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
 def explain(
@@ -104,7 +105,7 @@ def explain(
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
         return Explanation("torch", {"triton": call})
-    return functional.explain(call.q, call.k, call.v, **call.options)
+    return attend.explain(call.q, call.k, call.v, **call.options)
 
 
 def _translated(

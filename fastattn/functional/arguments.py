@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import checks, score_checks
-from .options import Options, ScoreArguments, Window
+from .. import checks, score_checks
+from ..options import Options, ScoreArguments, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,24 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import (
-    arguments,
-    checks,
-    dispatch,
-    dropout,
-    formula,
-    known_calls,
-    ops,
-    torch_backend,
-    torch_ops,
-)
-from .dispatch import Explanation
-from .options import Options, Window
+from .. import checks, dispatch
+from ..dispatch import Explanation
+from ..ops import attention as ops
+from ..ops import torch_varlen
+from ..options import Options, Window
+from ..torch_backend import attend as torch_backend
+from ..torch_backend import dropout, formula
+from . import arguments, call_memo
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionArguments, ScoreArguments
+    from ..options import AttentionArguments, ScoreArguments
 
 
 @overload
@@ -178,8 +173,8 @@ def attention(
         alibi_slopes, relative_bias, relative_keys, relative_query, attn_bias, score_mod,
         score_mod_grad, sinks, dropout_seed,
     )  # fmt: skip
-    key = known_calls.key_of(q, k, v, values, others)
-    known = None if key is None else known_calls.find(key, q)
+    key = call_memo.key_of(q, k, v, values, others)
+    known = None if key is None else call_memo.find(key, q)
     if known is not None:
         o, lse = ops.attend_by(known.ways, q, k, v, known.options)
         return (o, lse) if return_lse else o
@@ -300,7 +295,7 @@ def _compute(
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
-        attend = torch_ops.attend if torch_ops.serves(options) else torch_backend.attention
+        attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
     if options.relative_keys is not None:
         options = options._replace(
@@ -311,7 +306,7 @@ def _compute(
         )
     rows = (_kernel_rows(q), _kernel_rows(k), _kernel_rows(v))
     if choice.backend == "triton" and rows[0] is q and rows[1] is k and rows[2] is v:
-        known_calls.keep(key, q, k, v, options)
+        call_memo.keep(key, q, k, v, options)
     o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]

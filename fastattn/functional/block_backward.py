@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import dispatch, formula, ops
-from .functional import _kernel_rows
-from .gradients import as_batch, as_packed
-from .options import Options
+from .. import dispatch
+from ..ops import attention
+from ..ops.gradients import as_batch, as_packed
+from ..options import Options
+from ..torch_backend import formula
+from .attend import _kernel_rows
 
 PartGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -55,10 +57,10 @@ def part_gradients(
     if packed:
         rows, lse = [as_batch(x) for x in rows], lse[None]
     padded_do, padded_q, padded_k, padded_v, padded_o = rows
-    ways = ops.ways_of(q, hopper=choice.backend == "hopper")
+    ways = attention.ways_of(q, hopper=choice.backend == "hopper")
     dq, dk, dv, delta, _ = ways.backward(
         padded_do, None, padded_q, padded_k, padded_v, padded_o, lse.contiguous(),
-        ops._in_order(options),
+        attention._in_order(options),
     )  # fmt: skip
     if packed:
         dq, dk, dv, delta = as_packed(dq), as_packed(dk), as_packed(dv), delta[0]

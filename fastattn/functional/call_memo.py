@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, formula, ops
-from .gradients import Ways
-from .options import Options
+from .. import dispatch
+from ..ops import attention
+from ..ops.gradients import Ways
+from ..options import Options
+from ..torch_backend import formula
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
@@ -42,7 +44,7 @@ def key_of(
     """
     if torch.compiler.is_compiling() or type(k) not in _TYPES or type(v) not in _TYPES:
         return None
-    if ops._may_be_traced(q) or formula.autocasting(q.device):
+    if attention._may_be_traced(q) or formula.autocasting(q.device):
         return None
     window = values[0]
     if type(window) is tuple:
@@ -63,18 +65,18 @@ def find(key: Hashable | None, q: Tensor) -> KnownCall | None:
         known = _known.get(key)
     except TypeError:  # an argument that has no hash, and is about to be refused
         return None
-    return known if known is not None and known.place == ops.place(q.dtype) else None
+    return known if known is not None and known.place == attention.place(q.dtype) else None
 
 
 def keep(key: Hashable | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     """Remember a call that the Triton kernels serve, with q, k and v as the caller gave them."""
     if key is None or not options.plain or not _lasting(key):
         return
-    ways = ops.prepare(q, k, v, options)
+    ways = attention.prepare(q, k, v, options)
     if ways is not None:
         if len(_known) >= _KEPT:
             _known.clear()
-        _known[key] = KnownCall(options, ways, ops.place(q.dtype))
+        _known[key] = KnownCall(options, ways, attention.place(q.dtype))
 
 
 def _lasting(key: Hashable) -> bool:

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import arguments, checks, decode_ops, decode_torch, dispatch
-from .cache_view import CacheView
-from .dispatch import Explanation
-from .options import Options, Window
+from .. import checks, dispatch
+from ..cache_view import CacheView
+from ..dispatch import Explanation
+from ..ops import decode as decode_ops
+from ..options import Options, Window
+from ..torch_backend import decode as decode_torch
+from . import arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

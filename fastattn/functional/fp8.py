@@ -23,10 +23,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from . import arguments, checks, dispatch, fp8_ops, functional
-from .dispatch import Explanation
-from .options import Options, Window
-from .quantization import quantize_rows
+from .. import checks, dispatch
+from ..dispatch import Explanation
+from ..ops import fp8
+from ..options import Options, Window
+from ..quantization import quantize_rows
+from . import arguments, attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,8 +103,8 @@ def quantize_fp8(
     if packed:
         _check_packed_head_dim("x", x)
     x = x.detach()
-    if fp8_ops.has_kernel(x):
-        codes, scale = fp8_ops.quantize(x, lengths, packed)
+    if fp8.has_kernel(x):
+        codes, scale = fp8.quantize(x, lengths, packed)
         return (PackedValues(codes, x.shape[2]) if packed else codes), scale
     codes, scale = _quantized(x, lengths)
     return (pack_values(codes) if packed else codes), scale
@@ -133,7 +135,7 @@ def pack_values(v: Tensor) -> PackedValues:
     _check_codes("v", v)
     _check_packed_head_dim("v", v)
     # Interpreted, the kernel serves only who asks for it: torch does the same at once.
-    packed = fp8_ops.pack_by_torch(v) if v.is_cpu else fp8_ops.pack(v)
+    packed = fp8.pack_by_torch(v) if v.is_cpu else fp8.pack(v)
     return PackedValues(packed, v.shape[2])
 
 
@@ -205,8 +207,8 @@ def attention_fp8(
     call = _checked(q, k, v, scales, out_dtype, options)
     choice = _choose(call, out_dtype, backend)
     if choice.backend == "hopper":
-        values = v.codes if isinstance(v, PackedValues) else fp8_ops.pack(v)
-        o, lse = fp8_ops.attend(q, k, values, call.scales(), out_dtype, call.options)
+        values = v.codes if isinstance(v, PackedValues) else fp8.pack(v)
+        o, lse = fp8.attend(q, k, values, call.scales(), out_dtype, call.options)
         return (o, lse) if return_lse else o
     if not choice.forced:
         _say_once(choice, q.device)
@@ -216,7 +218,7 @@ def attention_fp8(
         _dequantized(_unpacked(v) if isinstance(v, PackedValues) else v, v_scale, out_dtype),
     )
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        o, lse = functional.attention(*rows, return_lse=True, backend=choice.backend, **options)
+        o, lse = attend.attention(*rows, return_lse=True, backend=choice.backend, **options)
     return (o, lse) if return_lse else o
 
 
@@ -324,7 +326,7 @@ def _check_scale(name: str, scale: object, x: Tensor) -> None:
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
     """The backend of a checked call, the Hopper kernel first."""
     forced = dispatch.asked_for(backend)
-    reason = fp8_ops.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
+    reason = fp8.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
             return Explanation("hopper", {}, forced=True)

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, decode_ops
-from .cache_view import CacheView
+from .. import checks
+from ..cache_view import CacheView
+from ..ops import decode
 from .decode import decode_attention
 
 
@@ -36,8 +37,8 @@ def merge(
     """
     _check(o1, lse1, o2, lse2)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2))
-    if decode_ops.merges(o1, lse1, backend) and not wants_grad:
-        return decode_ops.merge(o1, lse1, o2, lse2)
+    if decode.merges(o1, lse1, backend) and not wants_grad:
+        return decode.merge(o1, lse1, o2, lse2)
     return _formula(o1, lse1, o2, lse2)
 
 

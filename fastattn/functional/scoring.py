@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import additive_formula, additive_ops, arguments, checks, dispatch, formula, functional
-from .options import Options, Window
+from .. import checks, dispatch
+from ..ops import additive as additive_ops
+from ..options import Options, Window
+from ..torch_backend import additive as additive_formula
+from ..torch_backend import formula
+from . import arguments, attend
 
 if TYPE_CHECKING:
     from typing import Any
 
     from typing_extensions import Unpack
 
-    from .options import AttentionArguments
+    from ..options import AttentionArguments
 
 
 class MaskArguments(TypedDict, total=False):
@@ -107,8 +111,8 @@ def _unscaled(
         raise TypeError(f"{name} takes no scale: its score is not scaled")
     options["scale"] = 1.0
     if return_lse:
-        return functional.attention(q, k, v, return_lse=True, backend=backend, **options)
-    return functional.attention(q, k, v, backend=backend, **options)
+        return attend.attention(q, k, v, return_lse=True, backend=backend, **options)
+    return attend.attention(q, k, v, backend=backend, **options)
 
 
 @overload
@@ -176,7 +180,7 @@ def additive_attention(
     if w_key is not None and exists is not None:
         k = torch.where(exists[:, None, :, None], k, 0.0)
     k = _projected("w_key", w_key, "k", k, hidden)
-    q, k, v, _, _ = functional._autocast(q, k, v, None, None)
+    q, k, v, _, _ = attend._autocast(q, k, v, None, None)
     checks.check_qkv(q, k, v)
     return _compute(q, k, v, u.expand(q.shape[1], hidden), options, return_lse, backend)
 
@@ -193,7 +197,7 @@ def _compute(
         return (o, lse.float()) if return_lse else o
     # Columns of zeros add u_d tanh(0) = 0 to every score.
     width = v.shape[-1]
-    q, k, v = (functional._kernel_rows(x) for x in (q, k, v))
+    q, k, v = (attend._kernel_rows(x) for x in (q, k, v))
     u = torch.nn.functional.pad(u, (0, q.shape[-1] - u.shape[-1]))
     o, lse = additive_ops.attend(q, k, v, u, options)
     o = o if o.shape[-1] == width else o[..., :width]

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import arguments, checks, dispatch, functional, statistics_ops
-from .options import Options
+from .. import checks, dispatch
+from ..ops import statistics
+from ..options import Options
+from . import arguments, attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionArguments
+    from ..options import AttentionArguments
 
 # Of the list that a kernel keeps of each row in registers.
 MAX_TOP = 64
@@ -77,8 +79,8 @@ def attention_statistics(
     with torch.no_grad():
         q, k, lse, checked, served = _prepared("attention_statistics", q, k, lse, backend, options)
         if served == "torch":
-            return AttentionStatistics(*statistics_ops.torch_statistics(q, k, lse, top, checked))
-        return AttentionStatistics(*statistics_ops.statistics(q, k, lse, top, checked))
+            return AttentionStatistics(*statistics.torch_statistics(q, k, lse, top, checked))
+        return AttentionStatistics(*statistics.statistics(q, k, lse, top, checked))
 
 
 def attention_weights(
@@ -116,8 +118,8 @@ def attention_weights(
                 f"max_elements={max_elements}; attention_statistics needs no such tensor"
             )
         if served == "torch":
-            return statistics_ops.torch_weights(q, k, lse, checked)
-        return statistics_ops.weights(q, k, lse, checked)
+            return statistics.torch_weights(q, k, lse, checked)
+        return statistics.weights(q, k, lse, checked)
 
 
 def _prepared(
@@ -133,7 +135,7 @@ def _prepared(
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
     checks.check_tensors(q, k, k)
     keys, query = given.get("relative_keys"), given.get("relative_query")
-    q, k, _, given["relative_keys"], given["relative_query"] = functional._autocast(
+    q, k, _, given["relative_keys"], given["relative_query"] = attend._autocast(
         q, k, k, keys, query
     )
     options = arguments.dense_options(q, k, k, **given)
@@ -145,11 +147,11 @@ def _prepared(
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         return q, k, lse, options, choice.backend
-    q, k = functional._kernel_rows(q), functional._kernel_rows(k)
+    q, k = attend._kernel_rows(q), attend._kernel_rows(k)
     if options.relative_keys is not None:
         query = options.relative_query
         options = options._replace(
-            relative_keys=functional._kernel_rows(options.relative_keys),
-            relative_query=None if query is None else functional._kernel_rows(query),
+            relative_keys=attend._kernel_rows(options.relative_keys),
+            relative_query=None if query is None else attend._kernel_rows(query),
         )
     return q, k, lse, options, choice.backend

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .cache import KVCache
+from .. import checks
+from ..cache.dense import KVCache
+from ..cache.paged import PagedKVCache
+from ..rotary import rotary_tables
+from .attend import attention, attention_varlen
 from .decode import decode_attention
-from .functional import attention, attention_varlen
-from .paged_cache import PagedKVCache
-from .rotary import rotary_tables
 
 # Any length, number of heads and batch size does: kernels are compiled for none of them.
 _B, _H, _T = 2, 2, 16

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.paged import OutOfPages
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
-from ..paged_cache import OutOfPages
 from ..quantization import Quantize
 from .paged import layers_of
 from .request import Request, choose_next, make_request

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
 from ..models.transfer import to_device
-from ..paged_cache import PagedKVCache
 
 
 class PagedRows:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import TransformerConfig, check_positive_int
+from .model_config import TransformerConfig, check_positive_int
 from .stack import TokenStack, check_targets, check_tokens, token_loss
 
 

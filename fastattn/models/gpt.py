@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..modules import LayerCache
-from ..paged_cache import PagedKVCache
+from ..cache.dense import KVCache
+from ..cache.paged import PagedKVCache
+from ..modules.self_attention import LayerCache
 from ..quantization import Quantize
-from .config import TransformerConfig, check_positive_int
+from .model_config import TransformerConfig, check_positive_int
 from .sampling import Sampling, check_finite
 from .stack import TokenStack, check_cache, check_targets, check_tokens, token_loss
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cross_attention import CrossGQAttention, ProjectedMemory
-from ..functional import attention
-from ..modules import GQAttention, LayerCache
-from .config import GATED, Activation, Norm, Order, TransformerConfig
-from .positions import RelativeContent, RelativeScalar, RelativeTransformerXL
+from ..functional.attend import attention
+from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
+from ..modules.self_attention import GQAttention, LayerCache
+from .model_config import GATED, Activation, Norm, Order, TransformerConfig
+from .position_schemes import RelativeContent, RelativeScalar, RelativeTransformerXL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Unpack
 
+    from ..functional.scoring import MaskArguments
     from ..rotary import RotaryTables
-    from ..scoring import MaskArguments
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -24,8 +24,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import checks
-from ..relative import RelativeTerms
-from .config import Table
+from ..modules.relative import RelativeTerms
+from .model_config import Table
 
 # Of tables and of u and v, as GPT-2's embeddings have it.
 _INIT_STD = 0.02

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..cross_attention import CrossGQAttention, ProjectedMemory
-from ..modules import LayerCache
-from .config import TransformerConfig, check_positive_int
+from ..cache.dense import KVCache
+from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
+from ..modules.self_attention import LayerCache
 from .layers import Block
+from .model_config import TransformerConfig, check_positive_int
 from .stack import TokenStack, check_cache, check_targets, check_tokens, token_loss
 
 

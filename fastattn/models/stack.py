@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..cross_attention import ProjectedMemory
-from ..modules import LayerCache
+from ..cache.dense import KVCache
+from ..modules.cross_attention import ProjectedMemory
+from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
-from .config import TransformerConfig
 from .layers import Block, make_block, make_norm
-from .positions import LearnedPositions, SinusoidalPositions
+from .model_config import TransformerConfig
+from .position_schemes import LearnedPositions, SinusoidalPositions
 
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.
 _INIT_STD = 0.02

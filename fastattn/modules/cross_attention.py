@@ -6,11 +6,11 @@ import torch
 from einops import repeat
 from torch import Tensor, nn
 
-from . import checks
-from .attention_layer import AttentionLayer, Scoring
-from .decode import decode_attention, view_of_tensors
-from .functional import attention
-from .scoring import additive_attention
+from .. import checks
+from ..functional.attend import attention
+from ..functional.decode import decode_attention, view_of_tensors
+from ..functional.scoring import additive_attention
+from .layer import AttentionLayer, Scoring
 
 
 class ProjectedMemory(NamedTuple):

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import checks, module_checks
-from .cache import KVCache
+from .. import checks
+from ..cache.dense import KVCache
+from . import checks as module_checks
 
 Scoring = Literal["scaled_dot", "dot", "multiplicative", "additive"]
 

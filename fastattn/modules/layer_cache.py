@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .module_checks import LayerCache
+from .checks import LayerCache
 
 # Rows of queries of a K/V head, up to which reading the cache is what a call costs.
 _FEW_ROWS = 64

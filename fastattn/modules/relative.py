@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import formula
-from .functional import attention
+from ..functional.attend import attention
+from ..torch_backend import formula
 
 
 class RelativeTerms(NamedTuple):
@@ -37,7 +37,7 @@ class RelativeTerms(NamedTuple):
 
 
 class RelativeScheme(Protocol):
-    """What `GQAttention` needs of its `relative`, a module; see `fastattn.models.positions`.
+    """What `GQAttention` needs of its `relative`, a module; see `fastattn.models.position_schemes`.
 
     Attributes:
         has_keys: its terms have keys, which the decode kernels do not take.

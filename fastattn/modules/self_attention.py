@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, module_checks
-from .attention_layer import AttentionLayer, Scoring
-from .decode import decode_attention
-from .functional import attention
+from .. import checks
+from ..functional.attend import attention
+from ..functional.decode import decode_attention
+from ..functional.scoring import additive_attention
+from ..options import Window
+from ..positions import alibi_slopes, t5_relative_bias
+from ..rotary import RotaryPositions, RotaryStyle, RotaryTables, apply_rotary, rotary_tables
+from . import checks as module_checks
+from .checks import LayerCache as LayerCache
+from .layer import AttentionLayer, Scoring
 from .layer_cache import append_and_read, decodes, rotates
-from .module_checks import LayerCache as LayerCache
-from .options import Window
-from .positions import alibi_slopes, t5_relative_bias
 from .relative import RelativeScheme, relative_terms, relative_values
-from .rotary import RotaryPositions, RotaryStyle, RotaryTables, apply_rotary, rotary_tables
-from .scoring import additive_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,9 +70,10 @@ class GQAttention(AttentionLayer):
             none. T5 itself shares one table among all layers, and has scale = 1.
         relative_max_distance: distances from here on share the last bucket; default 128.
         relative: a module of terms by relative position, such as those of
-            `fastattn.models.positions`; see `fastattn.relative`.
+            `fastattn.models.position_schemes`; see `fastattn.modules.relative`.
         scoring: of q and k: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q;
-            "additive", u^T tanh(q + k), of which qkv_proj holds the matrices (`fastattn.scoring`).
+            "additive", u^T tanh(q + k), of which qkv_proj holds the matrices
+            (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
         dropout: probability of zeroing an output element in training mode.
@@ -85,7 +87,7 @@ class GQAttention(AttentionLayer):
         out_proj.weight: [C, H_q D_v].
         relative_bias: [buckets, H_q], from 0.
         q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: where they are asked for;
-            see `fastattn.attention_layer.AttentionLayer`.
+            see `fastattn.modules.layer.AttentionLayer`.
 
     Raises:
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional.scoring import additive_attention
+from ..functional.statistics import attention_weights
+from ..rotary import RotaryTables
+from .checks import checked_tables
 from .cross_attention import CrossGQAttention, ProjectedMemory
-from .module_checks import checked_tables
-from .modules import GQAttention
 from .relative import relative_terms
-from .rotary import RotaryTables
-from .scoring import additive_attention
-from .statistics import attention_weights
+from .self_attention import GQAttention
 
 
 @torch.no_grad()

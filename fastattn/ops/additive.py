@@ -7,22 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import additive_formula, op_schema, ops
-from .options import Options
-from .second_order import gradients_with_graph
+from ..options import Options
+from ..torch_backend import additive as additive_formula
+from ..torch_backend.double_backward import gradients_with_graph
+from . import attention, schema
 
 
 @cache
 def _kernels() -> ModuleType:
-    ops._kernels()  # which repairs the interpreter, where there is one
-    from .kernels import additive
+    attention._kernels()  # which repairs the interpreter, where there is one
+    from ..kernels import additive
 
     return additive
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse; see `kernels.additive.launch_additive_forward`."""
-    with ops._device_of(q):
+    with attention._device_of(q):
         found: tuple[Tensor, Tensor] = _kernels().launch_additive_forward(q, k, v, u, options)
         return found
 
@@ -32,7 +33,7 @@ def _backward(
     lse: Tensor, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv and du, the last in fp32."""
-    with ops._device_of(q):
+    with attention._device_of(q):
         found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels().launch_additive_backward(
             do, dlse, q, k, v, u, o, lse, options
         )
@@ -40,8 +41,8 @@ def _backward(
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor u"
-additive_forward = op_schema.operator("additive_forward", _forward, _INPUTS, "(Tensor, Tensor)")
-additive_backward = op_schema.operator(
+additive_forward = schema.operator("additive_forward", _forward, _INPUTS, "(Tensor, Tensor)")
+additive_backward = schema.operator(
     "additive_backward",
     _backward,
     f"Tensor do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse",
@@ -53,20 +54,20 @@ additive_backward = op_schema.operator(
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, H_q, T_q, _D = q.shape
     lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
-    return ops._fake_in_layout(q, H_q, T_q, v.shape[3]), lse
+    return attention._fake_in_layout(q, H_q, T_q, v.shape[3]), lse
 
 
 @additive_backward.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (ops._fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
+    dq, dk, dv = (attention._fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
     return dq, dk, dv, u.new_empty(u.shape, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, u, *flat = inputs
-    options = op_schema.unflat(tuple(flat))
+    options = schema.unflat(tuple(flat))
     ctx.names = [
         name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
     ]
@@ -93,7 +94,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, du = additive_backward(do, dlse, q, k, v, u, o, lse, *op_schema.flat(options))
+    dq, dk, dv, du = additive_backward(do, dlse, q, k, v, u, o, lse, *schema.flat(options))
     return dq, dk, dv, du.to(u.dtype), *others
 
 
@@ -117,8 +118,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tupl
 
     q and k are projected; last dims are contiguous and whole multiples of 16 bytes; u is [H_q, D].
     """
-    options = ops._in_order(options)
-    found: tuple[Tensor, Tensor] = additive_forward(
-        q, k, v, u.contiguous(), *op_schema.flat(options)
-    )
+    options = attention._in_order(options)
+    found: tuple[Tensor, Tensor] = additive_forward(q, k, v, u.contiguous(), *schema.flat(options))
     return found

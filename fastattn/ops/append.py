@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, ops, torch_append
-from .cache_view import CacheView
-from .dispatch import ENVIRONMENT
-from .rotary import RotaryStyle
+from .. import checks
+from ..cache_view import CacheView
+from ..dispatch import ENVIRONMENT
+from ..rotary import RotaryStyle
+from ..torch_backend import append as torch_append
+from . import attention
 
 
 def append(
@@ -75,7 +77,7 @@ def append(
         view.counters, view.block_table, view.batch_index, cos, sin, view.keep_first,
         rotary_style == "interleaved", advance,
     )  # fmt: skip
-    turned = append_tokens(*arguments) if ops._may_be_traced(k) else _append(*arguments)
+    turned = append_tokens(*arguments) if attention._may_be_traced(k) else _append(*arguments)
     return None if q is None else turned
 
 
@@ -98,9 +100,9 @@ def serves(k: Tensor, backend: str | None) -> bool:
 
 
 def _why_not_kernel(k: Tensor) -> str | None:
-    if not ops.TRITON_INSTALLED:
+    if not attention.TRITON_INSTALLED:
         return "triton is not installed"
-    if k.is_cpu and not ops.interpreting():
+    if k.is_cpu and not attention.interpreting():
         return "k is on the CPU and TRITON_INTERPRET=1 is not set"
     if k.device.type not in ("cpu", "cuda"):
         return f"k is on {k.device.type}; kernels exist for CUDA and ROCm devices"
@@ -111,8 +113,8 @@ def _why_not_kernel(k: Tensor) -> str | None:
 
 @cache
 def _kernel() -> ModuleType:
-    ops._kernels()  # which repairs the interpreter, where there is one
-    from .kernels import append
+    attention._kernels()  # which repairs the interpreter, where there is one
+    from ..kernels import append
 
     return append
 
@@ -141,7 +143,7 @@ def _append(
     tensors = kernel.CacheTensors(
         k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
     )
-    with ops._device_of(k):
+    with attention._device_of(k):
         turned: Tensor | None = kernel.launch_append(
             q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
         )

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..options import Options
 from . import transforms
 from .gradients import DIFFERENTIABLE, Ways, as_batch, as_packed, gradients, needed_of, placed, save
-from .op_schema import flat, operator, unflat
-from .options import Options
+from .schema import flat, operator, unflat
 
 MAX_HEAD_DIM = 512
 # What fits the registers of a program without matrix units for fp32, or with those of AMD.
@@ -57,14 +57,14 @@ def why_not_hopper(
     """
     if not on_hopper(device or q.device):
         return "its kernels are written for GPUs of compute capability 9.0"
-    from .kernels.hopper.host import why_not_hopper
+    from ..kernels.hopper.host import why_not_hopper
 
     return why_not_hopper(q, k, v, options)
 
 
 def hopper_has_backward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether the kernels for Hopper serve the backward of a call whose forward they serve."""
-    from .kernels.hopper.host import why_not_hopper
+    from ..kernels.hopper.host import why_not_hopper
 
     return why_not_hopper(q, k, v, options, backward=True) is None
 
@@ -77,7 +77,7 @@ def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str |
     if torch.are_deterministic_algorithms_enabled():
         return "torch.use_deterministic_algorithms(True) rules it out"
     if hopper:
-        from .kernels.hopper import host
+        from ..kernels.hopper import host
 
         return host.why_not_one_pass(D, options)
     if options.relative_keys is not None:
@@ -88,8 +88,9 @@ def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str |
 @cache
 def _kernels() -> ModuleType:
     """What every call needs; a first call does not wait for the kernels of gradients."""
-    from . import kernels
-    from .kernels import arguments, config, forward, interpreter  # noqa: F401
+    from .. import kernels
+    from ..kernels import forward  # noqa: F401
+    from ..kernels.launch import arguments, interpreter, tiles  # noqa: F401
 
     if interpreting():
         interpreter.mend()
@@ -114,7 +115,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
     _kernels()
-    from .kernels.backward import launch_backward, launch_backward_one_pass
+    from ..kernels.backward import launch_backward, launch_backward_one_pass
 
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q.shape[3], options) is None
@@ -125,7 +126,7 @@ def _backward(
 
 def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`_forward` by the kernels for Hopper."""
-    from .kernels.hopper.forward import launch_hopper_forward
+    from ..kernels.hopper.forward import launch_hopper_forward
 
     with _device_of(q):
         return launch_hopper_forward(q, k, v, options)
@@ -137,7 +138,7 @@ def _hopper_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`_backward` by the kernels for Hopper, where they serve it."""
     _kernels()
-    from .kernels.hopper.backward import launch_hopper_backward
+    from ..kernels.hopper.backward import launch_hopper_backward
 
     if not hopper_has_backward(q, k, v, options):
         return _backward(do, dlse, q, k, v, o, lse, options)
@@ -153,7 +154,7 @@ def _backward_bias(
 ) -> Tensor:
     """The gradient of attn_bias, fp32 in its shape."""
     _kernels()
-    from .kernels.backward_bias import launch_backward_bias
+    from ..kernels.backward_bias import launch_backward_bias
 
     with _device_of(q):
         return launch_backward_bias(do, q, k, v, lse, delta, options)
@@ -164,7 +165,7 @@ def _backward_relative(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of relative_bias and relative_keys in fp32, empty where there is none."""
     _kernels()
-    from .kernels.backward_relative import launch_backward_relative
+    from ..kernels.backward_relative import launch_backward_relative
 
     with _device_of(q):
         return launch_backward_relative(do, q, k, v, lse, delta, options)
@@ -232,7 +233,7 @@ def _(
 
 
 def _fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
-    """The strides of `kernels.arguments.empty_in_layout`, which a fake may not import."""
+    """The strides of `kernels.launch.arguments.empty_in_layout`, which a fake may not import."""
     B = like.shape[0]
     if like.stride(1) < like.stride(2):
         return like.new_empty(B, rows, heads, cols).transpose(1, 2)

@@ -7,16 +7,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import checks, dispatch, op_schema, ops
-from .cache_view import CacheView
-from .options import Options
+from .. import checks, dispatch
+from ..cache_view import CacheView
+from ..options import Options
+from . import attention, schema
 
 
 @cache
 def _kernels() -> ModuleType:
-    ops._kernels()  # which repairs the interpreter, where there is one
-    from . import kernels
-    from .kernels import combine, decode  # noqa: F401
+    attention._kernels()  # which repairs the interpreter, where there is one
+    from .. import kernels
+    from ..kernels import combine, decode  # noqa: F401
 
     return kernels
 
@@ -42,14 +43,14 @@ def _decode(
     tensors = kernel.CacheTensors(
         k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned
     )
-    with ops._device_of(q):
+    with attention._device_of(q):
         o, lse = kernel.launch_decode(
             q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
         )
     return o, lse
 
 
-decode_forward = op_schema.operator(
+decode_forward = schema.operator(
     "decode_forward",
     _decode,
     "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
@@ -65,7 +66,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     elements = 16 // q.element_size()
     width = -(-v.shape[3] // elements) * elements
     lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
-    return ops._fake_in_layout(q, H_q, T_q, width), lse
+    return attention._fake_in_layout(q, H_q, T_q, width), lse
 
 
 def attend(
@@ -78,9 +79,9 @@ def attend(
         q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
         new_lengths, view.batch_index, view.keep_first, splits, invariant,
     )  # fmt: skip
-    options = ops._in_order(options)
-    if ops._may_be_traced(q):
-        o, lse = decode_forward(*arguments, *op_schema.flat(options))
+    options = attention._in_order(options)
+    if attention._may_be_traced(q):
+        o, lse = decode_forward(*arguments, *schema.flat(options))
     else:
         o, lse = _decode(*arguments, options)
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
@@ -105,9 +106,9 @@ def merges(o: Tensor, lse: Tensor, backend: str | None) -> bool:
 
 
 def _why_not_merge(o: Tensor, lse: Tensor) -> str | None:
-    if not ops.TRITON_INSTALLED:
+    if not attention.TRITON_INSTALLED:
         return "triton is not installed"
-    if o.is_cpu and not ops.interpreting():
+    if o.is_cpu and not attention.interpreting():
         return "o1 is on the CPU and TRITON_INTERPRET=1 is not set"
     if o.device.type not in ("cpu", "cuda"):
         return f"o1 is on {o.device.type}; kernels exist for CUDA and ROCm devices"
@@ -118,7 +119,7 @@ def _why_not_merge(o: Tensor, lse: Tensor) -> str | None:
 
 def _merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse; see `kernels.combine.launch_merge`."""
-    with ops._device_of(o1):
+    with attention._device_of(o1):
         o, lse = _kernels().combine.launch_merge(o1, lse1, o2, lse2)
     return o, lse
 
@@ -133,7 +134,7 @@ def _(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tenso
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """o and lse of two parts, by the op where something traces, else by the kernel itself."""
-    if ops._may_be_traced(o1):
+    if attention._may_be_traced(o1):
         o, lse = merge_forward(o1, lse1, o2, lse2)
         return o, lse
     return _merge(o1, lse1, o2, lse2)

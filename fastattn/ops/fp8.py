@@ -4,8 +4,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from . import op_schema, ops
-from .options import Options
+from ..options import Options
+from . import attention
+from . import schema as op_schema
 
 
 def why_not_hopper(
@@ -15,17 +16,17 @@ def why_not_hopper(
 
     q, k, v: tensors of the call's shapes on its device, of any dtype.
     """
-    if not ops.TRITON_INSTALLED:
+    if not attention.TRITON_INSTALLED:
         return "triton is not installed"
-    if not ops.on_hopper(q.device):
+    if not attention.on_hopper(q.device):
         return "its kernels are written for GPUs of compute capability 9.0"
-    from .kernels.hopper.host import why_not_hopper_fp8
+    from ..kernels.hopper.host import why_not_hopper_fp8
 
     return why_not_hopper_fp8(q, k, v, options, dtype)
 
 
 def pack_by_torch(v: Tensor) -> Tensor:
-    """What `kernels.values.launch_pack_values` does, for tensors that no kernel reads."""
+    """What `kernels.fp8_values.launch_pack_values` does, for tensors that no kernel reads."""
     padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -v.shape[2] % 16))
     packed = rearrange(
         padded, "b h (n half four two) d -> b h d (n four half two)", half=2, four=4, two=2
@@ -34,12 +35,12 @@ def pack_by_torch(v: Tensor) -> Tensor:
 
 
 def _pack(v: Tensor) -> Tensor:
-    if not (v.is_cuda or ops.interpreting()):
+    if not (v.is_cuda or attention.interpreting()):
         return pack_by_torch(v)
-    ops._kernels()  # which repairs the interpreter, where there is one
-    from .kernels.values import launch_pack_values
+    attention._kernels()  # which repairs the interpreter, where there is one
+    from ..kernels.fp8_values import launch_pack_values
 
-    with ops._device_of(v):
+    with attention._device_of(v):
         return launch_pack_values(v)
 
 
@@ -55,10 +56,10 @@ def _(v: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
-    ops._kernels()
-    from .kernels.head_codes import launch_head_codes
+    attention._kernels()
+    from ..kernels.fp8_quantize import launch_head_codes
 
-    with ops._device_of(x):
+    with attention._device_of(x):
         return launch_head_codes(x, lengths, packed)
 
 
@@ -76,21 +77,21 @@ def _(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(B, H, dtype=torch.float32)
     if packed:
         return x.new_empty(B, H, D, -(-T // 16) * 16, dtype=torch.float8_e4m3fn), scale
-    return ops._fake_in_layout(x, H, T, D).to(torch.float8_e4m3fn), scale
+    return attention._fake_in_layout(x, H, T, D).to(torch.float8_e4m3fn), scale
 
 
 def has_kernel(x: Tensor) -> bool:
     """Whether `quantize` serves x [B, H, T, D] on its GPU."""
     narrow = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    fits = x.shape[3] % 16 == 0 and x.shape[3] <= ops.MAX_HEAD_DIM and x.numel() > 0
-    return ops.TRITON_INSTALLED and x.is_cuda and narrow and fits
+    fits = x.shape[3] % 16 == 0 and x.shape[3] <= attention.MAX_HEAD_DIM and x.numel() > 0
+    return attention.TRITON_INSTALLED and x.is_cuda and narrow and fits
 
 
 def quantize(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.head_codes`."""
+    """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.fp8_quantize`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     lengths = None if lengths is None else lengths.contiguous()
-    traced = ops._may_be_traced(x)
+    traced = attention._may_be_traced(x)
     codes, scale = (quantize_heads if traced else _quantize)(x, lengths, packed)
     return codes, scale
 
@@ -100,10 +101,10 @@ def _forward(
     dtype: torch.dtype, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse; see `kernels.hopper.forward.launch_hopper_forward_fp8`."""
-    from .kernels.hopper.forward import launch_hopper_forward_fp8
+    from ..kernels.hopper.forward import launch_hopper_forward_fp8
 
     scales = (q_scale, k_scale, v_scale)
-    with ops._device_of(q):
+    with attention._device_of(q):
         return launch_hopper_forward_fp8(q, k, values, scales, dtype, options)
 
 
@@ -122,14 +123,14 @@ def _(
     dtype: torch.dtype, *_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H_q, T_q, D = q.shape
-    o = ops._fake_in_layout(q, H_q, T_q, D)
+    o = attention._fake_in_layout(q, H_q, T_q, D)
     return o.to(dtype), q.new_empty(B, H_q, T_q, dtype=torch.float32)
 
 
 def pack(v: Tensor) -> Tensor:
-    """v [B, H, T, D] e4m3, D 64, 128 or 256, with its keys contiguous; see `kernels.values`."""
+    """v [B, H, T, D] e4m3, D 64, 128 or 256, with its keys contiguous; see `kernels.fp8_values`."""
     v = v if v.stride(-1) == 1 else v.contiguous()
-    packed: Tensor = pack_values(v) if ops._may_be_traced(v) else _pack(v)
+    packed: Tensor = pack_values(v) if attention._may_be_traced(v) else _pack(v)
     return packed
 
 
@@ -143,8 +144,8 @@ def attend(
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_scale, k_scale, v_scale = (x.contiguous() for x in scales)
-    options = ops._in_order(options)
-    if ops._may_be_traced(q):
+    options = attention._in_order(options)
+    if attention._may_be_traced(q):
         flat = op_schema.flat(options)
         o, lse = hopper_forward_fp8(q, k, values, q_scale, k_scale, v_scale, dtype, *flat)
         return o, lse

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import formula
-from .options import Options
-from .second_order import gradients_with_graph
+from ..options import Options
+from ..torch_backend import formula
+from ..torch_backend.double_backward import gradients_with_graph
 
 DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
 

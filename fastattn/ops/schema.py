@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from . import functions
-from .options import MAX_MOD_TENSORS, Options
+from .. import block_mask
+from ..options import MAX_MOD_TENSORS, Options
 
 _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
@@ -44,7 +44,7 @@ def flat(options: Options) -> _Flat:
         *mods,
         *(None,) * (MAX_MOD_TENSORS - len(mods)),
         *options[_MOD_PLACE + 1 : -3],
-        *(functions.name_of(mod) for mod in options[-3:]),
+        *(block_mask.name_of(mod) for mod in options[-3:]),
     )
 
 
@@ -56,7 +56,7 @@ def unflat(flat: _Flat) -> Options:
         tuple(x for x in mods if x is not None),
         *flat[_MOD_PLACE + MAX_MOD_TENSORS : -3],
     )
-    return Options(*fields, *map(functions.named, flat[-3:]))
+    return Options(*fields, *map(block_mask.named, flat[-3:]))
 
 
 def operator(name: str, function: Callable[..., Any], tensors: str, returns: str) -> Any:

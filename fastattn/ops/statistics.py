@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import formula, op_schema, ops
-from .options import Options
-from .row_chunks import chunks
+from ..options import Options
+from ..torch_backend import formula
+from ..torch_backend.query_chunks import chunks
+from . import attention, schema
 
 # Scores that the formula holds at once: 256 MiB in fp32.
 _SCORES = 2**26
@@ -20,8 +21,8 @@ _SCORES = 2**26
 
 @cache
 def _kernels() -> ModuleType:
-    ops._kernels()  # which repairs the interpreter, where there is one
-    from .kernels import statistics
+    attention._kernels()  # which repairs the interpreter, where there is one
+    from ..kernels import statistics
 
     return statistics
 
@@ -29,7 +30,7 @@ def _kernels() -> ModuleType:
 def _statistics(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with ops._device_of(q):
+    with attention._device_of(q):
         if lse is None:
             lse = _kernels().launch_lse(q, k, options)
         entropy, largest, positions = _kernels().launch_row_statistics(q, k, lse, options, top)
@@ -37,7 +38,7 @@ def _statistics(
 
 
 def _weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
-    with ops._device_of(q):
+    with attention._device_of(q):
         if lse is None:
             lse = _kernels().launch_lse(q, k, options)
         found: Tensor = _kernels().launch_weights(q, k, lse, options)
@@ -45,10 +46,10 @@ def _weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tens
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor? lse"
-attention_statistics = op_schema.operator(
+attention_statistics = schema.operator(
     "attention_statistics", _statistics, f"{_INPUTS}, int top", "(Tensor, Tensor, Tensor, Tensor)"
 )
-attention_weights = op_schema.operator("attention_weights", _weights, _INPUTS, "Tensor")
+attention_weights = schema.operator("attention_weights", _weights, _INPUTS, "Tensor")
 
 
 @attention_statistics.register_fake
@@ -74,9 +75,9 @@ def statistics(
 
     Last dims are contiguous and whole multiples of 16 bytes; lse is fp32 and contiguous.
     """
-    options = ops._in_order(options)
-    if ops._may_be_traced(q):
-        found: tuple[Tensor, ...] = attention_statistics(q, k, lse, top, *op_schema.flat(options))
+    options = attention._in_order(options)
+    if attention._may_be_traced(q):
+        found: tuple[Tensor, ...] = attention_statistics(q, k, lse, top, *schema.flat(options))
         entropy, received, largest, positions = found
         return entropy, received, largest, positions
     return _statistics(q, k, lse, top, options)
@@ -84,9 +85,9 @@ def statistics(
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
     """All weights, fp32 [B, H_q, T_q, T_k], from the kernels; arguments as for `statistics`."""
-    options = ops._in_order(options)
-    if ops._may_be_traced(q):
-        traced: Tensor = attention_weights(q, k, lse, *op_schema.flat(options))
+    options = attention._in_order(options)
+    if attention._may_be_traced(q):
+        traced: Tensor = attention_weights(q, k, lse, *schema.flat(options))
         return traced
     return _weights(q, k, lse, options)
 

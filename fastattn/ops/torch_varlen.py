@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, torch_backend
+from ..options import Options
+from ..torch_backend import attend as torch_backend
+from . import attention
 from .gradients import (
     as_batch,
     as_packed,
@@ -21,8 +23,7 @@ from .gradients import (
     replaced,
     saved,
 )
-from .op_schema import flat, operator, unflat
-from .options import Options
+from .schema import flat, operator, unflat
 
 
 def serves(options: Options) -> bool:
@@ -141,4 +142,6 @@ def _gradients(
 
 
 for _operator, _has_lse in ((varlen_forward, False), (varlen_forward_lse, True)):
-    _operator.register_autograd(partial(_gradients, _has_lse), setup_context=ops.setup_context)
+    _operator.register_autograd(
+        partial(_gradients, _has_lse), setup_context=attention.setup_context
+    )

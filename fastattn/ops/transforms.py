@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..options import Options
+from ..torch_backend.double_backward import gradients_with_graph
 from .gradients import (
     DIFFERENTIABLE,
     Ways,
@@ -23,9 +25,7 @@ from .gradients import (
     save,
     saved,
 )
-from .op_schema import flat, unflat
-from .options import Options
-from .second_order import gradients_with_graph
+from .schema import flat, unflat
 
 _Dims: TypeAlias = tuple[int | None, ...]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..cache import KVCache
+from ..cache.dense import KVCache
+from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
-from ..decode import decode_attention
-from ..paged_cache import PagedKVCache
+from ..functional.decode import decode_attention
 from ..quantization import quantize_rows
 from .budget import assert_within_budget
 from .orders import worst_naive

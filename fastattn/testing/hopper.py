@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from .. import ops
 from ..kernels.hopper import backward, forward
+from ..ops import attention as ops
 from .compare import assert_matches_reference
 from .gluon_emulator import Emulated
 from .inputs import make_qkv

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from ..modules import CausalGQAttention
+from ..modules.self_attention import CausalGQAttention
 from .budget import assert_within_budget
 from .orders import worst_naive
 

@@ -80,7 +80,7 @@ def decoder_config(name: str) -> Any:
 
 def build(auto: Any, config: Any, device: str) -> Any:
     """A model in eval mode, in fp32, by one of transformers' Auto classes; the same in each run."""
-    from ..compat.transformers import register
+    from ..compat.transformers.attend import register
 
     register()
     torch.manual_seed(0)

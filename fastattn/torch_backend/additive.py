@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..options import Options
 from . import formula
-from .options import Options
-from .row_chunks import chunks
+from .query_chunks import chunks
 
 # Numbers of tanh that are held at once: 64 MiB in fp32.
 _HIDDEN = 2**24

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache_view import CacheView, as_bytes
-from .quantization import quantize_rows
-from .rotary import RotaryStyle, apply_rotary
+from ..cache_view import CacheView, as_bytes
+from ..quantization import quantize_rows
+from ..rotary import RotaryStyle, apply_rotary
 
 # Index of pages and slots in [P, S, H_k, width].
 _Place = tuple[Any, Any]

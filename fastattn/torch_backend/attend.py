@@ -15,9 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # By name: it stays torch's own where the attribute of torch's module is patched.
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import formula, ops, symbols
-from .options import Options
-from .second_order import gradients_with_graph
+from .. import symbols
+from ..ops import attention as ops
+from ..options import Options
+from . import formula
+from .double_backward import gradients_with_graph
 
 
 def attention(

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from . import torch_backend
-from .cache_view import CacheView, as_bytes
-from .options import Options
-from .quantization import dequantize_rows
+from ..cache_view import CacheView, as_bytes
+from ..options import Options
+from ..quantization import dequantize_rows
+from . import attend as torch_backend
 
 
 def attend(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from . import checks, dropout, torch_language
-from .options import FARTHEST, Options
+from .. import checks
+from ..options import FARTHEST, Options
+from . import dropout, triton_language
 
 
 def attention(
@@ -107,7 +108,7 @@ def _scores(
             # What it does with keys that are not seen, such as the log of 0, must not reach back.
             x = torch.where(keep, x, 0.0)
         places = _places(options, B, H_q, T_q, T_k, q.device, first_row)
-        x = torch_language.score_mod(options.score_mod, x, places, options.mod_tensors)
+        x = triton_language.score_mod(options.score_mod, x, places, options.mod_tensors)
     return x
 
 
@@ -156,7 +157,7 @@ def visible(
         parts.append(same[:, None])
     if options.mask_mod is not None:
         places = _places(options, B, H_q, T_q, T_k, device, first_row)
-        parts.append(torch_language.mask_mod(options.mask_mod, places, options.mod_tensors))
+        parts.append(triton_language.mask_mod(options.mask_mod, places, options.mod_tensors))
     keep = None
     for part in parts:
         if part is not None:
@@ -246,7 +247,7 @@ def _table_index(
 
 def _places(
     options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
-) -> torch_language.Places:
+) -> triton_language.Places:
     """b, h, q_pos and k_pos as the user's functions get them: int32."""
     b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
     h = torch.arange(H_q, dtype=torch.int32, device=device)

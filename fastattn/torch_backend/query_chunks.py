@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .options import Options
+from ..options import Options
 
 
 def chunks(

@@ -14,7 +14,7 @@ from ..models.encoder import EncoderConfig, MaskedLM, Tagger
 from ..models.gpt import GPT, GPTConfig
 from ..models.seq2seq import Seq2Seq, Seq2SeqConfig
 from .checkpoint import Checkpoint, CheckpointError, check_build, load_checkpoint, restore_model
-from .tokenizer_base import Tokenizer
+from .tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True)

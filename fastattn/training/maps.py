@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cross_attention import CrossGQAttention
-from ..layer_weights import cross_attention_weights, self_attention_weights
-from ..modules import GQAttention
-from .data import DataError
+from ..modules.cross_attention import CrossGQAttention
+from ..modules.self_attention import GQAttention
+from ..modules.weights import cross_attention_weights, self_attention_weights
+from .data.tagged_text import split_words
+from .data.text import DataError
 from .extras import import_extra
 from .kinds import Trained
-from .tagged_text import split_words
-from .tagging import cut_rows
-from .tokenizer_base import Tokenizer
-from .translation import encode_sources, encode_targets, greedy_tokens
+from .tasks.tagging import cut_rows
+from .tasks.translation import encode_sources, encode_targets, greedy_tokens
+from .tokenizers.base import Tokenizer
 
 _LABELLED = 48  # tokens up to which a picture names them
 _INCHES = 2.2  # a head's square

@@ -11,7 +11,7 @@ from torch import nn
 from ..models.encoder import EncoderConfig, MaskedLM, Tagger
 from .checkpoint import CheckpointError
 from .kinds import load_trained
-from .tokenizer_base import Tokenizer
+from .tokenizers.base import Tokenizer
 
 # What may differ from the earlier run: none of it changes the encoder's parameters.
 _OWN_FIELDS = {"dropout", "attention_dropout", "label_smoothing"}

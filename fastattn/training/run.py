@@ -12,12 +12,7 @@ import torch
 
 from ..models.fields import from_fields
 from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
-from .config import TrainConfig, resolve_device
-from .kinds import KINDS, Kind, config_of, kind_of
-from .metrics import CURVE_FILE, METRICS_FILE
-from .pretrained import Pretrained
-from .progress import ProgressBar
-from .sources import (
+from .data.sources import (
     DataConfig,
     MaskedDataConfig,
     PairDataConfig,
@@ -27,6 +22,11 @@ from .sources import (
     TaggedSource,
     TextSource,
 )
+from .kinds import KINDS, Kind, config_of, kind_of
+from .metrics import CURVE_FILE, METRICS_FILE
+from .pretrained import Pretrained
+from .progress import ProgressBar
+from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
 
 # What may differ when a run is continued: none of it changes what is computed from which numbers.

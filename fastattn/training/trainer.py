@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
-from .config import TrainConfig
-from .data import TextDataset
+from .data.text import TextDataset
 from .metrics import CURVE_FILE, append_metrics, draw_loss_curve, read_metrics, truncate_metrics
 from .progress import Progress, SilentProgress
-from .tasks import Batch, LanguageTask, Task
-from .tokenizer_base import Tokenizer
+from .tasks.task import Batch, LanguageTask, Task
+from .tokenizers.base import Tokenizer
+from .train_config import TrainConfig
 
 
 class TrainingError(FloatingPointError):

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..arguments import aligned, empty_in_layout, kernel_mask, kernel_score, strides, tiles_of
 from ..backward_atomic import launch_finish_dq, launch_start_dq
+from ..launch.arguments import (
+    aligned,
+    empty_in_layout,
+    kernel_mask,
+    kernel_score,
+    strides,
+    tiles_of,
+)
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
-from .config import backward_config
 from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
 from .pipeline import ROWS
+from .tile_table import backward_config
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..mask import full_block, masked_block
-from ..score import gradient, modified
-from ..softmax import weights
+from ..rules.mask import full_block, masked_block
+from ..rules.score import gradient, modified
+from ..rules.softmax import weights
 from .band import block_number, sees
 from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
 from .pipeline import (
@@ -35,7 +35,7 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .tiles import key_tile, number_of_tiles
+from .schedule import key_tile, number_of_tiles
 
 
 @gluon.jit

@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..mask import full_block, masked_block
-from ..number import value
-from ..score import gradient, modified
-from ..softmax import weights
+from ..rules.integers import value
+from ..rules.mask import full_block, masked_block
+from ..rules.score import gradient, modified
+from ..rules.softmax import weights
 from .band import block_number, sees
 from .pipeline import (
     ROWS,
@@ -33,7 +33,7 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .tiles import number_of_tiles, query_tile
+from .schedule import number_of_tiles, query_tile
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The mask of `kernels.mask` as the Hopper kernels take it: a tile's plan of blocks, and its rule.
+"""The mask of `kernels.rules.mask` for the Hopper kernels: a tile's plan of blocks, and its rule.
 
 Boundary blocks come first: those are masked, and the loop over the full blocks that follows holds
 no mask at all.
@@ -7,7 +7,7 @@ no mask at all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..mask import full_block, key_plan, masked_block, query_plan, visible
+from ..rules.mask import full_block, key_plan, masked_block, query_plan, visible
 
 # Farther than any side of a band (2^29 at most) from any position, and not too far for int32.
 _OUT_OF_SIGHT = gl.constexpr(3 << 29)

@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..arguments import empty_in_layout, kernel_mask, kernel_score, tiles_of
-from ..score import Score, first_state, modified
-from ..softmax import finish, online_step
+from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score, tiles_of
+from ..rules.score import Score, first_state, modified
+from ..rules.softmax import finish, online_step
 from .band import block_number, sees
-from .config import HopperConfig, forward_config, fp8_config
 from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
 from .pipeline import (
     ROWS,
@@ -42,7 +41,8 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .tiles import number_of_tiles, query_tile
+from .schedule import number_of_tiles, query_tile
+from .tile_table import HopperConfig, forward_config, fp8_config
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -306,7 +306,7 @@ def hopper_forward_kernel(
 
     o_rows: o and its strides where it holds packed sequences, else (None, None); see `send`.
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
-    v as `kernels.values` packs it.
+    v as `kernels.fp8_values` packs it.
     """
     # Dimensions of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if CONSUMERS == 3 else CONSUMERS
@@ -369,7 +369,7 @@ def launch_hopper_forward_fp8(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`launch_hopper_forward` of e4m3 numbers, o in `dtype`: bfloat16 or float16.
 
-    values: v as `kernels.values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
+    values: v as `kernels.fp8_values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
     [B, H_k], fp32 and contiguous.
     """
     _, H_q, T_q, D = q.shape

@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..arguments import aligned, strides
-from ..descriptor import tma_strides
-from .config import BACKWARD_HEAD_DIMS, HEAD_DIMS
+from ..launch.arguments import aligned, strides
+from ..launch.descriptors import tma_strides
+from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..quantize import key_at
-from ..tile import head
+from ..rules.quantize import key_at
+from ..rules.tile import head
 from .gluon_names import async_load, async_store
 
 ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction

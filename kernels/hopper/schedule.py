@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..mask import batch_row, memory_rows
-from ..number import value
-from ..tile import sequence_of
+from ..rules.integers import value
+from ..rules.mask import batch_row, memory_rows
+from ..rules.tile import sequence_of
 from .band import plan_of_keys, plan_of_queries
 
 
@@ -54,8 +54,8 @@ def locate(number, order, LAST_FIRST: gl.constexpr):
 def _of_head(i, order, H, cu_ptr, mask, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
     """(tile, b, h) of this program's i-th tile, of H heads a batch row.
 
-    Packed sequences are slots of TILE rows (`kernels.tile.sequence_of`), some of which lie past the
-    end of their sequence.
+    Packed sequences are slots of TILE rows (`kernels.rules.tile.sequence_of`), some of which lie
+    past the end of their sequence.
     """
     tile, head = locate(tile_number(i), order, LAST_FIRST)
     b = head // H

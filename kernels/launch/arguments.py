@@ -8,12 +8,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import config
-from .config import TileConfig
-from .mask import Mask
-from .number import number
-from .padding import launch_padding_extents
-from .score import Score
+from ..rules.integers import number
+from ..rules.mask import Mask
+from ..rules.score import Score
+from . import tiles
+from .key_extents import launch_padding_extents
+from .tiles import TileConfig
 
 if TYPE_CHECKING:
     # Its fields are all that launchers ask for; at run time this package knows nothing above it.
@@ -86,15 +86,15 @@ def tile_for(
     calls: what the kernel takes as many registers as, where the options take no more.
     """
     if options.relative_keys is not None:
-        return config.lookup("relative", q.element_size(), max(dims))
+        return tiles.lookup("relative", q.element_size(), max(dims))
     o = options
     pieces = (o.stride, o.attn_mask, o.attn_bias, o.relative_bias, o.mask_mod, o.score_mod)
     masks = (o.left, o.key_padding_mask, o.prefix_lengths, o.q_documents, o.softcap, o.alibi_slopes)
     if o.dropout or any(x is not None for x in pieces):
-        return config.lookup(kernel, q.element_size(), max(dims), "heavy")
+        return tiles.lookup(kernel, q.element_size(), max(dims), "heavy")
     if o.keep_first or any(x is not None for x in masks):
         calls = "masked"
-    return config.lookup(kernel, q.element_size(), max(dims), calls)
+    return tiles.lookup(kernel, q.element_size(), max(dims), calls)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rules.integers import number
+from ..rules.mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
 from .arguments import kernel_mask
-from .config import TileConfig
-from .mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
-from .number import number
+from .tiles import TileConfig
 
 if TYPE_CHECKING:
     from fastattn.options import Options

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import config
+from . import tiles
 from .arguments import dot_precision
-from .config import TileConfig
-from .descriptor import descriptor_like, descriptor_of
+from .descriptors import descriptor_like, descriptor_of
+from .tiles import TileConfig
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -103,7 +103,7 @@ def launch_for(
     q = tensors[0]
     assert q is not None
     key = (
-        plan, options, config.place(), q.dtype, dot_precision(q.dtype),
+        plan, options, tiles.place(), q.dtype, dot_precision(q.dtype),
         *[None if x is None else (x.shape, x.stride()) for x in tensors],
     )  # fmt: skip
     launch = _known.get(key)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .number import value
+from .integers import value
 
 
 class Mask(NamedTuple):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .number import number, value
+from .integers import number, value
 from .tile import load_at, load_tile
 
 

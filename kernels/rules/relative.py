@@ -10,7 +10,7 @@ which needs lengths that tiles do not have).
 import triton
 import triton.language as tl
 
-from .number import value
+from .integers import value
 from .product import rows_by_rows
 from .score import shift_of
 from .tile import head, load_tile

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .integers import value
 from .mask import elements
-from .number import value
 from .softmax import LOG2E
 
 

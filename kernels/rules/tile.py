@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from .number import value
+from .integers import value
 
 
 @triton.jit

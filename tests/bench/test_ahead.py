@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import triton
 
-from fastattn import known_calls
 from fastattn.bench import ahead, cases
 from fastattn.bench.ahead import Ahead
 from fastattn.bench.implementations import IMPLEMENTATIONS, ONE_PASS, OURS
 from fastattn.bench.jobs import Job, gpu_jobs
-from fastattn.kernels import forward, plan
-from fastattn.testing.cross_compile import compiling_for
+from fastattn.functional import call_memo
+from fastattn.kernels import forward
+from fastattn.kernels.launch import launches
+from fastattn.testing.compiling.cross_compile import compiling_for
 
 FIRST = cases.sweep("forward", 64, 4096, causal=True)
 
@@ -90,8 +91,8 @@ def cache_hits() -> list[tuple[str, bool]]:
         with compiling_for("sm_90"):
             for case in (ahead.small(FIRST), replace(FIRST, B=4, T_q=16384, T_k=16384)):
                 forward.attention_forward_kernel.device_caches.clear()
-                known_calls.forget()
-                plan.forget()
+                call_memo.forget()
+                launches.forget()
                 triton.knobs.compilation.listener = note
                 try:
                     ahead.launch(case, ours.name)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastattn import attention as attend
-from fastattn import ops, reference
+from fastattn import reference
 from fastattn.bench import attention, correctness
 from fastattn.bench.attention import Bench, prepare, run_case
 from fastattn.bench.cases import Case, gpu_cases
@@ -24,6 +24,7 @@ from fastattn.bench.inputs import make_inputs
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.serving import Implementation, Unserved
 from fastattn.kernels import backward
+from fastattn.ops import attention as ops
 
 CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
 BACKWARD = replace(CASE, family="backward", direction="forward_backward")

@@ -12,7 +12,7 @@ import torch
 from fastattn.bench.cases import FAMILIES, cpu_cases
 from fastattn.bench.implementations import side_by_side
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def run_bench(*arguments):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastattn import fp8_ops, ops
 from fastattn.bench.attention import prepare
 from fastattn.bench.cases import Case
 from fastattn.bench.correctness import expect
 from fastattn.bench.eight_bits import EIGHT_BITS
 from fastattn.bench.inputs import make_inputs
 from fastattn.kernels.hopper import forward
+from fastattn.ops import attention, fp8
 from fastattn.testing.gluon_emulator import Emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bflo
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Emulated(forward.hopper_forward_kernel)
     monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
 
 
 def test_both_are_measured():
@@ -33,7 +33,7 @@ def test_both_are_measured():
 @pytest.mark.parametrize("found", EIGHT_BITS, ids=lambda found: found.name)
 def test_says_what_it_does_not_serve(found, monkeypatch):
     assert "compute capability 9.0" in found.serves(CASE)
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
     assert found.serves(CASE) is None
     assert "no backward" in found.serves(replace(CASE, direction="forward_backward"))
     assert "decoding" in found.serves(replace(CASE, family="decode"))
@@ -57,8 +57,8 @@ def test_passes_its_check(found, case, emulated):
 
 def test_what_is_packed_is_not_packed_in_the_timer(emulated, monkeypatch):
     packed = []
-    pack = fp8_ops.pack
-    monkeypatch.setattr(fp8_ops, "pack", lambda v: packed.append(1) or pack(v))
+    pack = fp8.pack
+    monkeypatch.setattr(fp8, "pack", lambda v: packed.append(1) or pack(v))
     inputs = make_inputs(CASE)
     for found, passes in zip(EIGHT_BITS, (1, 0), strict=True):
         work, _ = prepare(found, CASE, inputs, expect(CASE, inputs))
@@ -69,14 +69,14 @@ def test_what_is_packed_is_not_packed_in_the_timer(emulated, monkeypatch):
 
 @pytest.mark.parametrize("head", [(0, 0), (1, 3)])
 def test_the_check_finds_a_wrong_head(head, emulated, monkeypatch):
-    attend = fp8_ops.attend
+    attend = fp8.attend
 
     def wrong(*arguments):
         o, lse = attend(*arguments)
         o[head] *= 1.2
         return o, lse
 
-    monkeypatch.setattr(fp8_ops, "attend", wrong)
+    monkeypatch.setattr(fp8, "attend", wrong)
     inputs = make_inputs(CASE)
     with pytest.raises(AssertionError, match="o: error"):
         prepare(EIGHT_BITS[0], CASE, inputs, expect(CASE, inputs))

@@ -13,7 +13,7 @@ import torch
 from fastattn.bench import full_run, numeric_tests, outcomes
 from fastattn.bench.report import Report
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Clock:
@@ -142,12 +142,12 @@ def test_a_line_that_a_kill_has_cut_is_no_outcome(tmp_path):
 
 def test_the_tests_that_are_run_exist_and_compile_for_no_other_gpu():
     for name in numeric_tests.FILES:
-        tree = ast.parse((CHECKOUT / "tests" / f"test_{name}.py").read_text(encoding="utf-8"))
+        tree = ast.parse((CHECKOUT / "tests" / name).read_text(encoding="utf-8"))
         arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         assert "compile_pool" not in arguments
     command = numeric_tests.command(CHECKOUT)
-    files = [Path(word).stem.removeprefix("test_") for word in command if word.endswith(".py")]
-    assert tuple(files) == numeric_tests.FILES
+    files = [Path(word) for word in command if word.endswith(".py")]
+    assert files == [CHECKOUT / "tests" / name for name in numeric_tests.FILES]
 
 
 def test_a_run_leaves_a_report_whatever_was_left_out(tmp_path):

@@ -10,7 +10,7 @@ from fastattn.models.gpt import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 RECORD = json.loads((CHECKOUT / "docs" / "recorded" / "layers.json").read_text(encoding="utf-8"))
 
 

@@ -13,7 +13,7 @@ from fastattn.bench import cases, facts, plots, results_page
 from fastattn.bench.figures import figures
 from fastattn.bench.report import Report, markdown
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = CHECKOUT / "bench" / "results_table.py"
 
 

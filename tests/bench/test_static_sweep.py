@@ -9,10 +9,10 @@ import pytest
 from fastattn.bench import static_sweep
 from fastattn.bench.candidates import Compilation, Place
 from fastattn.bench.static_sweep import Survivor, loop_cycles, named_places, pareto, survivor
-from fastattn.kernels import config
-from fastattn.kernels.config import TileConfig
-from fastattn.testing.cross_compile import CompiledFacts
-from fastattn.testing.sass import Loop
+from fastattn.kernels.launch import tiles as config
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.testing.compiling.cross_compile import CompiledFacts
+from fastattn.testing.compiling.sass import Loop
 
 PLACE = Place("forward", 2, 64)
 TILE = TileConfig(128, 64, 8, 2)
@@ -127,7 +127,7 @@ def test_places_are_named() -> None:
 def test_the_tool_sweeps_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(__file__).resolve().parents[1] / "bench" / "tune.py"
+    path = Path(__file__).resolve().parents[2] / "bench" / "tune.py"
     spec = importlib.util.spec_from_file_location("tune", path)
     assert spec is not None and spec.loader is not None
     tune = importlib.util.module_from_spec(spec)

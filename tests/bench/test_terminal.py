@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastattn.bench.terminal import Row, estimate, table
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def test_implementations_are_listed_by_case_beside_the_best_peer():

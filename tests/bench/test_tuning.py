@@ -8,7 +8,6 @@ from importlib import resources
 
 import pytest
 
-from fastattn import known_calls
 from fastattn.bench import tuning
 from fastattn.bench.attention import Bench
 from fastattn.bench.candidates import BY_KEYS
@@ -16,9 +15,11 @@ from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.static_sweep import survivor
 from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
-from fastattn.kernels import config, plan
-from fastattn.kernels.config import TileConfig
-from fastattn.testing.compile_pool import CompilePool
+from fastattn.functional import call_memo
+from fastattn.kernels.launch import launches
+from fastattn.kernels.launch import tiles as config
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.testing.compiling.compile_pool import CompilePool
 
 H200_SHARED = 227 * 1024
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
@@ -139,8 +140,8 @@ class FakeTimer(HostTimer):
             return tiles[-1][1]
 
         def start():
-            known_calls.forget()
-            plan.forget()
+            call_memo.forget()
+            launches.forget()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(config, "lookup", remember)
                 function()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastattn import OutOfPages, PagedKVCache
-from fastattn.page_table import OutOfRows
+from fastattn.cache.page_allocator import OutOfRows
 from fastattn.quantization import dequantize_rows, quantize_rows
 
 H, D, D_V = 2, 3, 2
@@ -267,7 +267,7 @@ def test_reserve_and_advance_keep_the_books_of_an_append_that_others_make():
     cache.reserve([row], 4)
     x = torch.ones(1, H, 4, D)
     k, v, view = x, x[..., :D_V], cache.view([row])
-    from fastattn import cache_ops
+    from fastattn.ops import append as cache_ops
 
     cache_ops.append(view, k, v)
     cache.advance([row], 4)

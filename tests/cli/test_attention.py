@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fastattn.cli import main
+from fastattn.cli.main import main
 from fastattn.models.gpt import GPT
 from fastattn.training.checkpoint import load_checkpoint, load_model
 from fastattn.training.metrics import read_metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn.cli import main
+from fastattn.cli.main import main
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.metrics import read_metrics
 

@@ -9,15 +9,15 @@ from typing import get_args
 import pytest
 import torch
 
-from fastattn import cli_train
-from fastattn.cli import main
-from fastattn.models import config as model_config
-from fastattn.training import sources
+from fastattn.cli import train as cli_train
+from fastattn.cli.main import main
+from fastattn.models import model_config as model_config
 from fastattn.training.checkpoint import CheckpointError, load_checkpoint, load_model
+from fastattn.training.data.text import sources
+from fastattn.training.data.text.tagged_text import standard_library_sentences
 from fastattn.training.kinds import KINDS, check_tokenizer, find_kind, load_trained
 from fastattn.training.metrics import read_metrics
-from fastattn.training.tagged_text import standard_library_sentences
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.tokenizers.loading import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -142,7 +142,7 @@ def test_a_translator_learns_digits_in_words(translator, capsys):
 
 
 def test_a_file_is_translated_line_by_line(translator, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fastattn.cli_tasks._SOURCES_AT_ONCE", 2)
+    monkeypatch.setattr("fastattn.cli.tasks._SOURCES_AT_ONCE", 2)
     path = write(tmp_path / "digits.txt", "".join(f"{a} {a}\n" for a in (1, 3, 5)))
     assert run("translate", "--checkpoint", translator, "--file", path, "--device", "cpu") == 0
     assert capsys.readouterr().out == "one one\nthree three\nfive five\n"
@@ -257,7 +257,7 @@ def test_a_preset_is_the_base_of_a_configuration(tmp_path, capsys):
 
 
 def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastattn.training.pairs._YEARS", range(2026, 2027))
+    monkeypatch.setattr("fastattn.training.data.text_pairs._YEARS", range(2026, 2027))
     options = ["--pairs", "dates", "--tokenizer", "char", "--steps", 1, *TINY]
     assert run("train", "--model", "seq2seq", "--out", tmp_path / "run", *options) == 0
     checkpoint = load_checkpoint(tmp_path / "run")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fastattn import document_ids, reference
-from fastattn.compat import bert_padding
-from fastattn.compat import flash_attn as door
+from fastattn.compat.flash_attn import bert_padding
+from fastattn.compat.flash_attn import functions as door
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.flash_attn import CASES, case, check, offsets, oracle

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastattn.compat import flash_attn as door
+from fastattn.compat.flash_attn import functions as door
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing.flash_attn import CASES, case, check, offsets
 

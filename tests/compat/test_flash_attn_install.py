@@ -9,15 +9,9 @@ import types
 import pytest
 import torch
 
-from fastattn.compat import (
-    bert_padding,
-    flash_attn_3,
-    flash_attn_4,
-    flash_attn_passes,
-    flash_attn_rotary,
-    foreign_module,
-)
-from fastattn.compat import flash_attn as door
+from fastattn.compat.flash_attn import bert_padding, passes, rotary, version_3, version_4
+from fastattn.compat.flash_attn import functions as door
+from fastattn.compat.swap import foreign_module
 from fastattn.rotary import rotary_tables
 from fastattn.testing.flash_attn import check, offsets
 
@@ -43,16 +37,16 @@ def test_modules_are_found(installed):
     assert interface.flash_attn_varlen_func is door.flash_attn_varlen_func
     for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
         found = {getattr(interface, f"{prefix}flash_attn_{name}") for prefix in ("_", "_wrapped_")}
-        assert found == {getattr(flash_attn_passes, f"_flash_attn_{name}")}
+        assert found == {getattr(passes, f"_flash_attn_{name}")}
     padding = importlib.import_module("flash_attn.bert_padding")
     assert padding.pad_input is bert_padding.pad_input and package.bert_padding is padding
     for name in ("flash_attn.layers.rotary", "flash_attn.ops.triton.rotary"):
-        assert importlib.import_module(name).apply_rotary is flash_attn_rotary.apply_rotary
-    assert package.layers.rotary.RotaryEmbedding is flash_attn_rotary.RotaryEmbedding
+        assert importlib.import_module(name).apply_rotary is rotary.apply_rotary
+    assert package.layers.rotary.RotaryEmbedding is rotary.RotaryEmbedding
     third = importlib.import_module("flash_attn_interface")
-    assert third.flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+    assert third.flash_attn_with_kvcache is version_3.flash_attn_with_kvcache
     for name in ("flash_attn.cute", "flash_attn.cute.interface"):
-        assert importlib.import_module(name).flash_attn_func is flash_attn_4.flash_attn_func
+        assert importlib.import_module(name).flash_attn_func is version_4.flash_attn_func
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.models"):
         importlib.import_module("flash_attn.models")
     door.install()
@@ -97,25 +91,25 @@ def test_install_where_there_was_nothing():
 def test_version_3(draw, device):
     q, k, v = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8)
     options = {"scale": 0.4, "causal": True, "window": (2, None)}
-    found = flash_attn_3.flash_attn_func(
+    found = version_3.flash_attn_func(
         q, k, v, 0.4, True, None, None, None, None, (2, -1), return_attn_probs=True
     )
     assert len(found) == 2
     check(found, q, k, v, **options)
-    packed = flash_attn_3.flash_attn_qkvpacked_func(
+    packed = version_3.flash_attn_qkvpacked_func(
         torch.cat((q[:, :5], k[:, :5], v[:, :5]), 2), 0.4, True, window_size=(2, -1), num_heads_q=4
     )
     check(packed, q, k[:, :5], v[:, :5], **options)
     cu_q, cu_k = offsets((5, 5), device), offsets((7, 7), device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    o = flash_attn_3.flash_attn_varlen_func(
+    o = version_3.flash_attn_varlen_func(
         *flat, cu_q, cu_k, 5, 7, softmax_scale=0.4, causal=True, window_size=(2, -1)
     )
     check(o.view(2, 5, 4, 8), q, k, v, **options)
     with pytest.raises(RuntimeError, match="num_heads_q=4 and 2 H_k heads in dim 2"):
-        flash_attn_3.flash_attn_qkvpacked_func(draw(1, 2, 7, 8), num_heads_q=4)
+        version_3.flash_attn_qkvpacked_func(draw(1, 2, 7, 8), num_heads_q=4)
     with pytest.raises(NotImplementedError, match="q_descale is not served"):
-        flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2))
+        version_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2))
 
 
 def test_version_3_with_a_cache(draw, device):
@@ -123,7 +117,7 @@ def test_version_3_with_a_cache(draw, device):
     caches, lengths = (draw(2, 9, 2, 8), draw(2, 9, 2, 8)), offsets((3,), device) + 2
     own = tuple(x.clone() for x in caches)
     tables = rotary_tables(9, 8, device=device)
-    found = flash_attn_3.flash_attn_with_kvcache(
+    found = version_3.flash_attn_with_kvcache(
         q, *caches, k, v, None, *tables, lengths, causal=True, return_softmax_lse=True
     )
     wanted = door.flash_attn_with_kvcache(
@@ -133,26 +127,26 @@ def test_version_3_with_a_cache(draw, device):
     assert all(map(torch.equal, found[:2], wanted)) and all(map(torch.equal, caches, own))
     for name in ("qv", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"):
         with pytest.raises(NotImplementedError, match=f"{name} is not served"):
-            flash_attn_3.flash_attn_with_kvcache(q, *caches, **{name: lengths})
+            version_3.flash_attn_with_kvcache(q, *caches, **{name: lengths})
 
 
 def test_version_4(draw, device):
     q, k, v, sinks = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8), draw(4)
     options = {"scale": 0.4, "causal": True, "window": (2, None), "sinks": sinks}
     positional = (None, None, 0.4, True, (2, None), sinks)
-    found = flash_attn_4.flash_attn_func(q, k, v, *positional, return_lse=True)
+    found = version_4.flash_attn_func(q, k, v, *positional, return_lse=True)
     check(found, q, k, v, **options)
-    o, lse = flash_attn_4.flash_attn_func(q, k, v, *positional)
+    o, lse = version_4.flash_attn_func(q, k, v, *positional)
     assert torch.equal(o, found[0]) and lse is None
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, None)}
-    o, lse = flash_attn_4.flash_attn_varlen_func(
+    o, lse = version_4.flash_attn_varlen_func(
         *flat, None, offsets((5, 5), device), offsets((7, 7), device), learnable_sink=sinks,
         return_lse=True, **given,
     )  # fmt: skip
     assert lse.shape == (4, 10)
     check(o.view(2, 5, 4, 8), q, k, v, **options)
     with pytest.raises(NotImplementedError, match="cu_seqlens_q=None"):
-        flash_attn_4.flash_attn_varlen_func(*flat)
+        version_4.flash_attn_varlen_func(*flat)
     with pytest.raises(NotImplementedError, match="mask_mod is not served"):
-        flash_attn_4.flash_attn_func(q, k, v, mask_mod=print)
+        version_4.flash_attn_func(q, k, v, mask_mod=print)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastattn import reference
-from fastattn.compat import flash_attn as door
-from fastattn.compat import flash_attn_passes as passes
+from fastattn.compat.flash_attn import functions as door
+from fastattn.compat.flash_attn import passes as passes
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.flash_attn import offsets, oracle
 

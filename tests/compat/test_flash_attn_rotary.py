@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn.compat import flash_attn_rotary as door
+from fastattn.compat.flash_attn import rotary as door
 from fastattn.testing.budget import assert_within_budget
 
 N, D, R = 24, 12, 8

@@ -54,12 +54,12 @@ def test_steps_equal_the_whole_and_the_librarys_cache(options):
 
 @torch.no_grad()
 def test_few_new_tokens_go_to_the_kernels_for_decoding(monkeypatch):
-    from fastattn import modules
+    from fastattn.modules import self_attention
 
     calls = []
-    serve = modules.decode_attention
+    serve = self_attention.decode_attention
     monkeypatch.setattr(
-        modules,
+        self_attention,
         "decode_attention",
         lambda q, *a, **o: calls.append(q.shape[2]) or serve(q, *a, **o),
     )

@@ -21,9 +21,11 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import dispatch, formula, functional
+from fastattn import dispatch
 from fastattn.compat import sdpa
+from fastattn.functional import attend as functional
 from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.torch_backend import formula
 
 torch_attention = F.scaled_dot_product_attention
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.compat import block_trial, blocks
+from fastattn.compat.swap import block_trial, blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

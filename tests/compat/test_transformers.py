@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 
-from fastattn.compat import transformers as door
+from fastattn.compat.transformers import attend as door
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.transformers_models import (

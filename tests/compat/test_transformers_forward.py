@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastattn import decode_attention
-from fastattn.compat import transformers as door
+from fastattn.compat.transformers import attend as door
 from fastattn.testing.transformers_models import heads, layer
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from fastattn.compat import lazy_mask
-from fastattn.compat import transformers as door
-from fastattn.compat import transformers_masks as masks
+from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import lazy_mask
+from fastattn.compat.transformers import masks as masks
 from fastattn.testing.transformers_models import heads, layer
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")

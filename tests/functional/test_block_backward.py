@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fastattn import arguments, attention, attention_varlen, reference
-from fastattn.part_gradients import part_gradients
+from fastattn import attention, attention_varlen, reference
+from fastattn.functional import arguments
+from fastattn.functional.block_backward import part_gradients
 from fastattn.testing import assert_within_budget, worst_naive
 
 BACKENDS = ("triton", "torch")

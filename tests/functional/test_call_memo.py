@@ -7,13 +7,16 @@ from unittest import mock
 import pytest
 import torch
 
-from fastattn import arguments, attention, known_calls
+from fastattn import attention
 from fastattn.bench import overhead
-from fastattn.kernels import config, forward, plan
-from fastattn.kernels.config import TileConfig
+from fastattn.functional import arguments, call_memo
+from fastattn.kernels import forward
+from fastattn.kernels.launch import launches as plan
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.compile_pool import CompilePool
+from fastattn.testing.compiling.compile_pool import CompilePool
 
 by_triton = partial(attention, backend="triton")
 SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
@@ -21,10 +24,10 @@ SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    known_calls.forget()
+    call_memo.forget()
     plan.forget()
     yield
-    known_calls.forget()
+    call_memo.forget()
 
 
 @pytest.fixture
@@ -138,16 +141,16 @@ def test_calls_with_other_tensors_are_not_kept(device: str, checked: list[int]) 
         lengths = torch.tensor([length], device=device)
         assert_matches_reference(by_triton, q, k, v, key_lengths=lengths)
     assert len(checked) == 2
-    assert not known_calls._known
+    assert not call_memo._known
 
 
 def test_what_is_known_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "_KEPT", 2)
+    monkeypatch.setattr(call_memo, "_KEPT", 2)
     monkeypatch.setattr(plan, "_KEPT", 2)
     for T in range(1, 5):
         q, k, v = inputs(device, T_q=T, T_k=T)
         attention(q, k, v, backend="triton")
-        assert len(known_calls._known) <= 2 and len(plan._known) <= 2
+        assert len(call_memo._known) <= 2 and len(plan._known) <= 2
 
 
 def test_the_environment_and_the_tiles_are_asked_each_time(
@@ -155,7 +158,7 @@ def test_the_environment_and_the_tiles_are_asked_each_time(
 ) -> None:
     q, k, v = inputs(device)
     attention(q, k, v)
-    with config.forced(forward=TileConfig(32, 32)):
+    with tiles.forced(forward=TileConfig(32, 32)):
         attention(q, k, v)
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     attention(q, k, v)

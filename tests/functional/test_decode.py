@@ -10,9 +10,10 @@ import triton.language as tl
 
 import fastattn
 from fastattn import KVCache, PagedKVCache, decode_attention, reference
-from fastattn.decode import view_of_tensors
-from fastattn.kernels import config, decode
-from fastattn.kernels.config import TileConfig
+from fastattn.functional.decode import view_of_tensors
+from fastattn.kernels import decode
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.quantization import quantize_rows
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.decoding import KINDS, Filled, assert_decodes, fill
@@ -242,8 +243,8 @@ def test_batch_invariant_results_are_right(device: str, monkeypatch: pytest.Monk
 
 
 def test_every_tile_divides_the_invariant_split() -> None:
-    for name in config.TABLES:
-        for row in config.table(name):
+    for name in tiles.TABLES:
+        for row in tiles.table(name):
             if row["kernel"].startswith("decode"):
                 assert decode.INVARIANT_SPLIT % row["BLOCK_N"] == 0
 
@@ -345,7 +346,7 @@ def test_forced_tiles_reach_the_kernel(device: str) -> None:
     q, k, v, lengths = tokens(device, (40, 21))
     filled = fill("pages-of-16", k, v, lengths)
     for BLOCK_N in (16, 32, 64):
-        with config.forced(decode=TileConfig(16, BLOCK_N)):
+        with tiles.forced(decode=TileConfig(16, BLOCK_N)):
             assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
 
 

@@ -4,15 +4,8 @@ import pytest
 import torch
 import triton
 
-from fastattn import (
-    CacheView,
-    KVCache,
-    decode_attention,
-    decode_ops,
-    explain_decode,
-    op_schema,
-    view_of_tensors,
-)
+from fastattn import CacheView, KVCache, decode_attention, explain_decode, view_of_tensors
+from fastattn.ops import decode, schema
 from fastattn.options import Options
 
 
@@ -189,9 +182,9 @@ def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
 
 def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
     options = Options(scale=0.25, causal=True)
-    arguments = (*op_arguments(filled(device).view(), Q.to(device)), *op_schema.flat(options))
+    arguments = (*op_arguments(filled(device).view(), Q.to(device)), *schema.flat(options))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode_ops.decode_forward, arguments, test_utils=tests)
+    torch.library.opcheck(decode.decode_forward, arguments, test_utils=tests)
 
 
 def test_traced_calls_give_the_same(device: str) -> None:

@@ -8,8 +8,8 @@ import torch
 
 import fastattn
 from fastattn import KVCache, attention, decode_attention, options
-from fastattn.decode import view_of_tensors
-from fastattn.kernels import mask
+from fastattn.functional.decode import view_of_tensors
+from fastattn.kernels.rules import mask
 from fastattn.testing import assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import backward, config, forward
+from fastattn.kernels import backward, forward
+from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
 
 SEED = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
@@ -24,8 +25,8 @@ SEED = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    tile = config.TileConfig(16, 16)
-    with config.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
+    tile = tiles.TileConfig(16, 16)
+    with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
         yield
 
 
@@ -221,7 +222,7 @@ def test_dropout_follows_torchs_generator_and_checkpointing(device: str) -> None
 @settings(max_examples=6, derandomize=True, deadline=None, database=None)
 @given(data=st.data())
 def test_drawn_calls(data: st.DataObject) -> None:
-    device = "cuda" if torch.cuda.is_available() and not config._INTERPRETING else "cpu"
+    device = "cuda" if torch.cuda.is_available() and not tiles._INTERPRETING else "cpu"
 
     def drawn(strategy: Any) -> Any:
         return data.draw(strategy)
@@ -307,7 +308,7 @@ FAR_STRIDES = {
 }
 
 
-@pytest.mark.skipif(not config._INTERPRETING, reason="a GPU cannot read a file's pages")
+@pytest.mark.skipif(not tiles._INTERPRETING, reason="a GPU cannot read a file's pages")
 @pytest.mark.parametrize("dim", FAR_STRIDES)
 def test_offsets_past_two_to_the_31(dim: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Inputs, outputs and gradients spread over more than 2^31 elements, in files with holes.

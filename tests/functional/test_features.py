@@ -16,9 +16,9 @@ import triton.language as tl
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import config
+from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.pairs import sets_that_cover_pairs, together
+from fastattn.testing.option_pairs import sets_that_cover_pairs, together
 
 B, H_q, H_k, T_q, T_k, D, D_v, R = 2, 2, 1, 21, 37, 16, 8, 6
 EVERY = tl.constexpr(3)
@@ -26,8 +26,8 @@ EVERY = tl.constexpr(3)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    wide, long = config.TileConfig(32, 16), config.TileConfig(16, 32)
-    with config.forced(forward=wide, backward_dq=long, backward_dkv=long, relative=long):
+    wide, long = tiles.TileConfig(32, 16), tiles.TileConfig(16, 32)
+    with tiles.forced(forward=wide, backward_dq=long, backward_dkv=long, relative=long):
         yield
 
 

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch, fp8, fp8_ops, ops, quantize_fp8, reference
-from fastattn.fp8 import E4M3, PackedValues
-from fastattn.kernels.values import launch_pack_values
+from fastattn import dispatch, quantize_fp8, reference
+from fastattn.functional import fp8
+from fastattn.functional.fp8 import E4M3, PackedValues
+from fastattn.kernels.fp8_values import launch_pack_values
+from fastattn.ops import attention
+from fastattn.ops import fp8 as fp8_ops
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
@@ -202,7 +205,7 @@ def test_scales_default_to_one():
 
 
 def test_interpreted_kernels_serve_codes_too(monkeypatch: pytest.MonkeyPatch):
-    if not ops.interpreting():
+    if not attention.interpreting():
         pytest.skip("kernels are compiled here; a GPU's tests are in test_hopper_gpu_fp8.py")
     codes, scales = drawn(B=1, T_q=5, T_k=9)
     options = {"causal": True, "out_dtype": torch.float32}
@@ -225,7 +228,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
         "its kernels are written for GPUs of compute capability 9.0; "
         "all others dequantise to bfloat16 first"
     )
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
     assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
     told = fastattn.explain_fp8(*codes, backend="hopper")
     assert told.backend == "hopper" and told.forced and not told.reasons

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import arguments, known_calls
+from fastattn.functional import arguments, call_memo
 from fastattn.models.gpt import GPTConfig
 from fastattn.options import Options
 from fastattn.testing import make_qkv
@@ -85,12 +85,12 @@ def test_what_is_no_number_is_refused_by_its_full_name(name: str, x: Any, got: s
 def test_a_tensor_is_read_in_every_call(device: str) -> None:
     q, k, v = (x.to(device) for x in inputs())
     scale = torch.tensor(0.5)
-    known_calls.forget()
+    call_memo.forget()
     for x in (0.5, 2.0):
         scale.fill_(x)
         found = fastattn.attention(q, k, v, scale=scale, backend="triton")
         assert torch.equal(found, fastattn.attention(q, k, v, scale=x, backend="triton"))
-    assert len(known_calls._known) == 2
+    assert len(call_memo._known) == 2
 
 
 def test_calls_over_a_cache() -> None:

@@ -9,9 +9,11 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import arguments, formula, reference
+from fastattn import reference
+from fastattn.functional import arguments
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.pairs import sets_that_cover_pairs, together
+from fastattn.testing.option_pairs import sets_that_cover_pairs, together
+from fastattn.torch_backend import formula
 
 B, H_q, H_k, T_q, T_k, D, R = 2, 4, 2, 9, 13, 8, 5
 EVERY = tl.constexpr(3)

@@ -10,16 +10,16 @@ import torch
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import config
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.backward_relative import launch_backward_relative
-from fastattn.kernels.config import TileConfig
 from fastattn.kernels.forward import launch_forward
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compare import results
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import USUAL_SPILL_BYTES, CompiledFacts
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import USUAL_SPILL_BYTES, CompiledFacts
 
 attention = partial(fastattn.attention, backend="triton")
 
@@ -108,7 +108,7 @@ def test_head_dims_that_are_no_power_of_two(sizes: tuple[int, int], device: str)
 def test_tiles_that_are_not_square(tile: tuple[int, int], device: str) -> None:
     q, k, v = make_qkv(*ONE, 70, 70, D, device=device)
     arguments = {"relative_keys": draw(1, 41, D), "relative_bias": draw(2, 5), "causal": True}
-    with config.forced(relative=TileConfig(*tile)):
+    with tiles.forced(relative=TileConfig(*tile)):
         assert_matches_reference(attention, q, k, v, **on(device, arguments))
 
 

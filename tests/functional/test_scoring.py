@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import additive_formula, reference
+from fastattn import reference
 from fastattn.testing import assert_matches_reference, make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
+from fastattn.torch_backend import additive
 
 B, H_q, H_k, T_q, T_k, HIDDEN = 2, 2, 1, 18, 21, 3
 NAMES = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
@@ -206,7 +207,7 @@ def test_torch_never_holds_all_hidden_values(monkeypatch) -> None:
     tensors = inputs()
     whole = results(fastattn.additive_attention, tensors, return_lse=True, causal=True)
     rows = 2
-    monkeypatch.setattr(additive_formula, "_HIDDEN", rows * B * H_q * T_k * HIDDEN)
+    monkeypatch.setattr(additive, "_HIDDEN", rows * B * H_q * T_k * HIDDEN)
     with Sizes() as sizes:
         parts = results(
             fastattn.additive_attention, tensors, return_lse=True, causal=True, backend="torch"

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import reference, statistics_ops
-from fastattn.kernels import config
-from fastattn.kernels.config import TileConfig
+from fastattn import reference
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.ops import statistics
 from fastattn.testing import make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
 
@@ -25,7 +26,7 @@ B, H_q, H_k, T_q, T_k, D = 2, 2, 1, 21, 25, 12
 def small_tiles() -> Iterator[None]:
     """Several blocks in every direction, full ones and others, at small lengths."""
     tile = TileConfig(16, 16)
-    with config.forced(forward=tile, backward_dq=tile, backward_dkv=tile, relative=tile):
+    with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile, relative=tile):
         yield
 
 
@@ -275,7 +276,7 @@ def test_torch_holds_the_scores_of_some_queries_at_a_time(monkeypatch) -> None:
     }
     whole = fastattn.attention_statistics(q, k, top=3, backend="torch", **options)
     rows = 3
-    monkeypatch.setattr(statistics_ops, "_SCORES", rows * B * H_q * T_k)
+    monkeypatch.setattr(statistics, "_SCORES", rows * B * H_q * T_k)
     with Sizes() as sizes:
         parts = fastattn.attention_statistics(q, k, top=3, backend="torch", **options)
     for x, y in zip(parts, whole, strict=True):

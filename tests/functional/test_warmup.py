@@ -7,12 +7,14 @@ import torch
 import triton
 
 import fastattn
-from fastattn import attention, attention_varlen, known_calls
+from fastattn import attention, attention_varlen
 from fastattn.bench import overhead
-from fastattn.kernels import forward, plan
-from fastattn.testing.compile_pool import CompilePool
-from fastattn.testing.cross_compile import count_compilations
-from fastattn.warmup import _FLAGS
+from fastattn.functional import call_memo
+from fastattn.functional.warmup import _FLAGS
+from fastattn.kernels import forward
+from fastattn.kernels.launch import launches
+from fastattn.testing.compiling.compile_pool import CompilePool
+from fastattn.testing.compiling.cross_compile import count_compilations
 
 
 def heads(B: int, H: int, T: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,8 +97,8 @@ def found_on_disk() -> list[list[bool]]:
         knobs.compilation.listener = lambda **details: calls[-1].append(details["cache_hit"])
         for _ in range(2):
             forward.attention_forward_kernel.device_caches.clear()
-            known_calls.forget()
-            plan.forget()
+            call_memo.forget()
+            launches.forget()
             calls.append([])
             attention(q, q, q, causal=True, softcap=30.0, backend="triton")
     return calls

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from fastattn.cli import main
+from fastattn.cli.main import main
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_texts, generate_tokens
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
 from fastattn.training.checkpoint import Checkpoint, save_checkpoint
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.tokenizers.loading import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels import config
 from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.forward import launch_forward
+from fastattn.kernels.launch import tiles
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import (
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import (
     TARGETS,
     USUAL_SPILL_BYTES,
     CompiledFacts,
@@ -223,7 +223,7 @@ def test_atomics_take_as_many_columns_as_they_can(
 ) -> None:
     """Of a tile of dQ, as many elements as there are, once: none by a loop that compares."""
     (fact,) = attention_kernels(compiled[target, "one-pass", 64, "bf16", "all"].result())
-    tile = config.tile_of(target, "backward_one_pass", 2, 64)
+    tile = tiles.tile_of(target, "backward_one_pass", 2, 64)
     of_thread = tile.BLOCK_M * 64 // (32 * tile.num_warps)
     for loop in fact.loops:
         atomics = {name: n for name, n in loop.opcodes.items() if name.startswith(("RED", "ATOM"))}
@@ -235,7 +235,7 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     """One loop runs over full blocks, without compares; the other masks the boundary blocks."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
     full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
-    tile = config.tile_of("sm_90", "forward", 2, 128)
+    tile = tiles.tile_of("sm_90", "forward", 2, 128)
     scores = tile.BLOCK_M * tile.BLOCK_N // (32 * tile.num_warps)  # a thread
     assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
     assert full.count("FSEL") == 0
@@ -258,7 +258,7 @@ def test_forward_reaches_its_targets(D: int, most: int, compiled: dict[tuple, Fu
     """128 queries by 128 keys without a mask: the fewest instructions seen of a Triton kernel."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", D, "bf16", "full"].result())
     full, _ = sorted(fact.loops, key=lambda loop: loop.total)
-    tile = config.tile_of("sm_90", "forward", 2, D)
+    tile = tiles.tile_of("sm_90", "forward", 2, D)
     assert (tile.BLOCK_M, tile.BLOCK_N) == (128, 128)
     assert full.total <= most
     # No thread asks another for its sum: what is left are two steps of two maxima.

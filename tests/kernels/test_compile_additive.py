@@ -9,8 +9,8 @@ import torch
 from fastattn.kernels.additive import launch_additive_backward, launch_additive_forward
 from fastattn.kernels.statistics import launch_received, launch_row_statistics, launch_weights
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import count_compilations
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import count_compilations
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADDITIVE = {

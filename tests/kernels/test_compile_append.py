@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastattn.kernels.append import launch_append
-from fastattn.kernels.pages import CacheTensors
-from fastattn.testing.compile_pool import CompilePool
-from fastattn.testing.cross_compile import count_compilations
+from fastattn.kernels.rules.pages import CacheTensors
+from fastattn.testing.compiling.compile_pool import CompilePool
+from fastattn.testing.compiling.cross_compile import count_compilations
 
 STORAGE = {None: torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -9,10 +9,14 @@ import triton.language as tl
 
 from fastattn.kernels.combine import combine_kernel, launch_merge
 from fastattn.kernels.decode import decode_kernel, launch_decode
-from fastattn.kernels.pages import CacheTensors
+from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import USUAL_SPILL_BYTES, CompiledFacts, count_compilations
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import (
+    USUAL_SPILL_BYTES,
+    CompiledFacts,
+    count_compilations,
+)
 
 MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import config, plan
-from fastattn.kernels.config import TileConfig
-from fastattn.kernels.descriptor import descriptor_like, descriptor_of, tma_strides
 from fastattn.kernels.hopper.host import describe
+from fastattn.kernels.launch import launches, tiles
+from fastattn.kernels.launch.descriptors import descriptor_like, descriptor_of, tma_strides
+from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 
 B, T = 2, 53  # three full blocks of 16 keys and a part
@@ -26,7 +26,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         found.append(x)
         return descriptor_of(x, like)
 
-    monkeypatch.setattr(plan, "descriptor_of", note)
+    monkeypatch.setattr(launches, "descriptor_of", note)
     return found
 
 
@@ -34,7 +34,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def tile(request: pytest.FixtureRequest) -> Iterator[TileConfig]:
     descriptors, parts = request.param
     tile = TileConfig(16, 16, descriptors=descriptors, sum_parts=parts)
-    with config.forced(forward=tile):
+    with tiles.forced(forward=tile):
         yield tile
 
 
@@ -63,7 +63,7 @@ def test_results_are_right(n: int, described: list[Tensor], device: str) -> None
         name: x.to(device) if isinstance(x, Tensor) else x
         for name, x in list(MASKS.values())[n].items()
     }
-    with config.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
+    with tiles.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
         o, lse = by_triton(q, k, v, return_lse=True, **arguments)
     wide = {
         name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -106,7 +106,7 @@ def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device:
     q, k, v = make_qkv(B, 4, 1, T, device=device, requires_grad=False)
     k = k.expand(B, 4, T, 32)
     v = v.expand(B, 4, T, 32).contiguous()
-    with config.forced(forward=TileConfig(16, 16, descriptors=True)):
+    with tiles.forced(forward=TileConfig(16, 16, descriptors=True)):
         o = by_triton(q, k, v)
     torch.testing.assert_close(o, reference.attention(q, k, v))
     assert [x.data_ptr() for x in described] == [v.data_ptr()]
@@ -114,7 +114,7 @@ def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device:
 
 def test_other_tiles_do_without(described: list[Tensor], device: str) -> None:
     q, k, v = make_qkv(1, 1, 1, 16, device=device, requires_grad=False)
-    with config.forced(forward=TileConfig(16, 16)):
+    with tiles.forced(forward=TileConfig(16, 16)):
         by_triton(q, k, v)
     assert described == []
 
@@ -122,7 +122,7 @@ def test_other_tiles_do_without(described: list[Tensor], device: str) -> None:
 def test_a_call_like_an_earlier_one_describes_its_own_tensors(device: str) -> None:
     first = make_qkv(B, 4, 2, T, seed=1, device=device, requires_grad=False)
     second = make_qkv(B, 4, 2, T, seed=2, device=device, requires_grad=False)
-    with config.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
+    with tiles.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
         for q, k, v in (first, second, first):
             torch.testing.assert_close(by_triton(q, k, v), reference.attention(q, k, v))
 

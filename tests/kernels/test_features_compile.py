@@ -12,18 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels import config
-from fastattn.kernels.arguments import tile_for
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
-from fastattn.kernels.block_table import mask_for_keys, mask_for_queries
 from fastattn.kernels.forward import launch_forward
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.arguments import tile_for
+from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.statistics import launch_weights
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import CompiledFacts, count_compilations
-from fastattn.testing.sass import Loop
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import CompiledFacts, count_compilations
+from fastattn.testing.compiling.sass import Loop
 
 B, H_q, H_k, T = 2, 4, 2, 1000
 
@@ -78,7 +78,7 @@ def launch(flag: str, D: int, *, backward: bool = True) -> None:
 
 def launch_with_the_same_tile(flag: str, D: int) -> None:
     """Forward alone, with the tile of a plain call also where a feature takes another."""
-    with config.forced(forward=config.lookup("forward", 2, D)):
+    with tiles.forced(forward=tiles.lookup("forward", 2, D)):
         launch(flag, D, backward=False)
 
 

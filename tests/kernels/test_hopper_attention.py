@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 
 import fastattn
 from fastattn import reference
-from fastattn.arguments import dense_options, packed_options
+from fastattn.functional.arguments import dense_options, packed_options
 from fastattn.kernels.hopper import backward, forward
 from fastattn.kernels.hopper.host import tile_order, why_not_hopper
-from fastattn.kernels.hopper.tiles import locate, number_of_tiles, tile_number
+from fastattn.kernels.hopper.schedule import locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.gluon_emulator import Emulated, machine, memory, products

@@ -12,12 +12,12 @@ import torch
 
 from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
-from fastattn.kernels.hopper.config import forward_config
 from fastattn.kernels.hopper.host import end_early
+from fastattn.kernels.hopper.tile_table import forward_config
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import CompiledFacts, count_compilations
-from fastattn.testing.sass import Loop, exponentials_under_wgmma, read_sass
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import CompiledFacts, count_compilations
+from fastattn.testing.compiling.sass import Loop, exponentials_under_wgmma, read_sass
 
 CONSUMERS = 2
 # "all": every option that changes the code of a loop or adds to what a tile keeps, packed sequences

@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 import fastattn
-from fastattn import fp8_ops, op_schema, ops, quantize_fp8, reference
-from fastattn.fp8 import E4M3
+from fastattn import quantize_fp8, reference
+from fastattn.functional.fp8 import E4M3
 from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
+from fastattn.ops import attention as ops
+from fastattn.ops import fp8, schema
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
@@ -168,15 +170,15 @@ def test_nothing_to_attend_with() -> None:
 def test_traced_calls_go_through_the_op(layout: str) -> None:
     """It gives the same bits, and its fake the same shapes, strides and dtypes."""
     codes, scales = drawn(1, 2, 1, 70, 90, 64, layout=layout)
-    values = fp8_ops.pack_values(codes[2])
+    values = fp8.pack_values(codes[2])
     tensors = (*codes[:2], values, *scales)
-    options = op_schema.flat(Options(right=20, scale=0.2))
-    results = fp8_ops.hopper_forward_fp8(*tensors, torch.bfloat16, *options)
+    options = schema.flat(Options(right=20, scale=0.2))
+    results = fp8.hopper_forward_fp8(*tensors, torch.bfloat16, *options)
     for x, y in zip(results, attention(codes, scales, causal=True, scale=0.2), strict=True):
         assert torch.equal(x, y)
     fakes = (
-        *fp8_ops.hopper_forward_fp8(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
-        fp8_ops.pack_values(codes[2].to("meta")),
+        *fp8.hopper_forward_fp8(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
+        fp8.pack_values(codes[2].to("meta")),
     )
     for fake, real in zip(fakes, (*results, values), strict=True):
         described = (fake.shape, fake.stride(), fake.dtype)

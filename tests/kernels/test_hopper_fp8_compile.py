@@ -5,13 +5,13 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from fastattn.kernels.head_codes import launch_head_codes
-from fastattn.kernels.hopper.config import fp8_config
+from fastattn.kernels.fp8_quantize import launch_head_codes
+from fastattn.kernels.fp8_values import launch_pack_values
 from fastattn.kernels.hopper.forward import launch_hopper_forward_fp8
-from fastattn.kernels.values import launch_pack_values
+from fastattn.kernels.hopper.tile_table import fp8_config
 from fastattn.options import Options
-from fastattn.testing.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.cross_compile import count_compilations
+from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.cross_compile import count_compilations
 
 CONSUMERS = 2
 # "all": every option that it knows. Its prologue may go to the stack, in bytes a thread.

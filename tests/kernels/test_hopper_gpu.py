@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import ops, reference
+from fastattn import reference
+from fastattn.ops import attention as ops
 from fastattn.testing import assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import ops, reference
-from fastattn.arguments import dense_options
+from fastattn import reference
+from fastattn.functional.arguments import dense_options
 from fastattn.kernels.hopper import backward
+from fastattn.ops import attention as ops
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of
 

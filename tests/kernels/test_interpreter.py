@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels.interpreter import OutOfBoundsError, mend
+from fastattn.kernels.launch.interpreter import OutOfBoundsError, mend
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
@@ -375,7 +375,7 @@ def repeat_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
 
 
 def test_helpers_cost_no_patching_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.kernels import emulation
+    from fastattn.kernels.launch import emulation
 
     calls = []
     patch = emulation._stock_patch_lang
@@ -415,7 +415,7 @@ def test_mending_twice_changes_nothing() -> None:
 
 
 def test_compiled_kernels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.kernels import emulation
+    from fastattn.kernels.launch import emulation
 
     monkeypatch.setattr(emulation, "install", lambda: pytest.fail("installed for compiled kernels"))
     with triton.knobs.runtime.scope():

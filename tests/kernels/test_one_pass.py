@@ -11,13 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 import fastattn
-from fastattn import known_calls, op_schema, ops, reference
-from fastattn.kernels import config
+from fastattn import reference
+from fastattn.functional import call_memo
+from fastattn.kernels.launch import tiles
+from fastattn.ops import attention, schema
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 
 interpreted = pytest.mark.skipif(
-    not config._INTERPRETING, reason="atomics are counted in the interpreter"
+    not tiles._INTERPRETING, reason="atomics are counted in the interpreter"
 )
 SIZES: dict[str, Any] = {"B": 2, "H_q": 2, "H_k": 1, "T_q": 19, "T_k": 27, "D": 16}
 
@@ -146,9 +148,9 @@ def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
 def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, device: str) -> None:
     """Of equal tiles the same bits; and of queries the same sum in fp32, in another order."""
     q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
-    tile = config.TileConfig(16, 32)
+    tile = tiles.TileConfig(16, 32)
     found = []
-    with config.forced(backward_dkv=tile, backward_one_pass=tile):
+    with tiles.forced(backward_dkv=tile, backward_one_pass=tile):
         for deterministic in (True, False):
             o, lse = fastattn.attention(
                 q, k, v, causal=True, dropout=0.2, dropout_seed=torch.tensor([1, 2], device=device),
@@ -199,7 +201,7 @@ def directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
 
 def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
     options = Options(causal=True, scale=0.25, atomic_dq=not deterministic)
-    o, _ = ops.attention_forward(q, k, v, *op_schema.flat(options))
+    o, _ = attention.attention_forward(q, k, v, *schema.flat(options))
     torch.autograd.grad(o.sum(), (q, k, v))
 
 
@@ -250,13 +252,13 @@ def test_torchs_flag_is_asked_when_the_backward_runs(atomics: list[str]) -> None
 @interpreted
 def test_known_calls_keep_the_two_apart(atomics: list[str]) -> None:
     q, k, v = make_qkv(**SIZES)
-    known_calls.forget()
+    call_memo.forget()
     for permitted in (False, True, False, True):
         o = fastattn.attention(q, k, v, backend="triton", deterministic=not permitted)
         torch.autograd.grad(o.sum(), (q, k, v))
         assert bool(atomics) == permitted
         del atomics[:]
-    assert len(known_calls._known) == 2
+    assert len(call_memo._known) == 2
 
 
 @interpreted
@@ -284,7 +286,7 @@ def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
 
 
 def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "on_hopper", lambda device: False)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: False)
     found = explain(device)
     assert (found.one_pass, found.reasons) == (True, {})
     assert str(found) == "backend: triton\nbackward: one-pass"
@@ -308,7 +310,7 @@ def test_explain_tells_why_there_are_two_passes(device: str) -> None:
 
 
 def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
     assert explain(device, backend="hopper").one_pass
     found = explain(device, 128, backend="hopper", softcap=3.0)
     assert "softcap and head dim 128" in why_not(found)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fastattn import KVCache, PagedKVCache
-from fastattn.kernels.interpreter import mend
-from fastattn.kernels.pages import CacheTensors, lasting, locate, pages_of, slot_rows
+from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.rules.pages import CacheTensors, lasting, locate, pages_of, slot_rows
 
 POSITIONS = 64
 

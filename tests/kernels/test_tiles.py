@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastattn import ops
-from fastattn.kernels import config
-from fastattn.kernels.config import TileConfig
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.ops import attention
 
 # What `bench/tune.py` adds to a row that it has measured.
 MEASURED = {"ms", "ms_full", "gpu", "torch", "triton", "date", "command"}
@@ -12,13 +12,13 @@ NUMBERS = {"element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_st
 CHOICES = {"descriptors", "sum_parts"}
 
 
-@pytest.mark.parametrize("name", config.TABLES)
+@pytest.mark.parametrize("name", tiles.TABLES)
 def test_rows_are_well_formed(name: str) -> None:
-    rows = config.table(name)
+    rows = tiles.table(name)
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        assert row["kernel"] in config.KINDS + config.HEAVY + config.MASKED
+        assert row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED
         measured = MEASURED if row.get("source") == "measured" else set()
         assert set(row) - {"kernel", "source"} - CHOICES == NUMBERS | measured
         assert row.get("sum_parts", 1) in (1, 4)
@@ -30,29 +30,29 @@ def test_rows_are_well_formed(name: str) -> None:
         assert name == "interpreter" or row["source"] in ("modelled", "measured")
 
 
-@pytest.mark.parametrize("name", config.TABLES)
-@pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY + config.MASKED)
+@pytest.mark.parametrize("name", tiles.TABLES)
+@pytest.mark.parametrize("kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED)
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
 def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
-    tile = config.tile_of(name, kernel, element_size, BLOCK_D)
+    tile = tiles.tile_of(name, kernel, element_size, BLOCK_D)
     assert isinstance(tile, TileConfig)
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100"])
-@pytest.mark.parametrize("kernel", config.KINDS + config.HEAVY)
+@pytest.mark.parametrize("kernel", tiles.KINDS + tiles.HEAVY)
 def test_the_widest_heads_have_tiles_where_they_are_served(name: str, kernel: str) -> None:
-    assert isinstance(config.tile_of(name, kernel, 2, ops.MAX_HEAD_DIM), TileConfig)
+    assert isinstance(tiles.tile_of(name, kernel, 2, attention.MAX_HEAD_DIM), TileConfig)
 
 
 def test_lookup_takes_the_next_wider_row() -> None:
     rows = {
         r["BLOCK_D"]: r
-        for r in config.table("sm_90")
+        for r in tiles.table("sm_90")
         if r["kernel"] == "forward" and r["element_size"] == 2
     }
     for BLOCK_D, served_by in ((16, 64), (64, 64), (128, 128), (256, 256)):
-        tile = config.tile_of("sm_90", "forward", 2, BLOCK_D)
+        tile = tiles.tile_of("sm_90", "forward", 2, BLOCK_D)
         assert tuple(rows[served_by][field] for field in ("BLOCK_M", "BLOCK_N")) == (
             tile.BLOCK_M,
             tile.BLOCK_N,
@@ -60,16 +60,16 @@ def test_lookup_takes_the_next_wider_row() -> None:
 
 
 def test_masked_calls_take_the_rows_of_their_own_where_there_are_any() -> None:
-    masked = config.tile_of("sm_90", "forward_masked", 2, 128)
-    assert masked.BLOCK_N < config.tile_of("sm_90", "forward", 2, 128).BLOCK_N
+    masked = tiles.tile_of("sm_90", "forward_masked", 2, 128)
+    assert masked.BLOCK_N < tiles.tile_of("sm_90", "forward", 2, 128).BLOCK_N
     for size, D in ((2, 256), (4, 64)):
-        plain = config.tile_of("sm_90", "forward", size, D)
-        assert config.tile_of("sm_90", "forward_masked", size, D) == plain
+        plain = tiles.tile_of("sm_90", "forward", size, D)
+        assert tiles.tile_of("sm_90", "forward_masked", size, D) == plain
 
 
 def test_a_row_says_what_a_tile_does_without() -> None:
-    assert config.tile_of("sm_90", "forward", 2, 128).descriptors
-    other = config.tile_of("sm_90", "backward_dq", 2, 128)
+    assert tiles.tile_of("sm_90", "forward", 2, 128).descriptors
+    other = tiles.tile_of("sm_90", "backward_dq", 2, 128)
     assert (other.descriptors, other.sum_parts) == (False, 1)
 
 
@@ -91,16 +91,16 @@ def test_a_row_says_what_a_tile_does_without() -> None:
     ],
 )
 def test_architectures_without_a_table_borrow_one(arch: str, table: str) -> None:
-    assert config.table_for(arch) == table
+    assert tiles.table_for(arch) == table
 
 
 def test_forced_tiles_end_with_their_block() -> None:
-    usual = config.lookup("forward", 2, 64)
+    usual = tiles.lookup("forward", 2, 64)
     forced = TileConfig(16, 16)
-    with config.forced(forward=forced):
-        assert config.lookup("forward", 2, 64) == forced
-        assert config.lookup("backward_dq", 2, 64) != forced or usual == forced
-        with config.forced(forward=TileConfig(32, 16)):
-            assert config.lookup("forward", 2, 64) == TileConfig(32, 16)
-        assert config.lookup("forward", 2, 64) == forced
-    assert config.lookup("forward", 2, 64) == usual
+    with tiles.forced(forward=forced):
+        assert tiles.lookup("forward", 2, 64) == forced
+        assert tiles.lookup("backward_dq", 2, 64) != forced or usual == forced
+        with tiles.forced(forward=TileConfig(32, 16)):
+            assert tiles.lookup("forward", 2, 64) == TileConfig(32, 16)
+        assert tiles.lookup("forward", 2, 64) == forced
+    assert tiles.lookup("forward", 2, 64) == usual

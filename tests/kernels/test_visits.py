@@ -13,11 +13,11 @@ from triton.runtime import interpreter as triton_interpreter
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import config
+from fastattn.kernels.launch import tiles
 from fastattn.testing import make_qkv
 
 pytestmark = pytest.mark.skipif(
-    not config._INTERPRETING, reason="products are counted in the interpreter"
+    not tiles._INTERPRETING, reason="products are counted in the interpreter"
 )
 
 BLOCK = 8
@@ -27,8 +27,8 @@ PRODUCTS = {"forward": 2, "backward_dq": 3, "backward_dkv": 4, "backward_bias": 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    tile = config.TileConfig(BLOCK, BLOCK)
-    with config.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
+    tile = tiles.TileConfig(BLOCK, BLOCK)
+    with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
         yield
 
 

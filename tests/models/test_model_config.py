@@ -5,9 +5,9 @@ import json
 import pytest
 from torch._subclasses import FakeTensorMode
 
-from fastattn.models.config import TransformerConfig
 from fastattn.models.encoder import Encoder, EncoderConfig
 from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.model_config import TransformerConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 RELATIVE = {"positions": "content", "relative_values": True}

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import reference
-from fastattn.models.config import TransformerConfig
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.layers import MLP, make_block, make_norm, uniform_attention
+from fastattn.models.model_config import TransformerConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.testing import assert_within_budget, worst_naive
 

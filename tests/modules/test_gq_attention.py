@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fastattn.cross_attention
+import fastattn.modules.cross_attention
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention, swap
-from fastattn.cross_attention import ProjectedMemory
+from fastattn.modules.cross_attention import ProjectedMemory
 from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -232,13 +232,13 @@ def test_cross_attention_and_gradients_equal_the_formula(options):
 @torch.no_grad()
 def test_a_memory_projected_once_serves_every_step(lengths, backend, device, monkeypatch):
     decoded = []
-    original = fastattn.cross_attention.decode_attention
+    original = fastattn.modules.cross_attention.decode_attention
 
     def counted(q, *arguments, **options):
         decoded.append(q.shape[2])
         return original(q, *arguments, **options)
 
-    monkeypatch.setattr(fastattn.cross_attention, "decode_attention", counted)
+    monkeypatch.setattr(fastattn.modules.cross_attention, "decode_attention", counted)
     layer = make_cross(backend=backend, sinks=True).to(device)
     x, memory = torch.randn(2, 4, C), torch.randn(2, 9, M)
     on_device = None if lengths is None else lengths.to(device)

@@ -9,12 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn.modules
 from fastattn import CausalGQAttention, alibi_slopes
 from fastattn.testing import assert_within_budget
-from fastattn.testing.modules import (
-    WIDTH,
-    assert_layer_equals_naive,
-    exact_and_naive,
-    make_layer,
-)
+from fastattn.testing.modules import WIDTH, assert_layer_equals_naive, exact_and_naive, make_layer
 
 ALL_SCORES = {
     "num_heads": 4,

@@ -11,11 +11,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import BlockMask, formula, known_calls, op_schema, ops, torch_ops
+from fastattn import BlockMask
+from fastattn.functional import call_memo
+from fastattn.ops import attention, schema, torch_varlen
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import results
-from fastattn.testing.compile_pool import compiled_cases
+from fastattn.testing.compiling.compile_pool import compiled_cases
+from fastattn.torch_backend import formula
 
 SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
 
@@ -34,8 +37,8 @@ def op_arguments(**options):
     masks = (torch.ones(2, 20, dtype=torch.bool), torch.tensor([3, 20]), torch.tensor([0, 1]))
     masks = tuple(x.to(q.device) for x in masks)
     return [
-        (q, k, v, *op_schema.flat(Options(causal=True, scale=0.25))),
-        (q, k, v, *op_schema.flat(Options(*masks, left=4, scale=0.25, atomic_dq=True))),
+        (q, k, v, *schema.flat(Options(causal=True, scale=0.25))),
+        (q, k, v, *schema.flat(Options(*masks, left=4, scale=0.25, atomic_dq=True))),
     ]
 
 
@@ -44,7 +47,7 @@ def op_arguments(**options):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
     arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
-    torch.library.opcheck(ops.attention_forward, arguments)
+    torch.library.opcheck(attention.attention_forward, arguments)
 
 
 def test_backward_op_is_registered_right(device: str) -> None:
@@ -52,9 +55,9 @@ def test_backward_op_is_registered_right(device: str) -> None:
         x.detach() if isinstance(x, torch.Tensor) else x
         for x in op_arguments(device=device, layout="bthd")[1]
     ]
-    o, lse = ops.attention_forward(*arguments)
+    o, lse = attention.attention_forward(*arguments)
     torch.library.opcheck(
-        ops.attention_backward,
+        attention.attention_backward,
         (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:]),
     )
 
@@ -189,7 +192,7 @@ def test_gradients_against_finite_differences(device: str) -> None:
 
 
 def test_fp32_products_follow_torchs_tf32_switch() -> None:
-    from fastattn.kernels.arguments import dot_precision
+    from fastattn.kernels.launch.arguments import dot_precision
 
     switch = torch.backends.cuda.matmul
     before = switch.fp32_precision
@@ -214,7 +217,7 @@ def test_kernels_run_on_the_device_of_their_tensors(
         return original(x)
 
     monkeypatch.setattr(torch.cuda, "device_of", recorded)
-    known_calls.forget()
+    call_memo.forget()
     inputs = make_qkv(**SIZES, device=device)
     causal(*inputs).sum().backward()
     assert entered == [inputs[0].shape] * 2
@@ -267,7 +270,10 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
         loss = o.float().sin().sum() + lse.cos().sum()
         return (o, lse, *torch.autograd.grad(loss, leaves))
 
-    short, op = run(ops.attend, options), run(ops.attention_forward, *op_schema.flat(options))
+    short, op = (
+        run(attention.attend, options),
+        run(attention.attention_forward, *schema.flat(options)),
+    )
     for ours, theirs in zip(short, op, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -275,14 +281,14 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
 def test_ops_with_every_option_are_registered_right(device: str) -> None:
     q, k, v = (x.detach() for x in make_qkv(**SIZES, device=device))
     flat = tuple(
-        x.detach() if isinstance(x, torch.Tensor) else x for x in op_schema.flat(everything(device))
+        x.detach() if isinstance(x, torch.Tensor) else x for x in schema.flat(everything(device))
     )
-    torch.library.opcheck(ops.attention_forward, (q, k, v, *flat))
-    o, lse = ops.attention_forward(q, k, v, *flat)
+    torch.library.opcheck(attention.attention_forward, (q, k, v, *flat))
+    o, lse = attention.attention_forward(q, k, v, *flat)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(ops.attention_backward, (do, dlse, q, k, v, o, lse, *flat))
-    delta = ops.attention_backward(do, dlse, q, k, v, o, lse, *flat)[3]
-    for op in (ops.attention_backward_bias, ops.attention_backward_relative):
+    torch.library.opcheck(attention.attention_backward, (do, dlse, q, k, v, o, lse, *flat))
+    delta = attention.attention_backward(do, dlse, q, k, v, o, lse, *flat)[3]
+    for op in (attention.attention_backward_bias, attention.attention_backward_relative):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
 
 
@@ -293,7 +299,7 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
-        ops.attention_forward(q, k, v, *op_schema.flat(Options(mask_mod=local)))
+        attention.attention_forward(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
 @pytest.mark.parametrize("way", ["short", "op"])
@@ -306,8 +312,8 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
 
     def ours(q, k, v):
         if way == "short":
-            return ops.attend(q, k, v, options)
-        return ops.attention_forward(q, k, v, *op_schema.flat(options))
+            return attention.attend(q, k, v, options)
+        return attention.attention_forward(q, k, v, *schema.flat(options))
 
     def plain(dtype):
         return lambda q, k, v: formula.attention(
@@ -332,9 +338,10 @@ def test_hopper_kernels_are_reached_when_asked_for(
     traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Their launchers, replaced by the portable ones: the way to them and back is under test."""
-    from fastattn.kernels import backward, forward, interpreter
+    from fastattn.kernels import backward, forward
     from fastattn.kernels.hopper import backward as hopper_backward
     from fastattn.kernels.hopper import forward as hopper_forward
+    from fastattn.kernels.launch import interpreter
 
     # Which the portable kernels do when they are reached by their own way.
     interpreter.mend()
@@ -350,8 +357,8 @@ def test_hopper_kernels_are_reached_when_asked_for(
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    monkeypatch.setattr(ops, "_may_be_traced", lambda q: traced)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "_may_be_traced", lambda q: traced)
     inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
 
     def run(backend):
@@ -367,13 +374,13 @@ def test_hopper_kernels_are_reached_when_asked_for(
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    by_ops = ops.BY_OPS
+    by_ops = attention.BY_OPS
 
     def counted(*arguments):
         seen.append("op")
         return by_ops.forward(*arguments)
 
-    monkeypatch.setattr(ops, "BY_OPS", by_ops._replace(forward=counted))
+    monkeypatch.setattr(attention, "BY_OPS", by_ops._replace(forward=counted))
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []
@@ -414,10 +421,10 @@ def test_packed_ops_of_the_torch_backend_are_registered_right(device: str) -> No
         cu_seqlens_q=next(offsets), cu_seqlens_k=next(offsets), relative_bias=bias,
         query_offset=None, causal=True, scale=0.25,
     )  # fmt: skip
-    flat = op_schema.flat(options)
-    torch.library.opcheck(torch_ops.varlen_forward, (q, k, v, *flat))
-    torch.library.opcheck(torch_ops.varlen_forward_lse, (q, k, v, *flat))
-    o, lse = torch_ops.varlen_forward_lse(q, k, v, *flat)
-    flat = op_schema.flat(options._replace(relative_bias=bias.detach()))
+    flat = schema.flat(options)
+    torch.library.opcheck(torch_varlen.varlen_forward, (q, k, v, *flat))
+    torch.library.opcheck(torch_varlen.varlen_forward_lse, (q, k, v, *flat))
+    o, lse = torch_varlen.varlen_forward_lse(q, k, v, *flat)
+    flat = schema.flat(options._replace(relative_bias=bias.detach()))
     inputs = (x.detach() for x in (o, lse, q, k, v))
-    torch.library.opcheck(torch_ops.varlen_backward, (*inputs, *flat))
+    torch.library.opcheck(torch_varlen.varlen_backward, (*inputs, *flat))

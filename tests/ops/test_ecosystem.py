@@ -12,8 +12,10 @@ from torch.utils.checkpoint import (
 )
 
 import fastattn
-from fastattn import formula, ops, reference
+from fastattn import reference
+from fastattn.ops import attention
 from fastattn.testing import make_qkv
+from fastattn.torch_backend import formula
 
 SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
 
@@ -108,7 +110,7 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
 def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy sees the forward op by its name, and one that keeps it saves the second run."""
     launches = []
-    kernels = ops._kernels()
+    kernels = attention._kernels()
     launch = kernels.forward.launch_forward
     monkeypatch.setattr(
         kernels.forward, "launch_forward", lambda *args: launches.append(1) or launch(*args)

@@ -9,13 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 import fastattn
-from fastattn import KVCache, PagedKVCache, attention, cache_ops, decode_attention
-from fastattn.kernels import config
+from fastattn import KVCache, PagedKVCache, attention, decode_attention
+from fastattn.kernels.launch import tiles
+from fastattn.ops import append
 from fastattn.rotary import rotary_tables
 
 # Few instructions, which compile fast; and loads by TMA where there are such.
 SMALL = {
-    kind: config.TileConfig(16, 16, 1, 1, descriptors=kind == "forward") for kind in config.KINDS
+    kind: tiles.TileConfig(16, 16, 1, 1, descriptors=kind == "forward") for kind in tiles.KINDS
 }
 
 
@@ -79,7 +80,7 @@ def rotated(B: int, T: int) -> None:
     held = KVCache(B, 2, max_length=256, head_dim=64, device="cuda", dtype=torch.bfloat16)
     tables = tuple(x.to("cuda") for x in rotary_tables(256, 64))
     q, k, v = random(B, 8, T, 64), random(B, 2, T, 64), random(B, 2, T, 64)
-    cache_ops.append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
+    append.append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
 
 
 def fp8(B: int, T: int, **options: Any) -> None:

@@ -25,7 +25,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fastattn.kernels
-from fastattn import attention, ops
+from fastattn import attention
+from fastattn.ops import attention as ops
 from fastattn.options import Options
 
 _launched: list[str] = []

@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn import attention
 from fastattn.capture import record_cuda_graph
-from fastattn.kernels import config, forward
+from fastattn.kernels import forward
+from fastattn.kernels.launch import tiles
 from fastattn.options import Options
 
 
@@ -27,7 +28,7 @@ def planted() -> None:
     stage.play("batch size", lambda: fill[(1,)](batches[0], 2), [lambda: fill[(1,)](batches[1], 4)])
     stage.play("no launch", lambda: attention(*qkv(), backend="torch"))
     stage.play("grid", lambda: fill[(1, 65536)](batches[0], 2))
-    with config.forced(**SMALL):
+    with tiles.forced(**SMALL):
         stage.play("read while captured", lambda: record_cuda_graph(read_a_value))
         stage.play("descriptor's stride", unaligned_stride)
         stage.play("descriptor's address", unaligned_address)

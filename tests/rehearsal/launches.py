@@ -25,7 +25,7 @@ from posing import stage
 
 import fastattn
 from fastattn import QuantizedKVCache
-from fastattn.kernels import config
+from fastattn.kernels.launch import tiles
 
 
 def shapes(name: str, call: Callable[[int, int], object]) -> None:
@@ -35,7 +35,7 @@ def shapes(name: str, call: Callable[[int, int], object]) -> None:
 
 
 def attention_calls() -> None:
-    with config.forced(**SMALL):
+    with tiles.forced(**SMALL):
         shapes("plain", lambda B, T: train(B, T, causal=True))
         assert posing.descriptors() > 0, "nothing was loaded by TMA"
         shapes("masks and dropout", lambda B, T: train(
@@ -61,7 +61,7 @@ def cache_calls() -> None:
         others = ((2, 4096), (3, 64), (1, 80))
         stage.play(name, lambda: call(2, 64), [partial(call, *other) for other in others])
 
-    with config.forced(**SMALL):
+    with tiles.forced(**SMALL):
         rooms("dense cache", dense)
         rooms("int8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="int8"))
         rooms("fp8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="fp8"))

@@ -15,12 +15,12 @@ from fastattn.bench.measure import Effort, Timing, compare, device_timer
 from fastattn.bench.training_step import time_training_steps
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_tokens
-from fastattn.kernels import config
+from fastattn.kernels.launch import tiles
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import load_checkpoint
-from fastattn.training.config import TrainConfig
-from fastattn.training.data import TextDataset
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.data.text.text import TextDataset
+from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer
 
 MODEL = {"context_length": 32, "num_layers": 1, "num_heads": 2, "embed_dim": 128}
@@ -28,7 +28,7 @@ TEXT = "the quick brown fox jumps over the lazy dog.\n" * 12
 
 
 def calls() -> None:
-    with config.forced(**SMALL), tempfile.TemporaryDirectory() as folder:
+    with tiles.forced(**SMALL), tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         stage.play("Trainer", lambda: train(out))
         stage.play("Trainer, resumed", lambda: resume(out))

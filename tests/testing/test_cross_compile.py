@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.testing import cross_compile
-from fastattn.testing.compile_pool import CompilePool, CrossCompileError, compiled_cases
-from fastattn.testing.cross_compile import TARGETS, compiling_for, count_compilations
-from fastattn.testing.sass import (
+from fastattn.testing.compiling import cross_compile
+from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError, compiled_cases
+from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
+from fastattn.testing.compiling.sass import (
     matrix_loops,
     matrix_ops,
     read_ptxas,

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import reference, torch_backend
+from fastattn import reference
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import assert_matches_reference
+from fastattn.torch_backend import attend as torch_backend
 
 B, T_q, T_k = 3, 21, 34
 PADDING = torch.rand(B, T_k, generator=torch.Generator().manual_seed(0)) < 0.5

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import fastattn
-from fastattn import dropout
+from fastattn.torch_backend import dropout
 
 FULL = 0xFFFFFFFF
 # From kat_vectors of the Random123 distribution, philox4x32: rounds, key, counter, words.

@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn import torch_language
+from fastattn.torch_backend import triton_language
 
 SHIFT = tl.constexpr(2)
 N = 8
 
 
-def places(B: int = 1, H: int = 2, T: int = 3) -> torch_language.Places:
+def places(B: int = 1, H: int = 2, T: int = 3) -> triton_language.Places:
     b, h, t = (torch.arange(n, dtype=torch.int32) for n in (B, H, T))
     return b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), t.view(1, 1, -1, 1), t.view(1, 1, 1, -1)
 
@@ -38,7 +38,7 @@ def run_both(mod, tensors: tuple[torch.Tensor, ...], device: str):
     kernel[(2, 3)](x, out, a, mod, len(tensors) > 0)
     b, h, q_pos, k_pos = places(2, 3, N)
     at = tuple(x.to(device) for x in (b, h, q_pos - 3, k_pos))
-    return out, torch_language.score_mod(mod, x, at, tensors)
+    return out, triton_language.score_mod(mod, x, at, tensors)
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def test_as_triton_computes(mod, device: str) -> None:
 
 # Triton's interpreter lets NaN through, which its compiler does where it is told to.
 def test_bounds_pass_over_nan_unless_told_otherwise() -> None:
-    tl = torch_language.LANGUAGE
-    x = torch_language.Value(torch.tensor([math.nan, 0.5, 7.0]), torch.float32)
+    tl = triton_language.LANGUAGE
+    x = triton_language.Value(torch.tensor([math.nan, 0.5, 7.0]), torch.float32)
     assert tl.maximum(x, 1.0).x.tolist() == [1.0, 1.0, 7.0]
     assert tl.minimum(x, 1.0).x.tolist() == [1.0, 0.5, 1.0]
     assert tl.clamp(x, 0.0, 1.0).x.tolist() == [0.0, 0.5, 1.0]
@@ -134,10 +134,10 @@ def test_bounds_pass_over_nan_unless_told_otherwise() -> None:
     ],
 )
 def test_methods_are_functions_of_their_name(name: str) -> None:
-    x = torch_language.Value(torch.rand(5) + 0.5, torch.float32)
+    x = triton_language.Value(torch.rand(5) + 0.5, torch.float32)
     expected = getattr(torch, name.removesuffix("_rn"))(x.x)
     assert torch.equal(getattr(x, name)().x, expected)
-    assert torch.equal(getattr(torch_language.LANGUAGE, name)(x).x, expected)
+    assert torch.equal(getattr(triton_language.LANGUAGE, name)(x).x, expected)
 
 
 # Triton's interpreter has no libdevice: Python's own functions stand for it here.
@@ -154,8 +154,8 @@ def test_methods_are_functions_of_their_name(name: str) -> None:
 )
 def test_libdevice_as_python_computes(name: str, inputs: tuple[float, ...]) -> None:
     real = torch.float64
-    values = [torch_language.Value(torch.tensor(x, dtype=real), real) for x in inputs]
-    found = getattr(torch_language.LANGUAGE, name)(*values)
+    values = [triton_language.Value(torch.tensor(x, dtype=real), real) for x in inputs]
+    found = getattr(triton_language.LANGUAGE, name)(*values)
     torch.testing.assert_close(found.x.double().item(), float(getattr(math, name)(*inputs)))
 
 
@@ -175,7 +175,7 @@ def test_scores_are_differentiable_twice_and_in_their_own_dtype() -> None:
     x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
 
     def call(x):
-        return torch_language.score_mod(gate, x, places(), ())
+        return triton_language.score_mod(gate, x, places(), ())
 
     assert torch.autograd.gradgradcheck(call, x)
     torch.testing.assert_close(call(x), x * x.sigmoid(), rtol=1e-14, atol=0)
@@ -219,11 +219,11 @@ FAULTS = [
 @pytest.mark.parametrize(("mod", "tensors", "error", "message"), FAULTS)
 def test_faults_are_named(mod, tensors, error, message) -> None:
     with pytest.raises(error, match=message):
-        torch_language.mask_mod(mod, places(), tensors)
+        triton_language.mask_mod(mod, places(), tensors)
 
 
 def test_holders_and_constants() -> None:
     class Holder:
         mask_mod = constant
 
-    assert torch_language.mask_mod(Holder(), places(), ()).all()
+    assert triton_language.mask_mod(Holder(), places(), ()).all()

@@ -19,7 +19,6 @@ import torch
 
 from fastattn.models import gpt2
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.training import sources
 from fastattn.training import trainer as trainer_module
 from fastattn.training.checkpoint import (
     Checkpoint,
@@ -28,10 +27,11 @@ from fastattn.training.checkpoint import (
     load_model,
     save_checkpoint,
 )
-from fastattn.training.config import TrainConfig
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
+from fastattn.training.data.text import sources
 from fastattn.training.run import Options, train
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.train_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
 

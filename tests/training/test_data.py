@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastattn.training import data
-from fastattn.training.data import (
+from fastattn.training.data.text import text as data
+from fastattn.training.data.text.text import (
     DataError,
     TextDataset,
     evaluation_batches,
@@ -13,7 +13,7 @@ from fastattn.training.data import (
     split_text,
     standard_library_text,
 )
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.tokenizers.loading import CharacterTokenizer
 
 
 def test_files_are_joined_in_order(tmp_path):

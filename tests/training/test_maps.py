@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from fastattn import CausalGQAttention
-from fastattn.cli import main
-from fastattn.cross_attention import CrossGQAttention
-from fastattn.layer_weights import cross_attention_weights, self_attention_weights
+from fastattn.cli.main import main
 from fastattn.models.encoder import EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.models.positions import RelativeContent, RelativeTransformerXL
+from fastattn.models.position_schemes import RelativeContent, RelativeTransformerXL
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
-from fastattn.modules import GQAttention
+from fastattn.modules.cross_attention import CrossGQAttention
+from fastattn.modules.self_attention import GQAttention
+from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.training.checkpoint import Checkpoint, save_checkpoint
-from fastattn.training.data import DataError
+from fastattn.training.data.text.text import DataError
 from fastattn.training.kinds import KINDS, Trained
 from fastattn.training.maps import Map, attention_maps, draw_maps
-from fastattn.training.tokenizer import PieceTokenizer
+from fastattn.training.tokenizers.loading import PieceTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastattn.training.data import TextDataset
-from fastattn.training.masking import MaskedTask, mask_tokens
-from fastattn.training.tokenizer import CharacterTokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.data.text.text import TextDataset
+from fastattn.training.tasks.task.masking import MaskedTask, mask_tokens
+from fastattn.training.tokenizers.loading import CharacterTokenizer, PieceTokenizer, TokenizerError
 
 TEXT = "abcdefghij" * 60
 TOKENIZER = PieceTokenizer.train("char", TEXT, 60)

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from fastattn.training.data import DataError
-from fastattn.training.tagged_text import (
+from fastattn.training.data.text.tagged_text import (
     Sentence,
     check_tags,
     python_sentences,
@@ -16,8 +15,9 @@ from fastattn.training.tagged_text import (
     standard_library_sentences,
     tags_of,
 )
-from fastattn.training.tagging import TaggingTask, cut_rows
-from fastattn.training.tokenizer import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.data.text.text import DataError
+from fastattn.training.tasks.task.tagging import TaggingTask, cut_rows
+from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
 
 CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
 TOKENIZER = PieceTokenizer.train("char", "EU rejects Peter Blackburn", 60)

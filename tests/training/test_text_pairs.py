@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from fastattn.training import pairs as pairs_module
-from fastattn.training.data import DataError
-from fastattn.training.pairs import (
+from fastattn.training.data.text import text_pairs as pairs_module
+from fastattn.training.data.text.text import DataError
+from fastattn.training.data.text.text_pairs import (
     Pair,
     date_in_words,
     date_pairs,
@@ -16,9 +16,9 @@ from fastattn.training.pairs import (
     read_pairs,
     standard_library_pairs,
 )
-from fastattn.training.scores import confusion, tag_scores, text_scores
-from fastattn.training.tokenizer import BPETokenizer, PieceTokenizer, TokenizerError
-from fastattn.training.translation import TranslationTask, encode_pairs, encode_sources
+from fastattn.training.tasks.task.scores import confusion, tag_scores, text_scores
+from fastattn.training.tasks.task.translation import TranslationTask, encode_pairs, encode_sources
+from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
 
 TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)
 PAIRS = [Pair("one two", "eins zwei", "f:1"), Pair("three", "drei", "f:2")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattn.training.tokenizer import (
+from fastattn.training.tokenizers.loading import (
     BPETokenizer,
     CharacterTokenizer,
     TokenizerError,
@@ -73,7 +73,7 @@ def test_a_character_of_several_tokens_appears_when_it_is_complete(bpe):
 
 def test_long_texts_are_encoded_in_pieces_cut_at_line_breaks(bpe, monkeypatch):
     whole = bpe.encode(TEXT)
-    monkeypatch.setattr("fastattn.training.tokenizer_backend._PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("fastattn.training.tokenizers.backend._PIECE_CHARACTERS", 100)
     assert bpe.encode(TEXT) == whole
     unbroken = "x" * 250
     assert bpe.decode(bpe.encode(unbroken)) == unbroken

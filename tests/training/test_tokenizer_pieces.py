@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from fastattn.training.padding import encode_padded, pad
-from fastattn.training.tokenizer import (
+from fastattn.training.data.text.rows import encode_padded, pad
+from fastattn.training.tokenizers.loading import (
     BPETokenizer,
     CharacterTokenizer,
     PieceTokenizer,
@@ -15,7 +15,7 @@ from fastattn.training.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from fastattn.training.tokenizer_pieces import read_vocabulary, write_vocabulary
+from fastattn.training.tokenizers.pieces import read_vocabulary, write_vocabulary
 
 TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
 SPECIAL = ["[PAD]", "[UNK]", "[BEGIN]", "[END]", "[MASK]"]

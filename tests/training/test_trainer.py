@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.training import tasks
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
-from fastattn.training.config import TrainConfig, resolve_device
-from fastattn.training.data import TextDataset, random_batch
+from fastattn.training.data.text.text import TextDataset, random_batch
 from fastattn.training.metrics import append_metrics, draw_loss_curve, read_metrics
 from fastattn.training.progress import ProgressBar, SilentProgress
-from fastattn.training.tokenizer import CharacterTokenizer
+from fastattn.training.tasks.task import task
+from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.train_config import TrainConfig, resolve_device
 from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -148,7 +148,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(tmp_path, monkeypatc
     for accumulation in (1, 3):
         size = 6 // accumulation
         batches = iter(zip(inputs.split(size), targets.split(size), strict=True))
-        monkeypatch.setattr(tasks, "random_batch", lambda *_, b=batches: next(b))
+        monkeypatch.setattr(task, "random_batch", lambda *_, b=batches: next(b))
         trainer = make_trainer(tmp_path, accumulation=accumulation, batch_size=size)
         trainer.model.double()
         trainer._train_step()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import checks
+from ... import checks
 
 Window = tuple[int | None, int | None]
 Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import cache_ops, checks
-from ..decode import decode_attention, view_of_tensors
-from ..options import FARTHEST
-from ..rotary import apply_rotary
-from .flash_attn_rotary import table_rows
+from ... import checks
+from ...functional.decode import decode_attention, view_of_tensors
+from ...ops import append
+from ...options import FARTHEST
+from ...rotary import apply_rotary
+from .rotary import table_rows
 
 # Its overloads want return_lse as a literal.
 _decode: Any = decode_attention
@@ -61,7 +62,7 @@ def append_and_attend(
         if tables is not None:
             q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
         if k is not None and v is not None:
-            cache_ops.append(view, k, v, rotary=tables, rotary_style=style)
+            append.append(view, k, v, rotary=tables, rotary_style=style)
         return _decode(q, view, num_splits=num_splits, return_lse=return_lse, **options)
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..functional import attention, attention_varlen
-from . import bert_padding, flash_attn_cache, flash_attn_packed, foreign_module
-from .flash_attn_arguments import (
+from ...functional.attend import attention, attention_varlen
+from ..swap import foreign_module
+from . import bert_padding, packed
+from . import cache as flash_attn_cache
+from .arguments import (
     Result,
     Window,
     checked,
@@ -174,7 +176,7 @@ def flash_attn_varlen_func(
         if seqused_k is None or max_seqlen_q is None:
             raise RuntimeError("block_table needs max_seqlen_q, and cu_seqlens_k or seqused_k")
         with errors_of_flash_attn():
-            found = flash_attn_packed.attend_packed(
+            found = packed.attend_packed(
                 q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, block_table, options, with_lse
             )
     else:
@@ -183,7 +185,7 @@ def flash_attn_varlen_func(
         placed = options["causal"] or not options.keys().isdisjoint(("window", "alibi_slopes"))
         with errors_of_flash_attn():
             if seqused_k is not None and placed:
-                k, v, cu_seqlens_k = flash_attn_packed.used_keys(k, v, cu_seqlens_k, seqused_k)
+                k, v, cu_seqlens_k = packed.used_keys(k, v, cu_seqlens_k, seqused_k)
             elif seqused_k is not None:
                 options["key_lengths"] = seqused_k
             found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
@@ -290,20 +292,20 @@ def install() -> None:
     keeps those.
     """
     # These serve their functions by those above.
-    from . import flash_attn_3, flash_attn_4, flash_attn_passes, flash_attn_rotary
+    from . import passes, rotary, version_3, version_4
 
     this = sys.modules[__name__]
     modules = {
         "": (this,),
-        "flash_attn_interface": (this, flash_attn_passes),
+        "flash_attn_interface": (this, passes),
         "bert_padding": (bert_padding,),
-        "layers.rotary": (flash_attn_rotary,),
-        "ops.triton.rotary": (flash_attn_rotary,),
-        "cute": (flash_attn_4,),
-        "cute.interface": (flash_attn_4,),
+        "layers.rotary": (rotary,),
+        "ops.triton.rotary": (rotary,),
+        "cute": (version_4,),
+        "cute.interface": (version_4,),
     }
     foreign_module.install("flash_attn", modules, __version__)
-    foreign_module.install("flash_attn_interface", {"": (flash_attn_3,)})
+    foreign_module.install("flash_attn_interface", {"": (version_3,)})
 
 
 def uninstall() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..decode import decode_attention, view_of_tensors
-from ..positions import document_ids
-from .flash_attn_cache import Cache, token_table, tokens_of
+from ... import checks
+from ...functional.decode import decode_attention, view_of_tensors
+from ...positions import document_ids
+from .cache import Cache, token_table, tokens_of
 
 # Its overloads want return_lse as a literal.
 _decode: Any = decode_attention

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments, checks, dropout
-from ..functional import attention, attention_varlen
-from ..part_gradients import part_gradients
-from .flash_attn_arguments import checked, errors_of_flash_attn, options_of
+from ... import checks
+from ...functional import arguments
+from ...functional.attend import attention, attention_varlen
+from ...functional.block_backward import part_gradients
+from ...torch_backend import dropout
+from .arguments import checked, errors_of_flash_attn, options_of
 
 __all__ = [
     "_flash_attn_backward",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import rotary
-from ..positions import document_ids
+from ... import rotary
+from ...positions import document_ids
 
 __all__ = [
     "RotaryEmbedding",

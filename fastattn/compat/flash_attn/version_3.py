@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flash_attn
-from .flash_attn_arguments import Result, Window, checked
+from . import functions
+from .arguments import Result, Window, checked
 
 __version__ = "3.0.0"
 __all__ = [
@@ -41,7 +41,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
-    return flash_attn.flash_attn_func(
+    return functions.flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
-    return flash_attn.flash_attn_varlen_func(
+    return functions.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_attn_probs, qv=qv,
@@ -151,7 +151,7 @@ def flash_attn_with_kvcache(
 
     In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
     """
-    found = flash_attn.flash_attn_with_kvcache(
+    found = functions.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, None, softmax_scale, causal, window_size, softcap, rotary_interleaved,
         num_splits=num_splits, return_softmax_lse=return_softmax_lse, page_table=page_table, qv=qv,

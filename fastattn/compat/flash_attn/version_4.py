@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from . import flash_attn
-from .flash_attn_arguments import Window
+from . import functions
+from .arguments import Window
 
 __version__ = "4.0.0"
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -39,7 +39,7 @@ def flash_attn_func(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o [B, T_q, H_q, D_v], lse [B, H_q, T_q] or None)."""
-    found = flash_attn.flash_attn_func(
+    found = functions.flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, learnable_sink=learnable_sink, return_lse=return_lse, qv=qv,
         gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
@@ -89,10 +89,10 @@ def flash_attn_varlen_func(
     """
     if cu_seqlens_q is None:
         raise NotImplementedError(
-            "cu_seqlens_q=None, for padded queries, is not served by fastattn.compat.flash_attn_4; "
-            "fastattn.attention takes key_lengths"
+            "cu_seqlens_q=None, for padded queries, is not served by "
+            "fastattn.compat.flash_attn.version_4; fastattn.attention takes key_lengths"
         )
-    found = flash_attn.flash_attn_varlen_func(
+    found = functions.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..rotary import rotary_tables
+from ...rotary import rotary_tables
+from ..fused_block import FusedForward, Plan
 from .block_twin import Refused, Twin, own_generators
-from .fused_block import FusedForward, Plan
 
 _LENGTH = 7
 # A window that stands in the code as a number is seen up to here.

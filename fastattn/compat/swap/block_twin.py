@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..sdpa import _torch_attention
 from .code_numbers import numbers_in_code
-from .sdpa import _torch_attention
 
 # What every module has, and every forward reads.
 OF_ANY_MODULE = frozenset(vars(nn.Module()))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..rotary import RotaryStyle
+from ...rotary import RotaryStyle
+from ..fused_block import Plan, Rotary
 from .block_trial import tried
 from .block_twin import OF_ANY_MODULE
-from .fused_block import Plan, Rotary
 
 # Projections, the last one that of the output: queries, keys and values together, or each alone.
 _PROJECTIONS = (

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..decode import decode_attention, view_of_tensors
-from ..functional import attention, attention_varlen
-from ..positions import document_ids
-from ..statistics import attention_weights
+from ...functional.attend import attention, attention_varlen
+from ...functional.decode import decode_attention, view_of_tensors
+from ...functional.statistics import attention_weights
+from ...positions import document_ids
+from ..sdpa import bounded_bias
 from .lazy_mask import LazyMask, Rule
-from .sdpa import bounded_bias
-from .transformers_masks import attention_mask, chunk_ids
+from .masks import attention_mask, chunk_ids
 
 NAME = "fastattn"
 # First and last minor version that the tests have run with.

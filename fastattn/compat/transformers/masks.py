@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .lazy_mask import LazyMask, Rule
-from .transformers_models import takes_rules
+from .models import takes_rules
 
 
 def attention_mask(

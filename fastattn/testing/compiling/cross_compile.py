@@ -6,7 +6,7 @@
 
 A stand-in for Triton's driver names the target and swallows the launch: everything before it,
 specialisation included, is Triton's own. That needs a process without TRITON_INTERPRET=1, which
-`fastattn.testing.compile_pool` provides to one that has it. Valid for Triton 3.6 to 3.9.
+`fastattn.testing.compiling.compile_pool` provides to one that has it. Valid for Triton 3.6 to 3.9.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
     if triton.knobs.runtime.interpret:
         raise RuntimeError(
             "TRITON_INTERPRET=1 binds kernels to the interpreter when they are imported; "
-            "compile them in a fastattn.testing.compile_pool.CompilePool"
+            "compile them in a fastattn.testing.compiling.compile_pool.CompilePool"
         )
     stand_in = _StandInDriver(target)
     before = driver._active

@@ -10,7 +10,7 @@ from the order in which this run happened to do things.
 
 Not modelled: layouts (but for operands of products), bank conflicts, clusters, approximate exp2,
 sums in fewer bits than fp32, as tensor cores have them of products in 8 bits.
-Compiling the same kernel for sm_90 (`fastattn.testing.cross_compile`) sees to the layouts.
+Compiling the same kernel for sm_90 (`fastattn.testing.compiling`) sees to the layouts.
 """
 
 from .errors import BarrierError as BarrierError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tokenizer_base import Tokenizer, TokenizerError
+from ..tokenizers.base import Tokenizer, TokenizerError
 
 IGNORED = -100  # a target that torch's cross-entropy leaves out
 

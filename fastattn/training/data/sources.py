@@ -6,17 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from .data import (
-    DataError,
-    TextDataset,
-    fingerprint,
-    read_text_files,
-    split_text,
-    standard_library_text,
-)
-from .masking import MaskedTask
-from .pairs import Pair, date_pairs, pairs_fingerprint, read_pairs, standard_library_pairs
-from .scores import import_sacrebleu
+from ..tasks.masking import MaskedTask
+from ..tasks.scores import import_sacrebleu
+from ..tasks.tagging import TaggingTask
+from ..tasks.task import LanguageTask, Task
+from ..tasks.translation import TranslationTask, encode_pairs
+from ..tokenizers.base import Tokenizer
+from ..tokenizers.loading import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from .tagged_text import (
     check_tags,
     read_conll,
@@ -24,11 +20,15 @@ from .tagged_text import (
     standard_library_sentences,
     tags_of,
 )
-from .tagging import TaggingTask
-from .tasks import LanguageTask, Task
-from .tokenizer import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
-from .tokenizer_base import Tokenizer
-from .translation import TranslationTask, encode_pairs
+from .text import (
+    DataError,
+    TextDataset,
+    fingerprint,
+    read_text_files,
+    split_text,
+    standard_library_text,
+)
+from .text_pairs import Pair, date_pairs, pairs_fingerprint, read_pairs, standard_library_pairs
 
 _Item = TypeVar("_Item")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .data import DataError, fingerprint, read_text_file, standard_library_sources
+from .text import DataError, fingerprint, read_text_file, standard_library_sources
 
 _PYTHON_TAGS = {
     "NUMBER": "number",

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .tokenizer_base import Tokenizer
+from ..tokenizers.base import Tokenizer
 
 # Parts of the standard library that are tests, tables or data rather than code to learn from.
 _SKIPPED_FOLDERS = {

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import TextDataset
-from .padding import IGNORED
-from .tasks import Batch, LanguageTask
-from .tokenizer_base import Tokenizer
+from ..data.rows import IGNORED
+from ..data.text import TextDataset
+from ..tokenizers.base import Tokenizer
+from .task import Batch, LanguageTask
 
 # Devlin et al. 2019, section 3.1 and appendix A.1.
 _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import DataError
-from .padding import IGNORED, pad, pad_id
+from ..data.rows import IGNORED, pad, pad_id
+from ..data.tagged_text import Sentence
+from ..data.text import DataError
+from ..tokenizers.base import Tokenizer, TokenizerError
 from .scores import confusion, tag_scores
-from .tagged_text import Sentence
-from .tasks import Batch, Split
-from .tokenizer_base import Tokenizer, TokenizerError
+from .task import Batch, Split
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from .data import TextDataset, evaluation_batches, random_batch
-from .padding import IGNORED
+from ..data.rows import IGNORED
+from ..data.text import TextDataset, evaluation_batches, random_batch
 
 _VALIDATION_SEED = 0
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..generation.translate import beam_translate, greedy_translate
-from ..models.seq2seq import Seq2Seq
-from .data import DataError
-from .padding import IGNORED, pad, pad_id
-from .pairs import Pair
+from ...generation.translate import beam_translate, greedy_translate
+from ...models.seq2seq import Seq2Seq
+from ..data.rows import IGNORED, pad, pad_id
+from ..data.text import DataError
+from ..data.text_pairs import Pair
+from ..tokenizers.base import Tokenizer
 from .scores import text_scores
-from .tasks import Batch, Split
-from .tokenizer_base import Tokenizer
+from .task import Batch, Split
 
 # Decoding is a step a token; so many pairs tell the scores well enough.
 _SCORED_PAIRS = 500

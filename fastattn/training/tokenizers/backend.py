@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .extras import import_extra
-from .tokenizer_base import TokenDecoder, Tokenizer, TokenizerError
+from ..extras import import_extra
+from .base import TokenDecoder, Tokenizer, TokenizerError
 
 # Long texts are encoded in pieces of about this many characters, cut behind a line break, because
 # Hugging Face's encoder keeps some hundred bytes a token until a call returns.

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .tokenizer_backend import BackendTokenizer, import_tokenizers, pieces
-from .tokenizer_base import SPECIAL_NAMES, TokenDecoder, TokenizerError
+from .backend import BackendTokenizer, import_tokenizers, pieces
+from .base import SPECIAL_NAMES, TokenDecoder, TokenizerError
 
 
 class BPETokenizer(BackendTokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from .tokenizer_base import TokenDecoder, Tokenizer, TokenizerError
+from .base import TokenDecoder, Tokenizer, TokenizerError
 
 CHARACTER_FORMAT = "fastattn-characters"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .tokenizer_backend import import_tokenizers
-from .tokenizer_base import Tokenizer, TokenizerError
-from .tokenizer_bytes import BPETokenizer, byte_level_bpe
-from .tokenizer_characters import CHARACTER_FORMAT, CharacterTokenizer
-from .tokenizer_pieces import PIECE_KINDS, PieceTokenizer, read_vocabulary
+from .backend import import_tokenizers
+from .base import Tokenizer, TokenizerError
+from .bytes import BPETokenizer, byte_level_bpe
+from .characters import CHARACTER_FORMAT, CharacterTokenizer
+from .pieces import PIECE_KINDS, PieceTokenizer, read_vocabulary
 
 __all__ = [
     "TOKENIZER_KINDS",

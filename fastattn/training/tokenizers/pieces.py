@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .tokenizer_backend import BackendTokenizer, import_tokenizers, pieces
-from .tokenizer_base import SPECIAL_NAMES, TokenizerError
+from .backend import BackendTokenizer, import_tokenizers, pieces
+from .base import SPECIAL_NAMES, TokenizerError
 
 _NAMES = [names[0] for names in SPECIAL_NAMES.values()]
 _UNKNOWN = SPECIAL_NAMES["unknown"][0]

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from ..attention_layer import AttentionLayer
+from ...modules.layer import AttentionLayer
+from ..fused_block import Calls, FusedForward
+from ..multihead import MultiheadAttention, stay_on_path
 from . import blocks
-from .fused_block import Calls, FusedForward
-from .multihead import MultiheadAttention, stay_on_path
 
 
 class Swap:
@@ -163,8 +163,8 @@ def _swap_block(name: str, module: nn.Module, done: Swap, tried: blocks.Tried) -
 def _swap_transformers(name: str, model: Any, done: Swap) -> None:
     """A model of transformers takes its attention by name, of all its layers at once."""
     try:
-        from .transformers import NAME, register
-        from .transformers_models import looks_up, restorer, unserved
+        from ..transformers.attend import NAME, register
+        from ..transformers.models import looks_up, restorer, unserved
     except ImportError as error:
         done.left[name] = f"fastattn cannot be registered with transformers: {error}"
         return

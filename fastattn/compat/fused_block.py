@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import attention
+from ..functional.attend import attention
 from ..rotary import RotaryStyle, apply_rotary
 
 

@@ -1,0 +1,4 @@
+"""Attention layers as torch modules."""
+
+from .self_attention import CausalGQAttention as CausalGQAttention
+from .self_attention import GQAttention as GQAttention

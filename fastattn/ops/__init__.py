@@ -1,0 +1,1 @@
+"""The kernels as torch operators, and the eager path around the dispatcher."""

@@ -1,0 +1,1 @@
+"""Compile kernels for GPUs that are not there, and read what the compilers made."""

@@ -1,0 +1,1 @@
+"""The same calls in plain torch: its fused kernel where that serves, else formulas."""

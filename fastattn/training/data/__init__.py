@@ -1,0 +1,1 @@
+"""What runs learn from: files, split and made into batches."""

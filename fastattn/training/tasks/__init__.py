@@ -1,0 +1,1 @@
+"""What a run learns: batches, losses and figures of each task."""

@@ -1,0 +1,1 @@
+"""Tokenizers: text to ids and back."""

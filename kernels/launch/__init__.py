@@ -1,0 +1,1 @@
+"""What launchers share: tiles, arguments, tables, launches that are cached."""
