@@ -65,6 +65,7 @@ format: $(VENV)/.installed-dev
 typecheck: $(VENV)/.installed-dev
 	@rm -rf build/typecheck && mkdir -p build/typecheck/fastattn
 	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/typecheck/fastattn/
+	@ln -s "$(CURDIR)/bench/harness" build/typecheck/fastattn/bench
 	@bin=$$(cd "$(bin)" && pwd) && cd build/typecheck && "$$bin/mypy" \
 		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache fastattn
 

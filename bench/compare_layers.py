@@ -21,7 +21,7 @@ import matplotlib.figure
 import torch
 
 from fastattn.models.gpt import GPTConfig
-from fastattn.training.data.text.text import fingerprint, standard_library_text
+from fastattn.training.data.text import fingerprint, standard_library_text
 from fastattn.training.metrics import read_metrics
 from fastattn.training.run import Options, train
 

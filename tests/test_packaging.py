@@ -79,7 +79,9 @@ def test_every_named_package_exists():
         pytest.param("fastattn/extra/__init__.py", "fastattn.extra", id="package"),
         pytest.param("fastattn/extra/module.py", "no __init__", id="namespace"),
         pytest.param("kernels/hopper/__init__.py", "fastattn.kernels.hopper", id="kernel-package"),
-        pytest.param("kernels/tuning/table.csv", "kernels/tuning/table.csv", id="data"),
+        pytest.param(
+            "kernels/launch/tuning/table.csv", "kernels/launch/tuning/table.csv", id="data"
+        ),
     ],
 )
 def test_planted_gap_in_the_packages_is_found(tmp_path, path, message):
@@ -87,7 +89,7 @@ def test_planted_gap_in_the_packages_is_found(tmp_path, path, message):
         "packages": ["fastattn", "fastattn.kernels"],
         "package-data": {"fastattn.kernels": ["tuning/*.json"]},
     }
-    for name in ("fastattn/__init__.py", "kernels/__init__.py", "kernels/tuning/table.json"):
+    for name in ("fastattn/__init__.py", "kernels/__init__.py", "kernels/launch/tuning/table.json"):
         touch(tmp_path / name)
     assert find_unpackaged(tmp_path, settings) == []
     touch(tmp_path / path)

@@ -177,7 +177,7 @@ def merge(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table_text(table: dict[str, Any]) -> str:
-    """A table as the files in kernels/tuning hold it: one row a line."""
+    """A table as the files in kernels/launch/tuning hold it: one row a line."""
     rows = ",\n".join(f"    {json.dumps(row)}" for row in table["rows"])
     rest = {key: value for key, value in table.items() if key != "rows"}
     head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in rest.items())

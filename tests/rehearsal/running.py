@@ -18,7 +18,7 @@ from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.kernels.launch import tiles
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import load_checkpoint
-from fastattn.training.data.text.text import TextDataset
+from fastattn.training.data.text import TextDataset
 from fastattn.training.tokenizers.loading import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer

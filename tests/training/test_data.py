@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastattn.training.data.text import text as data
-from fastattn.training.data.text.text import (
+from fastattn.training.data import text as data
+from fastattn.training.data.text import (
     DataError,
     TextDataset,
     evaluation_batches,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastattn.training.data.text.text import TextDataset
-from fastattn.training.tasks.task.masking import MaskedTask, mask_tokens
+from fastattn.training.data.text import TextDataset
+from fastattn.training.tasks.masking import MaskedTask, mask_tokens
 from fastattn.training.tokenizers.loading import CharacterTokenizer, PieceTokenizer, TokenizerError
 
 TEXT = "abcdefghij" * 60

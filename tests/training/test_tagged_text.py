@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fastattn.training.data.text.tagged_text import (
+from fastattn.training.data.tagged_text import (
     Sentence,
     check_tags,
     python_sentences,
@@ -15,8 +15,8 @@ from fastattn.training.data.text.tagged_text import (
     standard_library_sentences,
     tags_of,
 )
-from fastattn.training.data.text.text import DataError
-from fastattn.training.tasks.task.tagging import TaggingTask, cut_rows
+from fastattn.training.data.text import DataError
+from fastattn.training.tasks.tagging import TaggingTask, cut_rows
 from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
 
 CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from fastattn.training.data.text import text_pairs as pairs_module
-from fastattn.training.data.text.text import DataError
-from fastattn.training.data.text.text_pairs import (
+from fastattn.training.data import text_pairs as pairs_module
+from fastattn.training.data.text import DataError
+from fastattn.training.data.text_pairs import (
     Pair,
     date_in_words,
     date_pairs,
@@ -16,8 +16,8 @@ from fastattn.training.data.text.text_pairs import (
     read_pairs,
     standard_library_pairs,
 )
-from fastattn.training.tasks.task.scores import confusion, tag_scores, text_scores
-from fastattn.training.tasks.task.translation import TranslationTask, encode_pairs, encode_sources
+from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
+from fastattn.training.tasks.translation import TranslationTask, encode_pairs, encode_sources
 from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
 
 TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)

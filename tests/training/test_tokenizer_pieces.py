@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fastattn.training.data.text.rows import encode_padded, pad
+from fastattn.training.data.rows import encode_padded, pad
 from fastattn.training.tokenizers.loading import (
     BPETokenizer,
     CharacterTokenizer,

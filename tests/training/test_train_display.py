@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fastattn.cli.main import main
 from fastattn.training import progress as progress_module
-from fastattn.training.data.text.text import DataError
+from fastattn.training.data.text import DataError
 from fastattn.training.maps import Map, draw_maps
 from fastattn.training.metrics import draw_loss_curve
 from fastattn.training.progress import ProgressBar

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
-from fastattn.training.data.text.text import TextDataset, random_batch
+from fastattn.training.data.text import TextDataset, random_batch
 from fastattn.training.metrics import append_metrics, draw_loss_curve, read_metrics
 from fastattn.training.progress import ProgressBar, SilentProgress
-from fastattn.training.tasks.task import task
+from fastattn.training.tasks import task
 from fastattn.training.tokenizers.loading import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig, resolve_device
 from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
