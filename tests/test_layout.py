@@ -224,7 +224,7 @@ def test_permitted_imports_are_accepted(tmp_path):
         "fastattn/functional/attend.py": "from . import checks, ops\nattention = ops.launch",
         "fastattn/checks.py": "import math",
         "fastattn/ops/attention.py": "import torch\nfrom fastattn.kernels.forward import launch",
-        "fastattn/modules/self_attention.py": "from .functional import attention\nfrom . import cache",
+        "fastattn/modules/layer.py": "from ..functional import attend\nfrom .. import cache",
         "fastattn/cache/dense.py": "import typing\nif typing.TYPE_CHECKING:\n    import numpy",
         "fastattn/cli/main.py": "def train():\n    import tqdm\n    from fastattn import attention",
         "kernels/forward.py": "import triton.language as tl\nfrom .mask import visible\nlaunch = 1",
