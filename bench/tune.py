@@ -6,7 +6,7 @@ without one, by what the compilers make of them.
     python bench/tune.py --out DIR --survivors DIR/sm_90.survivors.json
 
 DIR gets <arch>.json: the table in kernels/launch/tuning with the rows that were chosen in place,
-each saying whether it was modelled or measured. On a GPU, rows come in the order of their importance
+each saying whether it was modelled or measured. On a GPU, rows come in the order of importance
 and the file is written after each; with --survivors only what a static sweep left is timed. The
 rows and every candidate's outcome also go to DIR/results.json, where a second call goes on.
 """
