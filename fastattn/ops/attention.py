@@ -356,7 +356,7 @@ def ways_of(q: Tensor, *, hopper: bool = False) -> Ways:
 def place(dtype: torch.dtype) -> Hashable:
     """What kernels for this dtype go by beside their arguments: equal where they are the same."""
     kernels = _kernels()
-    return kernels.launch.tiles.place(), kernels.launch.arguments.dot_precision(dtype)
+    return kernels.launch.tiles.device_key(), kernels.launch.arguments.dot_precision(dtype)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Ways | None:

@@ -103,7 +103,7 @@ def launch_for(
     q = tensors[0]
     assert q is not None
     key = (
-        plan, options, tiles.place(), q.dtype, dot_precision(q.dtype),
+        plan, options, tiles.device_key(), q.dtype, dot_precision(q.dtype),
         *[None if x is None else (x.shape, x.stride()) for x in tensors],
     )  # fmt: skip
     launch = _known.get(key)

@@ -80,7 +80,7 @@ def forced(**configs: TileConfig) -> Iterator[None]:
         _forced.update(saved)
 
 
-def place() -> Hashable:
+def device_key() -> Hashable:
     """What `lookup` goes by beside its arguments: equal where it gives the same."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
     return device, tuple(_forced.items()) if _forced else ()
