@@ -162,7 +162,7 @@ def prepare_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forwar
     """`launch_forward` for tensors of the same shapes, strides, dtype and device and the same
     options, worked out; None where copies of these tensors have to be launched.
 
-    It depends on `tiles.device_key` and `dot_precision` too, and takes the current device for theirs.
+    It depends on `device_key` and `dot_precision` too, and takes the current device for theirs.
     """
     if any(aligned(x) is not x for x in (q, k, v)):
         return None
