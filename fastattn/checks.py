@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .options import FARTHEST
-from .symbols import decided
+from .tracing import decided
 
 # Under export sizes, and what is computed from them, are symbols.
 _INTEGERS = (int, torch.SymInt)

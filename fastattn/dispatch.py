@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .ops import attention
+from .ops import attention, call
 from .options import Options
 
 ENVIRONMENT = "FASTATTN_BACKEND"
@@ -104,9 +104,9 @@ def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the Triton kernels cannot serve this call, or None if they can."""
-    if not attention.TRITON_INSTALLED:
+    if not call.TRITON_INSTALLED:
         return "triton is not installed"
-    if q.is_cpu and not attention.interpreting():
+    if q.is_cpu and not call.interpreting():
         return "q is on the CPU and TRITON_INTERPRET=1 is not set"
     device = q.device.type
     if device not in ("cpu", "cuda"):

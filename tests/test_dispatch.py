@@ -9,7 +9,7 @@ import torch
 
 import fastattn
 from fastattn import dispatch
-from fastattn.ops import attention
+from fastattn.ops import attention, call
 from fastattn.testing import make_qkv
 
 
@@ -44,15 +44,15 @@ def test_reason_for_torch(arguments, reason: str) -> None:
 
 
 def test_reason_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "interpreting", lambda: False)
+    monkeypatch.setattr(call, "interpreting", lambda: False)
     explanation = fastattn.explain(*make_qkv())
     assert explanation.backend == "torch"
     assert explanation.reasons["triton"].startswith("q is on the CPU and TRITON_INTERPRET=1")
 
 
 def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "TRITON_INSTALLED", False)
-    assert not attention.interpreting()
+    monkeypatch.setattr(call, "TRITON_INSTALLED", False)
+    assert not call.interpreting()
     assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
 
 

@@ -22,7 +22,7 @@ from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..functional import attend
 from ..options import Options
-from ..symbols import decided
+from ..tracing import decided
 
 # Kept from before any patch, for whatever is not served here.
 _torch_attention = F.scaled_dot_product_attention

@@ -176,7 +176,7 @@ def attention(
     key = call_memo.key_of(q, k, v, values, others)
     known = None if key is None else call_memo.find(key, q)
     if known is not None:
-        o, lse = ops.attend_by(known.ways, q, k, v, known.options)
+        o, lse = ops.attend_by(known.kernels, q, k, v, known.options)
         return (o, lse) if return_lse else o
     checks.check_tensors(q, k, v)
     q, k, v, relative_keys, relative_query = _autocast(q, k, v, relative_keys, relative_query)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..ops import attention
+from ..ops.call import contiguous
 from ..ops.gradients import as_batch, as_packed
 from ..options import Options
 from ..torch_backend import formula
@@ -57,10 +58,10 @@ def part_gradients(
     if packed:
         rows, lse = [as_batch(x) for x in rows], lse[None]
     padded_do, padded_q, padded_k, padded_v, padded_o = rows
-    ways = attention.ways_of(q, hopper=choice.backend == "hopper")
-    dq, dk, dv, delta, _ = ways.backward(
+    kernels = attention.kernels_for(q, hopper=choice.backend == "hopper")
+    dq, dk, dv, delta, _ = kernels.backward(
         padded_do, None, padded_q, padded_k, padded_v, padded_o, lse.contiguous(),
-        attention._in_order(options),
+        contiguous(options),
     )  # fmt: skip
     if packed:
         dq, dk, dv, delta = as_packed(dq), as_packed(dk), as_packed(dv), delta[0]

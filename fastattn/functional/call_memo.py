@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, tracing
 from ..ops import attention
-from ..ops.gradients import Ways
+from ..ops.gradients import Kernels
 from ..options import Options
 from ..torch_backend import formula
 
@@ -23,10 +23,10 @@ _TYPES = (Tensor, torch.nn.Parameter)
 
 
 class KnownCall(NamedTuple):
-    """Its checked options, the ways to its kernels, and `ops.place` as it was."""
+    """Its checked options, its kernels, and `ops.place` as it was."""
 
     options: Options
-    ways: Ways
+    kernels: Kernels
     place: Hashable
 
 
@@ -44,7 +44,7 @@ def key_of(
     """
     if torch.compiler.is_compiling() or type(k) not in _TYPES or type(v) not in _TYPES:
         return None
-    if attention._may_be_traced(q) or formula.autocasting(q.device):
+    if tracing.may_be_traced(q) or formula.autocasting(q.device):
         return None
     window = values[0]
     if type(window) is tuple:
@@ -72,11 +72,11 @@ def keep(key: Hashable | None, q: Tensor, k: Tensor, v: Tensor, options: Options
     """Remember a call that the Triton kernels serve, with q, k and v as the caller gave them."""
     if key is None or not options.plain or not _lasting(key):
         return
-    ways = attention.prepare(q, k, v, options)
-    if ways is not None:
+    kernels = attention.prepare(q, k, v, options)
+    if kernels is not None:
         if len(_known) >= _KEPT:
             _known.clear()
-        _known[key] = KnownCall(options, ways, attention.place(q.dtype))
+        _known[key] = KnownCall(options, kernels, attention.place(q.dtype))
 
 
 def _lasting(key: Hashable) -> bool:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
-from ..ops import statistics
+from ..ops import statistics as kernels
 from ..options import Options
+from ..torch_backend import statistics as formula
 from . import arguments, attend
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def attention_statistics(
     with torch.no_grad():
         q, k, lse, checked, served = _prepared("attention_statistics", q, k, lse, backend, options)
         if served == "torch":
-            return AttentionStatistics(*statistics.torch_statistics(q, k, lse, top, checked))
-        return AttentionStatistics(*statistics.statistics(q, k, lse, top, checked))
+            return AttentionStatistics(*formula.attention_statistics(q, k, lse, top, checked))
+        return AttentionStatistics(*kernels.attention_statistics(q, k, lse, top, checked))
 
 
 def attention_weights(
@@ -118,8 +119,8 @@ def attention_weights(
                 f"max_elements={max_elements}; attention_statistics needs no such tensor"
             )
         if served == "torch":
-            return statistics.torch_weights(q, k, lse, checked)
-        return statistics.weights(q, k, lse, checked)
+            return formula.attention_weights(q, k, lse, checked)
+        return kernels.attention_weights(q, k, lse, checked)
 
 
 def _prepared(

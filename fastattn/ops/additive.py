@@ -1,7 +1,5 @@
-"""The kernels of additive attention as torch operators, with gradients."""
+"""Additive attention by its kernels, as operators of torch.library with gradients."""
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,58 +8,44 @@ from torch import Tensor
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
-from . import attention, schema
+from . import schema
+from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
 
 
-@cache
-def _kernels() -> ModuleType:
-    attention._kernels()  # which repairs the interpreter, where there is one
-    from ..kernels import additive
-
-    return additive
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+@Operator
+def additive_forward(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
     """o and lse; see `kernels.additive.launch_additive_forward`."""
-    with attention._device_of(q):
-        found: tuple[Tensor, Tensor] = _kernels().launch_additive_forward(q, k, v, u, options)
-        return found
+    return kernel("additive").launch_additive_forward(q, k, v, u, options)
 
 
-def _backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, o: Tensor,
-    lse: Tensor, options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and du, the last in fp32."""
-    with attention._device_of(q):
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = _kernels().launch_additive_backward(
-            do, dlse, q, k, v, u, o, lse, options
-        )
-        return found
-
-
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor u"
-additive_forward = schema.operator("additive_forward", _forward, _INPUTS, "(Tensor, Tensor)")
-additive_backward = schema.operator(
-    "additive_backward",
-    _backward,
-    f"Tensor do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse",
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@additive_forward.register_fake
+@additive_forward.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, H_q, T_q, _D = q.shape
-    lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
-    return attention._fake_in_layout(q, H_q, T_q, v.shape[3]), lse
+    return fake_output(q, v.shape[3])
 
 
-@additive_backward.register_fake
+@Operator
+def additive_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and du, the last in fp32."""
+    return kernel("additive").launch_additive_backward(do, dlse, q, k, v, u, o, lse, options)
+
+
+@additive_backward.op.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (attention._fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
+    dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
     return dq, dk, dv, u.new_empty(u.shape, dtype=torch.float32)
 
 
@@ -87,30 +71,32 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     others = (None,) * (len(ctx.needs_input_grad) - 4)
     if torch.is_grad_enabled():
         needed = ctx.needs_input_grad[:4]
-        return *_differentiable_gradients((q, k, v, u), options, needed, do, dlse), *others
+        return *_differentiable_gradients((q, k, v, u), options, needed, (do, dlse)), *others
     if do is None:
         do = torch.zeros_like(o)
     if do.stride(-1) != 1:
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, du = additive_backward(do, dlse, q, k, v, u, o, lse, *schema.flat(options))
+    dq, dk, dv, du = additive_backward.by_op(do, dlse, q, k, v, u, o, lse, options)
     return dq, dk, dv, du.to(u.dtype), *others
 
 
 def _differentiable_gradients(
-    inputs: tuple[Tensor, ...], options: Options, needed: tuple[bool, ...],
-    do: Tensor | None, dlse: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
+    inputs: tuple[Tensor, ...],
+    options: Options,
+    needed: tuple[bool, ...],
+    dout: tuple[Tensor | None, Tensor | None],
+) -> list[Tensor | None]:
     """`_gradients` by the formula, for create_graph=True."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         return additive_formula.attention(q, k, v, u, options)
 
-    return gradients_with_graph(function, inputs, needed, (do, dlse))
+    return gradients_with_graph(function, inputs, needed, dout)
 
 
-additive_forward.register_autograd(_gradients, setup_context=_setup_context)
+additive_forward.op.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -118,6 +104,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tupl
 
     q and k are projected; last dims are contiguous and whole multiples of 16 bytes; u is [H_q, D].
     """
-    options = attention._in_order(options)
-    found: tuple[Tensor, Tensor] = additive_forward(q, k, v, u.contiguous(), *schema.flat(options))
-    return found
+    return additive_forward.by_op(q, k, v, u.contiguous(), contiguous(options))

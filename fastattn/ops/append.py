@@ -1,8 +1,7 @@
 """Appending to a cache: which implementation does it, and the operator that tracers see."""
 
 import os
-from functools import cache
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from ..cache_view import CacheView
 from ..dispatch import ENVIRONMENT
 from ..rotary import RotaryStyle
 from ..torch_backend import append as torch_append
-from . import attention
+from . import call
+from .call import Operator, fake_in_layout, kernel
 
 
 def append(
@@ -72,12 +72,25 @@ def append(
             advance=advance, first_slot=first_slot, room_for_padding=room_for_padding,
         )  # fmt: skip
     cos, sin = (None, None) if rotary is None else rotary
-    arguments = (
-        q, k, v, new_lengths, view.k, view.v, view.k_scale, view.v_scale, view.lengths,
-        view.counters, view.block_table, view.batch_index, cos, sin, view.keep_first,
-        rotary_style == "interleaved", advance,
-    )  # fmt: skip
-    turned = append_tokens(*arguments) if attention._may_be_traced(k) else _append(*arguments)
+    turned = append_tokens(
+        q,
+        k,
+        v,
+        new_lengths,
+        view.k,
+        view.v,
+        view.k_scale,
+        view.v_scale,
+        view.lengths,
+        view.counters,
+        view.block_table,
+        view.batch_index,
+        cos,
+        sin,
+        view.keep_first,
+        rotary_style == "interleaved",
+        advance,
+    )
     return None if q is None else turned
 
 
@@ -100,9 +113,9 @@ def serves(k: Tensor, backend: str | None) -> bool:
 
 
 def _why_not_kernel(k: Tensor) -> str | None:
-    if not attention.TRITON_INSTALLED:
+    if not call.TRITON_INSTALLED:
         return "triton is not installed"
-    if k.is_cpu and not attention.interpreting():
+    if k.is_cpu and not call.interpreting():
         return "k is on the CPU and TRITON_INTERPRET=1 is not set"
     if k.device.type not in ("cpu", "cuda"):
         return f"k is on {k.device.type}; kernels exist for CUDA and ROCm devices"
@@ -111,15 +124,11 @@ def _why_not_kernel(k: Tensor) -> str | None:
     return None
 
 
-@cache
-def _kernel() -> ModuleType:
-    attention._kernels()  # which repairs the interpreter, where there is one
-    from ..kernels import append
-
-    return append
+_STORED = ("k_cache", "v_cache", "k_scale", "v_scale", "lengths", "counters")
 
 
-def _append(
+@partial(Operator, mutates_args=_STORED)
+def append_tokens(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
@@ -139,29 +148,16 @@ def _append(
     advance: bool,
 ) -> Tensor:
     """q rotated, or an empty tensor without q; see `kernels.append.launch_append`."""
-    kernel = _kernel()
-    tensors = kernel.CacheTensors(
+    append = kernel("append")
+    tensors = append.CacheTensors(
         k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
     )
-    with attention._device_of(k):
-        turned: Tensor | None = kernel.launch_append(
-            q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
-        )
+    turned = append.launch_append(
+        q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
+    )
     return k.new_empty(0) if turned is None else turned
 
 
-append_tokens = torch.library.custom_op(
-    "fastattn::append_tokens",
-    _append,
-    mutates_args=("k_cache", "v_cache", "k_scale", "v_scale", "lengths", "counters"),
-)
-
-
-@append_tokens.register_fake
+@append_tokens.op.register_fake
 def _(q: Tensor | None, k: Tensor, *_: Any) -> Tensor:
-    if q is None:
-        return k.new_empty(0)
-    B, H_q, T, D = q.shape
-    if q.stride(1) < q.stride(2):
-        return q.new_empty(B, T, H_q, D).transpose(1, 2)
-    return q.new_empty(B, H_q, T, D)
+    return k.new_empty(0) if q is None else fake_in_layout(q, *q.shape[1:])

@@ -1,8 +1,6 @@
-"""The decode and merge kernels as torch operators, and the short way to them; see `ops`."""
+"""Attention to a cache, and merging of two results, by their kernels; see `call`."""
 
 import os
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -10,19 +8,12 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..cache_view import CacheView
 from ..options import Options
-from . import attention, schema
+from . import call
+from .call import Operator, fake_output, kernel
 
 
-@cache
-def _kernels() -> ModuleType:
-    attention._kernels()  # which repairs the interpreter, where there is one
-    from .. import kernels
-    from ..kernels import combine, decode  # noqa: F401
-
-    return kernels
-
-
-def _decode(
+@Operator
+def decode_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,51 +30,46 @@ def _decode(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
-    kernel = _kernels().decode
-    tensors = kernel.CacheTensors(
+    decode = kernel("decode")
+    tensors = decode.CacheTensors(
         k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned
     )
-    with attention._device_of(q):
-        o, lse = kernel.launch_decode(
-            q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
-        )
-    return o, lse
+    return decode.launch_decode(
+        q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
+    )
 
 
-decode_forward = schema.operator(
-    "decode_forward",
-    _decode,
-    "Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? block_table, "
-    "Tensor lengths, Tensor? starts, Tensor? new_lengths, Tensor? batch_index, SymInt? pinned, "
-    "int? splits, bool invariant",
-    "(Tensor, Tensor)",
-)
-
-
-@decode_forward.register_fake
+@decode_forward.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    B, H_q, T_q, _D = q.shape
     elements = 16 // q.element_size()
-    width = -(-v.shape[3] // elements) * elements
-    lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
-    return attention._fake_in_layout(q, H_q, T_q, width), lse
+    return fake_output(q, -(-v.shape[3] // elements) * elements)
 
 
 def attend(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
+    q: Tensor,
+    view: CacheView,
+    new_lengths: Tensor | None,
+    options: Options,
+    splits: int | None,
     invariant: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [B, H_q, T_q, D_v] and lse, by the op where something traces, else by the kernel itself."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    arguments = (
-        q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
-        new_lengths, view.batch_index, view.keep_first, splits, invariant,
-    )  # fmt: skip
-    options = attention._in_order(options)
-    if attention._may_be_traced(q):
-        o, lse = decode_forward(*arguments, *schema.flat(options))
-    else:
-        o, lse = _decode(*arguments, options)
+) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, D_v] and lse."""
+    o, lse = decode_forward(
+        q if q.stride(-1) == 1 else q.contiguous(),
+        view.k,
+        view.v,
+        view.k_scale,
+        view.v_scale,
+        view.block_table,
+        view.lengths,
+        view.starts,
+        new_lengths,
+        view.batch_index,
+        view.keep_first,
+        splits,
+        invariant,
+        options,
+    )
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
 
 
@@ -106,9 +92,9 @@ def merges(o: Tensor, lse: Tensor, backend: str | None) -> bool:
 
 
 def _why_not_merge(o: Tensor, lse: Tensor) -> str | None:
-    if not attention.TRITON_INSTALLED:
+    if not call.TRITON_INSTALLED:
         return "triton is not installed"
-    if o.is_cpu and not attention.interpreting():
+    if o.is_cpu and not call.interpreting():
         return "o1 is on the CPU and TRITON_INTERPRET=1 is not set"
     if o.device.type not in ("cpu", "cuda"):
         return f"o1 is on {o.device.type}; kernels exist for CUDA and ROCm devices"
@@ -117,24 +103,12 @@ def _why_not_merge(o: Tensor, lse: Tensor) -> str | None:
     return None
 
 
-def _merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """o, contiguous, and lse; see `kernels.combine.launch_merge`."""
-    with attention._device_of(o1):
-        o, lse = _kernels().combine.launch_merge(o1, lse1, o2, lse2)
-    return o, lse
+@Operator
+def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """o, contiguous, and lse of two parts; see `kernels.combine.launch_merge`."""
+    return kernel("combine").launch_merge(o1, lse1, o2, lse2)
 
 
-merge_forward = torch.library.custom_op("fastattn::merge_forward", _merge, mutates_args=())
-
-
-@merge_forward.register_fake
+@merge_forward.op.register_fake
 def _(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     return o1.new_empty(o1.shape), lse1.new_empty(lse1.shape)
-
-
-def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """o and lse of two parts, by the op where something traces, else by the kernel itself."""
-    if attention._may_be_traced(o1):
-        o, lse = merge_forward(o1, lse1, o2, lse2)
-        return o, lse
-    return _merge(o1, lse1, o2, lse2)

@@ -1,4 +1,4 @@
-"""The backward pass of attention: what it keeps, and which gradients are asked of which kernel.
+"""Autograd of attention: saved tensors, and which kernel computes which gradient.
 
 The inputs with gradients are q, k, v and the fields of Options in DIFFERENTIABLE, in this order.
 """
@@ -22,8 +22,8 @@ _PLACES = [0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE
 assert max(_PLACES) < 3 + Options._fields.index("mod_tensors")
 
 
-class Ways(NamedTuple):
-    """How a call reaches its kernels: by their ops where it is traced, else directly."""
+class Kernels(NamedTuple):
+    """What computes attention and its gradients: operators, or the launchers beneath them."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -62,17 +62,25 @@ def saved(ctx: Any) -> Saved:
 
 
 def gradients(
-    ways: Ways, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    kernels: Kernels,
+    ctx: Any,
+    needed: Sequence[bool],
+    do: Tensor | None,
+    dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """Of q, k, v and the fields in DIFFERENTIABLE; None for those that are not needed."""
     q, k, v, o, lse, options = saved(ctx)
     if torch.is_grad_enabled():
         return differentiable_gradients(q, k, v, options, needed, do, dlse)
-    return kernel_gradients(ways, (q, k, v, o, lse, options), needed, do, dlse)
+    return kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
 
 
 def kernel_gradients(
-    ways: Ways, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    kernels: Kernels,
+    inputs: Saved,
+    needed: Sequence[bool],
+    do: Tensor | None,
+    dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """`gradients` by the kernels; they have none of their own."""
     q, k, v, o, lse, options = inputs
@@ -82,13 +90,13 @@ def kernel_gradients(
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, delta, dquery = ways.backward(do, dlse, q, k, v, o, lse, options)
+    dq, dk, dv, delta, dquery = kernels.backward(do, dlse, q, k, v, o, lse, options)
     dbias = drelative = dkeys = dsinks = None
     _, _, _, wants_bias, wants_relative, wants_keys, _, wants_sinks = needed
     if options.attn_bias is not None and wants_bias:
-        dbias = ways.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
+        dbias = kernels.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
     if wants_relative or wants_keys:
-        drelative, dkeys = ways.backward_relative(do, q, k, v, lse, delta, options)
+        drelative, dkeys = kernels.backward_relative(do, q, k, v, lse, delta, options)
         bias, keys = options.relative_bias, options.relative_keys
         drelative = None if bias is None or not wants_relative else drelative.to(bias.dtype)
         dkeys = None if keys is None or not wants_keys else dkeys.to(keys.dtype)

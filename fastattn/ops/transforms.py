@@ -16,7 +16,7 @@ from ..options import Options
 from ..torch_backend.double_backward import gradients_with_graph
 from .gradients import (
     DIFFERENTIABLE,
-    Ways,
+    Kernels,
     differentiable_gradients,
     kernel_gradients,
     needed_of,
@@ -35,21 +35,25 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
-def attend(ways: Ways, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o and lse, by ways that lead through ops."""
-    output: tuple[Tensor, Tensor] = _Attention.apply(ways, q, k, v, *flat(options))  # type: ignore[no-untyped-call]
+def attend(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """o and lse, by kernels that are operators."""
+    output: tuple[Tensor, Tensor] = _Attention.apply(kernels, q, k, v, *flat(options))  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ways: Ways, q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = ways.forward(q, k, v, unflat(fields))
+    def forward(
+        kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *fields: Any
+    ) -> tuple[Tensor, Tensor]:
+        output: tuple[Tensor, Tensor] = kernels.forward(q, k, v, unflat(fields))
         return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.ways, q, k, v, *fields = inputs
+        ctx.kernels, q, k, v, *fields = inputs
         save(ctx, q, k, v, unflat(tuple(fields)), output)
 
     @staticmethod
@@ -60,7 +64,7 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         needed = needed_of(needs)
         found = iter(
-            _Gradients.apply(ctx.ways, tuple(needed), do, dlse, *tensors, *flat(options))  # type: ignore[no-untyped-call]
+            _Gradients.apply(ctx.kernels, tuple(needed), do, dlse, *tensors, *flat(options))  # type: ignore[no-untyped-call]
         )
         return (None, *placed([next(found) if need else None for need in needed], len(needs)))
 
@@ -74,11 +78,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ways: Ways, needed: tuple[bool, ...], do: Tensor, dlse: Tensor | None, q: Tensor,
+        kernels: Kernels, needed: tuple[bool, ...], do: Tensor, dlse: Tensor | None, q: Tensor,
         k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *fields: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         inputs = (q, k, v, o, lse, unflat(fields))
-        found = kernel_gradients(ways, inputs, needed, do, dlse)
+        found = kernel_gradients(kernels, inputs, needed, do, dlse)
         return tuple(x for x, need in zip(found, needed, strict=True) if need and x is not None)
 
     @staticmethod
@@ -103,7 +107,7 @@ class _Gradients(torch.autograd.Function):
         needed = [x is not None and x.requires_grad for x in inputs]
         of = gradients_with_graph(function, inputs, needed, dgrads)
         needs = ctx.needs_input_grad
-        # ways, needed, do, dlse before the arguments of the op, and o and lse among them.
+        # kernels, needed, do, dlse before the arguments of the op, and o and lse among them.
         rest = placed(of[2:], len(needs) - 6)
         return (None, None, *of[:2], *rest[:3], None, None, *rest[3:])
 

@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.hopper import backward, forward
 from ..ops import attention as ops
+from ..ops import call
 from .compare import assert_matches_reference
 from .gluon_emulator import Emulated
 from .inputs import make_qkv
@@ -42,7 +43,7 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(module, kernel, Counted(getattr(module, kernel), seed))
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
     # Tensors on the CPU are served, with or without Triton's own interpreter.
-    monkeypatch.setattr(ops, "interpreting", lambda: True)
+    monkeypatch.setattr(call, "interpreting", lambda: True)
 
 
 def order_events(seed: int) -> None:

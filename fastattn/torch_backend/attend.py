@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # By name: it stays torch's own where the attribute of torch's module is patched.
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import symbols
-from ..ops import attention as ops
+from .. import tracing
 from ..options import Options
 from . import formula
 from .double_backward import gradients_with_graph
@@ -65,7 +64,7 @@ def attention(
         # On a CPU torch gives rows that see nothing 0 by itself, but for NaN elsewhere; its CUDA
         # kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    if shown is None and q.device.type == "cpu" and not symbols.always(T_k >= _WIDEST_VECTOR):
+    if shown is None and q.device.type == "cpu" and not tracing.always(T_k >= _WIDEST_VECTOR):
         o = _with_nan(o, q, k, is_causal)
     return o
 
@@ -97,7 +96,7 @@ def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    gqa = not symbols.always(q.shape[1] == k.shape[1])
+    gqa = not tracing.always(q.shape[1] == k.shape[1])
     return scaled_dot_product_attention(
         q, k, v, attn_mask=shown, is_causal=is_causal, scale=scale, enable_gqa=gqa
     )
@@ -160,7 +159,7 @@ def _is_causal(options: Options) -> bool:
         and options.attn_bias is None
         and options.mask_mod is None
         and options.query_offset is not None
-        and symbols.always(options.query_offset == 0)
+        and tracing.always(options.query_offset == 0)
     )
 
 
@@ -180,7 +179,7 @@ def _harmless(x: Tensor, exists: Tensor) -> Tensor:
 
 def _may_look(x: Tensor) -> bool:
     """Whether to read a value costs no wait for a device, and nothing traces."""
-    return x.device.type == "cpu" and not ops._may_be_traced(x)
+    return x.device.type == "cpu" and not tracing.may_be_traced(x)
 
 
 def _is_tame(x: Tensor) -> bool:

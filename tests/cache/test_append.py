@@ -213,7 +213,7 @@ def test_operator_is_registered_right(kind, device):
     index = torch.tensor([1, 0, 2], device=device)
     cos, sin = rotary_tables(MAX, 8, device=device)
     torch.library.opcheck(
-        append.append_tokens,
+        append.append_tokens.op,
         (
             q if kind == "plain" else None, k, v, None, view.k, view.v, view.k_scale, view.v_scale,
             view.lengths, view.counters, None, index, cos, sin, None, False, True,

@@ -184,7 +184,7 @@ def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
     options = Options(scale=0.25, causal=True)
     arguments = (*op_arguments(filled(device).view(), Q.to(device)), *schema.flat(options))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode.decode_forward, arguments, test_utils=tests)
+    torch.library.opcheck(decode.decode_forward.op, arguments, test_utils=tests)
 
 
 def test_traced_calls_give_the_same(device: str) -> None:

@@ -12,7 +12,7 @@ from fastattn import dispatch, quantize_fp8, reference
 from fastattn.functional import fp8
 from fastattn.functional.fp8 import E4M3, PackedValues
 from fastattn.kernels.fp8_values import launch_pack_values
-from fastattn.ops import attention
+from fastattn.ops import attention, call
 from fastattn.ops import fp8 as fp8_ops
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
@@ -120,8 +120,8 @@ def test_codes_can_be_packed_at_once():
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_fake_codes_are_like_real_ones(packed: bool, layout: str, device: str):
     x, _, _ = make_qkv(2, 4, 2, 20, D=64, layout=layout, requires_grad=False, device=device)
-    real = fp8_ops.quantize_heads(x, None, packed)
-    fake = fp8_ops.quantize_heads(x.to("meta"), None, packed)
+    real = fp8_ops.quantize_heads.op(x, None, packed)
+    fake = fp8_ops.quantize_heads.op(x.to("meta"), None, packed)
     for ours, theirs in zip(fake, real, strict=True):
         described = (ours.shape, ours.stride(), ours.dtype)
         assert described == (theirs.shape, theirs.stride(), theirs.dtype)
@@ -205,7 +205,7 @@ def test_scales_default_to_one():
 
 
 def test_interpreted_kernels_serve_codes_too(monkeypatch: pytest.MonkeyPatch):
-    if not attention.interpreting():
+    if not call.interpreting():
         pytest.skip("kernels are compiled here; a GPU's tests are in test_hopper_gpu_fp8.py")
     codes, scales = drawn(B=1, T_q=5, T_k=9)
     options = {"causal": True, "out_dtype": torch.float32}

@@ -127,7 +127,7 @@ def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
 
     parts, _ = parts_and_whole(torch.float32, device)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode.merge_forward, parts, test_utils=tests)
+    torch.library.opcheck(decode.merge_forward.op, parts, test_utils=tests)
 
 
 def prompt_and_rows(

@@ -15,9 +15,9 @@ import fastattn
 from fastattn import reference
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.ops import statistics
 from fastattn.testing import make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
+from fastattn.torch_backend import statistics
 
 B, H_q, H_k, T_q, T_k, D = 2, 2, 1, 21, 25, 12
 

@@ -170,15 +170,15 @@ def test_nothing_to_attend_with() -> None:
 def test_traced_calls_go_through_the_op(layout: str) -> None:
     """It gives the same bits, and its fake the same shapes, strides and dtypes."""
     codes, scales = drawn(1, 2, 1, 70, 90, 64, layout=layout)
-    values = fp8.pack_values(codes[2])
+    values = fp8.pack_values.op(codes[2])
     tensors = (*codes[:2], values, *scales)
     options = schema.flat(Options(right=20, scale=0.2))
-    results = fp8.hopper_forward_fp8(*tensors, torch.bfloat16, *options)
+    results = fp8.hopper_forward_fp8.op(*tensors, torch.bfloat16, *options)
     for x, y in zip(results, attention(codes, scales, causal=True, scale=0.2), strict=True):
         assert torch.equal(x, y)
     fakes = (
-        *fp8.hopper_forward_fp8(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
-        fp8.pack_values(codes[2].to("meta")),
+        *fp8.hopper_forward_fp8.op(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
+        fp8.pack_values.op(codes[2].to("meta")),
     )
     for fake, real in zip(fakes, (*results, values), strict=True):
         described = (fake.shape, fake.stride(), fake.dtype)

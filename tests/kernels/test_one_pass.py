@@ -201,7 +201,7 @@ def directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
 
 def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
     options = Options(causal=True, scale=0.25, atomic_dq=not deterministic)
-    o, _ = attention.attention_forward(q, k, v, *schema.flat(options))
+    o, _ = attention.attention_forward.op(q, k, v, *schema.flat(options))
     torch.autograd.grad(o.sum(), (q, k, v))
 
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import BlockMask
+from fastattn import BlockMask, tracing
 from fastattn.functional import call_memo
 from fastattn.ops import attention, schema, torch_varlen
 from fastattn.options import Options
@@ -47,7 +47,7 @@ def op_arguments(**options):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
     arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
-    torch.library.opcheck(attention.attention_forward, arguments)
+    torch.library.opcheck(attention.attention_forward.op, arguments)
 
 
 def test_backward_op_is_registered_right(device: str) -> None:
@@ -55,9 +55,9 @@ def test_backward_op_is_registered_right(device: str) -> None:
         x.detach() if isinstance(x, torch.Tensor) else x
         for x in op_arguments(device=device, layout="bthd")[1]
     ]
-    o, lse = attention.attention_forward(*arguments)
+    o, lse = attention.attention_forward.op(*arguments)
     torch.library.opcheck(
-        attention.attention_backward,
+        attention.attention_backward.op,
         (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:]),
     )
 
@@ -272,7 +272,7 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
 
     short, op = (
         run(attention.attend, options),
-        run(attention.attention_forward, *schema.flat(options)),
+        run(attention.attention_forward.op, *schema.flat(options)),
     )
     for ours, theirs in zip(short, op, strict=True):
         assert torch.equal(ours, theirs)
@@ -283,12 +283,12 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
     flat = tuple(
         x.detach() if isinstance(x, torch.Tensor) else x for x in schema.flat(everything(device))
     )
-    torch.library.opcheck(attention.attention_forward, (q, k, v, *flat))
-    o, lse = attention.attention_forward(q, k, v, *flat)
+    torch.library.opcheck(attention.attention_forward.op, (q, k, v, *flat))
+    o, lse = attention.attention_forward.op(q, k, v, *flat)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(attention.attention_backward, (do, dlse, q, k, v, o, lse, *flat))
-    delta = attention.attention_backward(do, dlse, q, k, v, o, lse, *flat)[3]
-    for op in (attention.attention_backward_bias, attention.attention_backward_relative):
+    torch.library.opcheck(attention.attention_backward.op, (do, dlse, q, k, v, o, lse, *flat))
+    delta = attention.attention_backward.op(do, dlse, q, k, v, o, lse, *flat)[3]
+    for op in (attention.attention_backward_bias.op, attention.attention_backward_relative.op):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
 
 
@@ -299,7 +299,7 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
-        attention.attention_forward(q, k, v, *schema.flat(Options(mask_mod=local)))
+        attention.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
 @pytest.mark.parametrize("way", ["short", "op"])
@@ -313,7 +313,7 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
     def ours(q, k, v):
         if way == "short":
             return attention.attend(q, k, v, options)
-        return attention.attention_forward(q, k, v, *schema.flat(options))
+        return attention.attention_forward.op(q, k, v, *schema.flat(options))
 
     def plain(dtype):
         return lambda q, k, v: formula.attention(
@@ -341,10 +341,7 @@ def test_hopper_kernels_are_reached_when_asked_for(
     from fastattn.kernels import backward, forward
     from fastattn.kernels.hopper import backward as hopper_backward
     from fastattn.kernels.hopper import forward as hopper_forward
-    from fastattn.kernels.launch import interpreter
 
-    # Which the portable kernels do when they are reached by their own way.
-    interpreter.mend()
     called = []
 
     def launch_forward(*arguments):
@@ -358,7 +355,7 @@ def test_hopper_kernels_are_reached_when_asked_for(
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     monkeypatch.setattr(attention, "on_hopper", lambda device: True)
-    monkeypatch.setattr(attention, "_may_be_traced", lambda q: traced)
+    monkeypatch.setattr(tracing, "may_be_traced", lambda x: traced)
     inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
 
     def run(backend):

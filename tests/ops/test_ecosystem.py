@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 
 import fastattn
 from fastattn import reference
-from fastattn.ops import attention
+from fastattn.ops.call import kernel
 from fastattn.testing import make_qkv
 from fastattn.torch_backend import formula
 
@@ -110,10 +110,10 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
 def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy sees the forward op by its name, and one that keeps it saves the second run."""
     launches = []
-    kernels = attention._kernels()
-    launch = kernels.forward.launch_forward
+    forward = kernel("forward")
+    launch = forward.launch_forward
     monkeypatch.setattr(
-        kernels.forward, "launch_forward", lambda *args: launches.append(1) or launch(*args)
+        forward, "launch_forward", lambda *args: launches.append(1) or launch(*args)
     )
 
     def policy(ctx, op, *args, **kwargs):

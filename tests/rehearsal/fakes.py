@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fastattn.kernels
-from fastattn import attention
+from fastattn import attention, tracing
 from fastattn.ops import attention as ops
 from fastattn.options import Options
 
@@ -86,7 +86,7 @@ def gpu(direct: bool) -> Iterator[None]:
         mock.patch.object(torch, "tensor", partial(_tensor, torch.tensor)),
     ]
     if direct:
-        patches.append(mock.patch.object(ops, "_may_be_traced", lambda q: False))
+        patches.append(mock.patch.object(tracing, "may_be_traced", lambda x: False))
     # The mode would try a device that is there when it is made.
     with FakeTensorMode(), ExitStack() as stack:
         for patch in patches:

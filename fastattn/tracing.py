@@ -1,7 +1,19 @@
-"""Sizes where torch traces: there they are symbols, or tensors, in place of numbers."""
+"""What holds while torch traces: sizes are symbols, and kernels have to be called as operators."""
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def may_be_traced(x: Tensor) -> bool:
+    """Whether a call with x is traced or transformed, or x is a subclass with calls of its own."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def decided(condition: bool | torch.SymBool) -> bool:

@@ -1,0 +1,128 @@
+"""The one way to a kernel: an operator of torch.library where something traces, else its launcher.
+
+torch.compile, export, vmap and other tracers need operators with fakes. The dispatcher costs the
+host several times what the launch does, so an `Operator` goes around it where nothing traces.
+Kernels are imported on first use, so that `import fastattn` works where triton does not exist.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tracing
+from ..options import Options
+from . import schema
+
+TRITON_INSTALLED = find_spec("triton") is not None
+# Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1 at import."""
+    return TRITON_INSTALLED and _INTERPRETING
+
+
+@cache
+def kernel(name: str) -> Any:
+    """The module fastattn.kernels.`name`, imported on first use and good to be interpreted."""
+    package = f"{__package__.rpartition('.')[0]}.kernels"
+    if interpreting():
+        import_module(f"{package}.launch.interpreter").mend()
+    return import_module(f"{package}.{name}")
+
+
+class Operator:
+    """A function that launches kernels, as the operator fastattn::`its name` and as it is.
+
+    Its first parameter that is always a tensor tells the device, and whether something traces. Its
+    last one may be `options`: the operator takes each of them as an argument, see `schema`.
+    """
+
+    def __init__(self, launch: Callable[..., Any], mutates_args: tuple[str, ...] = ()) -> None:
+        signature = inspect.signature(launch)
+        parameters = list(signature.parameters.values())
+        self._launch = launch
+        self._first = [parameter.annotation for parameter in parameters].index(Tensor)
+        self._takes_options = parameters[-1].annotation is Options
+        name = launch.__name__
+        if self._takes_options:
+            tensors, returns = _schema(signature.replace(parameters=parameters[:-1]))
+            self.op = schema.operator(name, self.direct, tensors, returns)
+        else:
+            self.op = torch.library.custom_op(
+                f"fastattn::{name}",
+                self.direct,
+                mutates_args=mutates_args,
+                schema=torch.library.infer_schema(launch, mutates_args=mutates_args),
+            )
+
+    def __call__(self, *arguments: Any) -> Any:
+        """By the operator where something traces, else directly; options need no order."""
+        if self._takes_options:
+            arguments = (*arguments[:-1], contiguous(arguments[-1]))
+        traced = tracing.may_be_traced(arguments[self._first])
+        return self.by_op(*arguments) if traced else self.direct(*arguments)
+
+    def by_op(self, *arguments: Any) -> Any:
+        """By the operator."""
+        if self._takes_options:
+            return self.op(*arguments[:-1], *schema.flat(arguments[-1]))
+        return self.op(*arguments)
+
+    def direct(self, *arguments: Any) -> Any:
+        """By the function itself; nothing may trace it."""
+        # Triton launches on the current device, whatever device the tensors are on.
+        with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
+            return self._launch(*arguments)
+
+
+def _schema(signature: inspect.Signature) -> tuple[str, str]:
+    """Arguments and results of a function as an operator's schema has them."""
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    tensors, returns = torch.library.infer_schema(prototype, mutates_args=()).split(" -> ")
+    return tensors[1:-1], returns
+
+
+# Read by kernels with a fixed order of elements.
+_CONTIGUOUS = (
+    "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
+    "k_documents", "alibi_slopes", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "relative_bias",
+    "relative_keys", "sinks",
+)  # fmt: skip
+
+
+def contiguous(options: Options) -> Options:
+    """options with copies of those tensors that kernels cannot read as they lie."""
+    if options.plain:
+        return options
+    changed = {}
+    for name in _CONTIGUOUS:
+        x = getattr(options, name)
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    return options._replace(**changed) if changed else options
+
+
+def fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
+    """The strides of `kernels.launch.arguments.empty_in_layout`, which a fake may not import."""
+    B = like.shape[0]
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(B, rows, heads, cols).transpose(1, 2)
+    return like.new_empty(B, heads, rows, cols)
+
+
+def fake_output(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """o [B, H_q, T_q, width] in the order of q [B, H_q, T_q, D], and lse."""
+    B, H_q, T_q, _D = q.shape
+    return fake_in_layout(q, H_q, T_q, width), q.new_empty(B, H_q, T_q, dtype=torch.float32)
