@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn.bench import attention, cases, correctness, inputs
-from fastattn.bench.implementations import side_by_side
+from fastattn.bench.implementations.registry import side_by_side
 
 CASES = [
     cases.sweep("forward", 128, 4096, causal=True),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastattn.bench.jobs import GPT2_SMALL, module_work
-from fastattn.bench.training_step import BACKENDS, as_dict, time_training_steps
+from fastattn.bench.run.jobs import GPT2_SMALL, module_work
 from fastattn.models.gpt import GPTConfig
+from fastattn.training.step_timing import BACKENDS, as_dict, time_training_steps
 
 CPU_GPT = GPTConfig(vocab_size=256, context_length=64, num_layers=2, embed_dim=64)
 

@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not {"case", "implementation"} <= set(metafunc.fixturenames):
         return
     from fastattn.bench.cases import cpu_cases, gpu_cases
-    from fastattn.bench.implementations import side_by_side
+    from fastattn.bench.implementations.registry import side_by_side
 
     which = metafunc.config.getoption("--case-set")
     on_cpu = [] if which == "minute" and torch.cuda.is_available() else cpu_cases()
@@ -114,7 +114,7 @@ class _Workbench:
     def bench(self, device: str) -> Any:
         from fastattn.bench.attention import Bench
         from fastattn.bench.measure import Effort, HostTimer
-        from fastattn.bench.suite import gpu_bench
+        from fastattn.bench.run.suite import gpu_bench
 
         if device not in self._benches:
             effort = Effort(target_ms=40, least=3, most=20, pause=0)
@@ -251,10 +251,11 @@ def run_attention(
 
 def _time_over_sdpa(case: Any, work: Callable[[], object], workbench: _Workbench) -> float:
     """How many times longer than torch's own function, called directly, in alternation."""
-    from fastattn.bench import attention, implementations
+    from fastattn.bench import attention
+    from fastattn.bench.implementations.registry import IMPLEMENTATIONS
     from fastattn.bench.measure import compare
 
-    sdpa = next(i for i in implementations.IMPLEMENTATIONS if i.name == "sdpa")
+    sdpa = next(i for i in IMPLEMENTATIONS if i.name == "sdpa")
     theirs, _ = attention.prepare(sdpa, case, *workbench.prepared(case))
     bench = workbench.bench("cpu")
     found = compare({"ours": work, "theirs": theirs}, bench.timer, bench.effort)

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fastattn.bench.results_page import check, draw
+from fastattn.bench.results.page import check, draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

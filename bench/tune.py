@@ -17,16 +17,17 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import facts, static_sweep, tuning
-from fastattn.bench.report import Report
-from fastattn.bench.suite import gpu_bench
+from fastattn.bench import environment
+from fastattn.bench.results.report import Report
+from fastattn.bench.run.suite import gpu_bench
+from fastattn.bench.tuning import static_sweep, timed_sweep
 from fastattn.testing.compiling.cross_compile import TARGETS
 
 
 def static(out: Path, target: str, places: list[str], workers: int) -> int:
     """Compile every candidate; one line for each place, and the files after each."""
-    chosen = static_sweep.named_places(places) if places else tuning.PLACES
-    compilation = tuning.Compilation(target, workers)
+    chosen = static_sweep.named_places(places) if places else timed_sweep.PLACES
+    compilation = timed_sweep.Compilation(target, workers)
     found = {}
     try:
         for place, survivors in static_sweep.sweep(target, chosen, compilation):
@@ -61,15 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to time here\n")
         return 2
-    left = tuning.deadline(arguments.seconds)
+    left = timed_sweep.deadline(arguments.seconds)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path, command = arguments.out / "results.json", facts.command_line()
+    path, command = arguments.out / "results.json", environment.command_line()
     report = Report.load(path) if path.exists() else Report.create(path, command)
     if not report.data["environment"]:
-        report.data["environment"] = facts.environment()
+        report.data["environment"] = environment.collect()
     bench = gpu_bench("quick")
-    bench.effort = tuning.effort_for(arguments.seconds)
-    for table, rows, tried in tuning.tune(
+    bench.effort = timed_sweep.effort_for(arguments.seconds)
+    for table, rows, tried in timed_sweep.tune(
         arguments.out, bench, left, report.data["environment"], command,
         static_sweep.read(arguments.survivors) if arguments.survivors else None,
         report.data["tuning"].get("rows", ()), report.data["tuning"].get("tried", ()),

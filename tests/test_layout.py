@@ -19,7 +19,6 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[str, ...] = (
     "fastattn.testing fastattn.bench",
     "fastattn.cli",
-    "fastattn.bench.training_step fastattn.bench.facts",
     "fastattn.training fastattn.generation",
     "fastattn.models",
     "fastattn",

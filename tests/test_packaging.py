@@ -19,15 +19,29 @@ else:
     import tomli as tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-HEAVY = (
-    "torch._dynamo", "tokenizers", "safetensors", "tqdm", "matplotlib", "transformers", "sacrebleu",
-)  # fmt: skip
+HEAVY = [
+    "torch._dynamo",
+    "tokenizers",
+    "safetensors",
+    "tqdm",
+    "matplotlib",
+    "transformers",
+    "sacrebleu",
+]
+
+
+# Folders, and what they are installed as.
+FOLDERS = {
+    "fastattn": "fastattn",
+    "kernels": "fastattn.kernels",
+    "bench/harness": "fastattn.bench",
+}
 
 
 def find_packages(root: Path) -> dict[str, Path]:
     """Map every package to its folder, under the name that it is installed by."""
     packages = {}
-    for folder, package in (("fastattn", "fastattn"), ("kernels", "fastattn.kernels")):
+    for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("__init__.py")):
             parts = path.parent.relative_to(root / folder).parts
             packages[".".join((package, *parts))] = path.parent
@@ -38,7 +52,7 @@ def find_unpackaged(root: Path, settings: dict) -> list[str]:
     """Return what an install would leave out: packages not named, data files no pattern covers."""
     packages = find_packages(root)
     missing = sorted(set(packages) - set(settings["packages"]))
-    for path in (*(root / "fastattn").rglob("*"), *(root / "kernels").rglob("*")):
+    for path in (path for folder in FOLDERS for path in (root / folder).rglob("*")):
         if path.is_dir() or path.suffix == ".pyc":
             continue
         name = path.relative_to(root).as_posix()
@@ -79,6 +93,7 @@ def test_every_named_package_exists():
         pytest.param("fastattn/extra/__init__.py", "fastattn.extra", id="package"),
         pytest.param("fastattn/extra/module.py", "no __init__", id="namespace"),
         pytest.param("kernels/hopper/__init__.py", "fastattn.kernels.hopper", id="kernel-package"),
+        pytest.param("bench/harness/run/__init__.py", "fastattn.bench.run", id="bench-package"),
         pytest.param(
             "kernels/launch/tuning/table.csv", "kernels/launch/tuning/table.csv", id="data"
         ),
@@ -87,7 +102,7 @@ def test_every_named_package_exists():
 def test_planted_gap_in_the_packages_is_found(tmp_path, path, message):
     settings = {
         "packages": ["fastattn", "fastattn.kernels"],
-        "package-data": {"fastattn.kernels": ["tuning/*.json"]},
+        "package-data": {"fastattn.kernels": ["launch/tuning/*.json"]},
     }
     for name in ("fastattn/__init__.py", "kernels/__init__.py", "kernels/launch/tuning/table.json"):
         touch(tmp_path / name)

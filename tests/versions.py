@@ -42,7 +42,7 @@ CHECKS = {
         "testing/test_gluon_emulator_additions.py",
         "kernels/test_hopper_one_pass.py",
     ],
-    "tools": ["bench/test_tuning.py", "test_packaging.py"],
+    "tools": ["bench/tuning/test_timed_sweep.py", "test_packaging.py"],
 }
 
 

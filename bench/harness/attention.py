@@ -19,9 +19,9 @@ from . import figures
 from .cases import Case
 from .correctness import Expected, check, expect
 from .failures import log, raise_if_lost, reason
+from .implementations.implementation import Attention, Implementation, Unserved
 from .inputs import Inputs, make_inputs
 from .measure import PREPARES, RUNS, Announce, Effort, Function, Timer, Timing, compare
-from .serving import Attention, Implementation, Unserved
 
 TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
     "timed",

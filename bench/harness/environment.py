@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..training.step_timing import dense_bf16_tflops
+
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "xformers", "flashinfer-python")
 # Fields of nvidia-smi, some of which older drivers do not know.
 _FIELDS = {
@@ -24,19 +26,6 @@ _FIELDS = {
     "temperature.gpu": "temperature_c",
     "persistence_mode": "persistence_mode",
 }
-# Dense bf16 matrix rate in TFLOP/s by the name torch gives the device. Sources: NVIDIA's data
-# sheets of A100, L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
-_DENSE_BF16 = {
-    "A100": 312.0,
-    "L40S": 362.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "B200": 2250.0,
-    "MI300X": 1307.4,
-}
-
 Run = Callable[[list[str]], str]
 
 
@@ -45,7 +34,7 @@ def _run(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def environment(run: Run = _run) -> dict[str, Any]:
+def collect(run: Run = _run) -> dict[str, Any]:
     """Versions, and the GPU if there is one, as JSON values.
 
     Args:
@@ -113,14 +102,6 @@ def number(text: str) -> float | str | None:
         return float(text)
     except ValueError:
         return text
-
-
-def dense_bf16_tflops(name: str) -> float | None:
-    """The data sheet's dense bf16 rate of a GPU, None if this table does not have it."""
-    for known, rate in _DENSE_BF16.items():
-        if known in name:
-            return rate
-    return None
 
 
 class ClockReader:

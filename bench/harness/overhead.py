@@ -30,15 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import dispatch
 from ..functional import attend, call_memo
 from ..kernels import forward
-from ..kernels.launch import launches
-from ..kernels.launch import tiles as config
+from ..kernels.launch import launches, tiles
 from ..ops import append
 from ..testing.compiling.cross_compile import compiling_for
 from .measure import Function
 
 # Small enough that the GPU keeps up with the host, so that no launch waits for a free place.
 _SHAPE = (1, 2, 64, 64)
-_STAND_IN_TILE = config.TileConfig(64, 64, num_warps=4, num_stages=2)
+_STAND_IN_TILE = tiles.TileConfig(64, 64, num_warps=4, num_stages=2)
 
 
 def host_cost(
@@ -143,10 +142,9 @@ def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
     """
-    tiles = dict.fromkeys(config.KERNELS, _STAND_IN_TILE)
     with (
         compiling_for(target),
-        config.forced(**tiles),
+        tiles.forced(**dict.fromkeys(tiles.KERNELS, _STAND_IN_TILE)),
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
         mock.patch.object(append, "_why_not_kernel", lambda k: None),
     ):

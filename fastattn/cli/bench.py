@@ -35,8 +35,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     """0 if any backend was timed; 1 if none could be."""
     import torch
 
-    from ..bench.training_step import BACKENDS, time_training_steps
     from ..models.gpt import GPTConfig
+    from ..training.step_timing import BACKENDS, time_training_steps
     from ..training.train_config import TrainConfig, resolve_device
 
     device = resolve_device(arguments.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from .compiling.worker_jobs import load_job
+from .compiling.named_functions import load_job
 
 
 def run_ranks(job: str, world_size: int = 2, **kwargs: Any) -> list[Any]:

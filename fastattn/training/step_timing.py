@@ -15,11 +15,23 @@ import torch
 from ..dispatch import ENVIRONMENT, choose
 from ..models.gpt import GPT, GPTConfig
 from ..options import Options
-from ..training.train_config import TrainConfig
-from ..training.trainer import make_optimizer
-from .facts import dense_bf16_tflops
+from .train_config import TrainConfig
+from .trainer import make_optimizer
 
 BACKENDS = ("triton", "torch")
+
+# Dense bf16 matrix rate in TFLOP/s by the name torch gives the device. Sources: NVIDIA's data
+# sheets of A100, L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
+_DENSE_BF16 = {
+    "A100": 312.0,
+    "L40S": 362.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "B200": 2250.0,
+    "MI300X": 1307.4,
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,14 @@ def flops_per_token(config: GPTConfig, parameters: int) -> float:
     keys = min(T, config.window or T)
     pairs = keys - keys * (keys - 1) / (2 * T) if config.window else T / 2
     return 6.0 * parameters + 12.0 * config.num_layers * C * pairs
+
+
+def dense_bf16_tflops(name: str) -> float | None:
+    """The data sheet's dense bf16 rate of a GPU, None if this table does not have it."""
+    for known, rate in _DENSE_BF16.items():
+        if known in name:
+            return rate
+    return None
 
 
 def time_training_steps(

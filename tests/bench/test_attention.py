@@ -12,7 +12,8 @@ from fastattn.bench import attention, correctness
 from fastattn.bench.attention import Bench, prepare, run_case
 from fastattn.bench.cases import Case, gpu_cases
 from fastattn.bench.failures import DeviceLost
-from fastattn.bench.implementations import (
+from fastattn.bench.implementations.implementation import Implementation, Unserved
+from fastattn.bench.implementations.registry import (
     IMPLEMENTATIONS,
     ONE_PASS,
     OURS,
@@ -22,7 +23,6 @@ from fastattn.bench.implementations import (
 )
 from fastattn.bench.inputs import make_inputs
 from fastattn.bench.measure import Effort, HostTimer
-from fastattn.bench.serving import Implementation, Unserved
 from fastattn.kernels import backward
 from fastattn.ops import attention as ops
 

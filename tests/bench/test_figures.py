@@ -7,8 +7,6 @@ import pytest
 from fastattn import reference
 from fastattn.bench import cases, figures
 from fastattn.bench.cases import Case
-from fastattn.bench.training_step import flops_per_token
-from fastattn.models.gpt import GPT, GPTConfig
 
 PLAIN = Case("forward", "forward", 2, 4, 2, 8, 8, 16)
 
@@ -137,23 +135,3 @@ def test_full_set_holds_the_quick_one():
 def test_unknown_set():
     with pytest.raises(ValueError, match="case set must be one of minute, quick, full, got 'slow'"):
         cases.gpu_cases("slow")
-
-
-def test_operations_of_a_training_token():
-    config = GPTConfig(vocab_size=100, context_length=8, num_layers=3, num_heads=2, embed_dim=16)
-    parameters = GPT(config).num_parameters()
-    positions = 8 * 16
-    # Causal rows of 8 tokens see 4 keys on average by convention: 3 layers, 3 * 4 * 16 each.
-    expected = 6 * (parameters - positions) + 3 * (3 * 4 * 16) * 4
-    assert flops_per_token(config, parameters) == expected
-
-
-def test_operations_of_a_training_token_with_a_window_and_an_untied_head():
-    config = GPTConfig(
-        vocab_size=100, context_length=8, num_layers=1, embed_dim=16, num_heads=2,
-        positions="rotary", window=3, tie_weights=False,
-    )  # fmt: skip
-    parameters = GPT(config).num_parameters()
-    # Rows see 1, 2, 3, 3, 3, 3, 3, 3 keys: 21 / 8 on average. The embedding multiplies nothing.
-    expected = 6 * (parameters - 100 * 16) + 3 * 4 * 16 * 21 / 8
-    assert flops_per_token(config, parameters) == pytest.approx(expected)

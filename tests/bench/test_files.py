@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastattn.bench.cases import FAMILIES, cpu_cases
-from fastattn.bench.implementations import side_by_side
+from fastattn.bench.implementations.registry import side_by_side
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 

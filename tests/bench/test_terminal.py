@@ -34,10 +34,10 @@ def test_how_long_it_takes():
 # A device that is made up: the second of three benchmarks breaks it.
 SUITE = """
 import dataclasses, pytest, torch
-from fastattn.bench import suite
+from fastattn.bench.run import suite
 from fastattn.bench.attention import Bench
 from fastattn.bench.cases import cpu_cases
-from fastattn.bench.implementations import side_by_side
+from fastattn.bench.implementations.registry import side_by_side
 from fastattn.bench.measure import Effort, HostTimer
 
 LOST = []

@@ -10,15 +10,15 @@ from calls import SMALL, random
 from posing import Graph, stage
 
 from fastattn import attention
-from fastattn.bench import facts
+from fastattn.bench import environment
 from fastattn.bench.measure import Effort, Timing, compare, device_timer
-from fastattn.bench.training_step import time_training_steps
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.kernels.launch import tiles
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.data.text import TextDataset
+from fastattn.training.step_timing import time_training_steps
 from fastattn.training.tokenizers.loading import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer
@@ -43,7 +43,7 @@ def calls() -> None:
         ))  # fmt: skip
         stage.play("Engine", lambda: serve(model))
         stage.play("events", time_attention)
-        stage.play("facts", facts.environment, launches=False)
+        stage.play("environment", environment.collect, launches=False)
 
 
 def small_model(vocab_size: int = 64) -> GPT:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.fp8 import attention_fp8, pack_values, quantize_fp8
-from ..ops import fp8
-from ..options import Options
-from ..testing.fp8 import assert_output_within_fp8_bounds, dequantized
-from .cases import Case
-from .correctness import rows_at_once, sampled_heads
-from .inputs import Inputs
-from .serving import Attention, Implementation
+from ...functional.fp8 import attention_fp8, pack_values, quantize_fp8
+from ...ops import fp8
+from ...options import Options
+from ...testing.fp8 import assert_output_within_fp8_bounds, dequantized
+from ..cases import Case
+from ..correctness import rows_at_once, sampled_heads
+from ..inputs import Inputs
+from .implementation import Attention, Implementation
 
 
 def _serves(case: Case) -> str | None:

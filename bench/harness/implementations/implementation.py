@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .cases import Case
-from .inputs import Inputs
+from ..cases import Case
+from ..inputs import Inputs
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

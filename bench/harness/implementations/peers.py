@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case
-from .inputs import Inputs
-from .serving import Attention, Implementation
+from ..cases import Case
+from ..inputs import Inputs
+from .implementation import Attention, Implementation
 
 
 def _installed(module: str) -> bool:

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import reference
-from ..functional.attend import attention
-from ..functional.decode import decode_attention, view_of_tensors
-from ..ops import attention as ops
-from ..options import Options
-from .cases import Case
-from .eight_bits import EIGHT_BITS
-from .inputs import Inputs, visible_mask
+from ... import reference
+from ...functional.attend import attention
+from ...functional.decode import decode_attention, view_of_tensors
+from ...ops import attention as ops
+from ...options import Options
+from ..cases import Case
+from ..inputs import Inputs, visible_mask
+from .fp8 import EIGHT_BITS
+from .implementation import Attention, Implementation, Unserved
 from .peers import PEERS
-from .serving import Attention, Implementation, Unserved
 
 OURS = "fastattn-triton"
 # The same with deterministic=False.

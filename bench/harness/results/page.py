@@ -6,8 +6,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from ..kernels.launch import tiles
-from .attention import TIMED
+from ...kernels.launch import tiles
+from ..attention import TIMED
 from .report import Report, markdown, write_whole
 
 _INTRODUCTION = """# Results

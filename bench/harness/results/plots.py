@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .figures import exponential_limit
-from .implementations import OURS, TORCH_PEERS
+from ..figures import exponential_limit
+from ..implementations.registry import OURS, TORCH_PEERS
 from .report import timed
 
 Series = dict[str, list[tuple[float, float]]]

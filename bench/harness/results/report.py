@@ -10,9 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .attention import TIMED
-from .figures import ratio
-from .implementations import OURS, TORCH_PEERS
+from ..attention import TIMED
+from ..figures import ratio
+from ..implementations.registry import OURS, TORCH_PEERS
 
 FORMAT = 1
 DONE, RUNNING, BROKEN, LEFT = "done", "running", "broken off", "not reached"
@@ -21,7 +21,7 @@ DONE, RUNNING, BROKEN, LEFT = "done", "running", "broken off", "not reached"
 class Report:
     """Results as they come, on disk after every change.
 
-    `data` holds format, command, started, environment (see `facts.environment`), ceilings, tests,
+    `data` holds format, command, started, environment (see `environment.collect`), ceilings, tests,
     jobs (name to status and seconds), results (records of what was measured), broken (kind of job
     to implementation to how it ended the process, see `jobs.Job`) and tuning.
     """

@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from .. import dispatch
-from ..ops import attention
-from ..testing.compiling.compile_pool import CompilePool
-from ..testing.compiling.cross_compile import TARGETS
-from .attention import work_from_nothing
-from .cases import Case
-from .eight_bits import EIGHT_BITS
-from .failures import log
-from .implementations import IMPLEMENTATIONS
-from .inputs import make_inputs
+from ... import dispatch
+from ...ops import attention
+from ...testing.compiling.compile_pool import CompilePool
+from ...testing.compiling.cross_compile import TARGETS
+from ..attention import work_from_nothing
+from ..cases import Case
+from ..failures import log
+from ..implementations.fp8 import EIGHT_BITS
+from ..implementations.registry import IMPLEMENTATIONS
+from ..inputs import make_inputs
 from .jobs import Job
 
 _TRITONS = ("fastattn-triton", "fastattn-one-pass", "fastattn-hopper", "fastattn-hopper-one-pass")

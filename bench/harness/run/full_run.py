@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import numeric_tests, plots
-from .report import DONE, Report, markdown, write_whole
+from ..results import plots
+from ..results.report import DONE, Report, markdown, write_whole
+from . import numeric_tests
 from .supervise import Budget, ProcessGroup, supervise
 
 # Seconds kept for the tables and pictures at the end.
@@ -48,7 +49,7 @@ def run_all(
         skip: of "tests", "suite", "tuning".
         say: told what begins.
         suite: the command that measures, given report, case set and seconds; default
-            `fastattn.bench.suite`.
+            `fastattn.bench.run.suite`.
         sleep, clock: of the host.
 
     Returns:
@@ -117,7 +118,7 @@ def _run_tuning(
 
 
 def _suite_command(path: Path, which: str, seconds: float) -> list[str]:
-    module = [sys.executable, "-m", "fastattn.bench.suite", "--report", str(path)]
+    module = [sys.executable, "-m", "fastattn.bench.run.suite", "--report", str(path)]
     return [*module, "--set", which, "--seconds", f"{seconds:.0f}"]
 
 

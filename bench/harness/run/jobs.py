@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from ..models.gpt import GPTConfig
-from ..modules.self_attention import CausalGQAttention
-from . import overhead
-from .attention import TIMED, UNSERVED, Bench, Record, release, run_case
-from .cases import AIMS, Case, gpu_cases
-from .failures import reason
-from .implementations import OURS, side_by_side
-from .measure import PREPARES, RUNS, Announce, Timing
-from .training_step import BACKENDS, as_dict, time_training_steps
+from ...models.gpt import GPTConfig
+from ...modules.self_attention import CausalGQAttention
+from ...training.step_timing import BACKENDS, as_dict, time_training_steps
+from .. import overhead
+from ..attention import TIMED, UNSERVED, Bench, Record, release, run_case
+from ..cases import AIMS, Case, gpu_cases
+from ..failures import reason
+from ..implementations.registry import OURS, side_by_side
+from ..measure import PREPARES, RUNS, Announce, Timing
 
 # GPT-2 small's shape (Radford et al. 2019) with a vocabulary that is a multiple of 64.
 GPT2_SMALL = GPTConfig(

@@ -1,6 +1,6 @@
 """A pytest plugin for runs that may end at any moment: outcomes are written as they come.
 
-    pytest -p fastattn.bench.outcomes --outcomes FILE --settled FILE ...
+    pytest -p fastattn.bench.run.outcomes --outcomes FILE --settled FILE ...
 
 Every outcome is a line of JSON, every failure in the terminal at once; tests that have an outcome
 already are left out. A process whose device is lost ends, so that its later tests are not blamed;
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .failures import LOST
+from ..failures import LOST
 
 if TYPE_CHECKING:
     import pytest

@@ -1,6 +1,6 @@
 """The process that measures: runs jobs one by one and saves after each.
 
-    python -m fastattn.bench.suite --report results.json --set quick --seconds 300
+    python -m fastattn.bench.run.suite --report results.json --set quick --seconds 300
 
 It goes on where the report ends, so a run can be spread over several calls. What ends this process
 without warning is found out by the one that supervises it (see `supervise`), from what the report
@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from ..kernels.launch import tiles
-from . import facts
+from ...kernels.launch import tiles
+from .. import environment
+from ..attention import REFERENCE, Bench
+from ..cases import SETS
+from ..failures import LOST, DeviceLost, log, raise_if_lost, reason
+from ..measure import PREPARES, TIMING, Effort, compare, device_timer
+from ..results.report import BROKEN, DONE, LEFT, RUNNING, Report
 from .ahead import Ahead
-from .attention import REFERENCE, Bench
-from .cases import SETS
-from .failures import LOST, DeviceLost, log, raise_if_lost, reason
 from .jobs import Job, gpu_jobs
-from .measure import PREPARES, TIMING, Effort, compare, device_timer
-from .report import BROKEN, DONE, LEFT, RUNNING, Report
 
 # Exit codes beside LOST: nothing left to do; no GPU.
 FINISHED, NO_GPU = 0, 2
@@ -183,14 +183,14 @@ def ceilings(bench: Bench) -> dict[str, float]:
 
 def gpu_bench(which: str) -> Bench:
     """What a run on the current CUDA device measures with."""
-    reader = facts.ClockReader()
+    reader = environment.ClockReader()
     effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
     return Bench(device_timer(), effort, while_busy=reader, readings=reader.take)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the current CUDA device; returns one of the exit codes above."""
-    parser = argparse.ArgumentParser(prog="python -m fastattn.bench.suite")
+    parser = argparse.ArgumentParser(prog="python -m fastattn.bench.run.suite")
     parser.add_argument("--report", type=Path, required=True, help="JSON file, made if missing")
     parser.add_argument("--set", choices=SETS, default="quick")
     parser.add_argument("--seconds", type=float, default=300)
@@ -202,10 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.report.exists():
         report = Report.load(arguments.report)
     else:
-        report = Report.create(arguments.report, facts.command_line())
+        report = Report.create(arguments.report, environment.command_line())
     bench = gpu_bench(arguments.set)
     if not report.data["environment"]:
-        report.data["environment"] = facts.environment()
+        report.data["environment"] = environment.collect()
         report.save()
     jobs = gpu_jobs(arguments.set)
     ahead = Ahead(_to_do(jobs, report), tiles.current_arch())

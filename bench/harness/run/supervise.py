@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .failures import LOST
-from .measure import PREPARES, RUNS
-from .report import LEFT, Report
+from ..failures import LOST
+from ..measure import PREPARES, RUNS
+from ..results.report import LEFT, Report
 from .suite import NO_GPU, blame
 
 _MOST_STARTS = 25

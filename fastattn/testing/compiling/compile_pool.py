@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .cross_compile import CompiledFacts, compiling_for, describe
-from .worker_jobs import load_job
+from .named_functions import load_job
 
 _Case = TypeVar("_Case")
 _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the module after it

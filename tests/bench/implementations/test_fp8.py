@@ -8,7 +8,7 @@ import torch
 from fastattn.bench.attention import prepare
 from fastattn.bench.cases import Case
 from fastattn.bench.correctness import expect
-from fastattn.bench.eight_bits import EIGHT_BITS
+from fastattn.bench.implementations.fp8 import EIGHT_BITS
 from fastattn.bench.inputs import make_inputs
 from fastattn.kernels.hopper import forward
 from fastattn.ops import attention, fp8

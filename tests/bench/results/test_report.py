@@ -1,4 +1,4 @@
-"""Reports, tables, the page of results, plots and facts; all results here are made up."""
+"""Reports, tables, the page of results and plots; all results here are made up."""
 
 import json
 import os
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.bench import cases, facts, plots, results_page
+from fastattn.bench import cases
 from fastattn.bench.figures import figures
-from fastattn.bench.report import Report, markdown
+from fastattn.bench.results import page, plots
+from fastattn.bench.results.report import Report, markdown
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 SCRIPT = CHECKOUT / "bench" / "results_table.py"
 
 
@@ -99,13 +100,13 @@ def test_table_has_every_figure_and_every_gap(report):
 
 
 def test_page_without_files_says_that_nothing_was_measured(tmp_path):
-    text = results_page.page(tmp_path)
+    text = page.page(tmp_path)
     assert "nothing has been measured on a GPU" in text
     assert text.count("| not run | not run |") == 5
 
 
 def test_page_names_what_ran_where(report):
-    text = results_page.page(report.path.parent)
+    text = page.page(report.path.parent)
     assert "nothing has been measured" not in text
     ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
     assert f"| sm_90 | {ran} |" in text
@@ -113,7 +114,7 @@ def test_page_names_what_ran_where(report):
 
 
 def test_the_page_in_the_repository_agrees_with_its_files():
-    assert results_page.check(CHECKOUT / "bench" / "results") == ""
+    assert page.check(CHECKOUT / "bench" / "results") == ""
 
 
 def run_script(*arguments):
@@ -124,11 +125,11 @@ def run_script(*arguments):
 def test_check_fails_on_a_figure_that_was_changed(report):
     folder = report.path.parent
     assert run_script("--results", str(folder)).returncode == 0
-    assert results_page.check(folder) == ""
-    page = folder / "README.md"
-    text = page.read_text()
+    assert page.check(folder) == ""
+    readme = folder / "README.md"
+    text = readme.read_text()
     assert "| 1.50 |" in text
-    page.write_text(text.replace("| 1.50 |", "| 1.60 |", 1))
+    readme.write_text(text.replace("| 1.50 |", "| 1.60 |", 1))
     done = run_script("--results", str(folder), "--check")
     assert done.returncode == 1
     assert "+" in done.stderr and "1.50" in done.stderr
@@ -136,11 +137,11 @@ def test_check_fails_on_a_figure_that_was_changed(report):
 
 def test_check_fails_on_results_that_were_changed(report):
     folder = report.path.parent
-    results_page.draw(folder)
+    page.draw(folder)
     data = json.loads(report.path.read_text())
     data["results"][0]["tflops"] *= 2
     report.path.write_text(json.dumps(data))
-    assert results_page.check(folder) != ""
+    assert page.check(folder) != ""
 
 
 def test_plots_are_drawn_from_what_there_is(report, tmp_path):
@@ -165,74 +166,3 @@ def test_limits(report):
     found = plots.limits(report.data, 128, "forward")
     assert found == {"matrix product": 500.0, "exponentials": pytest.approx(819.2)}
     assert plots.limits(report.data, 128, "backward") == {"matrix product": 500.0}
-
-
-def test_nvidia_smi_is_read_field_by_field_where_a_driver_lacks_one():
-    def run(command):
-        field = command[-1].removeprefix("--query-gpu=")
-        if "," in field or field == "clocks_event_reasons.active":
-            raise subprocess.CalledProcessError(2, command)
-        return {"driver_version": "580.1.2", "power.limit": "[N/A]"}.get(field, "1980")
-
-    found = facts.smi(run)
-    assert found["driver"] == "580.1.2"
-    assert found["max_sm_clock_mhz"] == 1980
-    assert found["power_limit_w"] is None
-    assert "clock_limits" not in found
-
-
-def test_nvidia_smi_at_once():
-    def run(command):
-        assert not any(word.startswith(("-pm", "-lgc", "-pl", "-ac", "-r")) for word in command)
-        return ", ".join(["580.1", "1980", "3201", "700.00", "0x0", "40", "Enabled"])
-
-    assert facts.smi(run) == {
-        "driver": 580.1, "max_sm_clock_mhz": 1980.0, "max_memory_clock_mhz": 3201.0,
-        "power_limit_w": 700.0, "clock_limits": "0x0", "temperature_c": 40.0,
-        "persistence_mode": "Enabled",
-    }  # fmt: skip
-
-
-def test_clocks_are_read_once_by_nvidia_smi_and_summed_up():
-    calls = []
-
-    def run(command):
-        calls.append(command)
-        return "1500, 600.5"
-
-    reader = facts.ClockReader(run)
-    reader._nvml = None
-    assert reader.take() == {}
-    reader()
-    reader()
-    assert len(calls) == 1
-    found = reader.take()
-    assert found == {"sm_clock_mhz": 1500.0, "least_sm_clock_mhz": 1500.0, "power_w": 600.5}
-
-
-def test_a_clock_that_cannot_be_read_is_left_out():
-    def run(command):
-        raise OSError("no such program")
-
-    reader = facts.ClockReader(run)
-    reader._nvml = None
-    reader()
-    assert reader.take() == {}
-
-
-def test_environment_of_this_machine():
-    def run(command):
-        raise OSError("no such program")
-
-    found = facts.environment(run)
-    assert found["versions"]["torch"] and found["versions"]["fastattn"]
-    assert found["commit"] is None
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-80GB", 312.0)],
-)
-def test_dense_rate_of_the_data_sheet(name, rate):
-    assert facts.dense_bf16_tflops(name) == rate
-    assert facts.dense_bf16_tflops("Imaginary GPU") is None

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import triton
 
-from fastattn.bench import ahead, cases
-from fastattn.bench.ahead import Ahead
-from fastattn.bench.implementations import IMPLEMENTATIONS, ONE_PASS, OURS
-from fastattn.bench.jobs import Job, gpu_jobs
+from fastattn.bench import cases
+from fastattn.bench.implementations.registry import IMPLEMENTATIONS, ONE_PASS, OURS
+from fastattn.bench.run import ahead
+from fastattn.bench.run.ahead import Ahead
+from fastattn.bench.run.jobs import Job, gpu_jobs
 from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches
@@ -45,7 +46,7 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_jobs():
     backward = cases.sweep("backward", 64, 4096, causal=True)
     Ahead([job(FIRST), job(longer), job(backward)], "sm_90", pool=pool)
     assert {(request[0], request[1]) for request in pool.requests} == {
-        ("fastattn.bench.ahead:launch", "sm_90")
+        ("fastattn.bench.run.ahead:launch", "sm_90")
     }
     by_triton = [(case.name, name) for _, _, case, name in pool.requests if "hopper" not in name]
     assert by_triton == [(FIRST.name, OURS), (backward.name, OURS), (backward.name, ONE_PASS)]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn.bench import full_run, numeric_tests, outcomes
-from fastattn.bench.report import Report
+from fastattn.bench.results.report import Report
+from fastattn.bench.run import full_run, numeric_tests, outcomes
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 class Clock:
@@ -163,11 +163,13 @@ SUITE = """
 import os, signal, sys, threading
 from dataclasses import replace
 from fastattn import reference
-from fastattn.bench import facts, jobs, suite
+from fastattn.bench import environment
+from fastattn.bench.run import jobs
+from fastattn.bench.run import suite
 from fastattn.bench.attention import Bench, run_case
 from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
-from fastattn.bench.serving import Implementation
+from fastattn.bench.implementations.implementation import Implementation
 
 class Timer(HostTimer):
     def synchronize(self):
@@ -230,13 +232,13 @@ def gpu_jobs(which):
     return [*map(attention_job, CASES), jobs.Job("layer", raises), jobs.Job("import", import_time)]
 
 suite.torch.cuda.is_available = lambda: True
-suite.config.current_arch = lambda: "an imaginary one"
+suite.tiles.current_arch = lambda: "an imaginary one"
 suite.gpu_jobs = gpu_jobs
 suite.gpu_bench = lambda which: Bench(
     Timer(), Effort(warm_up=1, target_ms=0, least=4, most=4, pause=0)
 )
 suite.ceilings = lambda bench: {"matmul_tflops": 1.0, "copy_gbps": 1.0}
-suite.facts.environment = lambda: {"gpu": {"name": "Imaginary GPU"}, "versions": {}}
+suite.environment.collect = lambda: {"gpu": {"name": "Imaginary GPU"}, "versions": {}}
 code = suite.main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(code)

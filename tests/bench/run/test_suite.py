@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from fastattn.bench import jobs, suite
 from fastattn.bench.attention import Bench
 from fastattn.bench.failures import LOST, DeviceLost
-from fastattn.bench.jobs import Job, gpu_jobs, record
 from fastattn.bench.measure import HostTimer
-from fastattn.bench.report import Report
-from fastattn.bench.suite import FINISHED, run_jobs
-from fastattn.bench.supervise import Budget, ProcessGroup, supervise
-from fastattn.bench.training_step import StepTiming
+from fastattn.bench.results.report import Report
+from fastattn.bench.run import jobs, suite
+from fastattn.bench.run.jobs import Job, gpu_jobs, record
+from fastattn.bench.run.suite import FINISHED, run_jobs
+from fastattn.bench.run.supervise import Budget, ProcessGroup, supervise
+from fastattn.training.step_timing import StepTiming
 
 BENCH = Bench(HostTimer())
 
@@ -171,10 +171,10 @@ WORKER = """
 import sys, threading
 from pathlib import Path
 from fastattn.bench.attention import Bench
-from fastattn.bench.jobs import Job, record
+from fastattn.bench.run.jobs import Job, record
 from fastattn.bench.measure import HostTimer
-from fastattn.bench.report import Report
-from fastattn.bench.suite import run_jobs
+from fastattn.bench.results.report import Report
+from fastattn.bench.run.suite import run_jobs
 
 def measure(name):
     def run(bench, broken, announce):

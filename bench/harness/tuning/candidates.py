@@ -12,16 +12,16 @@ from unittest import mock
 
 import torch
 
-from .. import dispatch
-from ..functional import attend
-from ..kernels.decode import launch_decode
-from ..kernels.launch import tiles as config
-from ..kernels.launch.tiles import TileConfig
-from ..kernels.rules.pages import CacheTensors
-from ..options import Options
-from ..testing.compiling.compile_pool import CompilePool, CrossCompileError
-from ..testing.compiling.cross_compile import TARGETS, CompiledFacts
-from .cases import Case
+from ... import dispatch
+from ...functional import attend
+from ...kernels.decode import launch_decode
+from ...kernels.launch import tiles
+from ...kernels.launch.tiles import TileConfig
+from ...kernels.rules.pages import CacheTensors
+from ...options import Options
+from ...testing.compiling.compile_pool import CompilePool, CrossCompileError
+from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ..cases import Case
 
 _MOST = 24  # candidates of a row, each with both kinds of loads
 _TMA = ("sm_90", "sm_100")
@@ -86,12 +86,12 @@ def candidates(place: Place, shared_bytes: int, arch: str) -> list[TileConfig]:
     those whose operands cannot fit `shared_bytes`. All keep sums as the tile in use does, and where
     there is TMA, forward tiles come with it and without.
     """
-    usual = config.tile_of(arch, place.kernel, place.element_size, place.BLOCK_D)
+    usual = tiles.tile_of(arch, place.kernel, place.element_size, place.BLOCK_D)
     rows = _ROWS.get(place.kernel, (32, 64, 128))
     stages = (1, 2) if place.kernel == "backward_one_pass" else (1, 2, 3)
     grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
-    tiles = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
-    fitting = [t for t in tiles if _plausible(place, t, shared_bytes)]
+    sizes = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
+    fitting = [t for t in sizes if _plausible(place, t, shared_bytes)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
     loads = (False, True) if arch in _TMA and place.kernel == "forward" else (False,)
     return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
@@ -115,13 +115,13 @@ def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict
     """Launch what uses a kernel, with a tile, for the stand-in driver of a compiling process."""
     dtype = torch.bfloat16 if element_size == 2 else torch.float32
     if kernel in _NEW_TOKENS:
-        with config.forced(**{kernel: TileConfig(**tile)}):
+        with tiles.forced(**{kernel: TileConfig(**tile)}):
             _decode_once(_NEW_TOKENS[kernel], D, dtype)
         return
     q, k, v = (torch.zeros(1, 256, 1, D, dtype=dtype).transpose(1, 2) for _ in range(3))
     leaves = [x.requires_grad_(kernel != "forward") for x in (q, k, v)]
     with (
-        config.forced(**{kernel: TileConfig(**tile)}),
+        tiles.forced(**{kernel: TileConfig(**tile)}),
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
     ):
         permitted = kernel == "backward_one_pass"
@@ -157,7 +157,7 @@ class Compilation:
         for causal in both if self._pool else ():
             assert self._pool is not None
             self._futures[place, tile, causal] = self._pool.submit(
-                "fastattn.bench.candidates:launch_once",
+                "fastattn.bench.tuning.candidates:launch_once",
                 self._arch,
                 kernel=place.kernel,
                 element_size=place.element_size,

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..kernels.launch import tiles as config
-from ..kernels.launch.tiles import TileConfig
-from ..testing.compiling.cross_compile import TARGETS, CompiledFacts
-from ..testing.compiling.sass import Loop
+from ...kernels.launch import tiles
+from ...kernels.launch.tiles import TileConfig
+from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ...testing.compiling.sass import Loop
+from ..results.report import write_whole
 from .candidates import BY_KEYS, KERNEL_OF, PLACES, Compilation, Place, candidates
-from .report import write_whole
-from .tuning import merge, table_text
+from .timed_sweep import merge, table_text
 
 # Cycles of a scheduler for one instruction of a warp: MUFU has 4 lanes of 32 (CUDA C++ Programming
 # Guide, "Arithmetic Instructions": 16 results a clock and multiprocessor).
@@ -101,13 +101,13 @@ def sweep(
     """The Pareto set of each place, the tile to take first, as soon as it is known."""
     places = list(places)
     shared = TARGETS[target].shared_bytes
-    tiles = {place: candidates(place, shared, target) for place in places}
+    tried = {place: candidates(place, shared, target) for place in places}
     for place in places:
-        for tile in tiles[place]:
+        for tile in tried[place]:
             compilation.submit(place, tile)
     for place in places:
         found = []
-        for tile in tiles[place]:
+        for tile in tried[place]:
             facts = compilation.facts(place, tile)
             if facts is not None and (one := survivor(place, tile, facts)) is not None:
                 found.append(one)
@@ -116,14 +116,14 @@ def sweep(
 
 def write(out: Path, target: str, found: Mapping[Place, list[Survivor]]) -> tuple[Path, Path]:
     """The table with the first of each Pareto set, and the sets as `read` takes them."""
-    name = config.table_for(target)
+    name = tiles.table_for(target)
     rows = [
         {**asdict(place), **asdict(best[0].tile), "source": "modelled"}
         for place, best in found.items()
         if best
     ]
     device = json.loads(_table_file(name))["device"]
-    table = {"device": device, "rows": list(config.table(name))}
+    table = {"device": device, "rows": list(tiles.table(name))}
     sets = [{**asdict(place), "tiles": [asdict(s) for s in found[place]]} for place in found]
     paths = out / f"{name}.json", out / f"{name}.survivors.json"
     write_whole(paths[0], table_text(merge(table, rows)))
@@ -132,7 +132,7 @@ def write(out: Path, target: str, found: Mapping[Place, list[Survivor]]) -> tupl
 
 
 def _table_file(name: str) -> str:
-    return (Path(config.__file__).parent / "tuning" / f"{name}.json").read_text("utf-8")
+    return (Path(tiles.__file__).parent / "tuning" / f"{name}.json").read_text("utf-8")
 
 
 def read(path: Path) -> dict[Place, list[TileConfig]]:

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from ..kernels.launch import tiles as config
-from ..kernels.launch.tiles import TileConfig
-from .attention import Bench, prepare, release
+from ...kernels.launch import tiles
+from ...kernels.launch.tiles import TileConfig
+from ..attention import Bench, prepare, release
+from ..cases import Case
+from ..correctness import Expected
+from ..implementations.registry import IMPLEMENTATIONS, ONE_PASS, OURS
+from ..inputs import Inputs, make_inputs
+from ..measure import Effort, Function, Timing, compare
+from ..results.report import write_whole
 from .candidates import PLACES, Compilation, Place, candidates
-from .cases import Case
-from .correctness import Expected
-from .implementations import IMPLEMENTATIONS, ONE_PASS, OURS
-from .inputs import Inputs, make_inputs
-from .measure import Effort, Function, Timing, compare
-from .report import write_whole
 
 _FINALISTS = 4
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
@@ -54,13 +54,13 @@ class Tuner:
     compilation: Compilation
     shared_bytes: int
     survivors: Mapping[Place, list[TileConfig]] = field(default_factory=dict)
-    usual: Callable[[Place], TileConfig] = lambda p: config.lookup(
+    usual: Callable[[Place], TileConfig] = lambda p: tiles.lookup(
         p.kernel, p.element_size, p.BLOCK_D
     )
     tried: list[dict[str, Any]] = field(default_factory=list)
     arch: str = "interpreter"
 
-    def tiles(self, place: Place) -> list[TileConfig]:
+    def all_tiles(self, place: Place) -> list[TileConfig]:
         """The tile in use, then the candidates."""
         usual = self.usual(place)
         others = self.survivors.get(place) or candidates(place, self.shared_bytes, self.arch)
@@ -69,7 +69,7 @@ class Tuner:
     def sweep(self, places: tuple[Place, ...] = PLACES) -> Iterator[dict[str, Any]]:
         """The fastest tile of each place, as the row of a table, as soon as it is known."""
         for place in places:
-            for tile in self.tiles(place):
+            for tile in self.all_tiles(place):
                 self.compilation.submit(place, tile)
         for place in places:
             if self.left() <= 0:
@@ -82,7 +82,7 @@ class Tuner:
     def _tune(self, place: Place) -> dict[str, Any] | None:
         glances: dict[TileConfig, float] = {}
         with _Trial(place, place.case(causal=True), self.bench) as trial:
-            for tile in self.tiles(place):
+            for tile in self.all_tiles(place):
                 if self.left() <= 0:
                     break
                 why_not = self.compilation.why_not(place, tile, self.left())
@@ -155,11 +155,11 @@ class _Trial:
         forced = {self._place.kernel: tile}
         name = ONE_PASS if self._place.kernel == "backward_one_pass" else OURS
         ours = next(i for i in IMPLEMENTATIONS if i.name == name)
-        with config.forced(**forced):
+        with tiles.forced(**forced):
             work, _ = prepare(ours, self._case, self._inputs, self._expected)
 
         def call() -> object:
-            with config.forced(**forced):
+            with tiles.forced(**forced):
                 return work()
 
         return call
@@ -210,14 +210,14 @@ def tune(
     Yields:
         The table's file, the rows measured so far, and every candidate tried so far.
     """
-    arch = config.current_arch()
-    name = config.table_for(arch)
+    arch = tiles.current_arch()
+    name = tiles.table_for(arch)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     workers = max(1, min(10, (os.cpu_count() or 1) - 4))
     compilation = Compilation(arch, workers)
     tuner = Tuner(bench, left, compilation, shared, survivors or {}, tried=list(tried), arch=arch)
-    table = {"device": properties.name, "rows": list(config.table(name))}
+    table = {"device": properties.name, "rows": list(tiles.table(name))}
     source = provenance(environment, command)
     measured = list(rows)
     done = {Place(row["kernel"], row["element_size"], row["BLOCK_D"]) for row in measured}

@@ -8,16 +8,15 @@ from importlib import resources
 
 import pytest
 
-from fastattn.bench import tuning
 from fastattn.bench.attention import Bench
-from fastattn.bench.candidates import BY_KEYS
 from fastattn.bench.cases import Case
 from fastattn.bench.measure import Effort, HostTimer
-from fastattn.bench.static_sweep import survivor
-from fastattn.bench.tuning import PLACES, Compilation, Place, Tuner, candidates
+from fastattn.bench.tuning import timed_sweep
+from fastattn.bench.tuning.candidates import BY_KEYS
+from fastattn.bench.tuning.static_sweep import survivor
+from fastattn.bench.tuning.timed_sweep import PLACES, Compilation, Place, Tuner, candidates
 from fastattn.functional import call_memo
-from fastattn.kernels.launch import launches
-from fastattn.kernels.launch import tiles as config
+from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.compiling.compile_pool import CompilePool
 
@@ -51,7 +50,7 @@ def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say():
 
 
 def test_places_cover_the_table_and_begin_with_what_matters():
-    assert {p.kernel for p in PLACES} == {*config.KERNELS, "decode", "decode_chunk"}
+    assert {p.kernel for p in PLACES} == {*tiles.KERNELS, "decode", "decode_chunk"}
     assert {(p.element_size, p.BLOCK_D) for p in PLACES} == {
         (size, D) for size in (2, 4) for D in (64, 128, 256)
     }
@@ -74,15 +73,17 @@ TABLE = {
 def test_rows_are_put_in_place():
     measured = {"kernel": "forward", "element_size": 2, "BLOCK_D": 128, "BLOCK_M": 64, "ms": 1.0}
     new = {"kernel": "forward", "element_size": 4, "BLOCK_D": 64, "BLOCK_M": 32}
-    found = tuning.merge(TABLE, [measured, new])
+    found = timed_sweep.merge(TABLE, [measured, new])
     assert found["rows"] == [TABLE["rows"][0], measured, new]
     assert found["device"] == "Imaginary GPU"
 
 
 def test_tables_are_written_as_they_are_kept():
-    assert json.loads(tuning.table_text(TABLE)) == TABLE
-    text = resources.files("fastattn.kernels").joinpath("tuning/sm_90.json").read_text("utf-8")
-    assert tuning.table_text(json.loads(text)) == text
+    assert json.loads(timed_sweep.table_text(TABLE)) == TABLE
+    text = (
+        resources.files("fastattn.kernels").joinpath("launch/tuning/sm_90.json").read_text("utf-8")
+    )
+    assert timed_sweep.table_text(json.loads(text)) == text
 
 
 class NoCompilation(Compilation):
@@ -115,7 +116,7 @@ def on_the_cpu(monkeypatch):
         )
 
     monkeypatch.setattr(Place, "case", small)
-    monkeypatch.setattr(tuning, "candidates", lambda place, shared, arch: [A, B, C])
+    monkeypatch.setattr(timed_sweep, "candidates", lambda place, shared, arch: [A, B, C])
 
 
 def tuner(times, left=lambda: 1.0, refused=()):
@@ -132,27 +133,27 @@ class FakeTimer(HostTimer):
         self.times = times
 
     def prepare(self, function):
-        tiles = []
-        lookup = config.lookup
+        used = []
+        lookup = tiles.lookup
 
         def remember(kernel, *sizes, **kind):
-            tiles.append((kernel, lookup(kernel, *sizes, **kind)))
-            return tiles[-1][1]
+            used.append((kernel, lookup(kernel, *sizes, **kind)))
+            return used[-1][1]
 
         def start():
             call_memo.forget()
             launches.forget()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(config, "lookup", remember)
+                patch.setattr(tiles, "lookup", remember)
                 function()
-            ms = sum(self.times.get(tile, 0.0) for tile in tiles)
-            del tiles[:]
+            ms = sum(self.times.get(tile, 0.0) for tile in used)
+            del used[:]
             return lambda: ms
 
         return start
 
 
-@pytest.mark.parametrize("kernel", [*config.KERNELS, "decode"])
+@pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
 def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(on_the_cpu, kernel):
     sweep = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
     row = next(sweep.sweep((Place(kernel, 4, 16),)))
@@ -165,8 +166,8 @@ def test_survivors_of_a_static_sweep_are_the_candidates(on_the_cpu):
     place = Place("forward", 4, 16)
     sweep = tuner({})
     sweep.survivors = {place: [C, A]}
-    assert sweep.tiles(place) == [A, C]
-    assert sweep.tiles(Place("forward", 2, 16)) == [A, B, C]
+    assert sweep.all_tiles(place) == [A, C]
+    assert sweep.all_tiles(Place("forward", 2, 16)) == [A, B, C]
 
 
 def test_tiles_that_spill_are_not_tried(on_the_cpu):
@@ -177,14 +178,14 @@ def test_tiles_that_spill_are_not_tried(on_the_cpu):
 
 
 def test_tiles_that_compute_something_else_are_not_timed(on_the_cpu, monkeypatch):
-    check = tuning.prepare
+    check = timed_sweep.prepare
 
     def prepare(*arguments):
-        if config.lookup("forward", 4, 16) == B:
+        if tiles.lookup("forward", 4, 16) == B:
             raise AssertionError("o: error 1 exceeds the budget 0")
         return check(*arguments)
 
-    monkeypatch.setattr(tuning, "prepare", prepare)
+    monkeypatch.setattr(timed_sweep, "prepare", prepare)
     sweep = tuner({("forward", A): 3.0, ("forward", B): 1.0, ("forward", C): 2.0})
     row = next(sweep.sweep((Place("forward", 4, 16),)))
     assert row["BLOCK_M"] == C.BLOCK_M
@@ -212,22 +213,22 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tuner, "sweep", sweep)
     properties = type("Properties", (), {"name": "Imaginary GPU"})
-    monkeypatch.setattr(tuning.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning.torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(config, "current_arch", lambda: "sm_90")
+    monkeypatch.setattr(timed_sweep.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(timed_sweep.torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(tiles, "current_arch", lambda: "sm_90")
     bench = Bench(HostTimer(), QUICK)
     environment = {"gpu": {"name": "Imaginary GPU"}, "versions": {"torch": "0", "triton": "1"}}
-    steps = tuning.tune(tmp_path, bench, lambda: 1.0, environment, "python tune.py")
+    steps = timed_sweep.tune(tmp_path, bench, lambda: 1.0, environment, "python tune.py")
     path, _, _ = next(steps)
     assert path == tmp_path / "sm_90.json"
     first = json.loads(path.read_text())["rows"]
-    assert len(first) == len(config.table("sm_90"))
+    assert len(first) == len(tiles.table("sm_90"))
     found = next(r for r in first if (r["element_size"], r["BLOCK_D"]) == (2, 256) and "ms" in r)
     assert (found["gpu"], found["triton"], found["BLOCK_M"]) == ("Imaginary GPU", "1", 64)
     assert next(steps)[1][1]["command"] == "python tune.py"
     # A second call goes on: it keeps the rows there are, and asks for those that are not.
     before = [{**rows[1], "ms": 3.0}]
-    steps = tuning.tune(
+    steps = timed_sweep.tune(
         tmp_path, bench, lambda: 1.0, environment, "again", rows=before, tried=[{"ms": 9.0}]
     )
     _, both, tried = next(steps)
@@ -276,5 +277,5 @@ def test_an_unknown_architecture_is_compiled_at_the_launch():
 
 
 def test_effort_grows_with_the_time():
-    assert tuning.effort_for(60).target_ms < tuning.effort_for(3600).target_ms
-    assert math.isclose(replace(tuning.effort_for(60)).pause, 0.1)
+    assert timed_sweep.effort_for(60).target_ms < timed_sweep.effort_for(3600).target_ms
+    assert math.isclose(replace(timed_sweep.effort_for(60)).pause, 0.1)

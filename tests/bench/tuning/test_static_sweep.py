@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.bench import static_sweep
-from fastattn.bench.candidates import Compilation, Place
-from fastattn.bench.static_sweep import Survivor, loop_cycles, named_places, pareto, survivor
-from fastattn.kernels.launch import tiles as config
+from fastattn.bench.tuning import static_sweep
+from fastattn.bench.tuning.candidates import Compilation, Place
+from fastattn.bench.tuning.static_sweep import Survivor, loop_cycles, named_places, pareto, survivor
+from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.compiling.cross_compile import CompiledFacts
 from fastattn.testing.compiling.sass import Loop
@@ -96,23 +96,23 @@ class Known(Compilation):
 
 def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
     found = dict(static_sweep.sweep("sm_90", [PLACE], Known()))
-    tiles = [s.tile for s in found[PLACE]]
-    assert tiles[0] == TileConfig(128, 128, 8, 2, sum_parts=4)
-    assert {tile.num_warps for tile in tiles} == {8}
+    kept = [s.tile for s in found[PLACE]]
+    assert kept[0] == TileConfig(128, 128, 8, 2, sum_parts=4)
+    assert {tile.num_warps for tile in kept} == {8}
     table, sets = static_sweep.write(tmp_path, "sm_90", found)
     rows = json.loads(table.read_text())["rows"]
-    assert len(rows) == len(config.table("sm_90"))
+    assert len(rows) == len(tiles.table("sm_90"))
     (row,) = (
         r for r in rows if (r["kernel"], r["element_size"], r["BLOCK_D"]) == ("forward", 2, 64)
     )
     assert (row["BLOCK_M"], row["BLOCK_N"], row["source"]) == (128, 128, "modelled")
-    assert static_sweep.read(sets) == {PLACE: tiles}
+    assert static_sweep.read(sets) == {PLACE: kept}
 
 
 def test_a_place_without_tiles_keeps_its_row(tmp_path: Path) -> None:
     table, _ = static_sweep.write(tmp_path, "sm_89", {PLACE: []})
     assert table.name == "sm_86.json"
-    assert json.loads(table.read_text())["rows"] == list(config.table("sm_86"))
+    assert json.loads(table.read_text())["rows"] == list(tiles.table("sm_86"))
 
 
 def test_places_are_named() -> None:
@@ -127,12 +127,12 @@ def test_places_are_named() -> None:
 def test_the_tool_sweeps_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(__file__).resolve().parents[2] / "bench" / "tune.py"
+    path = Path(__file__).resolve().parents[3] / "bench" / "tune.py"
     spec = importlib.util.spec_from_file_location("tune", path)
     assert spec is not None and spec.loader is not None
     tune = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tune)
-    monkeypatch.setattr(tune.tuning, "Compilation", lambda target, workers: Known())
+    monkeypatch.setattr(tune.timed_sweep, "Compilation", lambda target, workers: Known())
     arguments = ["--out", str(tmp_path), "--static", "sm_90", "--places", "decode:2:64"]
     assert tune.main(arguments) == 0
     assert "no tile fits" in capsys.readouterr().out

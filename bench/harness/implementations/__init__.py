@@ -1,0 +1,1 @@
+"""The implementations of attention that are measured side by side."""

@@ -1,0 +1,1 @@
+"""Reports of runs: JSON, tables and plots."""

@@ -1,0 +1,1 @@
+"""A run of all measurements: its jobs, their processes, its time."""

@@ -1,0 +1,1 @@
+"""The search for tile sizes: candidates, compiled, modelled and timed."""
