@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-HEAVY = [
+HEAVY = (
     "torch._dynamo",
     "tokenizers",
     "safetensors",
@@ -27,7 +27,7 @@ HEAVY = [
     "matplotlib",
     "transformers",
     "sacrebleu",
-]
+)
 
 
 # Folders, and what they are installed as.

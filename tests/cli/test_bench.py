@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fastattn.cli import main
+from fastattn.cli.main import main
 from fastattn.training import step_timing
 
 SMALL = ("bench", "--device", "cpu", "--context", "8", "--embed-dim", "16", "--layers", "1")
 
 
 def test_table_of_backends(capsys):
-    assert main.main([*SMALL, "--steps", "1", "--backends", "torch"]) == 0
+    assert main([*SMALL, "--steps", "1", "--backends", "torch"]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["backend", "ms/step", "tokens/s", "TFLOP/s", "MFU", "MiB"]
     assert row.split()[0] == "torch"
@@ -21,21 +21,21 @@ def test_a_backend_that_cannot_serve_is_listed_with_its_reason(capsys, monkeypat
     def refuse(*args, backend, **kwargs):
         raise ValueError(f'backend "{backend}" cannot serve this call: no GPU')
 
-    monkeypatch.setattr(step_timing, "time_step_timings", refuse)
-    assert main.main([*SMALL, "--backends", "triton"]) == 1
+    monkeypatch.setattr(step_timing, "time_training_steps", refuse)
+    assert main([*SMALL, "--backends", "triton"]) == 1
     assert 'backend "triton" cannot serve this call: no GPU' in capsys.readouterr().out
 
 
 def test_a_backend_that_runs_out_of_memory_does_not_stop_the_next(capsys, monkeypatch):
-    real = step_timing.time_step_timings
+    real = step_timing.time_training_steps
 
     def limited(*args, backend, **kwargs):
         if backend == "triton":
             raise torch.OutOfMemoryError("too much")
         return real(*args, backend=backend, **kwargs)
 
-    monkeypatch.setattr(step_timing, "time_step_timings", limited)
-    assert main.main([*SMALL, "--steps", "1"]) == 0
+    monkeypatch.setattr(step_timing, "time_training_steps", limited)
+    assert main([*SMALL, "--steps", "1"]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
     assert "out of memory" in rows[0]
     assert rows[1].startswith("torch")
@@ -43,7 +43,7 @@ def test_a_backend_that_runs_out_of_memory_does_not_stop_the_next(capsys, monkey
 
 @pytest.mark.parametrize("option", ["steps", "batch"])
 def test_numbers_out_of_range_are_one_line(capsys, option):
-    assert main.main([*SMALL, f"--{option}", "0"]) == 1
+    assert main([*SMALL, f"--{option}", "0"]) == 1
     error = capsys.readouterr().err
     assert "must be at least 1, got 0" in error
     assert error.count("\n") == 1
