@@ -104,15 +104,8 @@ def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the Triton kernels cannot serve this call, or None if they can."""
-    if not call.TRITON_INSTALLED:
-        return "triton is not installed"
-    if q.is_cpu and not call.interpreting():
-        return "q is on the CPU and TRITON_INTERPRET=1 is not set"
-    device = q.device.type
-    if device not in ("cpu", "cuda"):
-        return f"q is on {device}; kernels exist for CUDA and ROCm devices"
-    if q.dtype == torch.float64:
-        return "q is float64; kernels exist for float16, bfloat16 and float32"
+    if (reason := why_no_kernel(q=q)) is not None:
+        return reason
     widest = max(q.shape[-1], v.shape[-1])
     if widest > attention.MAX_HEAD_DIM:
         return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM}"
@@ -121,9 +114,45 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return f"head dim {widest} is larger than {limit}, the limit for float32"
     if widest > attention.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
         return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM_NARROW}, the limit on AMD"
-    if device == "cuda" and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
+    if q.is_cuda and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
     return None
+
+
+def why_no_kernel(**inputs: Tensor) -> str | None:
+    """Why no Triton kernel takes these tensors, by name; the first tells their device."""
+    name, x = next(iter(inputs.items()))
+    if not call.TRITON_INSTALLED:
+        return "triton is not installed"
+    if x.is_cpu and not call.interpreting():
+        return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
+    if torch.float64 in [x.dtype for x in inputs.values()]:
+        names = " or ".join(inputs)
+        return f"{names} is float64; kernels exist for float16, bfloat16 and float32"
+    return None
+
+
+def takes_kernel(task: str, backend: str | None, **inputs: Tensor) -> bool:
+    """Whether the kernel does a task beside attention itself, else torch.
+
+    Args:
+        task: what is done, for the message.
+        backend: as the caller gave it.
+        inputs: by their names; the first tells the device.
+
+    Raises:
+        ValueError: the backend is unknown, or "triton" and cannot.
+    """
+    forced = asked_for(backend)
+    if forced == "torch":
+        return False
+    reason = why_no_kernel(**inputs)
+    if forced == "triton" and reason is not None:
+        raise ValueError(f'backend "triton" cannot {task}: {reason}')
+    # Interpreted, the kernel is opt-in: torch does the same at once.
+    return reason is None and (forced == "triton" or not next(iter(inputs.values())).is_cpu)
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from .. import capture, checks
 from ..cache_view import CacheView, allocate_rows, as_bytes
-from ..ops import append as cache_ops
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
+from .append import append
 from .checks import Rotary, check_rotary, check_row_values, check_sizes, check_tokens, check_window
 
 
@@ -237,7 +237,7 @@ class KVCache:
         bound, pads_fit = self._bound_after(T, new_lengths, batch_index)
         check_rotary(rotary, rotary_style, q, k, bound)
         with torch.no_grad():
-            turned = cache_ops.append(
+            turned = append(
                 self.view(batch_index),
                 k,
                 v,

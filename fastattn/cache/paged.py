@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .. import checks
 from ..cache_view import CacheView, allocate_rows, as_bytes
-from ..ops import append as cache_ops
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
+from .append import append, serves
 from .checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
 from .page_allocator import Changes, OutOfPages, OutOfRows, PageTable
 
@@ -284,7 +284,7 @@ class PagedKVCache:
         """
         rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
         check_tokens(k, v, self.k, self.v, len(rows), self.dtype)
-        cache_ops.serves(k, backend)
+        serves(k, backend)
         T = k.shape[2]
         counts = [T] * len(rows) if new_lengths is None else _clamped(rows, new_lengths, T)
         first = layer == 0
@@ -296,7 +296,7 @@ class PagedKVCache:
         else:
             self._check_layer_0_came_first(rows, counts)
         with torch.no_grad():
-            turned = cache_ops.append(
+            turned = append(
                 self.view(rows, layer),
                 k,
                 v,

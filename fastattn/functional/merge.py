@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, dispatch
 from ..cache_view import CacheView
-from ..ops import decode
+from ..ops.merge import merge_forward
 from .decode import decode_attention
 
 
@@ -37,8 +37,8 @@ def merge(
     """
     _check(o1, lse1, o2, lse2)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2))
-    if decode.merges(o1, lse1, backend) and not wants_grad:
-        return decode.merge_forward(o1, lse1, o2, lse2)
+    if dispatch.takes_kernel("merge", backend, o1=o1, lse1=lse1) and not wants_grad:
+        return merge_forward(o1, lse1, o2, lse2)
     return _formula(o1, lse1, o2, lse2)
 
 

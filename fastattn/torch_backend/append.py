@@ -26,7 +26,7 @@ def append_rows(
     first_slot: int | None,
     room_for_padding: bool,
 ) -> Tensor | None:
-    """Write T tokens a row in place; see `cache_ops.append`.
+    """Write T tokens a row in place; see `cache.append.append`.
 
     room_for_padding: padding may be written too, because every row has free slots for T tokens.
     """

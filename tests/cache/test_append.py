@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from fastattn import KVCache, PagedKVCache
-from fastattn.ops import append
+from fastattn.cache.append import append
+from fastattn.ops.append import append_tokens
 from fastattn.rotary import apply_rotary, rotary_tables
 
 B, H_Q, H_K, MAX = 3, 4, 2, 20
@@ -195,7 +196,7 @@ def test_pages_that_are_past_the_end_are_not_written(device):
     cache.append(*tokens_of(B, H_Q, H_K, MAX, 16, 16, device=device)[1:], backend="triton")
     before = cache.k.clone()
     _, k, v = tokens_of(B, H_Q, H_K, 2, 16, 16, device=device)
-    append.append(cache.view(), k, v, backend="triton")
+    append(cache.view(), k, v, backend="triton")
     assert torch.equal(cache.k, before)
 
 
@@ -213,7 +214,7 @@ def test_operator_is_registered_right(kind, device):
     index = torch.tensor([1, 0, 2], device=device)
     cos, sin = rotary_tables(MAX, 8, device=device)
     torch.library.opcheck(
-        append.append_tokens.op,
+        append_tokens.op,
         (
             q if kind == "plain" else None, k, v, None, view.k, view.v, view.k_scale, view.v_scale,
             view.lengths, view.counters, None, index, cos, sin, None, False, True,
@@ -223,7 +224,7 @@ def test_operator_is_registered_right(kind, device):
 
 def test_compiles_as_one_graph_and_mutates_the_cache(device):
     def step(cache_view, q, k, v, rotary):
-        turned = append.append(cache_view, k * 2, v, q=q, rotary=rotary, backend="triton")
+        turned = append(cache_view, k * 2, v, q=q, rotary=rotary, backend="triton")
         return turned + cache_view.lengths.sum()
 
     rotary = rotary_tables(MAX, 16, device=device)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastattn import decode_attention
+from fastattn.cache.append import append
 from fastattn.cache_view import CacheView
 from fastattn.compat.flash_attn.functions import flash_attn_with_kvcache
 from fastattn.functional.decode import view_of_tensors
-from fastattn.ops import append
 from fastattn.quantization import quantize_rows
 from fastattn.testing.budget import assert_within_budget
 
@@ -117,7 +117,7 @@ def test_nothing_but_the_places_of_its_tokens_is_written(name, quantize, backend
     B = pool.view.batch_size
     k, v = torch.randn(2, B, H, T, D, device=device)
     expected = expected_memory(case, pool, k, v, quantize)
-    append.append(pool.view, k, v, backend=backend)
+    append(pool.view, k, v, backend=backend)
     for got, wanted in zip(pool.memory, expected, strict=True):
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     counted = list(case.lengths)
@@ -132,7 +132,7 @@ def test_what_is_read_then_is_the_same_by_both_backends(name, device):
     case = CASES[name]
     pool = make_pool(case, None, device)
     k, v, q = torch.randn(3, len(case.lengths), H, T, D, device=device)
-    append.append(pool.view, k, v, backend="triton")
+    append(pool.view, k, v, backend="triton")
     for x in pool.memory:
         x[0] = x[-1] = torch.nan
     kernel, naive = (
@@ -151,7 +151,7 @@ def test_queries_and_keys_are_not_rotated_where_the_tables_do_not_reach(device):
         torch.manual_seed(0)
         pool = make_pool(CASES["dense"], None, device)
         k, v, q = torch.randn(3, pool.view.batch_size, H, T, D, device=device)
-        turned = append.append(pool.view, k, v, q=q, rotary=tables, backend=backend)
+        turned = append(pool.view, k, v, q=q, rotary=tables, backend=backend)
         found.append((turned, *pool.memory))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
@@ -166,7 +166,7 @@ def test_an_index_of_no_row_is_passed_over_by_the_kernel(device):
     pool = make_pool(case, None, device)
     k, v = torch.randn(2, 4, H, T, D, device=device)
     wanted = expected_memory(case._replace(batch_index=[1]), pool, k, v, None)
-    append.append(pool.view, k, v, backend="triton")
+    append(pool.view, k, v, backend="triton")
     assert all(torch.equal(x, y) for x, y in zip(pool.memory, wanted, strict=True))
     assert pool.view.lengths.tolist() == [1, 1 + T, 1]
     assert pool.view.counters.tolist() == [0, 0, 0]

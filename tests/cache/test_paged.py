@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastattn import OutOfPages, PagedKVCache
+from fastattn.cache.append import append
 from fastattn.cache.page_allocator import OutOfRows
 from fastattn.quantization import dequantize_rows, quantize_rows
 
@@ -267,9 +268,7 @@ def test_reserve_and_advance_keep_the_books_of_an_append_that_others_make():
     cache.reserve([row], 4)
     x = torch.ones(1, H, 4, D)
     k, v, view = x, x[..., :D_V], cache.view([row])
-    from fastattn.ops import append as cache_ops
-
-    cache_ops.append(view, k, v)
+    append(view, k, v)
     cache.advance([row], 4)
     assert cache.length(row) == int(cache.lengths[row]) == 4
     assert torch.equal(cache.view([row]).gather()[0][:, :, :4], x)

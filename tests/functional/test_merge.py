@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastattn import KVCache, PagedKVCache, cascade_attention, decode_attention, merge, reference
+from fastattn.ops.merge import merge_forward
 from fastattn.testing import assert_within_budget, worst_naive
 
 BACKENDS = ("triton", "torch")
@@ -123,11 +124,9 @@ def test_a_forced_kernel_says_why_it_cannot(device: str) -> None:
 
 
 def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
-    from fastattn.ops import decode
-
     parts, _ = parts_and_whole(torch.float32, device)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode.merge_forward.op, parts, test_utils=tests)
+    torch.library.opcheck(merge_forward.op, parts, test_utils=tests)
 
 
 def prompt_and_rows(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import KVCache, PagedKVCache, attention, decode_attention
+from fastattn.cache.append import append
 from fastattn.kernels.launch import tiles
-from fastattn.ops import append
 from fastattn.rotary import rotary_tables
 
 # Few instructions, which compile fast; and loads by TMA where there are such.
@@ -80,7 +80,7 @@ def rotated(B: int, T: int) -> None:
     held = KVCache(B, 2, max_length=256, head_dim=64, device="cuda", dtype=torch.bfloat16)
     tables = tuple(x.to("cuda") for x in rotary_tables(256, 64))
     q, k, v = random(B, 8, T, 64), random(B, 2, T, 64), random(B, 2, T, 64)
-    append.append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
+    append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
 
 
 def fp8(B: int, T: int, **options: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from ...cache.append import append
 from ...functional.decode import decode_attention, view_of_tensors
-from ...ops import append
 from ...options import FARTHEST
 from ...rotary import apply_rotary
 from .rotary import table_rows
@@ -62,7 +62,7 @@ def append_and_attend(
         if tables is not None:
             q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
         if k is not None and v is not None:
-            append.append(view, k, v, rotary=tables, rotary_style=style)
+            append(view, k, v, rotary=tables, rotary_style=style)
         return _decode(q, view, num_splits=num_splits, return_lse=return_lse, **options)
 
 

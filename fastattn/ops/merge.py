@@ -1,0 +1,16 @@
+"""Merging two results of attention by the kernel, as an operator of torch.library."""
+
+from torch import Tensor
+
+from .call import Operator, kernel
+
+
+@Operator
+def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """o, contiguous, and lse of two parts; see `kernels.combine.launch_merge`."""
+    return kernel("combine").launch_merge(o1, lse1, o2, lse2)
+
+
+@merge_forward.op.register_fake
+def _(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return o1.new_empty(o1.shape), lse1.new_empty(lse1.shape)
