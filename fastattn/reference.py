@@ -22,14 +22,24 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
-    return_lse: Literal[False] = ..., **options: "Unpack[AttentionArguments]",
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_keep: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: "Unpack[AttentionArguments]",
+) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
-    return_lse: Literal[True], **options: "Unpack[AttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_keep: Tensor | None = ...,
+    return_lse: Literal[True],
+    **options: "Unpack[AttentionArguments]",
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -77,9 +87,13 @@ def attention(
     keep = keep & _other_masks(places, attn_mask, mod_tensors, masks)
     # A key that no query of any head may see must not reach the sums even if it is NaN.
     exists = existing_keys(
-        B, T_k, masks.get("key_padding_mask"), masks.get("key_lengths"), q.device,
+        B,
+        T_k,
+        masks.get("key_padding_mask"),
+        masks.get("key_lengths"),
+        q.device,
         _key_documents(masks),
-    )  # fmt: skip
+    )
     k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
 
     k, v = (repeat(x, "b h t d -> b (h group) t d", group=H_q // H_k) for x in (k, v))
@@ -127,14 +141,26 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
-    return_lse: Literal[False] = ..., **options: "Unpack[ScoreArguments]",
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: "Unpack[ScoreArguments]",
+) -> Tensor: ...
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
-    return_lse: Literal[True], **options: "Unpack[ScoreArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: "Unpack[ScoreArguments]",
+) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -197,8 +223,14 @@ def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
 
 
 _POSITIONAL = (
-    "causal", "window", "prefix_lengths", "keep_first", "stride", "key_padding_mask", "key_lengths",
-)  # fmt: skip
+    "causal",
+    "window",
+    "prefix_lengths",
+    "keep_first",
+    "stride",
+    "key_padding_mask",
+    "key_lengths",
+)
 
 
 def _positional(masks: dict[str, Any]) -> dict[str, Any]:

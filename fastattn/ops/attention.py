@@ -98,9 +98,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @Operator
 def attention_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
     launchers = kernel("backward")
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
@@ -111,9 +117,15 @@ def attention_backward(
 
 @Operator
 def hopper_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_backward` by the kernels for Hopper, where they serve it."""
     if not hopper_has_backward(q, k, v, options):
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
@@ -125,12 +137,10 @@ def hopper_backward(
 
 @hopper_backward.op.register_fake
 @attention_backward.op.register_fake
-def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, _, lse, *fields = arguments
     dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
-    query = unflat(arguments).relative_query
+    query = unflat(tuple(fields)).relative_query
     dquery = q.new_empty(0) if query is None else fake_in_layout(query, *query.shape[1:])
     return dq, dk, dv, torch.empty_like(lse), dquery
 

@@ -109,9 +109,14 @@ def kernel_gradients(
 
 
 def differentiable_gradients(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, needed: Sequence[bool],
-    do: Tensor | None, dlse: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    needed: Sequence[bool],
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:
     """What `kernel_gradients` gives, by the formula: for create_graph=True; holds all scores."""
     inputs = (q, k, v, *(getattr(options, name) for name in DIFFERENTIABLE))
 

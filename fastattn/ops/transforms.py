@@ -78,10 +78,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needed: tuple[bool, ...], do: Tensor, dlse: Tensor | None, q: Tensor,
-        k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *fields: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        inputs = (q, k, v, o, lse, unflat(fields))
+        kernels: Kernels,
+        needed: tuple[bool, ...],
+        do: Tensor,
+        dlse: Tensor | None,
+        *arguments: Any,
+    ) -> tuple[Tensor, ...]:
+        q, k, v, o, lse, *fields = arguments
+        inputs = (q, k, v, o, lse, unflat(tuple(fields)))
         found = kernel_gradients(kernels, inputs, needed, do, dlse)
         return tuple(x for x, need in zip(found, needed, strict=True) if need and x is not None)
 

@@ -10,9 +10,13 @@ from . import attend as torch_backend
 
 
 def attend(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, return_lse: bool,
+    q: Tensor,
+    view: CacheView,
+    new_lengths: Tensor | None,
+    options: Options,
+    return_lse: bool,
     uniform: int | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse); uniform: the length of every row, where the host knows it and none is padded.
 
     A cache with pages, codes, a ring or a batch index is copied for the call.

@@ -36,8 +36,11 @@ def gradients_with_graph(
         wanted = [x for x, need in zip(seen, needed, strict=True) if need and x is not None]
         found = iter(
             torch.autograd.grad(
-                [y for y, _ in pairs], wanted, [dy for _, dy in pairs],
-                create_graph=True, allow_unused=True,
+                [y for y, _ in pairs],
+                wanted,
+                [dy for _, dy in pairs],
+                create_graph=True,
+                allow_unused=True,
             )
-        )  # fmt: skip
+        )
     return [next(found) if need else None for need in needed]

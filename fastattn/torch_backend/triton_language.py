@@ -299,22 +299,22 @@ _ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
     **{
         name: getattr(torch, name)
         for name in (
-            "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow",
-            "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
-            "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc",
-            "floor", "ceil", "trunc", "fmod", "hypot", "copysign", "isnan", "isinf",
+            *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "pow"),
+            *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+            *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "erf", "erfc"),
+            *("floor", "ceil", "trunc", "fmod", "hypot", "copysign", "isnan", "isinf"),
         )
     },
     "sqrt_rn": torch.sqrt,
     "fdiv": torch.true_divide,
     "div_rn": torch.true_divide,
     "rint": torch.round,
-}  # fmt: skip
+}
 # Those that a tensor of Triton has as methods too.
-_METHODS = frozenset((
-    "abs", "cast", "cdiv", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2",
-    "logical_and", "logical_or", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn",
-))  # fmt: skip
+_METHODS = frozenset(
+    {"abs", "cast", "cdiv", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2"}
+    | {"logical_and", "logical_or", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn"}
+)
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:

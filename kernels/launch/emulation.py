@@ -20,12 +20,14 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .interpreter import OutOfBoundsError
-
 Array = npt.NDArray[Any]
 
 _BF16_NAN = 0x7FC0
 _TF32_MASK = np.uint32(0xFFFFE000)  # sign, 8 exponent bits, 10 of the 23 mantissa bits
+
+
+class OutOfBoundsError(IndexError):
+    """An interpreted kernel touched memory that belongs to none of its tensor arguments."""
 
 
 def bf16_bits(x: Array) -> Array:

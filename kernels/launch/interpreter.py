@@ -8,10 +8,6 @@ through tl.maximum where a GPU drops it, and reads past the end of a tensor with
 import triton
 
 
-class OutOfBoundsError(IndexError):
-    """An interpreted kernel touched memory that belongs to none of its tensor arguments."""
-
-
 def mend() -> None:
     """Repair the interpreter of this process; without TRITON_INTERPRET=1 do nothing.
 

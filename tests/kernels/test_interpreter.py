@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.kernels.launch.interpreter import OutOfBoundsError, mend
+from fastattn.kernels.launch.emulation import OutOfBoundsError
+from fastattn.kernels.launch.interpreter import mend
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"

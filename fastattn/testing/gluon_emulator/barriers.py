@@ -9,8 +9,8 @@ from typing import Any
 from triton.experimental.gluon.language.nvidia.hopper.mbarrier import MBarrierLayout
 
 from .errors import BarrierError, IllegalError
-from .machine import current
-from .memory import Access, live
+from .machine import Access, current
+from .memory import live
 from .values import unwrap
 
 

@@ -280,13 +280,11 @@ class Language:
 
 
 _DEFINED = frozenset(
-    {
-        "load", "store", "atomic_add", "program_id", "num_programs", "num_warps", "barrier",
-        "constexpr", "static_assert", "arange", "full", "zeros", "zeros_like", "convert_layout",
-        "cast", "to_tensor", "expand_dims", "allocate_shared_memory", "inline_asm_elementwise",
-        "warp_specialize", "where", "cdiv", "maximum", "minimum",
-    }
-)  # fmt: skip
+    {"load", "store", "atomic_add", "program_id", "num_programs", "num_warps", "barrier"}
+    | {"constexpr", "static_assert", "arange", "full", "zeros", "zeros_like", "convert_layout"}
+    | {"cast", "to_tensor", "expand_dims", "allocate_shared_memory", "inline_asm_elementwise"}
+    | {"warp_specialize", "where", "cdiv", "maximum", "minimum"}
+)
 language = Language()
 
 hopper = SimpleNamespace(

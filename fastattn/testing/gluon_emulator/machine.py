@@ -9,14 +9,35 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .errors import DeadlockError, EmulationError, UnfinishedError
 
-if TYPE_CHECKING:
-    from .memory import Access, Allocation
-    from .products import Product
-    from .transfers import Descriptor, Load, Store
+
+class Access:
+    """A read or a write of a stretch of an allocation.
+
+    generic: done by registers (ld/st); otherwise by the TMA unit or the tensor cores, the "async
+    proxy", which sees generic writes only after a fence.
+    """
+
+    def __init__(self, what: str, span: tuple[int, int], writes: bool, generic: bool) -> None:
+        self.what = what
+        self.span = span
+        self.writes = writes
+        self.generic = generic
+        self.fenced = False
+        self.live = True
+
+    def __str__(self) -> str:
+        return f"{'write' if self.writes else 'read'} by {self.what}"
+
+
+class Load(Protocol):
+    """A transfer to shared memory that is under way."""
+
+    def land(self) -> None:
+        """Let it be over."""
 
 
 class _Abandoned(BaseException):
@@ -35,8 +56,9 @@ class Partition:
         self.name = name
         self.warps = warps
         self.known: set[Access] = set()
-        self.products: deque[Product] = deque()
-        self.stores: deque[Store] = deque()
+        # Under way, oldest first: of `products.Product`, and what ends a TMA store.
+        self.products: deque[Any] = deque()
+        self.stores: deque[Any] = deque()
         self.done = False
         self.waits_for = ""
         self._ready: Callable[[], bool] = _always
@@ -72,11 +94,12 @@ class Machine:
         self.program = program
         self.grid = grid
         self.random = random.Random(seed)
-        self.allocations: list[Allocation] = []
+        self.allocations: list[Any] = []  # of `memory.Allocation`
         self.loads: list[Load] = []
-        # Blocks to add to global memory, and all blocks there that TMA has been sent to.
+        # Blocks to add to global memory, and all blocks there that TMA has been sent to, by their
+        # `transfers.Descriptor`.
         self.additions: list[Callable[[], None]] = []
-        self.met: list[tuple[str, Descriptor, list[int]]] = []
+        self.met: list[tuple[str, Any, list[int]]] = []
         self.partitions = [Partition(self, "the default partition", warps)]
         self._failure: BaseException | None = None
 

@@ -12,29 +12,10 @@ import torch
 from torch import Tensor as TorchTensor
 
 from .errors import IllegalError, MissingFenceError, RaceError, ResourceError, UninitializedError
-from .machine import Partition, current
+from .machine import Access, Partition, current
 from .values import Tensor, from_torch, to_torch, unwrap
 
 SHARED_BYTES = 227 * 1024  # that one program may use on sm_90
-
-
-class Access:
-    """A read or a write of a stretch of an allocation.
-
-    generic: done by registers (ld/st); otherwise by the TMA unit or the tensor cores, the "async
-    proxy", which sees generic writes only after a fence.
-    """
-
-    def __init__(self, what: str, span: tuple[int, int], writes: bool, generic: bool) -> None:
-        self.what = what
-        self.span = span
-        self.writes = writes
-        self.generic = generic
-        self.fenced = False
-        self.live = True
-
-    def __str__(self) -> str:
-        return f"{'write' if self.writes else 'read'} by {self.what}"
 
 
 class Allocation:

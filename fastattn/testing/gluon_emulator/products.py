@@ -11,8 +11,8 @@ from torch import Tensor as TorchTensor
 from triton.experimental.gluon import language as gl
 
 from .errors import IllegalError, InFlightError
-from .machine import current
-from .memory import Access, SharedView
+from .machine import Access, current
+from .memory import SharedView
 from .values import InFlight, Tensor, unwrap
 
 _WARPGROUP = 4  # warps
@@ -84,9 +84,15 @@ def _check_bits(a: Any, b: SharedView, acc: Tensor, bits: int) -> None:
 
 
 def warpgroup_mma(
-    a: Any, b: SharedView, acc: Tensor, *, use_acc: Any = True, precision: Any = None,
-    max_num_imprecise_acc: Any = None, is_async: bool = False,
-) -> Tensor:  # fmt: skip
+    a: Any,
+    b: SharedView,
+    acc: Tensor,
+    *,
+    use_acc: Any = True,
+    precision: Any = None,
+    max_num_imprecise_acc: Any = None,
+    is_async: bool = False,
+) -> Tensor:
     partition = current()
     _check(a, b, acc, partition.warps)
     reads = []

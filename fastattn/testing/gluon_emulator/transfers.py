@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .barriers import Barrier, BarrierView
 from .errors import IllegalError, RaceError
-from .machine import Machine, current
-from .memory import Access, SharedView
+from .machine import Access, Machine, current
+from .memory import SharedView
 from .values import from_torch, unwrap
 
 
@@ -84,9 +84,14 @@ class Load:
     """A tile on its way into shared memory."""
 
     def __init__(
-        self, descriptor: Descriptor, first: list[int], barrier: Barrier, target: SharedView,
-        access: Access, machine: Machine,
-    ) -> None:  # fmt: skip
+        self,
+        descriptor: Descriptor,
+        first: list[int],
+        barrier: Barrier,
+        target: SharedView,
+        access: Access,
+        machine: Machine,
+    ) -> None:
         self.descriptor = descriptor
         self.first = first
         self.barrier = barrier
@@ -161,9 +166,13 @@ class tma:
 
     @staticmethod
     def async_load(
-        tensor_desc: Descriptor, coord: Any, barrier: BarrierView, result: SharedView,
-        pred: Any = True, multicast: bool = False,
-    ) -> None:  # fmt: skip
+        tensor_desc: Descriptor,
+        coord: Any,
+        barrier: BarrierView,
+        result: SharedView,
+        pred: Any = True,
+        multicast: bool = False,
+    ) -> None:
         if not unwrap(pred):
             return
         first = _coordinates(coord, tensor_desc, result)
