@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastattn import attention
-from fastattn.cli import main
+from fastattn.cli.main import build_parser
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -160,7 +160,7 @@ def test_a_feature_that_fails_is_seen(run_as_a_program, tmp_path):
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_command_line_is_accepted(arguments):
     # A refused option ends the process: SystemExit fails the test with the parser's own words.
-    assert callable(main._parser().parse_args(arguments).command)
+    assert callable(build_parser().parse_args(arguments).command)
 
 
 def test_documents_have_examples_and_commands():

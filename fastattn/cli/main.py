@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = build_parser().parse_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fastattn", description="Fused attention in Triton, with small transformers."
     )

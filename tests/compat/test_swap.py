@@ -373,7 +373,7 @@ def test_without_transformers_its_models_are_left(monkeypatch):
     import sys
 
     model = tiny_llama()
-    monkeypatch.setitem(sys.modules, "fastattn.compat.transformers", None)
+    monkeypatch.setitem(sys.modules, "fastattn.compat.transformers.attend", None)
     done = fastattn.swap(model)
     assert done.replaced == {}
     assert "cannot be registered with transformers" in done.left[""]
