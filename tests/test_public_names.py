@@ -1,0 +1,154 @@
+"""What callers may rely on: public names, their parameters and defaults, and the CLI's options.
+
+They are listed in `public_names.txt`, a name a line. Parameters that are given by name only stand
+in alphabetical order there: their order means nothing to a caller. After a change that is wanted,
+`python tests/test_public_names.py` writes the list again.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastattn.cli.main import build_parser
+
+LISTED = Path(__file__).with_name("public_names.txt")
+MODULES = (
+    "fastattn",
+    "fastattn.cache",
+    "fastattn.compat.flash_attn",
+    "fastattn.compat.llama",
+    "fastattn.compat.multihead",
+    "fastattn.compat.patch",
+    "fastattn.compat.sdpa",
+    "fastattn.compat.swap",
+    "fastattn.compat.transformers",
+    "fastattn.functional",
+    "fastattn.generation",
+    "fastattn.models.encoder",
+    "fastattn.models.gpt",
+    "fastattn.models.layers",
+    "fastattn.models.position_schemes",
+    "fastattn.models.seq2seq",
+    "fastattn.modules",
+    "fastattn.reference",
+    "fastattn.rotary",
+    "fastattn.rotary_scaling",
+    "fastattn.testing",
+    "fastattn.training.checkpoint",
+    "fastattn.training.convert",
+    "fastattn.training.tokenizers.loading",
+    "fastattn.training.train_config",
+    "fastattn.training.trainer",
+)
+
+
+def test_public_names_and_parameters_are_those_listed():
+    listed = LISTED.read_text().splitlines()
+    found = sorted(public_names())
+    if importlib.util.find_spec("transformers") is None:
+        listed = [line for line in listed if not line.startswith("fastattn.compat.transformers.")]
+    assert sorted(set(listed) - set(found)) == [], "lost"
+    assert sorted(set(found) - set(listed)) == [], "not listed"
+
+
+def public_names() -> Iterator[str]:
+    known: dict[object, str] = {}
+    for name in MODULES:
+        if name != "fastattn.compat.transformers" or importlib.util.find_spec("transformers"):
+            yield from _of_module(importlib.import_module(name), known)
+    yield from _of_commands(build_parser())
+
+
+def _of_module(module: types.ModuleType, known: dict[object, str]) -> Iterator[str]:
+    """Its names; one that is `known` by another module's is said to be the same."""
+    for name in _exported(module):
+        full = f"{module.__name__}.{name}"
+        x = getattr(module, name)
+        if callable(x) and known.setdefault(x, full) != full:
+            yield f"{full} is {known[x]}"
+        elif inspect.isclass(x):
+            yield from _of_class(full, x)
+        elif callable(x):
+            yield full + _parameters(x)
+        else:
+            yield f"{full}: {type(x).__name__}"
+
+
+def _exported(module: types.ModuleType) -> list[str]:
+    """`__all__`, or else what the module and its folder define under a public name."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, x in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(x) or inspect.isroutine(x))
+        and (x.__module__ + ".").startswith(module.__name__ + ".")
+    ]
+
+
+def _of_class(full: str, x: type) -> Iterator[str]:
+    yield full + _parameters(x)
+    for name in sorted(set(dir(x))):
+        member = inspect.getattr_static(x, name)
+        if name.startswith("_") or not _is_ours(x, name):
+            continue
+        if isinstance(member, property):
+            yield f"{full}.{name}: property"
+        elif callable(getattr(x, name)):
+            yield f"{full}.{name}" + _parameters(getattr(x, name))
+        else:
+            yield f"{full}.{name}"
+
+
+def _is_ours(x: type, name: str) -> bool:
+    owner = next(base for base in x.__mro__ if name in vars(base))
+    return owner.__module__.startswith("fastattn")
+
+
+def _parameters(x: Callable[..., Any]) -> str:
+    if inspect.isclass(x) and issubclass(x, Exception):
+        return ""
+    parameters = list(inspect.signature(x).parameters.values())
+    ordered = [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
+    by_name = sorted((p for p in parameters if p.kind == p.KEYWORD_ONLY), key=lambda p: p.name)
+    rest = [p for p in parameters if p.kind == p.VAR_KEYWORD]
+    plain = [p.replace(annotation=p.empty, default=_default(p)) for p in ordered + by_name + rest]
+    return str(inspect.Signature(plain))
+
+
+class _Shown(str):
+    """A default as the list shows it."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _default(parameter: inspect.Parameter) -> object:
+    """Defaults by their text; of functions and classes the name, for their text has an address."""
+    x = parameter.default
+    if x is parameter.empty:
+        return x
+    return _Shown(getattr(x, "__qualname__", None) or repr(x))
+
+
+def _of_commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _of_commands(command)
+            continue
+        facts = {"nargs": action.nargs, "choices": action.choices, "required": action.required}
+        facts |= {"const": action.const, "default": action.default}
+        said = [f"{name}={x!r}" for name, x in facts.items() if x not in (None, False)]
+        shown = "/".join(action.option_strings) or action.dest
+        yield " ".join([f"$ {parser.prog}", shown, *said])
+
+
+if __name__ == "__main__":
+    LISTED.write_text("\n".join(sorted(public_names())) + "\n")
