@@ -46,9 +46,16 @@ def append_randomly(cache, steps, *, rotary, style="half", transposed=True, back
     for T, counts in steps:
         for layer in range(layers):
             q, k, v = tokens_of(
-                len(rows), 2 * H_k, H_k, T, D, D_v,
-                device=device, dtype=cache.dtype, transposed=transposed,
-            )  # fmt: skip
+                len(rows),
+                2 * H_k,
+                H_k,
+                T,
+                D,
+                D_v,
+                device=device,
+                dtype=cache.dtype,
+                transposed=transposed,
+            )
             options = {"rotary": rotary, "rotary_style": style, "backend": backend}
             if isinstance(cache, PagedKVCache):
                 turned = cache.append(rows, k, v, counts, layer=layer, q=q, **options)

@@ -164,9 +164,10 @@ def test_a_call_that_raises_changes_nothing(make, kind, calls):
 @pytest.mark.parametrize(("make", "calls"), [(dense, calls_of_dense), (paged, calls_of_paged)])
 def test_every_public_method_that_takes_something_is_among_them(make, calls):
     takes = {
-        name for name, method in inspect.getmembers(type(make()), inspect.isfunction)
+        name
+        for name, method in inspect.getmembers(type(make()), inspect.isfunction)
         if not name.startswith("_") and len(inspect.signature(method).parameters) > 1
-    }  # fmt: skip
+    }
     assert takes == {name for name, _, _ in calls()}
 
 

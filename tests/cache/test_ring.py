@@ -40,8 +40,10 @@ def test_attention_over_the_ring_is_exact(ragged, slots):
         assert torch.equal(ring.lengths, full.lengths)
         q = torch.randn(B, H, T, D)
         q_positions = (full.lengths - count).unsqueeze(1) + torch.arange(T)
-        outputs = [attend(q, *cache.view().gather()[:2], q_positions, cache.view().slot_positions())
-                   for cache in (ring, full)]  # fmt: skip
+        outputs = [
+            attend(q, *cache.view().gather()[:2], q_positions, cache.view().slot_positions())
+            for cache in (ring, full)
+        ]
         real = torch.arange(T) < count.unsqueeze(1)
         for got, wanted in zip(*(o.transpose(1, 2)[real] for o in outputs), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

@@ -127,9 +127,14 @@ def test_several_prompts_get_what_they_get_alone(finished_run, capsys, tmp_path)
     prompts = ["def ", "class ", "", "a"]
     options = ["--seed", 5, "--min-p", 0.02, "--repetition-penalty", 1.1]
     together, told = generated(
-        capsys, finished_run, *options, "--prompt", "def ", "--prompts-file",
+        capsys,
+        finished_run,
+        *options,
+        "--prompt",
+        "def ",
+        "--prompts-file",
         tmp_path / "prompts.txt",
-    )  # fmt: skip
+    )
     options[1] = -1
     alone = []
     for i, prompt in enumerate(prompts):

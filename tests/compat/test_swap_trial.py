@@ -265,7 +265,8 @@ OTHERS = {
     "dropout-dict": (ListedDropout(settings={"dropout": 0.1}), "a probability of 0.1, found under"),
     "dropout-scores": (ValueDropout(drop=nn.Dropout(0.1)), "it drops by drop something else"),
     "dropout-twice": (
-        TwiceDropped(early=nn.Dropout(0.1), late=nn.Dropout(0.1)), "drops weights more than once",
+        TwiceDropped(early=nn.Dropout(0.1), late=nn.Dropout(0.1)),
+        "drops weights more than once",
     ),
     "dropout-always": (AlwaysDropped(dropout=0.1), "it drops in eval mode too"),
     "noise": (Noisy(), "it draws random numbers for something else than dropout"),
@@ -275,7 +276,7 @@ OTHERS = {
     "writes": (Writing(seen=torch.zeros(1)), "its forward sets seen"),
     "half": (HalfCausal(), "it computes something else"),
     "order": (OtherOrder(), "it computes something else"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -337,8 +338,9 @@ def test_dropouts_by_where_they_are_applied():
     assert list(done.replaced) == [""]
     plan = block.forward.plan
     assert (plan.weight_dropout, plan.output_dropouts) == (
-        "config.attn_pdrop", ("noise", "resid_drop"),
-    )  # fmt: skip
+        "config.attn_pdrop",
+        ("noise", "resid_drop"),
+    )
     x = torch.randn(2, T, C)
     exact = copy.deepcopy(block).eval()(x)
     for holder, name in ((settings, "attn_pdrop"), (block.noise, "p"), (block, "resid_drop")):
@@ -399,11 +401,18 @@ def test_one_trial_for_blocks_that_are_alike(monkeypatch):
     narrow = mask.clone()
     narrow[39, 0] = False
     made = [
-        Block(causal=True), Block(causal=True), Block(causal=False), Block(causal=1),
-        Block(causal=True).double(), Gated(gate=1.0), Gated(gate=0.5), Gated(gate=1.0),
-        Block(drop=nn.Dropout(0.1)), Block(drop=nn.Dropout(0.2)),
+        Block(causal=True),
+        Block(causal=True),
+        Block(causal=False),
+        Block(causal=1),
+        Block(causal=True).double(),
+        Gated(gate=1.0),
+        Gated(gate=0.5),
+        Gated(gate=1.0),
+        Block(drop=nn.Dropout(0.1)),
+        Block(drop=nn.Dropout(0.2)),
         *(WindowedByBuffer() for _ in range(3)),
-    ]  # fmt: skip
+    ]
     for block, buffer in zip(made[-3:], (mask, narrow, mask.clone()), strict=True):
         block.register_buffer("mask", buffer)
     done = fastattn.swap(nn.ModuleList(made))

@@ -86,9 +86,12 @@ def test_rows_without_padding(D: int, D_v: int, kind: str, backend: str, device:
     filled = fill(kind, k, v, lengths)
     own = filled.view
     view = view_of_tensors(
-        own.k.contiguous(), own.v.contiguous(), own.lengths, block_table=own.block_table,
+        own.k.contiguous(),
+        own.v.contiguous(),
+        own.lengths,
+        block_table=own.block_table,
         batch_index=own.batch_index,
-    )  # fmt: skip
+    )
     assert view.k.stride(2) == D
     assert_decodes(q, replace(filled, view=view), how={"backend": backend})
 
@@ -156,9 +159,13 @@ ALONE = (
     "score_mod", "sinks", "uncausal",
 )  # fmt: skip
 TOGETHER = [
-    ("window", "sinks"), ("keep_first", "alibi"), ("softcap", "tree"), ("alibi", "mask"),
-    ("stride", "bias"), ("keep_first", "score_mod", "sinks", "softcap", "scale"),
-]  # fmt: skip
+    ("window", "sinks"),
+    ("keep_first", "alibi"),
+    ("softcap", "tree"),
+    ("alibi", "mask"),
+    ("stride", "bias"),
+    ("keep_first", "score_mod", "sinks", "softcap", "scale"),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

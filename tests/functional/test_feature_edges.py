@@ -53,12 +53,20 @@ def packed_inputs(
 def everything(B: int, H_q: int, T_q: int, T_k: int, device: str) -> dict[str, Any]:
     """Options of most kinds at once."""
     options = {
-        "causal": True, "window": 9, "keep_first": 2, "stride": 11, "softcap": 2.0, "dropout": 0.3,
-        "dropout_seed": SEED, "key_lengths": torch.arange(B) + T_k // 2,
+        "causal": True,
+        "window": 9,
+        "keep_first": 2,
+        "stride": 11,
+        "softcap": 2.0,
+        "dropout": 0.3,
+        "dropout_seed": SEED,
+        "key_lengths": torch.arange(B) + T_k // 2,
         "documents": (torch.arange(T_q).expand(B, -1) // 20, torch.arange(T_k).expand(B, -1) // 20),
-        "attn_bias": draw(H_q, T_q, T_k), "relative_bias": draw(H_q, 7), "sinks": draw(H_q),
+        "attn_bias": draw(H_q, T_q, T_k),
+        "relative_bias": draw(H_q, 7),
+        "sinks": draw(H_q),
         "alibi_slopes": draw(B, H_q).abs(),
-    }  # fmt: skip
+    }
     return {
         name: tuple(y.to(device) for y in x)
         if isinstance(x, tuple)
@@ -125,11 +133,17 @@ def test_views(view: str, device: str) -> None:
     bias = VIEWS[view](draw(B, H, T, T).to(device))
     mask = VIEWS[view](draw(B, H, T, T, seed=1).to(device)) < 1
     assert_matches_reference(
-        triton_attention, q, k, v, attn_bias=bias, mask_mod=None, attn_mask=mask,
+        triton_attention,
+        q,
+        k,
+        v,
+        attn_bias=bias,
+        mask_mod=None,
+        attn_mask=mask,
         relative_bias=VIEWS[view](draw(1, 1, H, 9).to(device).expand(B, H, H, 9))[0, 0],
         sinks=VIEWS[view](draw(1, 1, 1, 2 * H).to(device).expand(B, H, 1, -1))[0, 0, 0, ::2],
         key_lengths=torch.tensor([9, 5, 18, 3], device=device)[::2],
-    )  # fmt: skip
+    )
 
 
 def poisoned(by: str, B: int, T_k: int, device: str) -> tuple[dict[str, Any], torch.Tensor]:
@@ -153,10 +167,19 @@ def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: st
     options, hidden = poisoned(by, B, T, device)
     k, v = (x.detach().masked_fill(hidden[:, None, :, None], poison) for x in clean[1:])
     assert_matches_reference(
-        triton_attention, clean[0], k, v, clean=clean, **options,
-        attn_bias=draw(H, T, T).to(device), softcap=3.0, dropout=0.2,
-        dropout_seed=SEED.to(device), sinks=draw(H).to(device), relative_bias=draw(H, 5).to(device),
-    )  # fmt: skip
+        triton_attention,
+        clean[0],
+        k,
+        v,
+        clean=clean,
+        **options,
+        attn_bias=draw(H, T, T).to(device),
+        softcap=3.0,
+        dropout=0.2,
+        dropout_seed=SEED.to(device),
+        sinks=draw(H).to(device),
+        relative_bias=draw(H, 5).to(device),
+    )
 
 
 def test_packed_keys_past_their_lengths_reach_nothing(device: str) -> None:
@@ -167,9 +190,17 @@ def test_packed_keys_past_their_lengths_reach_nothing(device: str) -> None:
     hidden[:7] = hidden[19:37] = False
     bad = [x.masked_fill(hidden[:, None, None], math.nan) for x in (k, v)]
     assert_matches_reference(
-        triton_varlen, q, *bad, starts, starts, clean=(q, k, v), key_lengths=lengths, causal=True,
-        oracle=reference.attention_varlen, relative_bias=draw(2, 5).to(device),
-    )  # fmt: skip
+        triton_varlen,
+        q,
+        *bad,
+        starts,
+        starts,
+        clean=(q, k, v),
+        key_lengths=lengths,
+        causal=True,
+        oracle=reference.attention_varlen,
+        relative_bias=draw(2, 5).to(device),
+    )
 
 
 def test_neighbours_in_the_pack_reach_nothing(device: str) -> None:

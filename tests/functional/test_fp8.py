@@ -280,7 +280,7 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
         ({"sinks": torch.zeros(4, requires_grad=True)}, RuntimeError, "has no gradients, but an"),
         ({"q_scale": torch.ones(1, 4, requires_grad=True)}, RuntimeError, "has no gradients"),
     ],
-)  # fmt: skip
+)
 def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
     code = torch.zeros(1, 2, 3, 64).to(E4M3)
     call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code} | changed

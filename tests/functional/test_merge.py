@@ -109,9 +109,11 @@ def test_many_parts_in_any_grouping(device: str) -> None:
 )
 def test_arguments_are_checked(change: dict, error: type[Exception], match: str) -> None:
     good = {
-        "o1": torch.zeros(2, 3), "lse1": torch.zeros(2),
-        "o2": torch.zeros(2, 3), "lse2": torch.zeros(2),
-    }  # fmt: skip
+        "o1": torch.zeros(2, 3),
+        "lse1": torch.zeros(2),
+        "o2": torch.zeros(2, 3),
+        "lse2": torch.zeros(2),
+    }
     merge(**good)
     with pytest.raises(error, match=match):
         merge(**{**good, **change})
@@ -153,9 +155,12 @@ def whole_attention(
 
     def run(dtype: torch.dtype) -> torch.Tensor:
         return reference.attention(
-            *(x.to(dtype) for x in (q, k, v)), causal=True, key_lengths=lengths,
-            query_offset=lengths - q.shape[2], **options,
-        )  # fmt: skip
+            *(x.to(dtype) for x in (q, k, v)),
+            causal=True,
+            key_lengths=lengths,
+            query_offset=lengths - q.shape[2],
+            **options,
+        )
 
     exact = run(torch.float64)
     return exact, worst_naive(exact, lambda: run(q.dtype))

@@ -15,9 +15,17 @@ from fastattn.testing import make_qkv
 
 # Every option of a call that is a number, each given a value that changes the result.
 NUMBERS = {
-    "causal": True, "window": 3, "keep_first": 1, "stride": 2, "prefix_lengths": 2,
-    "query_offset": 1, "scale": 0.5, "softcap": 2.0, "dropout": 0.25, "deterministic": False,
-}  # fmt: skip
+    "causal": True,
+    "window": 3,
+    "keep_first": 1,
+    "stride": 2,
+    "prefix_lengths": 2,
+    "query_offset": 1,
+    "scale": 0.5,
+    "softcap": 2.0,
+    "dropout": 0.25,
+    "deterministic": False,
+}
 BESIDE = {"keep_first": {"window": 2}, "prefix_lengths": {"causal": True}}
 
 
@@ -108,9 +116,15 @@ def test_calls_over_a_cache() -> None:
 
 def test_layers_and_configs_keep_pythons_numbers() -> None:
     options: dict[str, Any] = {
-        "causal": True, "window": 4, "keep_first": 2, "stride": 3, "dropout": 0.5,
-        "attention_dropout": 0.25, "softcap": 2.0, "scale": 0.5,
-    }  # fmt: skip
+        "causal": True,
+        "window": 4,
+        "keep_first": 2,
+        "stride": 3,
+        "dropout": 0.5,
+        "attention_dropout": 0.25,
+        "softcap": 2.0,
+        "scale": 0.5,
+    }
     for found in zip(*map(forms, options.values()), strict=True):
         named = dict(zip(options, found, strict=True))
         layer = fastattn.GQAttention(16, 2, **named)

@@ -88,8 +88,11 @@ def without_lse(q, k, v, *, return_lse, **options):
 
 
 def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    as_q = {name: options[name].to(dtype) for name in ("relative_keys", "relative_query")
-            if name in options}  # fmt: skip
+    as_q = {
+        name: options[name].to(dtype)
+        for name in ("relative_keys", "relative_query")
+        if name in options
+    }
     return {**options, **as_q}
 
 

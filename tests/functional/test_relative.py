@@ -60,17 +60,21 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "past-both-ends": (ROWS, {**bias(8), **keys(8), "query_offset": OFFSETS}),
     "padding": (ROWS, {**bias(8), **keys(8), "key_padding_mask": HOLES}),
     "lengths": (ROWS, {**keys(8), "key_lengths": torch.tensor([21, 0]), "causal": True}),
-    "documents": (ONE, {
-        **bias(30), **keys(3),
-        "documents": (draw(1, T_q).round().long(), draw(1, T_k).round().long()),
-    }),
+    "documents": (
+        ONE,
+        {
+            **bias(30),
+            **keys(3),
+            "documents": (draw(1, T_q).round().long(), draw(1, T_k).round().long()),
+        },
+    ),
     "mask": (ONE, {**bias(4), **keys(30), "attn_mask": draw(2, T_q, T_k) > 0}),
     "stride-and-first": (ONE, {**keys(8), "causal": True, "stride": 3, "keep_first": 2}),
     "prefix": (ROWS, {**bias(8), "causal": True, "prefix_lengths": torch.tensor([40, 3])}),
     "dropout": (ROWS, {**bias(8), **keys(8), "dropout": 0.4, "dropout_seed": OFFSETS}),
     "attn-bias": (ONE, {**keys(8), "attn_bias": draw(1, T_q, 1)}),
     "alibi-sinks": (ONE, {**keys(8), "alibi_slopes": draw(2).abs(), "sinks": draw(2)}),
-}  # fmt: skip
+}
 
 
 def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +126,11 @@ def test_packed_sequences(device: str) -> None:
     arguments = on(device, {**bias(6), **keys(20), "relative_query": own_query, "window": (25, 4)})
     assert_matches_reference(
         partial(fastattn.attention_varlen, backend="triton"),
-        *(x.to(device).requires_grad_() for x in (q, k, v)), *(x.to(device) for x in offsets),
-        oracle=reference.attention_varlen, **arguments,
-    )  # fmt: skip
+        *(x.to(device).requires_grad_() for x in (q, k, v)),
+        *(x.to(device) for x in offsets),
+        oracle=reference.attention_varlen,
+        **arguments,
+    )
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)], ids=str)
@@ -178,9 +184,12 @@ def launch(kernel: str, D: int, dtype: str) -> None:
     q, k, v = meta(2, 4, 1000, D), meta(2, 2, 1000, D), meta(2, 2, 1000, D)
     lse = meta(2, 4, 1000, dtype="float32")
     options = Options(
-        right=0, scale=0.1, relative_bias=meta(4, 513), relative_keys=meta(1, 513, D),
+        right=0,
+        scale=0.1,
+        relative_bias=meta(4, 513),
+        relative_keys=meta(1, 513, D),
         relative_query=meta(2, 4, 1000, D),
-    )  # fmt: skip
+    )
     if kernel == "forward":
         launch_forward(q, k, v, options)
     elif kernel == "backward":

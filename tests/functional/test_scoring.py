@@ -344,7 +344,7 @@ def test_multiplicative_is_a_bilinear_form(backend: str, per_head: bool, device:
         ({"v": torch.ones(B, H_k, T_k, 3).half()}, TypeError, "v must have the dtype of q"),
         ({"backend": "gpu"}, ValueError, "backend must be one of auto, .*, got 'gpu'"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_of_additive(change: dict[str, Any], error: type, message: str) -> None:
     names = ("q", "k", "v", "u", "w_query", "w_key")
     arguments = dict(zip(names, inputs(), strict=True)) | change

@@ -54,9 +54,14 @@ def in_thread(name: str, work: Callable[[], object]):
 def books(engine: Engine) -> tuple:
     cache = engine.cache
     return (
-        list(engine._running), list(engine._waiting), engine.preemptions, engine.shared_tokens,
-        cache.free_pages, cache.rows, [cache.length(row) for row in cache.rows],
-    )  # fmt: skip
+        list(engine._running),
+        list(engine._waiting),
+        engine.preemptions,
+        engine.shared_tokens,
+        cache.free_pages,
+        cache.rows,
+        [cache.length(row) for row in cache.rows],
+    )
 
 
 @pytest.fixture

@@ -40,14 +40,27 @@ def launch(
     new_lengths = None if kind == "contiguous" else meta(B, dtype=torch.int32)
     batch_index = meta(B, dtype=torch.int32) if kind == "paged" else None
     cache = CacheTensors(
-        stored, stored, scale, scale, table, per_row, per_row, batch_index,
+        stored,
+        stored,
+        scale,
+        scale,
+        table,
+        per_row,
+        per_row,
+        batch_index,
         3 if kind == "ring" else None,
-    )  # fmt: skip
+    )
     tables = (None, None) if rotary is None else (meta(64, D // 4, dtype=torch.float32),) * 2
     launch_append(
-        tokens(H_q) if rotary else None, tokens(H_k), tokens(H_k), new_lengths, cache, *tables,
-        interleaved=rotary == "interleaved", advance=kind != "ring",
-    )  # fmt: skip
+        tokens(H_q) if rotary else None,
+        tokens(H_k),
+        tokens(H_k),
+        new_lengths,
+        cache,
+        *tables,
+        interleaved=rotary == "interleaved",
+        advance=kind != "ring",
+    )
 
 
 def compilations_for_new_shapes() -> list[int]:

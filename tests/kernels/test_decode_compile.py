@@ -56,10 +56,16 @@ def launch(
     scale = None if quantize is None else meta(9, H_k, slots, dtype=torch.float32)
     paged = kind == "paged"
     cache = CacheTensors(
-        stored, stored, scale, scale,
+        stored,
+        stored,
+        scale,
+        scale,
         meta(9, table_width, dtype=torch.int32) if paged else None,
-        per_row, per_row, per_row[:B] if paged else None, 3 if kind == "ring" else None,
-    )  # fmt: skip
+        per_row,
+        per_row,
+        per_row[:B] if paged else None,
+        3 if kind == "ring" else None,
+    )
     given = Options(scale=0.1, causal=True)
     if options == "scores":
         slopes = meta(H_q, dtype=torch.float32)
@@ -98,8 +104,10 @@ def compilations_for_new_shapes() -> list[int]:
 # target, kind of cache, head dim, dtype, codes, new tokens, options
 CASES = compiled_cases(
     [
-        *((target, "contiguous", 128, "bf16", None, 1, "plain")
-          for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")),
+        *(
+            (target, "contiguous", 128, "bf16", None, 1, "plain")
+            for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+        ),
         ("sm_90", "paged-3", 128, "bf16", "int8", 1, "scores"),
         *((target, "contiguous", 128, "bf16", None, 16, "plain") for target in ("sm_80", "sm_90")),
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
@@ -113,12 +121,19 @@ CASES = compiled_cases(
         ("sm_90", "contiguous", 256, "fp32", None, 1, "plain"),
     ],
     [
-        *((target, "contiguous", D, "bf16", None, 1, "plain")
-          for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942") for D in (64, 256)),
-        *((target, "paged-3", 128, "bf16", "int8", 1, "scores")
-          for target in ("sm_80", "sm_86", "sm_100", "gfx942")),
-        *((target, "contiguous", 128, "bf16", None, 16, "plain")
-          for target in ("sm_86", "sm_100", "gfx942")),
+        *(
+            (target, "contiguous", D, "bf16", None, 1, "plain")
+            for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+            for D in (64, 256)
+        ),
+        *(
+            (target, "paged-3", 128, "bf16", "int8", 1, "scores")
+            for target in ("sm_80", "sm_86", "sm_100", "gfx942")
+        ),
+        *(
+            (target, "contiguous", 128, "bf16", None, 16, "plain")
+            for target in ("sm_86", "sm_100", "gfx942")
+        ),
         ("sm_89", "contiguous", 128, "bf16", None, 1, "plain"),
         ("gfx942", "paged-1", 59, "fp16", None, 1, "plain"),
         ("sm_90", "paged-1", 111, "bf16", None, 1, "plain"),
@@ -127,7 +142,7 @@ CASES = compiled_cases(
         ("sm_90", "contiguous", 128, "fp32", None, 1, "plain"),
         ("sm_90", "contiguous", 64, "fp32", None, 16, "plain"),
     ],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +153,16 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
         target, kind, D, dtype, quantize, T, options = case
         kind, _, page = kind.partition("-")
         return compile_pool.submit(
-            f"{__file__}:launch", target, kind=kind, D=D, dtype=dtype, quantize=quantize, T=T,
-            options=options, slots=int(page) if page else 4096,
-        )  # fmt: skip
+            f"{__file__}:launch",
+            target,
+            kind=kind,
+            D=D,
+            dtype=dtype,
+            quantize=quantize,
+            T=T,
+            options=options,
+            slots=int(page) if page else 4096,
+        )
 
     return {case: submit(case) for case in CASES}
 

@@ -96,8 +96,9 @@ def test_keys_behind_a_length_may_be_nan(tile: TileConfig, device: str) -> None:
     q, k, v = make_qkv(B, 4, 2, T, device=device, requires_grad=False)
     lengths = torch.tensor([21, 48], device=device)
     behind = (torch.arange(T, device=device) >= lengths[:, None])[:, None, :, None]
-    o = by_triton(q, k.masked_fill(behind, torch.nan), v.masked_fill(behind, torch.nan),
-                  key_lengths=lengths)  # fmt: skip
+    o = by_triton(
+        q, k.masked_fill(behind, torch.nan), v.masked_fill(behind, torch.nan), key_lengths=lengths
+    )
     torch.testing.assert_close(o, reference.attention(q, k, v, key_lengths=lengths))
 
 

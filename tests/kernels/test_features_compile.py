@@ -185,9 +185,11 @@ def test_what_is_launched_beside_attention_compiles_well(
 ) -> None:
     facts = compile_pool.facts(f"{__file__}:launch_others", target, D=D)
     assert [fact.name for fact in facts] == [
-        "block_table_kernel", "block_table_kernel", "attention_weights_kernel",
+        "block_table_kernel",
+        "block_table_kernel",
+        "attention_weights_kernel",
         "attention_backward_bias_kernel",
-    ]  # fmt: skip
+    ]
     for fact in facts:
         assert not fact.spills, f"{fact.name}: {fact.spill_store_bytes} bytes"
         assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"

@@ -35,9 +35,17 @@ def launch(D: int, case: str, T: int = 1000, B: int = 3, H: int = 2) -> None:
     if case == "all":
         lengths = meta(B, dtype=torch.int32)
         options = Options(
-            left=9, right=9, key_lengths=lengths, query_offsets=lengths, prefix_lengths=lengths,
-            causal=True, keep_first=2, scale=0.1, softcap=5.0, sinks=numbers(2 * H),
-        )  # fmt: skip
+            left=9,
+            right=9,
+            key_lengths=lengths,
+            query_offsets=lengths,
+            prefix_lengths=lengths,
+            causal=True,
+            keep_first=2,
+            scale=0.1,
+            softcap=5.0,
+            sinks=numbers(2 * H),
+        )
     q, k, v = meta(B, 2 * H, T, D), meta(B, H, T, D), meta(B, H, D, -(-T // 16) * 16)
     scales = (numbers(B, 2 * H), numbers(B, H), numbers(B, H))
     launch_hopper_forward_fp8(q, k, v, scales, torch.bfloat16, options)

@@ -81,9 +81,16 @@ def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, devi
     batch = make_qkv(1, 4, 2, 1000, 1100, D, dtype=torch.bfloat16, device=device, layout="bthd")
     q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
     assert_matches_reference(
-        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, causal=causal,
+        attention,
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        oracle=reference.attention_varlen,
+        causal=causal,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
 
 
 def test_hopper_gradients_repeat_bit_for_bit(device: str) -> None:

@@ -99,18 +99,25 @@ def packed_inputs(total_q: int, total_k: int, D: int) -> tuple[Tensor, ...]:
     [
         pytest.param((150, 0, 70, 1), (200, 5, 0, 130), 64, {}, id="ragged-and-empty"),
         pytest.param(
-            (130, 20), (140, 100), 128,
-            {"window": (60, 0), "key_lengths": torch.tensor([100, 70])}, id="d128-window-lengths",
+            (130, 20),
+            (140, 100),
+            128,
+            {"window": (60, 0), "key_lengths": torch.tensor([100, 70])},
+            id="d128-window-lengths",
         ),
     ],
-)  # fmt: skip
+)
 def test_packed_sequences(q_lengths: Any, k_lengths: Any, D: int, options: dict[str, Any]) -> None:
     inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
     with grid_of(2):
         assert_matches_reference(
-            attention, *inputs, starts(*q_lengths), starts(*k_lengths),
-            oracle=reference.attention_varlen, **({"causal": True} | options),
-        )  # fmt: skip
+            attention,
+            *inputs,
+            starts(*q_lengths),
+            starts(*k_lengths),
+            oracle=reference.attention_varlen,
+            **({"causal": True} | options),
+        )
     assert passes() == 1
 
 

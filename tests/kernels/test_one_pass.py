@@ -61,12 +61,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias-sinks": {"attn_bias": draw(1, 2, 19, 27), "sinks": draw(2), "scale": 0.7},
     "softcap-alibi": {"softcap": 2.0, "alibi_slopes": draw(2).abs()},
     "mods": {
-        "mask_mod": near, "score_mod": steeper, "score_mod_grad": steeper_grad,
-        "mod_tensors": REACH, "key_lengths": torch.tensor([20, 26]),
+        "mask_mod": near,
+        "score_mod": steeper,
+        "score_mod_grad": steeper_grad,
+        "mod_tensors": REACH,
+        "key_lengths": torch.tensor([20, 26]),
     },
     "relative-bias": {"relative_bias": draw(2, 9)},
     "dropout": {"dropout": 0.3, "dropout_seed": torch.tensor([3, 9]), "causal": True},
-}  # fmt: skip
+}
 
 
 def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
@@ -118,9 +121,14 @@ def test_packed_sequences(dtype: torch.dtype, device: str) -> None:
     )
     starts = (torch.tensor([0, 17, 17, 35, 36]), torch.tensor([0, 9, 20, 41, 41]))
     assert_matches_reference(
-        one_pass, q, k, v, *(x.to(device) for x in starts), causal=True,
+        one_pass,
+        q,
+        k,
+        v,
+        *(x.to(device) for x in starts),
+        causal=True,
         oracle=reference.attention_varlen,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -135,9 +143,15 @@ def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
     found = []
     for deterministic in (True, False):
         o, lse = fastattn.attention(
-            q, k, v, causal=causal, key_lengths=torch.tensor([21], device=device), return_lse=True,
-            backend="triton", deterministic=deterministic,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            causal=causal,
+            key_lengths=torch.tensor([21], device=device),
+            return_lse=True,
+            backend="triton",
+            deterministic=deterministic,
+        )
         assert lse[:, :, -1].max() < -89
         found.append(torch.autograd.grad(o.sin().sum(), (q, k, v)))
     for name, two, one in zip(("dq", "dk", "dv"), *found, strict=True):
@@ -153,10 +167,17 @@ def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, de
     with tiles.forced(backward_dkv=tile, backward_one_pass=tile):
         for deterministic in (True, False):
             o, lse = fastattn.attention(
-                q, k, v, causal=True, dropout=0.2, dropout_seed=torch.tensor([1, 2], device=device),
-                key_lengths=torch.tensor([27, 20], device=device), return_lse=True,
-                backend="triton", deterministic=deterministic,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                causal=True,
+                dropout=0.2,
+                dropout_seed=torch.tensor([1, 2], device=device),
+                key_lengths=torch.tensor([27, 20], device=device),
+                return_lse=True,
+                backend="triton",
+                deterministic=deterministic,
+            )
             loss = o.float().sin().sum() + lse[0].sin().sum()
             found.append((o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))))
     for name, two, one in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):

@@ -29,9 +29,16 @@ def places(cache: KVCache | PagedKVCache, row: int, end: int) -> list[torch.Tens
     mend()
     view = cache.view([row]) if isinstance(cache, PagedKVCache) else cache.view()
     tensors = CacheTensors(
-        view.k, view.v, None, None, view.block_table, view.lengths, view.counters, None,
+        view.k,
+        view.v,
+        None,
+        None,
+        view.block_table,
+        view.lengths,
+        view.counters,
+        None,
         view.keep_first,
-    )  # fmt: skip
+    )
     out = [torch.full((POSITIONS,), -1, dtype=torch.int64, device=view.k.device) for _ in range(4)]
     place_kernel[(1,)](row, end, pages_of(tensors), *out, N=POSITIONS)
     return [x[:end].cpu() for x in out]

@@ -116,10 +116,14 @@ def test_a_config_of_before_the_options_is_what_it_was():
         f"blocks.{i}.{name}.weight"
         for i in range(2)
         for name in (
-            "attention_norm", "attention.qkv_proj", "attention.out_proj", "mlp_norm",
-            "mlp.up_proj", "mlp.down_proj",
+            "attention_norm",
+            "attention.qkv_proj",
+            "attention.out_proj",
+            "mlp_norm",
+            "mlp.up_proj",
+            "mlp.down_proj",
         )
-    }  # fmt: skip
+    }
     expected = {"token_embedding.weight", "norm.weight", *names}
     assert set(GPT(config).state_dict()) == expected
 

@@ -27,7 +27,9 @@ OPTIONS = {
     "content": {"positions": "content", **RELATIVE},
     "content-values": {"positions": "content", "relative_values": True, **RELATIVE},
     "transformer-xl": {
-        "positions": "transformer_xl", "relative_table": "sinusoidal", **RELATIVE,
+        "positions": "transformer_xl",
+        "relative_table": "sinusoidal",
+        **RELATIVE,
     },
     "no-positions": {"positions": "none"},
     "post": {"block": "post"},
@@ -45,7 +47,7 @@ OPTIONS = {
     "additive": {"scoring": "additive"},
     "smoothed-dropout": {"label_smoothing": 0.05, "dropout": 0.05, "attention_dropout": 0.05},
     "untied-bias": {"tie_weights": False, "bias": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

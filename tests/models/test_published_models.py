@@ -43,9 +43,14 @@ def assert_same(ours: nn.Module, theirs: nn.Module, call, their_call, real=slice
 
 def test_bert():
     config = tr.BertConfig(
-        vocab_size=V, hidden_size=C, num_hidden_layers=L, num_attention_heads=H,
-        intermediate_size=HIDDEN, max_position_embeddings=12, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=C,
+        num_hidden_layers=L,
+        num_attention_heads=H,
+        intermediate_size=HIDDEN,
+        max_position_embeddings=12,
+        attn_implementation="eager",
+    )
     theirs = randomised(tr.BertModel(config, add_pooling_layer=False))
     preset = EncoderConfig.preset("bert-base", vocab_size=V, context_length=12, **SHARED)
     ours = randomised(Encoder(preset))
@@ -83,11 +88,18 @@ def test_bart():
     ours = randomised(
         Seq2Seq(
             Seq2SeqConfig(
-                V, V, 12, 12, **SHARED, block="post", embedding_norm=True, bias=True,
+                V,
+                V,
+                12,
+                12,
+                **SHARED,
+                block="post",
+                embedding_norm=True,
+                bias=True,
                 share_embeddings=True,
             )
         )
-    )  # fmt: skip
+    )
     put(ours.encoder.token_embedding, theirs.model.shared)
 
     def put_attention(block: nn.Module, heads: nn.Module, norm: nn.Module) -> None:
@@ -125,10 +137,16 @@ def test_bart():
 
 def test_llama():
     config = tr.LlamaConfig(
-        vocab_size=V, hidden_size=C, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=2, intermediate_size=HIDDEN, max_position_embeddings=12,
-        rms_norm_eps=1e-5, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=C,
+        num_hidden_layers=L,
+        num_attention_heads=H,
+        num_key_value_heads=2,
+        intermediate_size=HIDDEN,
+        max_position_embeddings=12,
+        rms_norm_eps=1e-5,
+        attn_implementation="eager",
+    )
     theirs = randomised(tr.LlamaForCausalLM(config))
     sizes = {**SHARED, "num_kv_heads": 2}
     ours = randomised(GPT(GPTConfig.preset("tinyllama", vocab_size=V, context_length=12, **sizes)))
@@ -154,9 +172,14 @@ def test_t5_bias_is_a_layer_of_ours():
     from fastattn import GQAttention
 
     config = tr.T5Config(
-        d_model=C, num_heads=H, d_kv=C // H, relative_attention_num_buckets=8,
-        relative_attention_max_distance=20, dropout_rate=0.0, attn_implementation="eager",
-    )  # fmt: skip
+        d_model=C,
+        num_heads=H,
+        d_kv=C // H,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        dropout_rate=0.0,
+        attn_implementation="eager",
+    )
     theirs = randomised(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
     ours = GQAttention(C, H, causal=False, relative_bias=8, relative_max_distance=20, scale=1.0)
     put(ours.qkv_proj, theirs.q, theirs.k, theirs.v)
@@ -164,6 +187,8 @@ def test_t5_bias_is_a_layer_of_ours():
     ours.relative_bias.data = theirs.relative_attention_bias.weight.data.clone()
     x = torch.randn(2, 40, C)
     assert_same(
-        ours, theirs, lambda layer: layer(x),
+        ours,
+        theirs,
+        lambda layer: layer(x),
         lambda layer: layer(x.to(layer.q.weight.dtype))[0],
-    )  # fmt: skip
+    )

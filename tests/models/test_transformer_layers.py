@@ -101,8 +101,12 @@ def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
     def put_all(block, layer, norms):
         qkv = layer.self_attn
         put(block.attention.qkv_proj, qkv.in_proj_weight, qkv.in_proj_bias)
-        for ours, name in {"attention.out_proj": qkv.out_proj, "mlp.up_proj": layer.linear1,
-                           "mlp.down_proj": layer.linear2, **norms}.items():  # fmt: skip
+        for ours, name in {
+            "attention.out_proj": qkv.out_proj,
+            "mlp.up_proj": layer.linear1,
+            "mlp.down_proj": layer.linear2,
+            **norms,
+        }.items():
             put(block.get_submodule(ours), name.weight, name.bias)
 
     for block, layer in zip(model.encoder.blocks, theirs.encoder.layers, strict=True):
@@ -124,21 +128,34 @@ def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
 @torch.no_grad()
 def test_encoder_and_decoder_are_those_of_torch(order, activation):
     options = {
-        "dropout": 0.0, "activation": activation, "batch_first": True, "norm_first": order == "pre"
-    }  # fmt: skip
+        "dropout": 0.0,
+        "activation": activation,
+        "batch_first": True,
+        "norm_first": order == "pre",
+    }
     encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(C, 4, 24, **options), 2, nn.LayerNorm(C),
+        nn.TransformerEncoderLayer(C, 4, 24, **options),
+        2,
+        nn.LayerNorm(C),
         enable_nested_tensor=False,
-    )  # fmt: skip
+    )
     theirs = nn.Transformer(C, 4, 2, 2, 24, custom_encoder=encoder, **options)
     randomised(theirs)
     if order == "post":
         # Theirs has one more norm behind the last layer's.
         theirs.encoder.norm = theirs.decoder.norm = None
     config = Seq2SeqConfig(
-        11, 13, 9, 9, **SIZES, positions="none", block=order, activation=activation,
-        hidden_dim=24, bias=True,
-    )  # fmt: skip
+        11,
+        13,
+        9,
+        9,
+        **SIZES,
+        positions="none",
+        block=order,
+        activation=activation,
+        hidden_dim=24,
+        bias=True,
+    )
     model = randomised(Seq2Seq(config))
     copied(theirs, model)
     source, inputs = torch.randint(11, (2, 9)), torch.randint(13, (2, 7))
@@ -149,10 +166,12 @@ def test_encoder_and_decoder_are_those_of_torch(order, activation):
         theirs.to(dtype)
         embed = [part.token_embedding.weight.to(dtype) for part in (model.encoder, model.decoder)]
         out = theirs(
-            embed[0][source], embed[1][inputs],
+            embed[0][source],
+            embed[1][inputs],
             tgt_mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=dtype),
-            src_key_padding_mask=padding, memory_key_padding_mask=padding,
-        )  # fmt: skip
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
         return out @ embed[1].T
 
     exact = expected(torch.float64)

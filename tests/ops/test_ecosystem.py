@@ -122,9 +122,11 @@ def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.Mo
 
     inputs = make_qkv(**SIZES, device=device)
     o = checkpoint(
-        loss, *inputs, use_reentrant=False,
+        loss,
+        *inputs,
+        use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, policy),
-    )  # fmt: skip
+    )
     found = torch.autograd.grad(o, inputs)
     assert len(launches) == (1 if kept else 2)
     for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):

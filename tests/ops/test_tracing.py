@@ -61,9 +61,16 @@ def scored_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """With lse, and every option that has a gradient."""
     bias, sinks = k[:3, 0, :1].mT.expand(q.shape[1], 3), v[0, 0, :4]
     o, lse = fastattn.attention_varlen(
-        q, k, v, offsets, relative_bias=bias, sinks=sinks, relative_keys=k[:3].transpose(0, 1),
-        relative_query=q * 2.0, return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        offsets,
+        relative_bias=bias,
+        sinks=sinks,
+        relative_keys=k[:3].transpose(0, 1),
+        relative_query=q * 2.0,
+        return_lse=True,
+    )
     return o * lse.mT[..., None]
 
 

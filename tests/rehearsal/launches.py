@@ -20,7 +20,7 @@ from calls import (
     rotated,
     train,
     zeros,
-)  # fmt: skip
+)
 from posing import stage
 
 import fastattn
@@ -38,13 +38,21 @@ def attention_calls() -> None:
     with tiles.forced(**SMALL):
         shapes("plain", lambda B, T: train(B, T, causal=True))
         assert posing.descriptors() > 0, "nothing was loaded by TMA"
-        shapes("masks and dropout", lambda B, T: train(
-            B, T, causal=True, window=16, key_lengths=ones(B), dropout=0.1
-        ))  # fmt: skip
-        shapes("scores", lambda B, T: train(
-            B, T, attn_bias=zeros(B, 4, T, T), score_mod=far_keys, score_mod_grad=far_keys_grad,
-            mod_tensors=(torch.ones(4, device="cuda"),),
-        ))  # fmt: skip
+        shapes(
+            "masks and dropout",
+            lambda B, T: train(B, T, causal=True, window=16, key_lengths=ones(B), dropout=0.1),
+        )
+        shapes(
+            "scores",
+            lambda B, T: train(
+                B,
+                T,
+                attn_bias=zeros(B, 4, T, T),
+                score_mod=far_keys,
+                score_mod_grad=far_keys_grad,
+                mod_tensors=(torch.ones(4, device="cuda"),),
+            ),
+        )
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
@@ -71,7 +79,10 @@ def cache_calls() -> None:
         )
         shapes("rotary append", rotated)
         shapes("merge", merged)
-        shapes("statistics", lambda B, T: fastattn.attention_statistics(
-            random(B, 4, T, 64), random(B, 2, T, 64), causal=True
-        ))  # fmt: skip
+        shapes(
+            "statistics",
+            lambda B, T: fastattn.attention_statistics(
+                random(B, 4, T, 64), random(B, 2, T, 64), causal=True
+            ),
+        )
     shapes("fp8", fp8)

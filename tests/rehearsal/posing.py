@@ -244,10 +244,17 @@ def _pose_autocast() -> None:
 def _pose_cuda() -> None:
     cuda = torch.cuda
     properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
-        total_memory=80 << 30, L2_cache_size=50 << 20, warp_size=32, uuid="GPU-0",
-        shared_memory_per_block_optin=227 << 10, regs_per_multiprocessor=65536,
-    )  # fmt: skip
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
+        warp_size=32,
+        uuid="GPU-0",
+        shared_memory_per_block_optin=227 << 10,
+        regs_per_multiprocessor=65536,
+    )
     constants = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
         "get_device_capability": (9, 0), "get_device_properties": properties,
@@ -260,7 +267,11 @@ def _pose_cuda() -> None:
     for name, value in constants.items():
         setattr(cuda, name, lambda *args, value=value, **kwargs: value)
     replaced = {
-        "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": _Capture, "stream": _Entered,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": _Capture,
+        "stream": _Entered,
         "current_stream": lambda device=None: Stream.current,
         "default_stream": lambda device=None: Stream.current,
         "is_current_stream_capturing": lambda: Graph.capturing is not None,
@@ -269,7 +280,7 @@ def _pose_cuda() -> None:
         "set_rng_state": lambda state, device=None: _random.copy_(state),
         "device": lambda device: nullcontext(),
         "device_of": lambda x: nullcontext(),
-    }  # fmt: skip
+    }
     for name, function in replaced.items():
         setattr(cuda, name, function)
     torch._C._cuda_getCurrentRawStream = lambda device: 0

@@ -33,8 +33,10 @@ NO_CALLS = {"AttentionStatistics", "CacheView", "Explanation", "OutOfPages", "Pa
 # Called by custom operators whether or not something traces, so here their fakes answer.
 BY_OPERATOR = {"additive_attention"}
 KERNELS_BY_OPERATOR = {
-    "additive_forward_kernel", "additive_backward_da_kernel", "additive_backward_dbv_kernel"
-}  # fmt: skip
+    "additive_forward_kernel",
+    "additive_backward_da_kernel",
+    "additive_backward_dbv_kernel",
+}
 B, H, T, D = 2, 4, 64, 64
 
 
@@ -117,8 +119,14 @@ def cache_calls() -> Calls:
         "QuantizedKVCache fp8": lambda: quantized(quantize="fp8"),
         "PagedKVCache": lambda: paged(B, 16),
         "decode_attention options": lambda: fastattn.decode_attention(
-            random(B, 8, 3, D), filled(), window=8, sinks=gpu(8), alibi_slopes=gpu(8),
-            new_lengths=ones(B), num_splits=2, return_lse=True,
+            random(B, 8, 3, D),
+            filled(),
+            window=8,
+            sinks=gpu(8),
+            alibi_slopes=gpu(8),
+            new_lengths=ones(B),
+            num_splits=2,
+            return_lse=True,
         ),
         "cascade_attention": lambda: fastattn.cascade_attention(
             random(3, 8, 1, D), filled(1), filled(3)
@@ -127,7 +135,7 @@ def cache_calls() -> Calls:
             random(B, 8, 1, D),
             fastattn.view_of_tensors(random(B, 2, T, D), random(B, 2, T, D), ones(B)),
         ),
-    }  # fmt: skip
+    }
 
 
 def filled(rows: int = B) -> KVCache:
@@ -237,4 +245,4 @@ def without_launches() -> Calls:
         "dropout_keep_mask": lambda: fastattn.dropout_keep_mask(
             gpu(2, dtype=torch.int64), 0.1, B, H, T, T
         ),
-    }  # fmt: skip
+    }

@@ -42,9 +42,18 @@ def load_keys(k_desc, v_desc, q_desc, q, k, v, q_full, full, empty, blocks, STAG
 
 @gluon.jit
 def multiply(
-    o_desc, sums_ptr, q, k, v, q_full, full, empty, blocks,
-    NUMBER: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    o_desc,
+    sums_ptr,
+    q,
+    k,
+    v,
+    q_full,
+    full,
+    empty,
+    blocks,
+    NUMBER: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     acc = gl.zeros([64, 64], gl.float32, O)
@@ -104,9 +113,17 @@ def run_chain(kernel: Any = chain_kernel, rows: int = 128, keys: int = 160, **op
     q, k, v = (torch.randn(n, WIDTH, generator=generator).bfloat16() for n in (rows, keys, keys))
     o, sums = torch.empty_like(q), torch.empty(128)
     launch(
-        kernel, (1,), descriptor(q, ROWS), descriptor(k, KEYS), descriptor(v, KEYS),
-        descriptor(o, ROWS), sums, -(-keys // KEYS), STAGES=STAGES, **options,
-    )  # fmt: skip
+        kernel,
+        (1,),
+        descriptor(q, ROWS),
+        descriptor(k, KEYS),
+        descriptor(v, KEYS),
+        descriptor(o, ROWS),
+        sums,
+        -(-keys // KEYS),
+        STAGES=STAGES,
+        **options,
+    )
     exact = (q.float() @ k.float().T).bfloat16().float() @ v.float()
     return o, exact, sums
 
