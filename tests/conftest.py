@@ -225,17 +225,17 @@ def models_on_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 @pytest.fixture
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of every call of `attention` by the door for transformers."""
-    from fastattn.compat.transformers import attend as door
+    """The options of every call of `attention` by `compat.transformers`."""
+    from fastattn.compat.transformers import attend
 
     made = []
-    attention = door.attention
+    attention = attend.attention
 
     def record(q, k, v, **options):
         made.append(options)
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(door, "attention", record)
+    monkeypatch.setattr(attend, "attention", record)
     return made
 
 

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces to attention, served by this one: one file for each."""
+"""Interfaces of other libraries to attention, served by this one: a file or folder each."""

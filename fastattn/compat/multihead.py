@@ -75,10 +75,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         backend: str | None = None,
     ) -> None:
         checks.check_backend(backend)
+        extra_keys, widths = (add_bias_kv, add_zero_attn), (kdim, vdim)
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
-            batch_first, device, dtype,
-        )  # fmt: skip
+            embed_dim, num_heads, dropout, bias, *extra_keys, *widths, batch_first, device, dtype
+        )
         self.backend = backend
         stay_on_path(self)
 
@@ -117,9 +117,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             inputs in eval mode; elsewhere torch refuses it.
         """
         o, weights, projected = self._attend(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
+            query,
+            key,
+            value,
+            key_padding_mask,
+            need_weights,
+            attn_mask,
+            average_attn_weights,
             is_causal,
-        )  # fmt: skip
+        )
         if projected:
             return o, weights
         out: Tensor = self.out_proj(o)
@@ -156,9 +162,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             fits = _fits(self, query, key, value, key_padding_mask, attn_mask, is_causal)
         if not fits:
             out, weights = nn.MultiheadAttention.forward(
-                self, query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
             return out, weights, True
         batched = query.dim() == 3
         if not batched:

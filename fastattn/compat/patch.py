@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.jit import _builtins
 
-from .sdpa import _torch_attention, scaled_dot_product_attention
+from .sdpa import scaled_dot_product_attention, torch_attention
 
 _NAME = "scaled_dot_product_attention"
 _lock = threading.RLock()
@@ -16,7 +16,7 @@ _lock = threading.RLock()
 _open: dict["SdpaPatch", int] = {}
 # What compiled code guards on: a graph that was traced with or without the patch is not mistaken.
 _active = False
-_before: Any = _torch_attention
+_before: Any = torch_attention
 
 
 def _patched_attention(
@@ -31,7 +31,7 @@ def _patched_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     # Not active where someone took hold of this function and kept it after the patch was undone.
-    serve = scaled_dot_product_attention if _active else _torch_attention
+    serve = scaled_dot_product_attention if _active else torch_attention
     return serve(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -113,7 +113,7 @@ def _apply() -> None:
     elif not _active and current is _patched_attention:
         # Where another library has put its function over ours, it stays, and ours passes calls on.
         setattr(F, _NAME, _before)
-        _before = _torch_attention
+        _before = torch_attention
 
 
 def _keep_scriptable() -> None:
@@ -122,5 +122,5 @@ def _keep_scriptable() -> None:
     It knows builtins by a table that it makes of what torch's modules hold when it is first used:
     made under a patch, that would lack torch's function for good.
     """
-    for function in (_torch_attention, _patched_attention):
+    for function in (torch_attention, _patched_attention):
         _builtins._register_builtin(function, f"aten::{_NAME}")

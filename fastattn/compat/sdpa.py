@@ -25,7 +25,7 @@ from ..options import Options
 from ..tracing import decided
 
 # Kept from before any patch, for whatever is not served here.
-_torch_attention = F.scaled_dot_product_attention
+torch_attention = F.scaled_dot_product_attention
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NO_OPTIONS = Options()
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
         )
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
-        return _torch_attention(
+        return torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)

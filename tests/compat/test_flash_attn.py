@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fastattn import document_ids, reference
+from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
-from fastattn.compat.flash_attn import functions as door
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.flash_attn import CASES, case, check, offsets, oracle
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
 def test_dense(name, draw, device):
     theirs, ours = case(name, device)
     q, k, v = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8)
-    check(door.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), q, k, v, **ours)
+    check(flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), q, k, v, **ours)
 
 
 def test_what_is_returned(draw):
     q = draw(1, 4, 2, 8)
-    o = door.flash_attn_func(q, q, q)
+    o = flash_attn.flash_attn_func(q, q, q)
     assert o.shape == (1, 4, 2, 8)
-    three = door.flash_attn_func(q, q, q, return_attn_probs=True)
+    three = flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
     torch.testing.assert_close(three[0], o)
     assert three[1].shape == (1, 2, 4) and three[2] is None
-    two = door.flash_attn_func(q, q, q, return_lse=True)
+    two = flash_attn.flash_attn_func(q, q, q, return_lse=True)
     assert len(two) == 2 and torch.equal(two[1], three[1])
 
 
 def test_arguments_by_position_as_in_version_2(draw):
     q = draw(1, 6, 2, 8)
-    found = door.flash_attn_func(q, q, q, 0.0, 0.4, True, (2, -1), 3.0)
+    found = flash_attn.flash_attn_func(q, q, q, 0.0, 0.4, True, (2, -1), 3.0)
     wanted = {"scale": 0.4, "causal": True, "window": (2, None), "softcap": 3.0}
     check(found, q, q, q, **wanted)
 
@@ -44,7 +44,7 @@ def test_arguments_by_position_as_in_version_2(draw):
 )
 def test_windows_in_numbers_of_any_kind(size, draw):
     q = draw(1, 6, 2, 8)
-    found = door.flash_attn_func(
+    found = flash_attn.flash_attn_func(
         q, q, q, np.float64(0.0), np.float32(0.5), np.bool_(True), size, np.float32(3.0)
     )
     check(found, q, q, q, scale=0.5, causal=True, window=(2, None), softcap=3.0)
@@ -53,24 +53,24 @@ def test_windows_in_numbers_of_any_kind(size, draw):
 def test_deterministic_is_accepted(draw):
     q = draw(1, 4, 2, 8)
     assert torch.equal(
-        door.flash_attn_func(q, q, q, deterministic=True), door.flash_attn_func(q, q, q)
+        flash_attn.flash_attn_func(q, q, q, deterministic=True), flash_attn.flash_attn_func(q, q, q)
     )
 
 
 def test_compiled_without_graph_breaks(draw):
     q = draw(1, 4, 2, 8)
-    compiled = torch.compile(door.flash_attn_func, backend="eager", fullgraph=True)
-    wanted = door.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
+    compiled = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
+    wanted = flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
     torch.testing.assert_close(compiled(q, q, q, causal=True, window_size=(2, 0)), wanted)
 
 
 def test_gradients_and_packed_forms(draw):
     qkv = draw(2, 6, 3, 4, 8, grad=True)
     q, k, v = qkv.unbind(2)
-    o = door.flash_attn_qkvpacked_func(qkv, causal=True)
+    o = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
     check(o, q, k, v, causal=True)
     kv = torch.stack((k, v), dim=2)
-    assert torch.equal(door.flash_attn_kvpacked_func(q, kv, causal=True), o)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, kv, causal=True), o)
     (grad,) = torch.autograd.grad(o.square().sum(), qkv)
 
     def by_oracle(dtype):
@@ -87,10 +87,10 @@ def test_gradients_and_packed_forms(draw):
 def test_dropout_is_drawn_from_torchs_generator(draw):
     q = draw(1, 8, 2, 8)
     torch.manual_seed(1)
-    first = door.flash_attn_func(q, q, q, dropout_p=0.5)
-    again = door.flash_attn_func(q, q, q, dropout_p=0.5)
+    first = flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
+    again = flash_attn.flash_attn_func(q, q, q, dropout_p=0.5)
     torch.manual_seed(1)
-    assert torch.equal(door.flash_attn_func(q, q, q, dropout_p=0.5), first)
+    assert torch.equal(flash_attn.flash_attn_func(q, q, q, dropout_p=0.5), first)
     assert not torch.equal(first, again)
 
 
@@ -102,7 +102,7 @@ def test_varlen(name, draw, device):
     theirs, ours = case(name, device)
     q, k, v = draw(8, 4, 8), draw(13, 2, 8), draw(13, 2, 8)
     cu_q, cu_k = offsets(LENGTHS_Q, device), offsets(LENGTHS_K, device)
-    o, lse, probs = door.flash_attn_varlen_func(
+    o, lse, probs = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 5, 7, return_attn_probs=True, **theirs
     )
     assert probs is None and lse.shape == (4, 8)
@@ -115,18 +115,20 @@ def test_varlen(name, draw, device):
 def test_varlen_packed_forms(draw, device):
     qkv = draw(8, 3, 2, 8)
     cu = offsets((3, 5), device)
-    o = door.flash_attn_varlen_qkvpacked_func(qkv, cu, 5, causal=True)
+    o = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 5, causal=True)
     ids = document_ids(cu, 8)
     check(o[None], *(x[None] for x in qkv.unbind(1)), causal=True, documents=ids)
     q, kv = qkv[:, 0], qkv[:, 1:]
-    assert torch.equal(door.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 5, 5, causal=True), o)
+    assert torch.equal(
+        flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 5, 5, causal=True), o
+    )
 
 
 def test_varlen_with_used_keys(draw, device):
     q, k, v = draw(4, 2, 8), draw(10, 2, 8), draw(10, 2, 8)
     cu_q, cu_k = offsets((2, 2), device), offsets((5, 5), device)
     used = torch.tensor([3, 5], dtype=torch.int32, device=device)
-    o = door.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 2, 5, seqused_k=used)
+    o = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 2, 5, seqused_k=used)
     keys = torch.tensor([3, 5], device=device)
     check(o.view(2, 2, 2, 8), q.view(2, 2, 2, 8), k.view(2, 5, 2, 8), v.view(2, 5, 2, 8),
           key_lengths=keys)  # fmt: skip
@@ -139,7 +141,7 @@ def test_varlen_with_used_keys_and_positions(name, draw, device):
     q, k, v = draw(5, 4, 8, grad=True), draw(12, 2, 8, grad=True), draw(12, 2, 8, grad=True)
     cu_q, cu_k = offsets((2, 3), device), offsets((7, 5), device)
     used = torch.tensor([4, 9], dtype=torch.int32, device=device)
-    o, lse = door.flash_attn_varlen_func(
+    o, lse = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 3, 7, seqused_k=used, return_lse=True, **theirs
     )
     for rows, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(7, 12))):
@@ -158,7 +160,9 @@ def test_unpad_and_pad_as_models_do(draw, device):
     assert tokens.shape == (7, 4, 8) and indices.tolist() == [0, 1, 2, 6, 7, 8, 9]
     assert cu.tolist() == [0, 3, 7] and cu.dtype == torch.int32 and longest == 4
     assert used.tolist() == [3, 4]
-    o = door.flash_attn_varlen_func(tokens, tokens, tokens, cu, cu, longest, longest, causal=True)
+    o = flash_attn.flash_attn_varlen_func(
+        tokens, tokens, tokens, cu, cu, longest, longest, causal=True
+    )
     whole = bert_padding.pad_input(o, indices, 2, 5)
     assert not whole[mask == 0].any()
     options = {"causal": True, "key_padding_mask": mask.bool()}
@@ -181,29 +185,29 @@ def test_unpad_keeps_places_of_the_unused_mask(draw, device):
 def test_other_errors(draw, device):
     q = draw(1, 4, 2, 8)
     with pytest.raises(RuntimeError, match="q must have 4 dimensions"):
-        door.flash_attn_func(q[0], q, q)
+        flash_attn.flash_attn_func(q[0], q, q)
     with pytest.raises(RuntimeError, match="size 3 in dim 2"):
-        door.flash_attn_qkvpacked_func(torch.zeros(1, 4, 2, 2, 8))
+        flash_attn.flash_attn_qkvpacked_func(torch.zeros(1, 4, 2, 2, 8))
     with pytest.raises(RuntimeError, match="k must have the dtype of q"):
-        door.flash_attn_func(q, q.half(), q)
+        flash_attn.flash_attn_func(q, q.half(), q)
     with pytest.raises(RuntimeError, match="divides q's 2"):
-        door.flash_attn_func(q, draw(1, 4, 3, 8), draw(1, 4, 3, 8))
+        flash_attn.flash_attn_func(q, draw(1, 4, 3, 8), draw(1, 4, 3, 8))
     with pytest.raises(RuntimeError, match="k_cache must be contiguous"):
-        door.flash_attn_with_kvcache(q, q.transpose(1, 2), q)
+        flash_attn.flash_attn_with_kvcache(q, q.transpose(1, 2), q)
     with pytest.raises(RuntimeError, match=r"window_size must be \(left, right\), got 3"):
-        door.flash_attn_func(q, q, q, window_size=3)
+        flash_attn.flash_attn_func(q, q, q, window_size=3)
     with pytest.raises(TypeError, match="q must be a torch"):
-        door.flash_attn_func([1.0], q, q)
+        flash_attn.flash_attn_func([1.0], q, q)
     with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
-        door.flash_attn_func(q, q, q, windows=3)
+        flash_attn.flash_attn_func(q, q, q, windows=3)
     cu = offsets((4,), device)
     with pytest.raises(RuntimeError, match="cu_seqlens_k must be given"):
-        door.flash_attn_varlen_func(q[0], q[0], q[0], cu)
+        flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="block_table needs max_seqlen_q"):
-        door.flash_attn_varlen_func(q[0], q, q, cu, cu, block_table=table)
+        flash_attn.flash_attn_varlen_func(q[0], q, q, cu, cu, block_table=table)
     with pytest.raises(RuntimeError, match=r"dropout_p must be 0\.0 with a block_table"):
-        door.flash_attn_varlen_func(q[0], q, q, cu, cu, 4, 4, 0.5, block_table=table)
+        flash_attn.flash_attn_varlen_func(q[0], q, q, cu, cu, 4, 4, 0.5, block_table=table)
 
 
 @pytest.mark.parametrize(
@@ -214,4 +218,4 @@ def test_other_errors(draw, device):
 def test_what_is_not_served_is_refused(name, value, draw):
     q = draw(1, 4, 2, 8)
     with pytest.raises(NotImplementedError, match=f"{name} is not served"):
-        door.flash_attn_func(q, q, q, **{name: value})
+        flash_attn.flash_attn_func(q, q, q, **{name: value})

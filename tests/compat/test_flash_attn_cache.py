@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastattn.compat.flash_attn import functions as door
+from fastattn.compat import flash_attn
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing.flash_attn import CASES, case, check, offsets
 
@@ -28,7 +28,7 @@ def test_cache_read(name, caches, draw, device):
     theirs, ours = case(name, device)
     q, lengths = draw(3, 2, 4, D), lengths_of([5, 12, 7], device)
     k_cache, v_cache = caches
-    found = door.flash_attn_with_kvcache(
+    found = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=lengths, return_softmax_lse=True, **theirs
     )
     check(found, q, k_cache, v_cache, key_lengths=lengths, query_offset=lengths - 2, **ours)
@@ -37,14 +37,14 @@ def test_cache_read(name, caches, draw, device):
 
 def test_cache_lengths_as_a_number_and_by_default(caches, draw):
     q, (k_cache, v_cache) = draw(3, 1, 4, D), caches
-    o = door.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6)
+    o = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6)
     check(o, q, k_cache[:, :6], v_cache[:, :6])
-    check(door.flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
+    check(flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
 
 
 def test_numbers_of_numpy_and_of_tensors(caches, draw):
     q, (k_cache, v_cache) = draw(3, 1, 4, D), caches
-    found = door.flash_attn_with_kvcache(
+    found = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=np.int64(6), softmax_scale=np.float32(0.3),
         causal=np.bool_(True), window_size=torch.tensor([3, -1]), num_splits=np.int32(0),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_cache_append_with_rotary(interleaved, causal, caches, draw, device):
     rotated_q = turned(q, places if causal else places - steps, tables, interleaved)
     for b in range(3):
         wanted_k[b, places[b].long()], wanted_v[b, places[b].long()] = rotated_k[b], v[b]
-    o = door.flash_attn_with_kvcache(
+    o = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, *tables, lengths, causal=causal, rotary_interleaved=interleaved
     )
     torch.testing.assert_close(k_cache, wanted_k)
@@ -85,7 +85,7 @@ def test_cache_rows_by_index(caches, draw, device):
     q, k, v = draw(2, 1, 4, D), draw(2, 1, 2, D), draw(2, 1, 2, D)
     rows, lengths = lengths_of([2, 0], device), lengths_of([3, 8], device)
     before = k_cache[1].clone()
-    o = door.flash_attn_with_kvcache(
+    o = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=rows, causal=True
     )
     assert torch.equal(k_cache[2, 3], k[0, 0]) and torch.equal(v_cache[0, 8], v[1, 0])
@@ -102,7 +102,7 @@ def test_cache_rows_that_start_late(caches, draw, device):
     tables = rotary_tables(S, D, device=device)
     positions = lengths[:, None]
     k_cache[0, :2] = v_cache[0, :2] = float("nan")
-    o = door.flash_attn_with_kvcache(
+    o = flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, *tables, lengths, cache_leftpad=first, causal=True
     )
     rotated = turned(k, positions, tables, True)
@@ -131,7 +131,7 @@ def test_paged_cache(spelling, paged, draw, device):
     k_pages, v_pages, table = paged
     q, k, v = draw(2, 3, 4, D), draw(2, 3, 2, D), draw(2, 3, 2, D)
     lengths = lengths_of([3, 9], device)
-    o, lse = door.flash_attn_with_kvcache(
+    o, lse = flash_attn.flash_attn_with_kvcache(
         q, k_pages, v_pages, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True,
         **{spelling: table},
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_varlen_over_pages(paged, draw, device):
     k_pages, v_pages, table = paged
     q = draw(5, 4, D)
     cu_q, cu_k = offsets((4, 1), device), offsets((6, 11), device)
-    o, lse, _ = door.flash_attn_varlen_func(
+    o, lse, _ = flash_attn.flash_attn_varlen_func(
         q, k_pages, v_pages, cu_q, cu_k, 4, 11, causal=True, block_table=table,
         return_attn_probs=True,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def test_varlen_over_pages(paged, draw, device):
         )
     used = cu_k.diff()
     given = {"seqused_k": used, "max_seqlen_q": 4, "causal": True, "page_table": table}
-    again = door.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
+    again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
     assert torch.equal(again[0], o) and torch.equal(again[1], lse)
 
 
@@ -166,7 +166,7 @@ def test_kernels_read_and_write_the_cache(caches, draw, device, monkeypatch):
     k_cache, v_cache = (x[:2].clone() for x in caches)
     q, k, v = draw(2, 1, 4, D), draw(2, 1, 2, D), draw(2, 1, 2, D)
     lengths, tables = lengths_of([4, 9], device), rotary_tables(S, D, device=device)
-    o = door.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, *tables, lengths, causal=True)
+    o = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, *tables, lengths, causal=True)
     torch.testing.assert_close(k_cache[0, 4:5], turned(k, lengths[:, None], tables, True)[0])
     assert torch.equal(v_cache[1, 9], v[1, 0])
     rotated_q = turned(q, lengths[:, None], tables, True)
@@ -210,4 +210,4 @@ def test_contradictions_are_runtime_errors(name, draw):
     cache, new = torch.zeros(3, S, 2, D), torch.zeros(3, 1, 2, D)
     given = {"k": new, "v": new, "cache_seqlens": 3, **changed}
     with pytest.raises(RuntimeError, match=message):
-        door.flash_attn_with_kvcache(torch.zeros(3, 1, 4, D), cache, cache, **given)
+        flash_attn.flash_attn_with_kvcache(torch.zeros(3, 1, 4, D), cache, cache, **given)

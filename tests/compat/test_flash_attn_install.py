@@ -9,9 +9,16 @@ import types
 import pytest
 import torch
 
-from fastattn.compat.flash_attn import bert_padding, passes, rotary, version_3, version_4
-from fastattn.compat.flash_attn import functions as door
-from fastattn.compat.swap import foreign_module
+from fastattn.compat import flash_attn
+from fastattn.compat.flash_attn import (
+    bert_padding,
+    functions,
+    package_alias,
+    passes,
+    rotary,
+    version_3,
+    version_4,
+)
 from fastattn.rotary import rotary_tables
 from fastattn.testing.flash_attn import check, offsets
 
@@ -24,17 +31,17 @@ def installed(monkeypatch):
     real = types.ModuleType("flash_attn")
     monkeypatch.setitem(sys.modules, "flash_attn", real)
     monkeypatch.setitem(sys.modules, "flash_attn.models", types.ModuleType("flash_attn.models"))
-    door.install()
+    flash_attn.install()
     yield real
-    door.uninstall()
+    flash_attn.uninstall()
 
 
 def test_modules_are_found(installed):
     package = importlib.import_module("flash_attn")
-    assert package is not installed and package.flash_attn_func is door.flash_attn_func
+    assert package is not installed and package.flash_attn_func is flash_attn.flash_attn_func
     assert package.__version__ == "2.8.3" and importlib.util.find_spec("flash_attn") is not None
     interface = importlib.import_module("flash_attn.flash_attn_interface")
-    assert interface.flash_attn_varlen_func is door.flash_attn_varlen_func
+    assert interface.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
         found = {getattr(interface, f"{prefix}flash_attn_{name}") for prefix in ("_", "_wrapped_")}
         assert found == {getattr(passes, f"_flash_attn_{name}")}
@@ -49,40 +56,40 @@ def test_modules_are_found(installed):
         assert importlib.import_module(name).flash_attn_func is version_4.flash_attn_func
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.models"):
         importlib.import_module("flash_attn.models")
-    door.install()
+    flash_attn.install()
     assert sys.modules["flash_attn"] is package
 
 
 def test_metadata_tells_the_version(installed):
     for name in ("flash_attn", "flash-attn", "Flash.Attn"):
-        assert importlib.metadata.version(name) == door.__version__
+        assert importlib.metadata.version(name) == flash_attn.__version__
     assert "flash_attn" in importlib.metadata.packages_distributions()["flash_attn"]
     assert importlib.metadata.version("torch")
 
 
 def test_uninstall_undoes_it(installed):
     before = len(sys.meta_path)
-    door.uninstall()
+    flash_attn.uninstall()
     assert len(sys.meta_path) == before - 1
     assert sys.modules["flash_attn"] is installed
     assert "flash_attn.models" in sys.modules
     left = [n for n in sys.modules if n.startswith("flash_attn") and n != "flash_attn"]
     assert left == ["flash_attn.models"]
-    door.uninstall()
+    flash_attn.uninstall()
     assert sys.modules["flash_attn"] is installed
 
 
 def test_install_where_there_was_nothing():
-    modules = {"": (door,), "a.b": (bert_padding,)}
-    foreign_module.install("no_such_package", modules, "1.2")
+    modules = {"": (functions,), "a.b": (bert_padding,)}
+    package_alias.install("no_such_package", modules, "1.2")
     try:
         import no_such_package.a.b  # type: ignore[import-not-found]
 
-        assert no_such_package.flash_attn_func is door.flash_attn_func
+        assert no_such_package.flash_attn_func is flash_attn.flash_attn_func
         assert no_such_package.a.b.pad_input is bert_padding.pad_input
         assert importlib.metadata.version("no-such-package") == "1.2"
     finally:
-        foreign_module.uninstall("no_such_package")
+        package_alias.uninstall("no_such_package")
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("no_such_package")
     assert not [name for name in sys.modules if name.startswith("no_such_package")]
@@ -120,7 +127,7 @@ def test_version_3_with_a_cache(draw, device):
     found = version_3.flash_attn_with_kvcache(
         q, *caches, k, v, None, *tables, lengths, causal=True, return_softmax_lse=True
     )
-    wanted = door.flash_attn_with_kvcache(
+    wanted = flash_attn.flash_attn_with_kvcache(
         q, *own, k, v, *tables, lengths, causal=True, return_softmax_lse=True
     )
     assert len(found) == 4 and found[2:] == (None, None)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastattn import reference
-from fastattn.compat.flash_attn import functions as door
-from fastattn.compat.flash_attn import passes as passes
+from fastattn.compat import flash_attn
+from fastattn.compat.flash_attn import passes
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.flash_attn import offsets, oracle
 
@@ -83,7 +83,7 @@ def test_packed(draw, device):
         "max_seqlen_q": 4, "max_seqlen_k": 5,
     }  # fmt: skip
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted = door.flash_attn_varlen_func(
+    wanted = flash_attn.flash_attn_varlen_func(
         *leaves, *lengths.values(), softmax_scale=0.3, causal=True, return_attn_probs=True
     )
     out, lse, weights, _ = filled(
@@ -109,7 +109,7 @@ def test_dropout_is_repeated_by_the_state(draw):
     )
     leaf = q.clone().requires_grad_()
     torch.manual_seed(1)
-    again = door.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, True)
+    again = flash_attn.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, True)
     assert torch.equal(out, again)
     grads = [torch.empty_like(q) for _ in range(3)]
     given = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn.compat.flash_attn import rotary as door
+from fastattn.compat.flash_attn import rotary
 from fastattn.testing.budget import assert_within_budget
 
 N, D, R = 24, 12, 8
@@ -42,15 +42,15 @@ def test_dense(first, interleaved, tables, draw, device):
         first = torch.tensor([7, 0], device=device)
     steps = torch.arange(6, device=device)
     positions = (first[:, None] if torch.is_tensor(first) else first) + steps.expand(2, -1)
-    found = door.apply_rotary(x, *tables, first, interleaved=interleaved)
+    found = rotary.apply_rotary(x, *tables, first, interleaved=interleaved)
     check("x", found, x, tables, positions, interleaved=interleaved)
     rows = (table[positions] for table in tables)
-    assert torch.equal(door.apply_rotary_emb_torch(x, *rows, interleaved), found)
-    back = door.apply_rotary(x, *tables, first, interleaved=interleaved, conjugate=True)
+    assert torch.equal(rotary.apply_rotary_emb_torch(x, *rows, interleaved), found)
+    back = rotary.apply_rotary(x, *tables, first, interleaved=interleaved, conjugate=True)
     check("x turned back", back, x, tables, positions, interleaved=interleaved, conjugate=True)
-    assert torch.equal(door.apply_rotary_emb(x, *tables, interleaved, False, first), found)
+    assert torch.equal(rotary.apply_rotary_emb(x, *tables, interleaved, False, first), found)
     written = x.clone()
-    assert door.apply_rotary(written, *tables, first, interleaved=interleaved, inplace=True) is (
+    assert rotary.apply_rotary(written, *tables, first, interleaved=interleaved, inplace=True) is (
         written
     )
     assert torch.equal(written, found)
@@ -60,7 +60,7 @@ def test_dense(first, interleaved, tables, draw, device):
 def test_packed(first, tables, draw, device):
     x, cu = draw(9, 3, D), torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
     first = torch.tensor([2, 9, 5], device=device) if first == "rows" else first
-    found = door.apply_rotary_emb(x, *tables, seqlen_offsets=first, cu_seqlens=cu, max_seqlen=5)
+    found = rotary.apply_rotary_emb(x, *tables, seqlen_offsets=first, cu_seqlens=cu, max_seqlen=5)
     for n in (0, 2):
         rows = slice(cu[n], cu[n + 1])
         start = first[n] if torch.is_tensor(first) else first
@@ -70,12 +70,12 @@ def test_packed(first, tables, draw, device):
 
 def test_past_the_tables(tables, draw, device):
     x = draw(1, 3, 2, D)
-    found = door.apply_rotary(x, *tables, torch.tensor([N - 1], device=device))
+    found = rotary.apply_rotary(x, *tables, torch.tensor([N - 1], device=device))
     assert torch.equal(found[:, 1:], x[:, 1:]) and not torch.equal(found[:, 0], x[:, 0])
     with pytest.raises(ValueError, match=f"a row for each of 22 [+] 3 positions, got {N}"):
-        door.apply_rotary(x, *tables, 22)
+        rotary.apply_rotary(x, *tables, 22)
     with pytest.raises(ValueError, match="x must have 4 dimensions and cos 2"):
-        door.apply_rotary(x[0], *tables)
+        rotary.apply_rotary(x[0], *tables)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -84,7 +84,7 @@ def test_gradients(inplace, tables, draw, device):
     given, kept = x.detach().clone(), dy.clone()
     first = torch.tensor([3, 1], device=device)
     positions = first[:, None] + torch.arange(5, device=device)
-    y = door.apply_rotary_emb(x, *tables, False, inplace, first)
+    y = rotary.apply_rotary_emb(x, *tables, False, inplace, first)
     check("y", y, given, tables, positions, interleaved=False)
     assert inplace == (x.data_ptr() == y.data_ptr())
     y.backward(dy)
@@ -102,7 +102,7 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     qkv, dy = draw(*shape).requires_grad_(), draw(*shape)
     q, k, v = (x.clone() for x in parts(qkv.detach(), heads_q))
     of_keys = tuple(2 * t for t in tables) if own_tables else tables
-    found = door.apply_rotary_emb_qkv_(
+    found = rotary.apply_rotary_emb_qkv_(
         qkv, *tables, *(of_keys if own_tables else ()), seqlen_offsets=2, num_heads_q=heads_q
     )
     assert found.data_ptr() == qkv.data_ptr()
@@ -119,22 +119,22 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
 
 def test_module(draw, device):
     """Tables grow; q apart from kv gives what qkv gives; xPos scales queries and keys."""
-    rotary = door.RotaryEmbedding(R, device=device)
+    embedding = rotary.RotaryEmbedding(R, device=device)
     qkv = draw(2, 5, 3, 4, D)
     q, kv = qkv[:, :, 0].clone(), qkv[:, :, 1:].clone()
     given = qkv.clone()
-    whole = rotary(qkv, seqlen_offset=1)
-    assert rotary._seq_len_cached == 6 and rotary._cos_cached.shape == (6, R // 2)
-    apart = rotary(q, kv, seqlen_offset=torch.tensor([1, 1], device=device), max_seqlen=8)
-    assert rotary._cos_cached.shape == (8, R // 2)
+    whole = embedding(qkv, seqlen_offset=1)
+    assert embedding._seq_len_cached == 6 and embedding._cos_cached.shape == (6, R // 2)
+    apart = embedding(q, kv, seqlen_offset=torch.tensor([1, 1], device=device), max_seqlen=8)
+    assert embedding._cos_cached.shape == (8, R // 2)
     assert torch.equal(torch.cat((apart[0][:, :, None], apart[1]), 2), whole)
-    angle = torch.arange(8, device=device)[:, None] * rotary.inv_freq
+    angle = torch.arange(8, device=device)[:, None] * embedding.inv_freq
     positions = 1 + torch.arange(5, device=device).expand(2, -1)
     tables = (angle.cos(), angle.sin())
     check("q", whole[:, :, 0], given[:, :, 0], tables, positions, interleaved=False)
-    assert not dict(rotary.state_dict())
+    assert not dict(embedding.state_dict())
 
-    scaled = door.RotaryEmbedding(R, scale_base=4.0, device=device)
+    scaled = rotary.RotaryEmbedding(R, scale_base=4.0, device=device)
     zeta = (torch.arange(0, R, 2, device=device) + 0.4 * R) / (1.4 * R)
     scaled._update_cos_sin_cache(8, device=qkv.device, dtype=torch.float32)
     factor = zeta ** ((torch.arange(8, device=device)[:, None] - 4) / 4.0)
@@ -147,8 +147,8 @@ def test_module(draw, device):
 
 def test_errors(draw, tables):
     with pytest.raises(ValueError, match=r"qkv must have shape \[B, T, 3, H, D\]"):
-        door.apply_rotary_emb_qkv_(draw(1, 2, 6, D), *tables)
+        rotary.apply_rotary_emb_qkv_(draw(1, 2, 6, D), *tables)
     with pytest.raises(ValueError, match=r"kv must have shape \[B, T, 2, H, D\]"):
-        door.apply_rotary_emb_kv_(draw(1, 2, 3, 1, D), *tables)
+        rotary.apply_rotary_emb_kv_(draw(1, 2, 3, 1, D), *tables)
     with pytest.raises(ValueError, match="max_seqlen must be given"):
-        door.RotaryEmbedding(R)(draw(1, 2, 3, 1, D), seqlen_offset=torch.tensor([1]))
+        rotary.RotaryEmbedding(R)(draw(1, 2, 3, 1, D), seqlen_offset=torch.tensor([1]))

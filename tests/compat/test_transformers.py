@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 
-from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import attend
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.transformers_models import (
@@ -204,17 +204,17 @@ def test_missing_transformers_names_the_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r'pip install "fastattn\[hf\]"'):
-        door.register()
+        attend.register()
 
 
 def test_other_versions_warn_once():
-    door._check_version.cache_clear()
+    attend._check_version.cache_clear()
     with pytest.warns(UserWarning, match=r"4\.57\.1 is outside .* 5\.23 to 5\.23"):
-        door._check_version("4.57.1")
+        attend._check_version("4.57.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        door._check_version("4.57.1")
-        door._check_version("5.23.4.dev0")
+        attend._check_version("4.57.1")
+        attend._check_version("5.23.4.dev0")
 
 
 def test_compiled_model(device):

@@ -1,10 +1,10 @@
-"""The attention function of the door for transformers, called as a layer calls it."""
+"""The attention function for transformers, called as a layer calls it."""
 
 import pytest
 import torch
 
 from fastattn import decode_attention
-from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import attend
 from fastattn.testing.transformers_models import heads, layer
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
@@ -13,43 +13,43 @@ pytestmark = pytest.mark.usefixtures("models_on_torch")
 def test_a_missing_mask_is_refused_where_positions_are_unknown():
     q, k, v = heads(2, 6)
     with pytest.raises(ValueError, match="None for 2 queries and 6 keys of a causal layer"):
-        door.attention_forward(layer(), q, k, v, None)
-    o, weights = door.attention_forward(layer(False), q, k, v, None)
+        attend.attention_forward(layer(), q, k, v, None)
+    o, weights = attend.attention_forward(layer(False), q, k, v, None)
     assert o.shape == (1, 2, 2, 8) and weights is None
-    one, _ = door.attention_forward(layer(), q[:, :, :1], k, v, None)
+    one, _ = attend.attention_forward(layer(), q[:, :, :1], k, v, None)
     torch.testing.assert_close(one, o[:, :1])
 
 
 def test_two_dimensional_mask_is_of_keys():
     q, k, v = heads(3, 5, B=2)
     keys = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    o, _ = door.attention_forward(layer(), q, k, v, keys)
+    o, _ = attend.attention_forward(layer(), q, k, v, keys)
     i, j = torch.arange(3)[:, None] + 2, torch.arange(5)
     whole = (keys.bool()[:, None, None] & (j <= i)).expand(2, 1, 3, 5)
-    wanted, _ = door.attention_forward(layer(), q, k, v, whole)
+    wanted, _ = attend.attention_forward(layer(), q, k, v, whole)
     torch.testing.assert_close(o, wanted)
 
 
 def test_window_holds_without_a_mask():
     q, k, v = heads(7, 7)
-    o, _ = door.attention_forward(layer(), q, k, v, None, sliding_window=3)
+    o, _ = attend.attention_forward(layer(), q, k, v, None, sliding_window=3)
     distance = torch.arange(7)[:, None] - torch.arange(7)
     seen = ((distance >= 0) & (distance < 3))[None, None]
-    wanted, _ = door.attention_forward(layer(), q, k, v, seen)
+    wanted, _ = attend.attention_forward(layer(), q, k, v, seen)
     torch.testing.assert_close(o, wanted)
 
 
 def test_weights_on_request():
     q, k, v = heads(4, 4)
-    o, weights = door.attention_forward(layer(), q, k, v, None, output_attentions=True)
+    o, weights = attend.attention_forward(layer(), q, k, v, None, output_attentions=True)
     torch.testing.assert_close((weights @ v).transpose(1, 2), o)
     assert torch.equal(weights.triu(1), torch.zeros_like(weights))
 
 
 def test_scaling_may_be_a_tensor_and_queries_may_be_shared():
     q, k, v = heads(4, 4, B=2)
-    o, _ = door.attention_forward(layer(), q[:1], k, v, None, scaling=torch.tensor(0.5))
-    wanted, _ = door.attention_forward(
+    o, _ = attend.attention_forward(layer(), q[:1], k, v, None, scaling=torch.tensor(0.5))
+    wanted, _ = attend.attention_forward(
         layer(), q[:1].expand(2, -1, -1, -1), k, v, None, scaling=0.5
     )
     torch.testing.assert_close(o, wanted)
@@ -58,8 +58,8 @@ def test_scaling_may_be_a_tensor_and_queries_may_be_shared():
 def test_bias_and_mask_of_numbers_add_up():
     q, k, v = heads(4, 4)
     bias, more = torch.randn(1, 2, 4, 4), torch.randn(1, 1, 4, 4)
-    o, _ = door.attention_forward(layer(), q, k, v, more, position_bias=bias)
-    wanted, _ = door.attention_forward(layer(), q, k, v, bias + more)
+    o, _ = attend.attention_forward(layer(), q, k, v, more, position_bias=bias)
+    wanted, _ = attend.attention_forward(layer(), q, k, v, bias + more)
     torch.testing.assert_close(o, wanted)
 
 
@@ -70,21 +70,21 @@ def test_one_new_token_is_decoded(way, monkeypatch):
     keys = torch.arange(9) >= torch.tensor([[3], [0]])
     given = {
         "none": (None, {}),
-        "padding": (door.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
+        "padding": (attend.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
         "mask": (keys[:, None, None], {"softcap": 2.0}),
         "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
         "window": (None, {"sliding_window": 4}),
-        "static": (door.attention_mask(2, 1, 9, torch.tensor(5)), {}),
+        "static": (attend.attention_mask(2, 1, 9, torch.tensor(5)), {}),
     }
     mask, options = given[way]
     decoded = []
     monkeypatch.setattr(
-        door, "decode_attention", lambda *a, **o: decoded.append(o) or decode_attention(*a, **o)
+        attend, "decode_attention", lambda *a, **o: decoded.append(o) or decode_attention(*a, **o)
     )
-    wanted, _ = door.attention_forward(layer(), q, k, v, mask, **options)
+    wanted, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
     assert not decoded
     with torch.no_grad():
-        found, _ = door.attention_forward(layer(), q, k, v, mask, **options)
+        found, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
     assert len(decoded) == 1 and found.shape == (2, 1, 2, 8) and found.is_contiguous()
     torch.testing.assert_close(found, wanted)
 
@@ -93,20 +93,20 @@ def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
     q, k, v = heads(1, 9)
     wide = k.transpose(1, 2).contiguous().transpose(1, 2)
     with torch.no_grad():
-        door.attention_forward(layer(), q, wide, v, None)
-        door.attention_forward(layer(), q, k, v, None, dropout=0.5)
+        attend.attention_forward(layer(), q, wide, v, None)
+        attend.attention_forward(layer(), q, k, v, None, dropout=0.5)
     assert len(attention_calls) == 2
 
 
 def test_what_is_refused():
     q, k, v = heads(4, 4)
     with pytest.raises(NotImplementedError, match="paged cache"):
-        door.attention_forward(layer(), q, k, v, None, cache=object())
+        attend.attention_forward(layer(), q, k, v, None, cache=object())
     with pytest.raises(NotImplementedError, match="selected by blocks"):
-        door.attention_forward(layer(), q, k, v, None, block_indices=torch.zeros(1, 1, 4, 1))
+        attend.attention_forward(layer(), q, k, v, None, block_indices=torch.zeros(1, 1, 4, 1))
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="batch of 1, got 2"):
-        door.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
+        attend.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "numbers"])
@@ -115,13 +115,13 @@ def test_keys_that_an_indexer_chose(mask):
     chosen = torch.tensor([[[0, 1], [3, 2], [4, 0], [5, 1]]], dtype=torch.int32)
     seen = torch.arange(6) <= torch.arange(4)[:, None] + 2
     if mask is None:
-        given = door.attention_mask(1, 4, 6, 2)
+        given = attend.attention_mask(1, 4, 6, 2)
     else:
         given = seen[None, None] if mask == "bool" else torch.zeros(1, 1, 4, 6)
         given = given if mask == "bool" else given.masked_fill(~seen, torch.finfo(q.dtype).min)
-    o, _ = door.attention_forward(layer(), q, k, v, given, indices=chosen)
+    o, _ = attend.attention_forward(layer(), q, k, v, given, indices=chosen)
     both = seen & torch.zeros(4, 6).bool().scatter(1, chosen[0].long(), True)
-    wanted, _ = door.attention_forward(layer(), q, k, v, both[None, None])
+    wanted, _ = attend.attention_forward(layer(), q, k, v, both[None, None])
     torch.testing.assert_close(o, wanted)
 
 
@@ -131,11 +131,11 @@ def test_a_sink_for_each_query():
     scores = (q @ k.mT * 8**-0.5).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf)
     weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     wanted = (weights @ v).transpose(1, 2)
-    o, found = door.attention_forward(layer(), q, k, v, None, sinks=sinks, output_attentions=True)
+    o, found = attend.attention_forward(layer(), q, k, v, None, sinks=sinks, output_attentions=True)
     torch.testing.assert_close(o, wanted)
     torch.testing.assert_close(found, weights)
     grad, wanted_grad = (torch.autograd.grad(x.square().sum(), sinks)[0] for x in (o, wanted))
     torch.testing.assert_close(grad, wanted_grad)
     with torch.no_grad():
-        one, _ = door.attention_forward(layer(), q[:, :, 3:], k, v, None, sinks=sinks[:, :, 3:])
+        one, _ = attend.attention_forward(layer(), q[:, :, 3:], k, v, None, sinks=sinks[:, :, 3:])
     torch.testing.assert_close(one, wanted[:, 3:])

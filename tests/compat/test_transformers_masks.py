@@ -1,13 +1,11 @@
-"""Masks of the door for transformers: the rule that they keep, and their entries."""
+"""Masks for transformers: the rule that they keep, and their entries."""
 
 import copy
 
 import pytest
 import torch
 
-from fastattn.compat.transformers import attend as door
-from fastattn.compat.transformers import lazy_mask
-from fastattn.compat.transformers import masks as masks
+from fastattn.compat.transformers import attend, lazy_mask, masks
 from fastattn.testing.transformers_models import heads, layer
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
@@ -31,12 +29,12 @@ def test_masks_agree_with_those_of_transformers():
     cases.append((joined, 6, 6, 0, 0, None))
     for function, T_q, T_k, q_offset, k_offset, padding in cases:
         sizes = (1, T_q, T_k, q_offset, k_offset)
-        mask = door.attention_mask(*sizes, function, padding, None, False, device="cpu")
+        mask = attend.attention_mask(*sizes, function, padding, None, False, device="cpu")
         assert isinstance(mask, lazy_mask.LazyMask)
         q, k, v = heads(T_q, T_k)
-        o, _ = door.attention_forward(layer(), q, k, v, mask)
+        o, _ = attend.attention_forward(layer(), q, k, v, mask)
         assert mask._made is None, "the rule was not used"
-        plain, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        plain, _ = attend.attention_forward(layer(), q, k, v, mask.entries())
         torch.testing.assert_close(o, plain)
         wanted = masking.sdpa_mask(*sizes, function, padding, allow_is_causal_skip=False)
         assert torch.equal(mask.entries(), wanted)
@@ -49,7 +47,7 @@ def test_unknown_mask_functions_are_computed():
         return (q - k) % 2 == 0
 
     for function in (every_other, masking.and_masks(masking.causal_mask_function, every_other)):
-        mask = door.attention_mask(1, 4, 4, mask_function=function)
+        mask = attend.attention_mask(1, 4, 4, mask_function=function)
         assert type(mask) is torch.Tensor
         assert mask[0, 0, 3].tolist()[1] is True and mask[0, 0, 3].tolist()[2] is False
     remapped = masking.remap_positions_for_packed_sequence(
@@ -61,11 +59,11 @@ def test_unknown_mask_functions_are_computed():
 def test_a_mask_is_returned_wherever_a_layer_may_not_know_it():
     """A layer's `is_causal` may say otherwise, and a missing mask cannot."""
     for T_q, T_k, q_offset in ((6, 6, 0), (2, 6, 4), (6, 7, 0), (1, 6, 5), (1, 7, 3)):
-        mask = door.attention_mask(1, T_q, T_k, q_offset)
+        mask = attend.attention_mask(1, T_q, T_k, q_offset)
         q, k, v = heads(T_q, T_k)
-        wanted, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        wanted, _ = attend.attention_forward(layer(), q, k, v, mask.entries())
         for module in (layer(), layer(causal=False)):
-            o, _ = door.attention_forward(module, q, k, v, mask)
+            o, _ = attend.attention_forward(module, q, k, v, mask)
             torch.testing.assert_close(o, wanted)
 
 
@@ -76,20 +74,20 @@ def test_chunks_are_documents_where_queries_are_the_keys():
     for padding, T in ((None, 8), (keys, 8), (keys[:, :3], 3)):
         left = torch.zeros(2).long() if padding is None else (~padding).sum(dim=1)
         function = masking.chunked_causal_mask_function(3, left)
-        mask = door.attention_mask(2, T, T, mask_function=function, attention_mask=padding)
+        mask = attend.attention_mask(2, T, T, mask_function=function, attention_mask=padding)
         assert (mask.rule().documents is None) is (T == 3)
         q, k, v = heads(T, T, B=2)
-        o, _ = door.attention_forward(layer(), q, k, v, mask)
+        o, _ = attend.attention_forward(layer(), q, k, v, mask)
         assert mask._made is None, "the rule was not used"
-        plain, _ = door.attention_forward(layer(), q, k, v, mask.entries())
+        plain, _ = attend.attention_forward(layer(), q, k, v, mask.entries())
         seen = mask.entries().any(dim=-1)[:, 0]
         torch.testing.assert_close(o[seen], plain[seen])
     # Behind a cache the chunks are read from the entries.
-    assert type(door.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
+    assert type(attend.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
 
 
 def test_a_mask_that_is_moved_keeps_its_rule():
-    mask = door.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
+    mask = attend.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
     for moved in (mask.to("cpu"), mask.to(torch.bool), mask.to(device="cpu", non_blocking=True)):
         assert isinstance(moved, lazy_mask.LazyMask) and moved.rule() is mask.rule()
     elsewhere = mask.to("meta")
@@ -126,18 +124,18 @@ def test_what_wrappers_ask_of_arguments_makes_no_entries():
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils.checkpoint import checkpoint
 
-    mask = door.attention_mask(1, 4, 4)
+    mask = attend.attention_mask(1, 4, 4)
     q, k, v = (x.requires_grad_() for x in heads(4, 4))
 
-    def attend(q, k, v, mask):
+    def call(q, k, v, mask):
         assert isinstance(mask, lazy_mask.LazyMask)
         masks_seen.append(mask)
-        return door.attention_forward(layer(), q, k, v, mask)[0]
+        return attend.attention_forward(layer(), q, k, v, mask)[0]
 
     masks_seen = []
     _apply_to_tensors(lambda x: x.half() if torch.is_floating_point(x) else x, {"mask": mask})
     for reentrant in (False, True):
-        checkpoint(attend, q, k, v, mask, use_reentrant=reentrant).sum().backward()
+        checkpoint(call, q, k, v, mask, use_reentrant=reentrant).sum().backward()
     assert len(masks_seen) == 4 and all(x._made is None for x in (mask, *masks_seen))
     assert not mask.is_complex() and mask.get_device() == -1 and mask.is_cpu
     assert mask._made is None
@@ -145,7 +143,7 @@ def test_what_wrappers_ask_of_arguments_makes_no_entries():
 
 def test_a_changed_mask_is_obeyed():
     q, k, v = heads(4, 4)
-    mask = door.attention_mask(1, 4, 4, allow_is_causal_skip=False)
+    mask = attend.attention_mask(1, 4, 4, allow_is_causal_skip=False)
     mask.logical_and_(torch.eye(4).bool())
-    o, _ = door.attention_forward(layer(), q, k, v, mask)
+    o, _ = attend.attention_forward(layer(), q, k, v, mask)
     torch.testing.assert_close(o, v.transpose(1, 2))

@@ -8,7 +8,7 @@ import torch
 import transformers as tr
 
 import fastattn
-from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import attend
 from fastattn.compat.transformers import models as families
 from fastattn.testing.transformers_models import GQA, SIZES, build, compare, padded, tokens
 
@@ -58,7 +58,7 @@ def test_swap_leaves_what_no_registered_function_reaches(name, device):
 @pytest.mark.parametrize("name", ["bloom", "longformer", "mpt", "xglm"])
 def test_models_that_would_misread_a_mask_are_refused(name, device):
     """Their own code adds to its scores what is registered as a mask."""
-    door.register()
+    attend.register()
     config = UNSERVED[name]()
     model = tr.AutoModel.from_config(config, attn_implementation="fastattn").to(device)
     with pytest.raises(ValueError, match=f"cannot serve models of {type(config).__name__}: "):
@@ -134,7 +134,7 @@ def test_a_config_that_turns_layers_and_not_the_mask(compiled, device):
 
 
 def test_modules_whose_config_was_not_changed_are_left(device):
-    door.register()
+    attend.register()
     model = build(tr.AutoModel, tr.LlamaConfig(**GQA), device)
     served, left = families.unserved(model, "fastattn")
     assert served == 0

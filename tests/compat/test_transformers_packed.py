@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tr
 
-from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import attend
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.transformers_models import (
@@ -75,7 +75,7 @@ def test_padding_beside_offsets_is_refused(device):
         model(tokens(1, 12, device), attention_mask=mask, **inputs, **offsets)
     q, k, v = heads(12, 12)
     with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        door.attention_forward(layer(), q, k, v, mask.cpu(), cu_seq_lens_q=OFFSETS)
+        attend.attention_forward(layer(), q, k, v, mask.cpu(), cu_seq_lens_q=OFFSETS)
 
 
 def test_compiled_model_with_offsets(device):
@@ -98,11 +98,11 @@ def test_chunks_with_offsets_are_not_compiled():
     mask = torch.ones(1, 1, 12, 12).tril().bool()
 
     @torch.compile(backend="eager")
-    def attend(q, k, v):
-        return door.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
+    def call(q, k, v):
+        return attend.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
 
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q beside the entries of a mask"):
-        attend(*heads(12, 12))
+        call(*heads(12, 12))
 
 
 OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
@@ -123,15 +123,15 @@ def test_offsets_hold_beside_what_else_is_given(way, with_keys):
         "bias": (None, {"position_bias": bias}),
         "weights": (None, {"output_attentions": True}),
         "sinks": (None, {"sinks": sinks}),
-        "chunks": (door.attention_mask(1, 12, 12, mask_function=chunks(3)), {}),
+        "chunks": (attend.attention_mask(1, 12, 12, mask_function=chunks(3)), {}),
     }[way]
     offsets = {"cu_seq_lens_q": OFFSETS, **({"cu_seq_lens_k": OFFSETS} if with_keys else {})}
-    o, weights = door.attention_forward(layer(), q, k, v, mask, **offsets, **options)
+    o, weights = attend.attention_forward(layer(), q, k, v, mask, **offsets, **options)
     if way == "chunks":
         parts = (torch.block_diag(*(torch.ones(3, 3),) * 4)[:n, :n] for n in LENGTHS)
         seen = seen & torch.block_diag(*parts).bool()
     both = (seen & SEPARATE)[None, None]
-    wanted, wanted_weights = door.attention_forward(layer(), q, k, v, both, **options)
+    wanted, wanted_weights = attend.attention_forward(layer(), q, k, v, both, **options)
     torch.testing.assert_close(o, wanted)
     if way == "weights":
         torch.testing.assert_close(weights, wanted_weights)
@@ -147,4 +147,4 @@ def test_offsets_beside_a_mask_need_as_many_queries_as_keys():
     q, k, v = heads(2, 12)
     with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
         mask = torch.ones(1, 1, 2, 12).bool()
-        door.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
+        attend.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.experimental import local_map
 
 import fastattn
 from fastattn.compat.flash_attn import functions
-from fastattn.compat.transformers import attend as door
+from fastattn.compat.transformers import attend
 
 pytestmark = pytest.mark.usefixtures("on_torch")
 
@@ -63,7 +63,7 @@ CALLS = {
     ),
     "flash_attn": (functions.flash_attn_func, lambda: qkv(2, 8, 2, 16), (0, 1, 2)),
     "transformers": (
-        lambda q, k, v: door.attention_forward(torch.nn.Module(), q, k, v, None),
+        lambda q, k, v: attend.attention_forward(torch.nn.Module(), q, k, v, None),
         lambda: qkv(2, 2, 8, 16),
         (0, 1, 2),
     ),

@@ -13,13 +13,13 @@ Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
 
 # Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
 _WITHOUT_EFFECT = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
-_NEUTRAL: dict[str, Any] = {
-    "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
-    "score_mod": None, "score_mod_bwd": None, "mask_mod": None, "aux_tensors": None,
-    "aux_scalars": None, "block_sparse_tensors": None, "block_sparse_tensors_bwd": None,
-    "gather_kv_indices": None, "rotary_seqlens": None, "seqused_q": None,
-    "cu_seqlens_q": None, "cu_seqlens_k_new": None,
-}  # fmt: skip
+_NEUTRAL_AT_NONE = (
+    *("qv", "q_descale", "k_descale", "v_descale", "gather_kv_indices"),
+    *("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"),
+    *("block_sparse_tensors", "block_sparse_tensors_bwd"),
+    *("rotary_seqlens", "seqused_q", "cu_seqlens_q", "cu_seqlens_k_new"),
+)
+_NEUTRAL: dict[str, Any] = {**dict.fromkeys(_NEUTRAL_AT_NONE), "attention_chunk": 0}
 
 
 @contextmanager

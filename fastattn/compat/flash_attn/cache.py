@@ -17,7 +17,7 @@ from ...options import FARTHEST
 from ...rotary import apply_rotary
 from .rotary import table_rows
 
-# Its overloads want return_lse as a literal.
+# Its overloads take return_lse as a literal only.
 _decode: Any = decode_attention
 
 

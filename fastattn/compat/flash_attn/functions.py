@@ -7,7 +7,7 @@ Layouts and defaults are flash-attn's: q [B, T_q, H_q, D], window_size of neighb
 with -1 = all, causal aligned to the last key, softcap 0.0 = none. More is served than there: fp32,
 any head dim up to 256, D_v other than D, dropout beside softcap. Arguments that contradict each
 other raise RuntimeError, as they do there. What is not served raises NotImplementedError. The
-modules of versions 3 and 4, in their order of arguments, are `flash_attn_3` and `flash_attn_4`.
+modules of versions 3 and 4, in their order of arguments, are `version_3` and `version_4`.
 
 Two results differ where flash-attn's are an accident of its kernels: the lse of a query that sees
 no key is -inf, not inf, and that of a causal call with ALiBi counts distances, not columns.
@@ -19,9 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ...functional.attend import attention, attention_varlen
-from ..swap import foreign_module
-from . import bert_padding, packed
-from . import cache as flash_attn_cache
+from . import bert_padding, package_alias, packed
 from .arguments import (
     Result,
     Window,
@@ -32,6 +30,7 @@ from .arguments import (
     refuse,
     returned,
 )
+from .cache import Cache, append_and_attend
 
 __version__ = "2.8.3"
 __all__ = [
@@ -46,7 +45,7 @@ __all__ = [
     "uninstall",
 ]
 
-# Their overloads want return_lse as a literal.
+# Their overloads take return_lse as a literal only.
 _dense: Any = attention
 _packed: Any = attention_varlen
 
@@ -266,7 +265,7 @@ def flash_attn_with_kvcache(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_softmax_lse or return_lse
-    cache = flash_attn_cache.Cache(
+    cache = Cache(
         checked("k_cache", k_cache, 4),
         checked("v_cache", v_cache, 4),
         cache_seqlens,
@@ -275,10 +274,16 @@ def flash_attn_with_kvcache(
         one_of("block_table", block_table, "page_table", page_table),
     )
     with errors_of_flash_attn():
-        found = flash_attn_cache.append_and_attend(
-            checked("q", q, 4), cache, (k, v), (rotary_cos, rotary_sin), rotary_interleaved,
-            options, num_splits or None, with_lse,
-        )  # fmt: skip
+        found = append_and_attend(
+            checked("q", q, 4),
+            cache,
+            new=(k, v),
+            rotary=(rotary_cos, rotary_sin),
+            interleaved=rotary_interleaved,
+            options=options,
+            num_splits=num_splits or None,
+            return_lse=with_lse,
+        )
     return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
 
 
@@ -286,7 +291,7 @@ def install() -> None:
     """Make `import flash_attn` find these functions, in this process, until `uninstall`.
 
     Of flash_attn resolve flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and
-    cute; beside it flash_attn_interface, which is version 3's. importlib.metadata tells of
+    cute; beside it flash_attn_interface, which is version 3's. importlib.metadata reports
     flash_attn's version, so call this before a library that looks for it is imported. Modules of
     the real packages that were imported before are put aside; code that took functions from them
     keeps those.
@@ -304,11 +309,11 @@ def install() -> None:
         "cute": (version_4,),
         "cute.interface": (version_4,),
     }
-    foreign_module.install("flash_attn", modules, __version__)
-    foreign_module.install("flash_attn_interface", {"": (version_3,)})
+    package_alias.install("flash_attn", modules, __version__)
+    package_alias.install("flash_attn_interface", {"": (version_3,)})
 
 
 def uninstall() -> None:
     """Undo `install`: what was imported before is back. Nothing happens if it is not in force."""
-    foreign_module.uninstall("flash_attn_interface")
-    foreign_module.uninstall("flash_attn")
+    package_alias.uninstall("flash_attn_interface")
+    package_alias.uninstall("flash_attn")

@@ -10,7 +10,7 @@ from ...functional.decode import decode_attention, view_of_tensors
 from ...positions import document_ids
 from .cache import Cache, token_table, tokens_of
 
-# Its overloads want return_lse as a literal.
+# Its overloads take return_lse as a literal only.
 _decode: Any = decode_attention
 
 
@@ -55,10 +55,8 @@ def attend_packed(
         place = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[row]
         padded = q.new_zeros(N, max_seqlen_q, *q.shape[1:])
         padded[row, place] = q
-        found = _decode(
-            padded.transpose(1, 2), view, new_lengths=cu_seqlens_q.diff(), return_lse=return_lse,
-            **options,
-        )  # fmt: skip
+        queries, counts = padded.transpose(1, 2), cu_seqlens_q.diff()
+        found = _decode(queries, view, new_lengths=counts, return_lse=return_lse, **options)
         if not return_lse:
             return found[row, :, place]
         o, lse = found

@@ -96,8 +96,8 @@ def _flash_attn_varlen_forward(
     Returns:
         As there, with out [total_q, H_q, D_v] and lse fp32 [H_q, total_q].
     """
-    for name, x in (("block_table", block_table), ("leftpad_k", leftpad_k),
-                    ("seqused_k", seqused_k)):  # fmt: skip
+    refused = {"block_table": block_table, "leftpad_k": leftpad_k, "seqused_k": seqused_k}
+    for name, x in refused.items():
         if x is not None:
             raise NotImplementedError(f"{name} is not served by _flash_attn_varlen_forward")
     window = (window_size_left, window_size_right)

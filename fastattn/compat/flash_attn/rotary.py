@@ -60,10 +60,10 @@ def apply_rotary(
         at = _positions(x, seqlen_offsets, cu_seqlens, cos.shape[0])
         rows_cos, rows_sin = table_rows(cos, sin, at)
         heads = x[None] if cu_seqlens is not None else x
-        turned = rotary.apply_rotary(
-            heads.transpose(1, 2), rows_cos, -rows_sin if conjugate else rows_sin,
-            style="interleaved" if interleaved else "half",
-        ).transpose(1, 2)  # fmt: skip
+        rows_sin = -rows_sin if conjugate else rows_sin
+        style: Any = "interleaved" if interleaved else "half"
+        turned = rotary.apply_rotary(heads.transpose(1, 2), rows_cos, rows_sin, style=style)
+        turned = turned.transpose(1, 2)
         if cu_seqlens is not None:
             turned = turned[0]
         return x.copy_(turned) if inplace else turned
@@ -97,9 +97,15 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, first: int | Tensor,
-        cu_seqlens: Tensor | None, interleaved: bool, inplace: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        first: int | Tensor,
+        cu_seqlens: Tensor | None,
+        interleaved: bool,
+        inplace: bool,
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin, cu_seqlens, first if isinstance(first, Tensor) else None)
         ctx.first, ctx.interleaved = None if isinstance(first, Tensor) else first, interleaved
         return apply_rotary(x, cos, sin, first, cu_seqlens, None, interleaved, inplace)
@@ -148,21 +154,24 @@ class _KeysAndQueries(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, first: int | Tensor, interleaved: bool, num_heads_q: int | None,
+        ctx: Any,
+        x: Tensor,
+        first: int | Tensor,
+        interleaved: bool,
+        num_heads_q: int | None,
         *tables: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(first if isinstance(first, Tensor) else None, *tables)
         ctx.first = None if isinstance(first, Tensor) else first
         ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
-        return _turn_parts(x, first, interleaved, num_heads_q, tables, conjugate=False)
+        return _turn_parts(x, first, interleaved, num_heads_q, tables)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         first, *tables = ctx.saved_tensors
-        dx = _turn_parts(
-            grads[0].clone(), ctx.first if first is None else first, ctx.interleaved,
-            ctx.num_heads_q, tuple(tables), conjugate=True,
-        )  # fmt: skip
+        first = ctx.first if first is None else first
+        dx, heads = grads[0].clone(), ctx.num_heads_q
+        _turn_parts(dx, first, ctx.interleaved, heads, tuple(tables), conjugate=True)
         return (dx, None, None, None, *(None for _ in tables))
 
 
@@ -170,9 +179,14 @@ _turn_in_place: Any = _KeysAndQueries.apply
 
 
 def _turn_parts(
-    x: Tensor, first: int | Tensor, interleaved: bool, num_heads_q: int | None,
-    tables: tuple[Tensor, ...], *, conjugate: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    first: int | Tensor,
+    interleaved: bool,
+    num_heads_q: int | None,
+    tables: tuple[Tensor, ...],
+    *,
+    conjugate: bool = False,
+) -> Tensor:
     """x, of which as many parts as there are pairs of tables were turned."""
     if num_heads_q is None:
         parts = x.unbind(2)
@@ -212,10 +226,9 @@ def apply_rotary_emb_qkv_(
             "qkv must have shape [B, T, 3, H, D], or [B, T, H_q + 2 H_k, D] with num_heads_q, "
             f"got {list(qkv.shape)} and num_heads_q={num_heads_q}"
         )
-    turned: Tensor = _turn_in_place(
-        qkv, seqlen_offsets, interleaved, None if together else num_heads_q,
-        cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k,
-    )  # fmt: skip
+    tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    heads = None if together else num_heads_q
+    turned: Tensor = _turn_in_place(qkv, seqlen_offsets, interleaved, heads, *tables)
     return turned
 
 
@@ -324,14 +337,11 @@ class RotaryEmbedding(nn.Module):
         if cos is None or sin is None:
             raise ValueError("max_seqlen must be given with seqlen_offset as a tensor")
         if kv is None:
-            return apply_rotary_emb_qkv_(
-                qkv, cos, sin, self._cos_k_cached, self._sin_k_cached, self.interleaved,
-                seqlen_offset, num_heads_q,
-            )  # fmt: skip
+            tables = (cos, sin, self._cos_k_cached, self._sin_k_cached)
+            return apply_rotary_emb_qkv_(qkv, *tables, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(
             qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset
         )
-        tables = (cos, sin)
         if self._cos_k_cached is not None and self._sin_k_cached is not None:
-            tables = (self._cos_k_cached, self._sin_k_cached)
-        return q, apply_rotary_emb_kv_(kv, *tables, self.interleaved, seqlen_offset)
+            cos, sin = self._cos_k_cached, self._sin_k_cached
+        return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)

@@ -42,10 +42,20 @@ def flash_attn_func(
 ) -> Result:
     """o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
     return functions.flash_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-        softcap=softcap, return_lse=return_attn_probs, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_attn_probs,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -75,9 +85,20 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = torch.split(qkv, [num_heads_q, heads_k, heads_k], dim=2)
     return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-        attention_chunk, softcap, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        return_attn_probs=return_attn_probs,
+    )
 
 
 def flash_attn_varlen_func(
@@ -107,12 +128,26 @@ def flash_attn_varlen_func(
 ) -> Result:
     """o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
     return functions.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_attn_probs, qv=qv,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        return_lse=return_attn_probs,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         attention_chunk=attention_chunk,
-    )  # fmt: skip
+    )
 
 
 def flash_attn_with_kvcache(
@@ -152,11 +187,32 @@ def flash_attn_with_kvcache(
     In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
     """
     found = functions.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, None, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        num_splits=num_splits, return_softmax_lse=return_softmax_lse, page_table=page_table, qv=qv,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, attention_chunk=attention_chunk,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        rotary_interleaved,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+        page_table=page_table,
+        qv=qv,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
     return (*found, None, None) if return_softmax_lse else found

@@ -40,13 +40,25 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """(o [B, T_q, H_q, D_v], lse [B, H_q, T_q] or None)."""
     found = functions.flash_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-        softcap=softcap, learnable_sink=learnable_sink, return_lse=return_lse, qv=qv,
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        learnable_sink=learnable_sink,
+        return_lse=return_lse,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    )
     return found if return_lse else (found, None)
 
 
@@ -93,12 +105,29 @@ def flash_attn_varlen_func(
             "fastattn.compat.flash_attn.version_4; fastattn.attention takes key_lengths"
         )
     found = functions.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
-        learnable_sink=learnable_sink, return_lse=return_lse, qv=qv,
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        learnable_sink=learnable_sink,
+        return_lse=return_lse,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
-    )  # fmt: skip
+    )
     return found if return_lse else (found, None)

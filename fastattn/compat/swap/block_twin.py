@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..sdpa import _torch_attention
+from ..sdpa import torch_attention
 from .code_numbers import numbers_in_code
 
 # What every module has, and every forward reads.
@@ -49,7 +49,7 @@ class Dropout(TorchFunctionMode):
             if p > 0 and given.get("training", given.get("train", True)):
                 self.found.append((p, given["input"]))
             return given["input"]
-        if func is _torch_attention:
+        if func is torch_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = dict(zip(names, args, strict=False)) | kwargs
             p = given.pop("dropout_p", 0.0)

@@ -5,8 +5,8 @@
     model.set_attn_implementation("fastattn")     # or a model that is there already
 
 transformers makes the mask of a layer in one place and computes attention in another, and each
-implementation registers a function for both; the one for masks is in `transformers_masks`. Not
-every family calls a registered function: see `transformers_models`.
+implementation registers a function for both; the one for masks is in `masks`. Not every
+family calls a registered function: see `models`.
 """
 
 import warnings

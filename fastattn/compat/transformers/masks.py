@@ -63,18 +63,19 @@ def attention_mask(
     if mask_function is None:
         mask_function = masking.causal_mask_function
 
+    extents = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    shared: dict[str, Any] = {"use_vmap": use_vmap, "device": device}
+
     def entries() -> Tensor:
         made: Tensor = masking.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
+            *extents, mask_function, attention_mask, allow_is_causal_skip=False, **shared
+        )
         return made
 
     if config is not None and not takes_rules(type(config)):
         numbers: Tensor = masking.eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            dtype, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
+            *extents, mask_function, attention_mask, dtype, **shared
+        )
         return numbers
     aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
     # One query has few entries, and generation hands those over a static cache to a compiled step.

@@ -1,4 +1,4 @@
-"""Modules under the name of another package, for code that imports that package by its name."""
+"""Make modules importable under the name of another package, with its metadata."""
 
 import importlib.metadata
 import re
@@ -22,8 +22,8 @@ def install(
         package: top-level name.
         modules: by name inside the package, dots included, "" = the package itself: modules whose
             `__all__` are its names. Packages on the way that are not named are empty.
-        version: what `importlib.metadata` is to tell of a distribution of the package's name; None:
-            nothing.
+        version: of the distribution that `importlib.metadata` finds under the package's name; None:
+            there is none.
     """
     if package in _before:
         return
@@ -73,7 +73,7 @@ def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> Mo
 
 
 class _Metadata(importlib.metadata.DistributionFinder):
-    """Tells of one distribution, and finds no modules: those are in sys.modules."""
+    """Finds the metadata of one distribution, and no modules: those are in sys.modules."""
 
     def __init__(self, package: str, version: str) -> None:
         self.package, self.version = package, version
