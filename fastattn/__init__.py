@@ -2,9 +2,9 @@
 
 from .block_mask import BlockMask as BlockMask
 from .cache.dense import KVCache as KVCache
-from .cache.dense import QuantizedKVCache as QuantizedKVCache
 from .cache.page_allocator import OutOfPages as OutOfPages
 from .cache.paged import PagedKVCache as PagedKVCache
+from .cache.quantized import QuantizedKVCache as QuantizedKVCache
 from .cache_view import CacheView as CacheView
 from .compat.multihead import MultiheadAttention as MultiheadAttention
 from .compat.patch import patch_sdpa as patch_sdpa

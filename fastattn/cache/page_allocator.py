@@ -1,8 +1,8 @@
-"""The books of a paged cache: which row holds which pages. Plain Python, no tensor.
+"""Page allocator: which pages each row owns, with reference counts for shared ones. No tensors.
 
-Rows share pages after `fork` and `reorder`; a page is counted once for each row that holds it, and
-goes back to the pool when the last one lets go. A shared page is written by nobody: `reserve` gives
-a row that is about to write into one a page of its own, and says what to copy.
+Rows share pages after `fork` and `reorder`. A page counts the rows that hold it, and returns to the
+pool when the last one lets go. Nobody writes to a shared page: `reserve` gives a row that is about
+to write into one a page of its own, and returns what to copy.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class OutOfRows(RuntimeError):
 
 @dataclass
 class Changes:
-    """What a call changed, for the tensors that mirror the books.
+    """What a call changed, for the tensors that mirror the allocator.
 
     entries: (row, column) of the block table -> page. lengths: row -> tokens. copies: page to copy
     -> copy of it, as pairs.
@@ -54,7 +54,7 @@ class _Row:
     latest: int = 0  # tokens counted last, 0 once something else has happened to the row
 
 
-class PageTable:
+class PageAllocator:
     """Rows of tokens over a pool of pages.
 
     A row of n tokens holds the first pages of its list that n tokens need; `reserve` may have given

@@ -11,7 +11,7 @@ from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
 from .append import append, serves
 from .checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
-from .page_allocator import Changes, OutOfPages, OutOfRows, PageTable
+from .page_allocator import Changes, OutOfPages, OutOfRows, PageAllocator
 
 __all__ = ["OutOfPages", "OutOfRows", "PagedKVCache"]
 
@@ -31,7 +31,7 @@ class PagedKVCache:
     Which page is whose is known on the host, in plain numbers, so no method waits for the device;
     the tensors follow by copies that are queued like kernels.
 
-    All layers of a model share the books: give `num_layers`, and append layer by layer.
+    All layers of a model share the pages' allocator: give `num_layers`, and append layer by layer.
 
     Args:
         num_pages: pages of the pool.
@@ -82,19 +82,18 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        (
-            num_pages, page_size, num_kv_heads, head_dim, value_dim,
-            num_layers, max_rows, max_pages,
-        ) = check_sizes(
+        num_pages, page_size, num_kv_heads, head_dim, num_layers, max_rows = check_sizes(
             num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            value_dim=head_dim if value_dim is None else value_dim,
             num_layers=num_layers,
             max_rows=max_rows,
+        )
+        value_dim, max_pages = check_sizes(
+            value_dim=head_dim if value_dim is None else value_dim,
             max_pages_per_row=num_pages if max_pages_per_row is None else max_pages_per_row,
-        )  # fmt: skip
+        )
         if page_size > 256:
             raise ValueError(f"page_size must be at most 256, got {page_size}")
         check_quantize(quantize)
@@ -102,7 +101,7 @@ class PagedKVCache:
         self.num_layers = num_layers
         self.quantize = quantize
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self._table = PageTable(num_pages, page_size, max_rows, max_pages)
+        self._allocator = PageAllocator(num_pages, page_size, max_rows, max_pages)
         self._index_of: tuple[tuple[int, ...], Tensor] | None = None
         # An inference tensor could not be written once inference mode is left.
         with torch.inference_mode(False):
@@ -123,12 +122,12 @@ class PagedKVCache:
     @property
     def free_pages(self) -> int:
         """Pages that no row holds."""
-        return self._table.free_pages
+        return self._allocator.free_pages
 
     @property
     def rows(self) -> list[int]:
         """The rows in use, oldest first."""
-        return self._table.rows
+        return self._allocator.rows
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +138,11 @@ class PagedKVCache:
 
     def length(self, row: int) -> int:
         """Tokens of a row, as the host knows them."""
-        return self._table.length(checks.check_int("row", row))
+        return self._allocator.length(checks.check_int("row", row))
 
     def pages(self, row: int) -> list[int]:
         """The pages of a row, in order."""
-        return self._table.pages(checks.check_int("row", row))
+        return self._allocator.pages(checks.check_int("row", row))
 
     def view(self, rows: Sequence[int], layer: int = 0) -> CacheView:
         """The tensors that a kernel reads, for these rows in this order.
@@ -165,7 +164,7 @@ class PagedKVCache:
             self.lengths,
             None,
             self._batch_index(rows),
-            max(map(self._table.length, rows), default=0),
+            max(map(self._allocator.length, rows), default=0),
             None,
             None,
             self.dtype,
@@ -178,12 +177,12 @@ class PagedKVCache:
         Raises:
             OutOfRows: all max_rows are in use.
         """
-        return self._table.allocate()
+        return self._allocator.allocate()
 
     def free(self, row: int) -> None:
         """Give a row back, and with it the pages that no other row holds."""
         row = checks.check_int("row", row)
-        self._table.free(row)
+        self._allocator.free(row)
         self._follow(Changes(lengths={row: 0}))
 
     def fork(self, row: int) -> int:
@@ -193,7 +192,7 @@ class PagedKVCache:
             OutOfRows: all max_rows are in use.
             ValueError: `row` is not in use.
         """
-        twin, changes = self._table.fork(checks.check_int("row", row))
+        twin, changes = self._allocator.fork(checks.check_int("row", row))
         self._follow(changes)
         return twin
 
@@ -204,7 +203,7 @@ class PagedKVCache:
             ValueError: `row` is not in use, or `length` is negative.
         """
         row, length = checks.check_int("row", row), checks.check_int("length", length)
-        self._follow(self._table.truncate(row, length))
+        self._follow(self._allocator.truncate(row, length))
 
     def reorder(self, rows: Sequence[int], index: Sequence[int]) -> None:
         """Make row rows[i] hold what rows[index[i]] held, as beam search does between steps.
@@ -216,7 +215,7 @@ class PagedKVCache:
                 below len(rows).
         """
         rows = check_ints("rows", "row", rows)
-        self._follow(self._table.reorder(rows, check_ints("index", "an entry of index", index)))
+        self._follow(self._allocator.reorder(rows, check_ints("index", "an entry of index", index)))
 
     def reserve(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
         """Make room for the next tokens of some rows: pages of their own, copies of shared ones.
@@ -232,17 +231,17 @@ class PagedKVCache:
                 negative.
         """
         rows = check_ints("rows", "row", rows)
-        self._follow(self._table.reserve(rows, _per_row(rows, counts)))
+        self._follow(self._allocator.reserve(rows, _per_row(rows, counts)))
 
     def advance(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
-        """Count tokens in the books alone: those that a replayed append has written and counted.
+        """Count tokens on the host alone: those that a replayed append has written and counted.
 
         Raises:
             ValueError: a row is not in use or given twice, or a count is negative or more than what
                 was reserved.
         """
         rows = check_ints("rows", "row", rows)
-        self._table.advance(rows, _per_row(rows, counts))
+        self._allocator.advance(rows, _per_row(rows, counts))
 
     def append(
         self,
@@ -289,7 +288,7 @@ class PagedKVCache:
         counts = [T] * len(rows) if new_lengths is None else _clamped(rows, new_lengths, T)
         first = layer == 0
         ahead = counts if first else [0] * len(rows)
-        ends = [self._table.length(row) + n for row, n in zip(rows, ahead, strict=True)]
+        ends = [self._allocator.length(row) + n for row, n in zip(rows, ahead, strict=True)]
         check_rotary(rotary, rotary_style, q, k, max(ends, default=0))
         if first:
             self.reserve(rows, counts)
@@ -309,14 +308,14 @@ class PagedKVCache:
                 backend=backend,
             )
         if first:
-            self._table.advance(rows, counts)
+            self._allocator.advance(rows, counts)
         return turned
 
     def _check_layer_0_came_first(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         if len(set(rows)) != len(rows):
             raise ValueError(f"rows must differ from each other, got {list(rows)}")
         for row, count in zip(rows, counts, strict=True):
-            latest = self._table.latest(row)
+            latest = self._allocator.latest(row)
             if count != latest:
                 raise ValueError(
                     f"layer 0 comes first: it got {latest} tokens of row {row} last, "
@@ -332,7 +331,7 @@ class PagedKVCache:
     def _batch_index(self, rows: Sequence[int]) -> Tensor:
         key = tuple(rows)
         for row in key:
-            self._table.length(row)
+            self._allocator.length(row)
         if self._index_of is None or self._index_of[0] != key:
             with torch.inference_mode(False):
                 self._index_of = key, _on_device(key, torch.int32, self.k.device)
@@ -340,7 +339,7 @@ class PagedKVCache:
 
     @torch.no_grad()
     def _follow(self, changes: Changes) -> None:
-        """Bring the tensors up to the books."""
+        """Write what changed into the tensors."""
         if changes.copies:
             old, new = zip(*changes.copies, strict=True)
             device = self.k.device

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..generation.request import Tally
     from ..models.gpt import GPT
     from ..models.sampling import Sampling
-    from ..training.tokenizers.loading import Tokenizer
+    from ..training.tokenizers import Tokenizer
 
 _TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
 
@@ -95,10 +95,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
             "--" + name.replace("_", "-") for name in names if getattr(arguments, name) is not None
         ]
 
-    drawn = (
-        "temperature", "top_k", "top_p", "min_p", "epsilon_cutoff", "repetition_penalty",
-        "greedy", "seed",
-    )  # fmt: skip
+    drawn = [
+        *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
+        *("repetition_penalty", "greedy", "seed"),
+    ]
     if arguments.beams is not None:
         excluded = given(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
@@ -177,9 +177,14 @@ def _pieces(
         penalty = arguments.length_penalty
         for row, prompt in enumerate(prompts):
             found = beam_texts(
-                model, tokenizer, prompt, count, beams=arguments.beams, stop=stop,
+                model,
+                tokenizer,
+                prompt,
+                count,
+                beams=arguments.beams,
+                stop=stop,
                 length_penalty=_LENGTH_PENALTY if penalty is None else penalty,
-            )  # fmt: skip
+            )
             text, beam = found[0]
             tally.tokens += len(beam.tokens)
             yield row, text
@@ -189,20 +194,34 @@ def _pieces(
         drafts = arguments.draft_tokens
         for row, prompt in enumerate(prompts):
             pieces = speculative_text(
-                model, draft, tokenizer, prompt, count, sampling=sampling, stop=stop, tally=tally,
+                model,
+                draft,
+                tokenizer,
+                prompt,
+                count,
+                sampling=sampling,
+                stop=stop,
+                tally=tally,
                 drafts=_DRAFT_TOKENS if drafts is None else drafts,
                 seed=None if arguments.seed is None else arguments.seed + row,
-            )  # fmt: skip
+            )
             for piece in pieces:
                 yield row, piece
     else:
         from ..generation.generate import generate_texts
 
         yield from generate_texts(
-            model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,
-            cuda_graph=arguments.cuda_graph, tally=tally,
+            model,
+            tokenizer,
+            prompts,
+            count,
+            sampling=sampling,
+            seed=arguments.seed,
+            stop=stop,
+            cuda_graph=arguments.cuda_graph,
+            tally=tally,
             past_context=arguments.past_context or "restart",
-        )  # fmt: skip
+        )
 
 
 def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:

@@ -193,9 +193,18 @@ def generate_text(
         FloatingPointError: the model's scores are not finite.
     """
     pieces = generate_texts(
-        model, tokenizer, [prompt], count, sampling=sampling, seed=seed, stop=stop,
-        end_token=end_token, cuda_graph=cuda_graph, past_context=past_context, tally=tally,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        [prompt],
+        count,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        end_token=end_token,
+        cuda_graph=cuda_graph,
+        past_context=past_context,
+        tally=tally,
+    )
     for _, piece in pieces:
         yield piece
 
@@ -276,13 +285,17 @@ def _make_requests(
     each_sampling = _for_each("sampling", sampling, Sampling, len(prompts))
     return [
         make_request(
-            model, prompt, count, sampling=setting,
-            seed=None if seed is None else seed + row, end_token=end_token,
+            model,
+            prompt,
+            count,
+            sampling=setting,
+            seed=None if seed is None else seed + row,
+            end_token=end_token,
         )
         for row, (prompt, count, setting) in enumerate(
             zip(prompts, each_count, each_sampling, strict=True)
         )
-    ]  # fmt: skip
+    ]
 
 
 def _for_each(

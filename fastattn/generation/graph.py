@@ -45,20 +45,20 @@ class GraphWindow(Window):
     ) -> None:
         super().__init__(model, batch_size, max_tokens, past_context)
         self._record = record_cuda_graph if record is None else record
-        self._tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
-        self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=self._device)
+        self._tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
+        self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=self.device)
         self._logits: Tensor | None = None
         self._replay: Replay | None = None
 
-    def _forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
+    def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
         # A recorded step writes a slot in every row, also in one that stays as it is. `held` counts
         # the tokens of this step already.
         slots = self.caches[0].max_length
         rows = zip(self.held, lengths, strict=True)
         if tokens.shape[1] != 1 or any(not length and held == slots for held, length in rows):
-            return super()._forward(tokens, lengths, last_only)
+            return super().forward(tokens, lengths, last_only)
         self._tokens.copy_(tokens)
-        self._lengths.copy_(to_device(lengths, self._device, torch.int32))
+        self._lengths.copy_(to_device(lengths, self.device, torch.int32))
         for cache in self.caches:
             if cache.uniform_length is not None:
                 # Leaves the lengths to the device, and a bound to the host.

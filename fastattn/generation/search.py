@@ -129,9 +129,14 @@ def beam_texts(
         return stream.stopped
 
     found = beam_search(
-        model, encode_prompt(tokenizer, prompt), count, beams=beams, length_penalty=length_penalty,
-        end_token=end_token, is_end=is_end if stop else None,
-    )  # fmt: skip
+        model,
+        encode_prompt(tokenizer, prompt),
+        count,
+        beams=beams,
+        length_penalty=length_penalty,
+        end_token=end_token,
+        is_end=is_end if stop else None,
+    )
     return [(text_until_stop(tokenizer, beam.tokens, stop, prompt), beam) for beam in found]
 
 

@@ -212,9 +212,16 @@ def speculative_text(
     """
     stream = TextStream(tokenizer, stop, prompt)
     tokens = speculative_tokens(
-        model, draft, encode_prompt(tokenizer, prompt), count, drafts=drafts,
-        sampling=sampling, seed=seed, end_token=end_token, tally=tally,
-    )  # fmt: skip
+        model,
+        draft,
+        encode_prompt(tokenizer, prompt),
+        count,
+        drafts=drafts,
+        sampling=sampling,
+        seed=seed,
+        end_token=end_token,
+        tally=tally,
+    )
     for token in tokens:
         if piece := stream.feed(token):
             yield piece

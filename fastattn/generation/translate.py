@@ -7,6 +7,7 @@ grows in key/value caches by a token a step.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +40,15 @@ def translate(
     Raises:
         ValueError, FloatingPointError: as those two.
     """
+    texts: dict[str, Any] = {
+        "begin": begin,
+        "end": end,
+        "source_lengths": source_lengths,
+        "max_length": max_length,
+    }
     if beams == 1:
-        return greedy_translate(
-            model, source, begin=begin, end=end, source_lengths=source_lengths,
-            max_length=max_length,
-        )  # fmt: skip
-    found = beam_translate(
-        model, source, begin=begin, end=end, source_lengths=source_lengths,
-        max_length=max_length, beams=beams, length_penalty=length_penalty,
-    )  # fmt: skip
+        return greedy_translate(model, source, **texts)
+    found = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
     return [best[0].tokens for best in found]
 
 
@@ -109,7 +110,7 @@ def beam_translate(
 ) -> list[list[Beam]]:
     """Searches for the targets of the highest score, all sources together.
 
-    What the search does is told in `beam_search`.
+    The search is that of `beam_search`.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.

@@ -100,6 +100,7 @@ class Window:
 
     Attributes:
         caches: one a layer.
+        device: of the model.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Window:
         slots = self.context if max_tokens is None else max(1, min(max_tokens, self.context))
         self.caches = model.new_cache(batch_size, slots)
         self._readings = [Reading(self.context, past_context) for _ in range(batch_size)]
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
 
     @property
     def held(self) -> list[int]:
@@ -151,19 +152,19 @@ class Window:
             self._truncate([0 if gone else n for n, gone in zip(held, forgotten, strict=True)])
         lengths = [len(piece) for piece in pieces]
         padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]
-        logits = self._forward(to_device(padded, self._device), lengths, last_only)
+        logits = self.forward(to_device(padded, self.device), lengths, last_only)
         if check:
             check_finite(logits[[row for row, length in enumerate(lengths) if length]])
         return logits[:, -1] if last_only else logits
 
-    def _forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
+    def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
         """The model on tokens [B, T], of which the first lengths[b] of row b count."""
         held = max(held - length for held, length in zip(self.held, lengths, strict=True))
         for cache in self.caches:
             # A cache's own bound grows by the pads too, until it has to ask the device.
             cache.length_bound = held
         ragged = min(lengths) < tokens.shape[1]
-        key_lengths = to_device(lengths, self._device) if ragged else None
+        key_lengths = to_device(lengths, self.device) if ragged else None
         return self.model(tokens, cache=self.caches, key_lengths=key_lengths, last_only=last_only)
 
     def take_back(self, counts: Sequence[int]) -> None:
@@ -176,7 +177,7 @@ class Window:
         """Makes row b what row rows[b] was."""
         if list(rows) == list(range(len(rows))):
             return
-        index = to_device(list(rows), self._device)
+        index = to_device(list(rows), self.device)
         for cache in self.caches:
             cache.reorder(index)
         self._readings = [self._readings[row].copy() for row in rows]
@@ -187,6 +188,6 @@ class Window:
             for cache in self.caches:
                 cache.truncate(lengths[0])
             return
-        on_device = to_device(lengths, self._device)
+        on_device = to_device(lengths, self.device)
         for cache in self.caches:
             cache.truncate(on_device)

@@ -32,11 +32,19 @@ class EncoderConfig(TransformerConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "bert-base": {
-            "vocab_size": 30522, "context_length": 512, "num_layers": 12, "num_heads": 12,
-            "embed_dim": 768, "bias": True, "block": "post", "embedding_norm": True,
-            "norm_eps": 1e-12, "dropout": 0.1, "attention_dropout": 0.1,
+            "vocab_size": 30522,
+            "context_length": 512,
+            "num_layers": 12,
+            "num_heads": 12,
+            "embed_dim": 768,
+            "bias": True,
+            "block": "post",
+            "embedding_norm": True,
+            "norm_eps": 1e-12,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
         },
-    }  # fmt: skip
+    }
 
     vocab_size: int
     context_length: int = 64
@@ -57,7 +65,7 @@ class Encoder(TokenStack):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, config.vocab_size, config.context_length, causal=False)
-        self._initialise()
+        self.initialise_weights()
 
     def forward(self, tokens: Tensor, *, key_lengths: Tensor | None = None) -> Tensor:
         """Vectors of tokens in their context.
@@ -74,7 +82,7 @@ class Encoder(TokenStack):
             ValueError: tokens have another shape, or T is over context_length.
         """
         check_tokens("tokens", tokens, "context_length", self.config.context_length)
-        return self._hidden(tokens, key_lengths=key_lengths)
+        return self.hidden_states(tokens, key_lengths=key_lengths)
 
 
 class Tagger(nn.Module):

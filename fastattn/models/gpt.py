@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache.dense import KVCache
 from ..cache.paged import PagedKVCache
 from ..modules.self_attention import LayerCache
 from ..quantization import Quantize
 from .model_config import TransformerConfig, check_positive_int
 from .sampling import Sampling, check_finite
-from .stack import TokenStack, check_cache, check_targets, check_tokens, token_loss
+from .stack import DecoderStack, check_cache, check_targets, check_tokens, token_loss
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,30 @@ class GPTConfig(TransformerConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gpt2-small": {
-            "vocab_size": 50257, "context_length": 1024, "num_layers": 12, "num_heads": 12,
-            "embed_dim": 768, "bias": True, "activation": "gelu_tanh", "dropout": 0.1,
+            "vocab_size": 50257,
+            "context_length": 1024,
+            "num_layers": 12,
+            "num_heads": 12,
+            "embed_dim": 768,
+            "bias": True,
+            "activation": "gelu_tanh",
+            "dropout": 0.1,
             "attention_dropout": 0.1,
         },
         "tinyllama": {
-            "vocab_size": 32000, "context_length": 2048, "num_layers": 22, "num_heads": 32,
-            "num_kv_heads": 4, "embed_dim": 2048, "hidden_dim": 5632, "positions": "rotary",
-            "norm": "rmsnorm", "activation": "swiglu", "tie_weights": False,
+            "vocab_size": 32000,
+            "context_length": 2048,
+            "num_layers": 22,
+            "num_heads": 32,
+            "num_kv_heads": 4,
+            "embed_dim": 2048,
+            "hidden_dim": 5632,
+            "positions": "rotary",
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+            "tie_weights": False,
         },
-    }  # fmt: skip
+    }
 
     vocab_size: int
     context_length: int = 64
@@ -58,7 +71,7 @@ class GPTConfig(TransformerConfig):
         super().__post_init__()
 
 
-class GPT(TokenStack):
+class GPT(DecoderStack):
     """Decoder-only transformer, as `GPTConfig` says; by default pre-LN layers with GELU.
 
     Weights start as GPT-2's do: normal with standard deviation 0.02, biases 0, and the layers
@@ -67,12 +80,13 @@ class GPT(TokenStack):
     """
 
     config: GPTConfig
+    length_field = "context_length"
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config, config.vocab_size, config.context_length)
         untied = not config.tie_weights
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False) if untied else None
-        self._initialise()
+        self.initialise_weights()
 
     def forward(
         self,
@@ -108,7 +122,7 @@ class GPT(TokenStack):
         if targets is not None and last_only:
             raise ValueError("last_only must be False when targets are given, got True")
         check_cache("tokens", tokens, cache, len(self.blocks))
-        x = self._hidden(tokens, key_lengths=key_lengths, cache=cache, last_only=last_only)
+        x = self.hidden_states(tokens, key_lengths=key_lengths, cache=cache, last_only=last_only)
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         logits = F.linear(x, weight)
         if targets is None:
@@ -167,27 +181,6 @@ class GPT(TokenStack):
             chosen = torch.multinomial(sampling.probabilities(logits), 1, generator=generator)
             idx = torch.cat([idx, chosen], dim=1)
         return idx
-
-    def new_cache(
-        self,
-        batch_size: int,
-        max_length: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> list[KVCache]:
-        """Empty key/value caches, one a layer, for incremental decoding.
-
-        Args:
-            batch_size: rows B.
-            max_length: tokens a row can hold; default and, with learned positions, at most
-                context_length.
-            device, dtype: of the stored keys and values; default the parameters'.
-
-        Raises:
-            ValueError: max_length exceeds what learned positions reach.
-        """
-        return self._new_cache(batch_size, max_length, "context_length", device, dtype)
 
     def new_paged_cache(
         self,

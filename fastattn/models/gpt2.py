@@ -29,30 +29,37 @@ _HEAD = "lm_head.weight"
 # Masks that old files keep beside the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _ACTIVATIONS = {
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu": "gelu", "relu": "relu",
-}  # fmt: skip
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+    **{"gelu": "gelu", "relu": "relu"},
+}
 # Fields of `GPTConfig` that GPT-2 has too, or that do not change what is computed of them.
 _CONVERTED = {
-    "vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "embed_dim",
-    "hidden_dim", "activation", "dropout", "attention_dropout", "bias", "tie_weights", "positions",
-    "rotary_style", "rotary_base", "relative_distance", "relative_table", "label_smoothing",
-}  # fmt: skip
+    *("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "embed_dim"),
+    *("hidden_dim", "activation", "dropout", "attention_dropout", "bias", "tie_weights"),
+    *("positions", "rotary_style", "rotary_base", "relative_distance", "relative_table"),
+    "label_smoothing",
+}
 # Fields of a Hugging Face configuration and the only values that GPT computes.
 _REQUIRED = {
-    "model_type": "gpt2", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False, "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "layer_norm_epsilon": 1e-5,
+}
 # What the fields must be; a number of something is at least 1.
 _HF_TYPES: Mapping[str, Any] = {
-    "vocab_size": int, "n_positions": int, "n_layer": int, "n_head": int, "n_embd": int,
-    "n_inner": int | None, "activation_function": str, "resid_pdrop": float, "embd_pdrop": float,
-    "attn_pdrop": float, "tie_word_embeddings": bool,
-}  # fmt: skip
+    **dict.fromkeys(("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"), int),
+    "n_inner": int | None,
+    "activation_function": str,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float),
+    "tie_word_embeddings": bool,
+}
 _NANOGPT_TYPES: Mapping[str, Any] = {
-    "vocab_size": int, "block_size": int, "n_layer": int, "n_head": int, "n_embd": int,
-    "dropout": float, "bias": bool,
-}  # fmt: skip
+    **dict.fromkeys(("vocab_size", "block_size", "n_layer", "n_head", "n_embd"), int),
+    "dropout": float,
+    "bias": bool,
+}
 
 
 class UnsupportedModelError(ValueError):

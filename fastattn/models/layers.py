@@ -12,7 +12,7 @@ from ..functional.attend import attention
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import GQAttention, LayerCache
 from .model_config import GATED, Activation, Norm, Order, TransformerConfig
-from .position_schemes import RelativeContent, RelativeScalar, RelativeTransformerXL
+from .positions import RelativeContent, RelativeScalar, RelativeTransformerXL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

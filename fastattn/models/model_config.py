@@ -43,7 +43,7 @@ class TransformerConfig:
         positions: "learned" adds a trained vector a position to the token embedding, "sinusoidal" a
             fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores in
             proportion to the distance; "scalar", "content" and "transformer_xl" learn terms of the
-            scores by relative position (see `fastattn.models.position_schemes`); "none" has none.
+            scores by relative position (see `fastattn.models.positions`); "none" has none.
         rotary_style: pairs of features that are rotated together, "half" or "interleaved".
         rotary_base: the rotation's longest wavelength is about 2 * pi * rotary_base positions.
         relative_distance: R of the learned terms: distances beyond R are taken as R.

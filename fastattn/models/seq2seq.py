@@ -15,7 +15,7 @@ from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
 from .layers import Block
 from .model_config import TransformerConfig, check_positive_int
-from .stack import TokenStack, check_cache, check_targets, check_tokens, token_loss
+from .stack import DecoderStack, TokenStack, check_cache, check_targets, check_tokens, token_loss
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,22 @@ class Seq2SeqConfig(TransformerConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "transformer-base": {
-            "source_vocab_size": 37000, "target_vocab_size": 37000, "source_length": 512,
-            "target_length": 512, "num_layers": 6, "num_heads": 8, "embed_dim": 512,
-            "positions": "sinusoidal", "block": "post", "activation": "relu", "bias": True,
-            "dropout": 0.1, "label_smoothing": 0.1, "share_embeddings": True,
+            "source_vocab_size": 37000,
+            "target_vocab_size": 37000,
+            "source_length": 512,
+            "target_length": 512,
+            "num_layers": 6,
+            "num_heads": 8,
+            "embed_dim": 512,
+            "positions": "sinusoidal",
+            "block": "post",
+            "activation": "relu",
+            "bias": True,
+            "dropout": 0.1,
+            "label_smoothing": 0.1,
+            "share_embeddings": True,
         },
-    }  # fmt: skip
+    }
 
     source_vocab_size: int
     target_vocab_size: int
@@ -92,17 +102,19 @@ class _Encoder(TokenStack):
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config, config.source_vocab_size, config.source_length, causal=False)
-        self._initialise()
+        self.initialise_weights()
 
 
-class _Decoder(TokenStack):
+class _Decoder(DecoderStack):
     """The decoder's side: masked self-attention, cross-attention, feed-forward."""
+
+    length_field = "target_length"
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         count = config.num_decoder_layers
         sizes = (config.target_vocab_size, config.target_length)
         super().__init__(config, *sizes, cross=True, num_layers=count)
-        self._initialise()
+        self.initialise_weights()
 
 
 class Seq2Seq(nn.Module):
@@ -184,7 +196,7 @@ class Seq2Seq(nn.Module):
             ValueError: source has another shape, or is longer than source_length.
         """
         check_tokens("source", source, "source_length", self.config.source_length)
-        hidden = self.encoder._hidden(source, key_lengths=source_lengths)
+        hidden = self.encoder.hidden_states(source, key_lengths=source_lengths)
         return Memory(
             tuple(
                 cast(CrossGQAttention, cast(Block, block).cross).project_memory(
@@ -227,7 +239,7 @@ class Seq2Seq(nn.Module):
                 f"memory must be of {inputs.shape[0]} sources, one for each row of inputs, "
                 f"got {memory.batch_size}"
             )
-        hidden = self.decoder._hidden(
+        hidden = self.decoder.hidden_states(
             inputs,
             key_lengths=key_lengths,
             cache=cache,
@@ -245,18 +257,8 @@ class Seq2Seq(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[KVCache]:
-        """Empty caches of targets, one a layer of the decoder.
-
-        Args:
-            batch_size: rows B.
-            max_length: tokens a row can hold; default and, with learned positions, at most
-                target_length.
-            device, dtype: of the stored keys and values; default the parameters'.
-
-        Raises:
-            ValueError: max_length exceeds what learned positions reach.
-        """
-        return self.decoder._new_cache(batch_size, max_length, "target_length", device, dtype)
+        """Empty caches of targets, one a layer of the decoder; arguments as for `GPT.new_cache`."""
+        return self.decoder.new_cache(batch_size, max_length, device=device, dtype=dtype)
 
     def num_parameters(self) -> int:
         """Number of trained scalars, shared ones counted once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
-from .position_schemes import LearnedPositions, SinusoidalPositions
+from .positions import LearnedPositions, SinusoidalPositions
 
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.
 _INIT_STD = 0.02
@@ -78,7 +78,7 @@ class TokenStack(nn.Module):
         config = self.config
         return make_norm(config.norm, config.embed_dim, eps=config.norm_eps, bias=config.bias)
 
-    def _hidden(
+    def hidden_states(
         self,
         tokens: Tensor,
         *,
@@ -118,27 +118,7 @@ class TokenStack(nn.Module):
             x = x + at.to(x.dtype)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _new_cache(
-        self,
-        batch_size: int,
-        max_length: int | None,
-        name: str,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> list[KVCache]:
-        """Empty caches, one a layer; name: of the field that bounds learned positions."""
-        max_length = self.length if max_length is None else max_length
-        if isinstance(self.position_embedding, LearnedPositions) and max_length > self.length:
-            raise ValueError(
-                f"max_length must be at most {name}={self.length} with learned positions, "
-                f"got {max_length}"
-            )
-        return [
-            block.attention.new_cache(batch_size, max_length, device=device, dtype=dtype)
-            for block in cast(Iterable[Block], self.blocks)
-        ]
-
-    def _initialise(self) -> None:
+    def initialise_weights(self) -> None:
         """GPT-2's weights: see `GPT`."""
         parts = 2 if self.blocks[0].cross is None else 3
         residual_std = _INIT_STD / math.sqrt(parts * len(self.blocks))
@@ -148,6 +128,43 @@ class TokenStack(nn.Module):
             elif parameter.dim() == 2 and not name.endswith(_KEPT):
                 std = residual_std if name.endswith(_WRITERS) else _INIT_STD
                 nn.init.normal_(parameter, std=std)
+
+
+class DecoderStack(TokenStack):
+    """A causal `TokenStack`, which reads sequences piece by piece into caches."""
+
+    # The configuration's field that bounds sequences.
+    length_field: ClassVar[str]
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_length: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[KVCache]:
+        """Empty key/value caches, one a layer, for incremental decoding.
+
+        Args:
+            batch_size: rows B.
+            max_length: tokens a row can hold; default and, with learned positions, at most
+                the configuration's context_length (of an encoder-decoder target_length).
+            device, dtype: of the stored keys and values; default the parameters'.
+
+        Raises:
+            ValueError: max_length exceeds what learned positions reach.
+        """
+        max_length = self.length if max_length is None else max_length
+        if isinstance(self.position_embedding, LearnedPositions) and max_length > self.length:
+            raise ValueError(
+                f"max_length must be at most {self.length_field}={self.length} with learned "
+                f"positions, got {max_length}"
+            )
+        return [
+            block.attention.new_cache(batch_size, max_length, device=device, dtype=dtype)
+            for block in cast(Iterable[Block], self.blocks)
+        ]
 
 
 def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:

@@ -201,7 +201,7 @@ def check_relative(scheme: RelativeScheme, relative_bias: int | None, **others: 
     """A module of relative terms, and what its terms on the values exclude."""
     if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
         raise TypeError(
-            "relative must be a module of fastattn.models.position_schemes or one like those, "
+            "relative must be a module of fastattn.models.positions or one like those, "
             f"got {checks.type_name(scheme)}"
         )
     if relative_bias is not None:

@@ -37,7 +37,7 @@ class RelativeTerms(NamedTuple):
 
 
 class RelativeScheme(Protocol):
-    """What `GQAttention` needs of its `relative`, a module; see `fastattn.models.position_schemes`.
+    """What `GQAttention` needs of its `relative`, a module; see `fastattn.models.positions`.
 
     Attributes:
         has_keys: its terms have keys, which the decode kernels do not take.

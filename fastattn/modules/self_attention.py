@@ -70,7 +70,7 @@ class GQAttention(AttentionLayer):
             none. T5 itself shares one table among all layers, and has scale = 1.
         relative_max_distance: distances from here on share the last bucket; default 128.
         relative: a module of terms by relative position, such as those of
-            `fastattn.models.position_schemes`; see `fastattn.modules.relative`.
+            `fastattn.models.positions`; see `fastattn.modules.relative`.
         scoring: of q and k: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q;
             "additive", u^T tanh(q + k), of which qkv_proj holds the matrices
             (`fastattn.functional.scoring`).

@@ -28,7 +28,7 @@ from ..models.gpt import GPT
 from .extras import import_extra
 from .manifest import MANIFEST, MODEL, TOKENIZER, TRAINING, read_manifest, write_manifest
 from .manifest import CheckpointError as CheckpointError
-from .tokenizers.loading import Tokenizer, TokenizerError, from_json
+from .tokenizers import Tokenizer, TokenizerError, from_json
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"

@@ -29,8 +29,8 @@ from .checkpoint import (
 from .extras import import_extra
 from .kinds import config_of, kind_of
 from .manifest import file_in, read_json
+from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
-from .tokenizers.loading import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS, _SHARDS = "model.safetensors", "model.safetensors.index.json"

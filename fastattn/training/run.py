@@ -12,7 +12,11 @@ import torch
 
 from ..models.fields import from_fields
 from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
-from .data.sources import (
+from .kinds import KINDS, Kind, config_of, kind_of
+from .metrics import CURVE_FILE, METRICS_FILE
+from .pretrained import Pretrained
+from .progress import ProgressBar
+from .tasks.sources import (
     DataConfig,
     MaskedDataConfig,
     PairDataConfig,
@@ -22,10 +26,6 @@ from .data.sources import (
     TaggedSource,
     TextSource,
 )
-from .kinds import KINDS, Kind, config_of, kind_of
-from .metrics import CURVE_FILE, METRICS_FILE
-from .pretrained import Pretrained
-from .progress import ProgressBar
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
 

@@ -13,11 +13,11 @@ from fastattn.cli import train as cli_train
 from fastattn.cli.main import main
 from fastattn.models import model_config as model_config
 from fastattn.training.checkpoint import CheckpointError, load_checkpoint, load_model
-from fastattn.training.data import sources
 from fastattn.training.data.tagged_text import standard_library_sentences
 from fastattn.training.kinds import KINDS, check_tokenizer, find_kind, load_trained
 from fastattn.training.metrics import read_metrics
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tasks import sources
+from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -18,7 +18,7 @@ from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
-from fastattn.training.tokenizers.loading import BPETokenizer, CharacterTokenizer
+from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -12,7 +12,7 @@ from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
 from fastattn.testing.gpt import make_gpt
 from fastattn.training.checkpoint import Checkpoint, save_checkpoint
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.models.position_schemes import sinusoids
+from fastattn.models.positions import sinusoids
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.testing import assert_within_budget, worst_naive
 

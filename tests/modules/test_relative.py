@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattn import GQAttention, KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
-from fastattn.models.position_schemes import (
+from fastattn.models.positions import (
     DistanceVectors,
     LearnedPositions,
     RelativeContent,
@@ -52,7 +52,7 @@ def for_heads(vectors: Tensor) -> Tensor:
 
 
 def naive(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-    """The formulas of `fastattn.models.position_schemes`, with a vector for each pair of tokens."""
+    """The formulas of `fastattn.models.positions`, with a vector for each pair of tokens."""
     B, T, _ = x.shape
     qkv = (x @ layer.qkv_proj.weight.T).view(B, T, -1, D).transpose(1, 2)
     q, k, v = qkv.split([H_q, H_k, H_k], dim=1)

@@ -15,7 +15,7 @@ from fastattn.generation import Engine, Sampling, generate_tokens
 from fastattn.generation.paged import layers_of
 from fastattn.models.gpt2 import UnsupportedModelError, config_to_hf
 from fastattn.models.model_config import TransformerConfig
-from fastattn.models.position_schemes import RelativeContent
+from fastattn.models.positions import RelativeContent
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.testing import assert_within_budget
 from fastattn.testing.gpt import make_gpt

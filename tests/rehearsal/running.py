@@ -19,7 +19,7 @@ from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.data.text import TextDataset
 from fastattn.training.step_timing import time_training_steps
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer
 

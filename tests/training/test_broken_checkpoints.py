@@ -28,9 +28,9 @@ from fastattn.training.checkpoint import (
     save_checkpoint,
 )
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
-from fastattn.training.data import sources
 from fastattn.training.run import Options, train
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tasks import sources
+from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")

@@ -21,7 +21,7 @@ from fastattn.training.checkpoint import (
     load_model,
     save_checkpoint,
 )
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -23,7 +23,7 @@ from fastattn.training.checkpoint import (
     save_checkpoint,
 )
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
-from fastattn.training.tokenizers.loading import BPETokenizer, CharacterTokenizer, TokenizerError
+from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer, TokenizerError
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
 

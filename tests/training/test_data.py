@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn.training.data import text as data
+from fastattn.training.data import text as text_data
 from fastattn.training.data.text import (
     DataError,
     TextDataset,
@@ -13,7 +13,7 @@ from fastattn.training.data.text import (
     split_text,
     standard_library_text,
 )
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 
 
 def test_files_are_joined_in_order(tmp_path):
@@ -119,7 +119,7 @@ def test_standard_library_text_skips_what_it_should(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(text_data.sysconfig, "get_path", lambda name: str(tmp_path))
     assert sorted(standard_library_text(50).splitlines()) == ["a = 1", "b = 2"]
     with pytest.raises(DataError, match=r"no Python source in .* --text"):
         standard_library_text(3)

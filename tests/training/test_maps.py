@@ -7,7 +7,7 @@ from fastattn import CausalGQAttention
 from fastattn.cli.main import main
 from fastattn.models.encoder import EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.models.position_schemes import RelativeContent, RelativeTransformerXL
+from fastattn.models.positions import RelativeContent, RelativeTransformerXL
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.modules.cross_attention import CrossGQAttention
 from fastattn.modules.self_attention import GQAttention
@@ -16,7 +16,7 @@ from fastattn.training.checkpoint import Checkpoint, save_checkpoint
 from fastattn.training.data.text import DataError
 from fastattn.training.kinds import KINDS, Trained
 from fastattn.training.maps import Map, attention_maps, draw_maps
-from fastattn.training.tokenizers.loading import PieceTokenizer
+from fastattn.training.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -5,7 +5,7 @@ import torch
 
 from fastattn.training.data.text import TextDataset
 from fastattn.training.tasks.masking import MaskedTask, mask_tokens
-from fastattn.training.tokenizers.loading import CharacterTokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tokenizers import CharacterTokenizer, PieceTokenizer, TokenizerError
 
 TEXT = "abcdefghij" * 60
 TOKENIZER = PieceTokenizer.train("char", TEXT, 60)

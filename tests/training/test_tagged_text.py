@@ -17,7 +17,7 @@ from fastattn.training.data.tagged_text import (
 )
 from fastattn.training.data.text import DataError
 from fastattn.training.tasks.tagging import TaggingTask, cut_rows
-from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tokenizers import BPETokenizer, PieceTokenizer, TokenizerError
 
 CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
 TOKENIZER = PieceTokenizer.train("char", "EU rejects Peter Blackburn", 60)

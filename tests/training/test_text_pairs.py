@@ -18,7 +18,7 @@ from fastattn.training.data.text_pairs import (
 )
 from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
 from fastattn.training.tasks.translation import TranslationTask, encode_pairs, encode_sources
-from fastattn.training.tokenizers.loading import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tokenizers import BPETokenizer, PieceTokenizer, TokenizerError
 
 TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)
 PAIRS = [Pair("one two", "eins zwei", "f:1"), Pair("three", "drei", "f:2")]

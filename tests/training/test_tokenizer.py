@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattn.training.tokenizers.loading import (
+from fastattn.training.tokenizers import (
     BPETokenizer,
     CharacterTokenizer,
     TokenizerError,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn.training.data.rows import encode_padded, pad
-from fastattn.training.tokenizers.loading import (
+from fastattn.training.tokenizers import (
     BPETokenizer,
     CharacterTokenizer,
     PieceTokenizer,

@@ -16,7 +16,7 @@ from fastattn.training.data.text import TextDataset, random_batch
 from fastattn.training.metrics import append_metrics, draw_loss_curve, read_metrics
 from fastattn.training.progress import ProgressBar, SilentProgress
 from fastattn.training.tasks import task
-from fastattn.training.tokenizers.loading import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig, resolve_device
 from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
 

@@ -11,19 +11,6 @@ from .bytes import BPETokenizer, byte_level_bpe
 from .characters import CHARACTER_FORMAT, CharacterTokenizer
 from .pieces import PIECE_KINDS, PieceTokenizer, read_vocabulary
 
-__all__ = [
-    "TOKENIZER_KINDS",
-    "BPETokenizer",
-    "CharacterTokenizer",
-    "PieceTokenizer",
-    "Tokenizer",
-    "TokenizerError",
-    "byte_level_bpe",
-    "from_json",
-    "load_tokenizer",
-    "train_tokenizer",
-]
-
 TOKENIZER_KINDS = ("char", "bpe", *(kind for kind in PIECE_KINDS if kind != "char"))
 _JSON, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 

@@ -6,21 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ..tasks.masking import MaskedTask
-from ..tasks.scores import import_sacrebleu
-from ..tasks.tagging import TaggingTask
-from ..tasks.task import LanguageTask, Task
-from ..tasks.translation import TranslationTask, encode_pairs
-from ..tokenizers.base import Tokenizer
-from ..tokenizers.loading import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
-from .tagged_text import (
+from ..data.tagged_text import (
     check_tags,
     read_conll,
     sentences_fingerprint,
     standard_library_sentences,
     tags_of,
 )
-from .text import (
+from ..data.text import (
     DataError,
     TextDataset,
     fingerprint,
@@ -28,7 +21,20 @@ from .text import (
     split_text,
     standard_library_text,
 )
-from .text_pairs import Pair, date_pairs, pairs_fingerprint, read_pairs, standard_library_pairs
+from ..data.text_pairs import (
+    Pair,
+    date_pairs,
+    pairs_fingerprint,
+    read_pairs,
+    standard_library_pairs,
+)
+from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
+from ..tokenizers.base import Tokenizer
+from .masking import MaskedTask
+from .scores import import_sacrebleu
+from .tagging import TaggingTask
+from .task import LanguageTask, Task
+from .translation import TranslationTask, encode_pairs
 
 _Item = TypeVar("_Item")
 
