@@ -1,4 +1,4 @@
-"""PagedKVCache against a list of tokens a row: contents, books, what failures leave behind."""
+"""PagedKVCache against a list of tokens a row: contents, page counts, what failures leave."""
 
 import copy
 import random
@@ -31,12 +31,12 @@ def snapshot(cache: PagedKVCache) -> tuple:
     tensors = [cache.k, cache.v, cache.block_table, cache.lengths, cache.k_scale, cache.v_scale]
     # As bytes, so that NaN in unused slots equals itself.
     raw = [x.contiguous().view(torch.uint8).clone() for x in tensors if x is not None]
-    return copy.deepcopy(vars(cache._table)), raw
+    return copy.deepcopy(vars(cache._allocator)), raw
 
 
 def assert_unchanged(cache: PagedKVCache, before: tuple) -> None:
-    books, tensors = snapshot(cache)
-    assert books == before[0]
+    allocator, tensors = snapshot(cache)
+    assert allocator == before[0]
     for now, then in zip(tensors, before[1], strict=True):
         assert torch.equal(now, then)
 
@@ -53,7 +53,7 @@ class ListModel:
         return torch.arange(self.issued - B * T, self.issued).view(B, T)
 
     def assert_equals(self, cache: PagedKVCache) -> None:
-        """Contents of every row, and that books and tensors tell the same story."""
+        """Contents of every row, and that the host and the tensors agree."""
         assert cache.rows == list(self.rows)
         held: dict[int, int] = {}
         for row, ids in self.rows.items():
@@ -63,8 +63,8 @@ class ListModel:
             assert cache.block_table[row, : len(pages)].tolist() == pages
             for page in pages:
                 held[page] = held.get(page, 0) + 1
-        assert held == {p: n for p in range(PAGES) if (n := cache._table.holders(p))}
-        assert sorted(cache._table._free_pages) == [p for p in range(PAGES) if p not in held]
+        assert held == {p: n for p in range(PAGES) if (n := cache._allocator.holders(p))}
+        assert sorted(cache._allocator._free_pages) == [p for p in range(PAGES) if p not in held]
         expected = [len(self.rows.get(row, [])) for row in range(MAX_ROWS)]
         assert cache.lengths.tolist() == expected
         if self.rows:
@@ -247,7 +247,7 @@ def test_of_the_rows_that_write_into_a_shared_page_one_keeps_it():
     assert cache.pages(row) != cache.pages(twin)
 
 
-def test_layers_share_the_books_and_lengths_advance_once():
+def test_layers_share_pages_and_lengths_advance_once():
     cache = make_cache(num_layers=3)
     rows = [cache.allocate(), cache.allocate()]
     for step in range(2):
@@ -262,7 +262,7 @@ def test_layers_share_the_books_and_lengths_advance_once():
         assert k[1, 0, :2, 0].tolist() == [10.0 * layer + n for n in (0, 1)]
 
 
-def test_reserve_and_advance_keep_the_books_of_an_append_that_others_make():
+def test_reserve_and_advance_count_as_an_append_that_others_make():
     cache = make_cache()
     row = cache.allocate()
     cache.reserve([row], 4)
