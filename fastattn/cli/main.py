@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; default: the process's own.
 
     Returns:
-        0 = done, 1 = an error that one line on stderr tells, 2 = wrong options, 130 = stopped by
+        0 = done, 1 = an error, reported in one line on stderr, 2 = wrong options, 130 = stopped by
         Ctrl-C.
     """
     try:

@@ -240,7 +240,7 @@ _SCORE_TITLES = {
 
 
 class _Stop:
-    """Asked for by a first signal and granted between two steps; a second signal is at once."""
+    """Stops training between two steps after a first signal, at once after a second."""
 
     def __init__(self) -> None:
         self._asked = self._heard = False

@@ -56,7 +56,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     # Objects that `fastattn.swap` made of torch's modules have no attribute of their own.
     backend: str | None = None
     # Those of a `fastattn.Swap`.
-    _calls: Calls | None = None
+    calls: Calls | None = None
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         torch.jit.script does not compile this: it calls it, for a self that has the parameters and
         numbers of ours, but no methods, and no parts that can be called.
         """
-        calls: Calls | None = getattr(self, "_calls", None)
+        calls: Calls | None = getattr(self, "calls", None)
         if calls is not None:
             calls.count_served()
         if query.is_nested or key.is_nested or value.is_nested:

@@ -1,4 +1,4 @@
-"""The switch that makes torch.nn.functional.scaled_dot_product_attention this library's."""
+"""`patch_sdpa`: replace torch.nn.functional.scaled_dot_product_attention, and undo it."""
 
 import threading
 from types import TracebackType

@@ -119,7 +119,7 @@ class Engine:
             prompt, count, sampling, seed, end_token: as for `generate_tokens`.
 
         Returns:
-            The request: `tokens` grows with every step, `done` tells when it has all.
+            The request: `tokens` grows with every step, `done` is True once it has all.
 
         Raises:
             ValueError: the pool is too small for this request even alone, or as `generate_tokens`.

@@ -34,7 +34,7 @@ class Batch:
         past_context: what follows a full context, "restart" or "crop"; see `Reading`.
 
     Raises:
-        ValueError: cuda_graph is asked for, and the model is on no CUDA device; or past_context is
+        ValueError: cuda_graph is True, and the model is on no CUDA device; or past_context is
             unknown.
     """
 

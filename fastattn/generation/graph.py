@@ -1,4 +1,4 @@
-"""Steps of one token a row, recorded once and replayed as a CUDA graph.
+"""Decode steps of one token a row, recorded once and replayed as a CUDA graph.
 
 A small model's step takes the host longer to launch than the GPU to compute. A graph launches all
 of it at once. It can be recorded because nothing in such a step depends on the host: the lengths of
@@ -104,10 +104,10 @@ def make_window(
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> Window:
-    """A window, with a CUDA graph if asked for.
+    """A window, which replays its steps as a CUDA graph if cuda_graph.
 
     Raises:
-        ValueError: cuda_graph is asked for, and the model is on no CUDA device.
+        ValueError: cuda_graph is True, and the model is on no CUDA device.
     """
     if not cuda_graph:
         return Window(model, batch_size, max_tokens, past_context)

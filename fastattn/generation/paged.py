@@ -16,7 +16,7 @@ class PagedRows:
     """One layer of some rows of a paged cache, for one step of a model; see `layers_of`.
 
     Attributes:
-        k, v: [B, H_k, length_bound, D], gathered from the pages when asked for.
+        k, v: [B, H_k, length_bound, D], gathered from the pages on first use.
         lengths: int32 [B].
         length_bound: what no row's length exceeds.
         uniform_length: None: the rows count as being of different lengths.

@@ -1,4 +1,4 @@
-"""One prompt, how it is to be continued, and what has been added to it."""
+"""One generation request: prompt, settings, and the tokens generated so far."""
 
 from __future__ import annotations
 

@@ -172,8 +172,7 @@ def speculative_tokens(
     Args:
         draft: a faster model with the same vocabulary, in evaluation mode.
         drafts: tokens that it proposes at a time, at most.
-        tally: counts tokens, drafted and accepted ones; `Tally.acceptance_rate` tells what the
-            draft model is worth.
+        tally: counts tokens, drafted and accepted ones; see `Tally.acceptance_rate`.
         model, prompt, count, sampling, seed, end_token: as for `generate_tokens`.
 
     Yields:

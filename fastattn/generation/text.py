@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts, and text that comes out in pieces and ends at a stop string."""
+"""Prompts to tokens, and streamed text that ends at a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding of an encoder-decoder: the likeliest token at a time, or the likeliest texts.
+"""Decoding of encoder-decoders: greedy, and beam search.
 
 The source is read once: its keys and values serve every step, and all beams of a source. The target
 grows in key/value caches by a token a step.

@@ -1,4 +1,4 @@
-"""What a model has read of a batch of texts: its caches, and what happens when they are full."""
+"""The context of a batch of texts: a model's caches, and what follows when they are full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bidirectional encoder, and what it is trained for: tags of tokens, and tokens behind masks."""
+"""A bidirectional encoder, with heads for tagging and for masked tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .model_config import TransformerConfig, check_positive_int
+from .model_config import TextConfig, check_positive_int
 from .stack import TokenStack, check_targets, check_tokens, token_loss
 
 
 @dataclass(frozen=True)
-class EncoderConfig(TransformerConfig):
+class EncoderConfig(TextConfig):
     """The shape of an `Encoder`.
 
     Args:
@@ -45,14 +45,6 @@ class EncoderConfig(TransformerConfig):
             "attention_dropout": 0.1,
         },
     }
-
-    vocab_size: int
-    context_length: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length"):
-            check_positive_int(name, getattr(self, name))
-        super().__post_init__()
 
 
 class Encoder(TokenStack):

@@ -1,4 +1,4 @@
-"""Fields of a configuration that come from outside, such as a JSON file, against their types."""
+"""Type checks of configuration fields that come from outside, such as a JSON file."""
 
 from __future__ import annotations
 

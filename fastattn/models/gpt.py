@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ..cache.paged import PagedKVCache
 from ..modules.self_attention import LayerCache
 from ..quantization import Quantize
-from .model_config import TransformerConfig, check_positive_int
+from .model_config import TextConfig
 from .sampling import Sampling, check_finite
 from .stack import DecoderStack, check_cache, check_targets, check_tokens, token_loss
 
 
 @dataclass(frozen=True)
-class GPTConfig(TransformerConfig):
+class GPTConfig(TextConfig):
     """The shape of a `GPT`.
 
     Args:
@@ -61,14 +61,6 @@ class GPTConfig(TransformerConfig):
             "tie_weights": False,
         },
     }
-
-    vocab_size: int
-    context_length: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length"):
-            check_positive_int(name, getattr(self, name))
-        super().__post_init__()
 
 
 class GPT(DecoderStack):
@@ -115,7 +107,7 @@ class GPT(DecoderStack):
 
         Raises:
             ValueError: tokens or targets have another shape, T is over context_length, tokens do
-                not fit the cache, or last_only is asked for together with targets.
+                not fit the cache, or last_only is True although targets are given.
         """
         check_tokens("tokens", tokens, "context_length", self.config.context_length)
         check_targets(targets, "tokens", tokens)

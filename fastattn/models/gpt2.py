@@ -1,4 +1,4 @@
-"""GPT-2's weights and configuration by other names: Hugging Face's, and nanoGPT's.
+"""GPT-2 checkpoints: conversion from and to Hugging Face's names, and from nanoGPT's.
 
 All three keep the same numbers. Hugging Face stores the linear layers' weights transposed, as [in,
 out]; names of nanoGPT are Hugging Face's. What `GPT` has no place for is refused.
@@ -63,7 +63,7 @@ _NANOGPT_TYPES: Mapping[str, Any] = {
 
 
 class UnsupportedModelError(ValueError):
-    """A model has something that this GPT, or the format asked for, has no place for."""
+    """A model has something that this GPT, or the target format, has no place for."""
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:

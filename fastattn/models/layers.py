@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ..functional.attend import attention
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
+from ..modules.options import SelfOptions, SharedOptions, table
 from ..modules.self_attention import GQAttention, LayerCache
 from .model_config import GATED, Activation, Norm, Order, TransformerConfig
 from .positions import RelativeContent, RelativeScalar, RelativeTransformerXL
@@ -233,6 +235,13 @@ def make_relative(
     return None
 
 
+def _layer_options(config: TransformerConfig, kind: type) -> dict[str, Any]:
+    """The layers' options that the configuration has under their names, and biases."""
+    fields = {field.name for field in dataclasses.fields(config)}
+    found = {name: getattr(config, name) for name in table(kind) if name in fields}
+    return {**found, "qkv_bias": config.bias, "out_bias": config.bias}
+
+
 def make_block(
     config: TransformerConfig, layer: int, *, causal: bool = True, cross: bool = False
 ) -> Block:
@@ -247,31 +256,17 @@ def make_block(
     window, stride = config.window, config.stride
     if config.sparse == "alternate":
         window, stride = (None, stride) if layer % 2 else (window, None)
-    heads: dict[str, Any] = {
-        "v_head_dim": config.v_head_dim,
-        "qkv_bias": config.bias,
-        "out_bias": config.bias,
-        "qk_norm": config.qk_norm,
-        "scoring": config.scoring,
-        "softcap": config.softcap,
-        "sinks": config.sinks,
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
+    of_self = {
+        **_layer_options(config, SelfOptions),
+        "window": window,
+        "stride": stride,
+        "rotary": config.rotary_style if config.positions == "rotary" else None,
+        "alibi": config.positions == "alibi",
+        "relative": make_relative(config),
     }
     sizes = (config.embed_dim, config.num_heads, config.num_kv_heads)
     return Block(
-        GQAttention(
-            *sizes,
-            causal=causal,
-            window=window,
-            stride=stride,
-            keep_first=config.keep_first,
-            rotary=config.rotary_style if config.positions == "rotary" else None,
-            rotary_base=config.rotary_base,
-            alibi=config.positions == "alibi",
-            relative=make_relative(config),
-            **heads,
-        ),
+        GQAttention(*sizes, causal=causal, **of_self),
         MLP(
             config.embed_dim,
             config.hidden_dim,
@@ -281,7 +276,7 @@ def make_block(
         ),
         config.embed_dim,
         bias=config.bias,
-        cross=CrossGQAttention(*sizes, **heads) if cross else None,
+        cross=CrossGQAttention(*sizes, **_layer_options(config, SharedOptions)) if cross else None,
         order=config.block,
         norm=config.norm,
         norm_eps=config.norm_eps,

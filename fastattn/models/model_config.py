@@ -1,4 +1,4 @@
-"""What the layers of all models have in common: every option, its default and its check."""
+"""Configuration of transformer layers: every option, its default and its check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from .. import checks
-from ..modules.layer import Scoring
+from ..modules.options import Scoring, SharedOptions, excluded, passed_as, table
 from ..rotary import RotaryStyle
 from .fields import from_fields
 
@@ -133,8 +133,10 @@ class TransformerConfig:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         self._check_sparse()
         checks.check_keep_first(self.keep_first, self.window is not None)
-        if self.softcap is not None:
-            checks.check_positive("softcap", self.softcap)
+        for name in passed_as(SharedOptions, "score"):
+            value, check = getattr(self, name), table(SharedOptions)[name].check
+            if value is not None and check is not None:
+                check(name, value)
         self._check_terms()
 
     def _check_heads(self) -> None:
@@ -174,19 +176,13 @@ class TransformerConfig:
                 f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
                 f"got {self.positions!r}"
             )
-        plain = {"softcap": None, "sinks": False, "attention_dropout": 0}
-        for name, nothing in {**plain, "window": None}.items():
-            if self.relative_values and getattr(self, name) != nothing:
-                raise ValueError(
-                    f"{name} cannot go with relative_values, got {getattr(self, name)}"
-                )
+        if self.relative_values:
+            for name, value in excluded("values", vars(self)):
+                raise ValueError(f"{name} cannot go with relative_values, got {value}")
         if self.scoring != "additive":
             return
-        for name, nothing in plain.items():
-            if getattr(self, name) != nothing:
-                raise ValueError(
-                    f"{name} cannot go with scoring='additive', got {getattr(self, name)}"
-                )
+        for name, value in excluded("additive", vars(self)):
+            raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
         if self.positions in (*RELATIVE, "alibi"):
             raise ValueError(
                 "positions must be 'learned', 'sinusoidal', 'rotary' or 'none' with "
@@ -226,6 +222,24 @@ class TransformerConfig:
             known = ", ".join(cls.presets) or "none"
             raise ValueError(f"{cls.__name__} has the presets {known}, got {name!r}")
         return cls.from_dict({**cls.presets[name], **changes})
+
+
+@dataclass(frozen=True)
+class TextConfig(TransformerConfig):
+    """The options of a model that reads one text: `TransformerConfig` and the text's sizes.
+
+    Args:
+        vocab_size: number of distinct tokens V.
+        context_length: longest sequence the model reads, in tokens.
+    """
+
+    vocab_size: int
+    context_length: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_length"):
+            check_positive_int(name, getattr(self, name))
+        super().__post_init__()
 
 
 _CHOICES: Mapping[str, Any] = {

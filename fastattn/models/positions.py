@@ -1,4 +1,4 @@
-"""Positions: vectors that are added to the embedding, and terms of the scores by distance.
+"""Position embeddings, and terms of the scores by relative position.
 
 Attention by itself does not know the order of its keys. With x_i the token at position i, q_i and
 k_j its query and key:

@@ -1,4 +1,4 @@
-"""From scores of the next token to a token: settings, filters and draws."""
+"""Sampling of the next token: temperature, top-k, top-p and other filters, and the draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encoder-decoder: a decoder that looks at a source through cross-attention."""
+"""An encoder-decoder: a decoder with cross-attention to an encoded source."""
 
 from __future__ import annotations
 

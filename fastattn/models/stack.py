@@ -1,4 +1,4 @@
-"""From tokens to vectors: the embedding, the positions and the layers of every model."""
+"""Token embedding, positions, layers and final norm, shared by every model."""
 
 from __future__ import annotations
 

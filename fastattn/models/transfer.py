@@ -1,4 +1,4 @@
-"""Host to device without a wait: by way of pinned memory, which a GPU reads by itself."""
+"""Host-to-device copies through pinned memory, which do not wait for the device."""
 
 from __future__ import annotations
 

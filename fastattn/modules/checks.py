@@ -1,6 +1,7 @@
-"""Checks of what layers are made of and called with, beside those of attention's own arguments."""
+"""Checks of layers' arguments, beside those of `attention`'s own."""
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..rotary import (
     check_rotary_style,
     check_table_dtypes,
 )
-from .relative import RelativeScheme
+from .options import Scoring, excluded
 
 
 class LayerCache(Protocol):
@@ -179,26 +180,21 @@ def check_relative_bias(buckets: int | None, max_distance: int | None, causal: b
         checks.check_count("relative_max_distance", max_distance, exact + 1)
 
 
-SCORINGS = ("scaled_dot", "dot", "multiplicative", "additive")
-
-
-def check_scoring(scoring: str, scale: float | None) -> None:
-    """A scoring function that is known, and a scale only where it has one."""
-    if scoring not in SCORINGS:
-        raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+def check_scoring(options: Mapping[str, Any]) -> None:
+    """A scoring function that is known, and a scale and other options only where it has them."""
+    scoring, scale = options["scoring"], options["scale"]
+    if scoring not in get_args(Scoring):
+        raise ValueError(f"scoring must be one of {', '.join(get_args(Scoring))}, got {scoring!r}")
     if scale is not None and scoring != "scaled_dot":
         raise ValueError(f"scale belongs to scoring='scaled_dot', got {scale} with {scoring!r}")
-
-
-def check_additive(scoring: str, **others: object) -> None:
-    """Nothing beside additive scores that changes scores or weights."""
-    for name, value in others.items():
-        if scoring == "additive" and value is not None and value is not False and value != 0:
+    if scoring == "additive":
+        for name, value in excluded("additive", options):
             raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
 
 
-def check_relative(scheme: RelativeScheme, relative_bias: int | None, **others: object) -> None:
-    """A module of relative terms, and what its terms on the values exclude."""
+def check_relative(options: Mapping[str, Any]) -> None:
+    """A module of relative terms, without what its terms on the values exclude."""
+    scheme, relative_bias = options["relative"], options["relative_bias"]
     if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
         raise TypeError(
             "relative must be a module of fastattn.models.positions or one like those, "
@@ -206,8 +202,8 @@ def check_relative(scheme: RelativeScheme, relative_bias: int | None, **others: 
         )
     if relative_bias is not None:
         raise ValueError(f"give relative or relative_bias, not both, got {relative_bias} buckets")
-    for name, value in others.items():
-        if scheme.has_values and value is not None and value is not False and value != 0:
+    if scheme.has_values:
+        for name, value in excluded("values", options):
             raise ValueError(f"{name} cannot go with relative terms on the values, got {value}")
 
 

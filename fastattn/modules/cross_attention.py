@@ -1,6 +1,6 @@
 """Cross-attention as a torch module: queries from one sequence, keys and values from another."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import repeat
@@ -10,7 +10,11 @@ from .. import checks
 from ..functional.attend import attention
 from ..functional.decode import decode_attention, view_of_tensors
 from ..functional.scoring import additive_attention
-from .layer import AttentionLayer, Scoring
+from .layer import AttentionLayer
+from .options import SharedOptions, complete, shows_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ProjectedMemory(NamedTuple):
@@ -52,9 +56,7 @@ class CrossGQAttention(AttentionLayer):
         memory_dim: width M of the memory; default C.
         head_dim: D of a head; default embed_dim // num_heads.
         v_head_dim: D_v of a value head; default D.
-        qkv_bias, out_bias: whether the projections have a bias.
-        qk_norm, scoring, softcap, sinks, dropout, attention_dropout, scale, backend, device, dtype:
-            as for `GQAttention`.
+        options: the others of `fastattn.modules.options.SharedOptions`, as for `GQAttention`.
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight: [H_q D, C].
@@ -77,6 +79,7 @@ class CrossGQAttention(AttentionLayer):
         True
     """
 
+    @shows_options(SharedOptions)
     def __init__(
         self,
         embed_dim: int,
@@ -84,35 +87,19 @@ class CrossGQAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         *,
         memory_dim: int | None = None,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: bool = False,
-        scoring: Scoring = "scaled_dot",
-        softcap: float | None = None,
-        sinks: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        scale: float | None = None,
-        backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: "Unpack[SharedOptions]",
     ) -> None:
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
-            qk_norm=qk_norm, scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
-            attention_dropout=attention_dropout, scale=scale, backend=backend,
-        )  # fmt: skip
+        chosen = complete(SharedOptions, options, type(self).__name__)
+        super().__init__(embed_dim, num_heads, num_kv_heads, chosen)
         if memory_dim is not None:
             memory_dim = checks.check_count("memory_dim", memory_dim, 1)
         self.memory_dim = embed_dim if memory_dim is None else memory_dim
-        H_q, H_k, D, D_v = num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, H_q * D, bias=qkv_bias, **factory)
-        self.kv_proj = nn.Linear(self.memory_dim, H_k * (D + D_v), bias=qkv_bias, **factory)
-        self.out_proj = nn.Linear(H_q * D_v, embed_dim, bias=out_bias, **factory)
-        self._add_score_parameters(sinks, device, dtype)
+        keys_values = self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        factory = {name: chosen[name] for name in ("device", "dtype")}
+        factory["bias"] = chosen["qkv_bias"]
+        self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, **factory)
+        self.kv_proj = nn.Linear(self.memory_dim, keys_values, **factory)
+        self.add_output_parameters(chosen)
 
     def project_memory(
         self,
@@ -135,7 +122,7 @@ class CrossGQAttention(AttentionLayer):
             raise ValueError(
                 f"memory must have shape [B, S, {self.memory_dim}], got {tuple(memory.shape)}"
             )
-        k, v = self._keys_and_values(self.kv_proj(memory), self.num_kv_heads)
+        k, v = self.split_keys_values(self.kv_proj(memory), self.num_kv_heads)
         if self.qk_norm:
             k = self.k_norm(k)
         if not torch.is_grad_enabled():
@@ -177,34 +164,33 @@ class CrossGQAttention(AttentionLayer):
         k, v, lengths, padding_mask = memory
         if k.shape[0] != x.shape[0]:
             raise ValueError(f"memory must have {x.shape[0]} rows to match x, got {k.shape[0]}")
-        q = self._heads(self.q_proj(x))
-        if self.qk_norm:
-            q = self.q_norm(q)
-        if self.scoring == "multiplicative":
-            q = q @ self.score_weight.mT
+        q, backend = self.project_queries(x), self.backend
+        masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}
         if self.scoring == "additive":
-            out = additive_attention(
-                q, k, v, self.score_vector, key_lengths=lengths, key_padding_mask=padding_mask,
-                backend=self.backend,
-            )  # fmt: skip
-            return self._project(out)
+            out = additive_attention(q, k, v, self.score_vector, backend=backend, **masks)
+            return self.project_output(out)
         # An int where there is none: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
-        scores: dict[str, Any] = {
-            "scale": self._score_scale, "softcap": self.softcap, "sinks": self.sinks,
-            "backend": self.backend,
-        }  # fmt: skip
+        scores = self.score_options()
         if dropout == 0 and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
-            return self._project(decode_attention(q, view, causal=False, **scores))
-        out = attention(
-            q, k, v, key_lengths=lengths, key_padding_mask=padding_mask, dropout=dropout, **scores
-        )
-        return self._project(out)
+            out = decode_attention(q, view, causal=False, backend=backend, **scores)
+        else:
+            out = attention(q, k, v, dropout=dropout, backend=backend, **masks, **scores)
+        return self.project_output(out)
 
-    def _repr_values(self) -> dict[str, Any]:
+    def project_queries(self, x: Tensor) -> Tensor:
+        """Queries [B, H_q, T, D] of tokens [B, T, C], normalised."""
+        q = self.split_heads(self.q_proj(x))
+        if self.qk_norm:
+            q = self.q_norm(q)
+        if self.scoring == "multiplicative":
+            q = q @ self.score_weight.mT
+        return q
+
+    def repr_values(self) -> dict[str, Any]:
         return {"memory_dim": self.memory_dim, "qk_norm": self.qk_norm}
 
 

@@ -1,6 +1,7 @@
 """What attention layers share: sizes of heads, scoring functions, norms, the output projection."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from .. import checks
 from ..cache.dense import KVCache
 from . import checks as module_checks
+from .options import Scoring as Scoring
+from .options import SharedOptions, passed_as
 
-Scoring = Literal["scaled_dot", "dot", "multiplicative", "additive"]
+_SCORE_OPTIONS = passed_as(SharedOptions, "score")
 
 
 class HeadNorm(nn.RMSNorm):
@@ -29,7 +32,9 @@ class HeadNorm(nn.RMSNorm):
 class AttentionLayer(nn.Module):
     """Heads, scores and output of a layer; a subclass projects tokens to q, k and v, and attends.
 
-    Args: as for `fastattn.GQAttention`.
+    Args:
+        embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.
+        options: all of `SharedOptions`, from `fastattn.modules.options.complete`.
 
     Parameters:
         q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
@@ -39,60 +44,47 @@ class AttentionLayer(nn.Module):
     """
 
     out_proj: nn.Linear
+    qk_norm: bool
+    scoring: Scoring
+    softcap: float | None
+    dropout: float
+    attention_dropout: float
+    scale: float | None
+    backend: str | None
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         num_kv_heads: int | None,
-        *,
-        head_dim: int | None,
-        v_head_dim: int | None,
-        qk_norm: bool,
-        scoring: Scoring,
-        softcap: float | None,
-        sinks: bool,
-        dropout: float,
-        attention_dropout: float,
-        scale: float | None,
-        backend: str | None,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, head_dim)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        v_head_dim = checks.check_count("v_head_dim", v_head_dim, 1)
-        softcap, scale = checks.as_python(softcap), checks.as_python(scale)
-        dropout, attention_dropout = map(checks.as_python, (dropout, attention_dropout))
-        if softcap is not None:
-            checks.check_positive("softcap", softcap)
-        module_checks.check_dropouts(dropout, attention_dropout)
-        checks.check_scale(scale, head_dim)
-        module_checks.check_scoring(scoring, scale)
-        others = {"softcap": softcap, "sinks": sinks, "attention_dropout": attention_dropout}
-        module_checks.check_additive(scoring, **others)
-        checks.check_backend(backend)
+        head_dim = module_checks.head_size(embed_dim, num_heads, num_kv_heads, options["head_dim"])
+        v_head_dim = options["v_head_dim"]
+        module_checks.check_dropouts(options["dropout"], options["attention_dropout"])
+        checks.check_scale(options["scale"], head_dim)
+        module_checks.check_scoring(options)
+        checks.check_backend(options["backend"])
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.v_head_dim = v_head_dim
-        self.qk_norm = qk_norm
-        self.scoring = scoring
-        self.softcap = softcap
-        self.dropout = dropout
-        self.attention_dropout = attention_dropout
-        self.scale = scale
-        self.backend = backend
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        own = ("qk_norm", "scoring", "dropout", "attention_dropout", "scale", "backend")
+        for name in (*own, *_SCORE_OPTIONS):
+            setattr(self, name, options[name])
 
-    def _add_score_parameters(
-        self, sinks: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def add_output_parameters(self, options: Mapping[str, Any]) -> None:
+        """The output projection, norms and what scores learn, in this order."""
         H_q, D = self.num_heads, self.head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": options["device"], "dtype": options["dtype"]}
+        bias = options["out_bias"]
+        self.out_proj = nn.Linear(H_q * self.v_head_dim, self.embed_dim, bias=bias, **factory)
         if self.qk_norm:
             self.q_norm, self.k_norm = (HeadNorm(D, eps=1e-6, **factory) for _ in range(2))
-        self.sinks = nn.Parameter(torch.zeros(H_q, **factory)) if sinks else None
+        self.sinks = nn.Parameter(torch.zeros(H_q, **factory)) if options["sinks"] else None
         if self.scoring == "multiplicative":
             same = torch.eye(D, **factory).expand(H_q, D, D)
             self.score_weight = nn.Parameter(same.clone())
@@ -101,25 +93,31 @@ class AttentionLayer(nn.Module):
             self.score_vector = nn.Parameter(drawn * D**-0.5)
 
     @property
-    def _score_scale(self) -> float | None:
+    def score_scale(self) -> float | None:
         """The factor on q.k; None = D ** -0.5."""
         return self.scale if self.scoring == "scaled_dot" else 1.0
 
-    def _heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
+    def score_options(self) -> dict[str, Any]:
+        """Options of `attention` that say what the scores are."""
+        found = {name: getattr(self, name) for name in _SCORE_OPTIONS}
+        found["scale"], found["sinks"] = self.score_scale, self.sinks
+        return found
+
+    def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         """[B, T, H D] to [B, H, T, D]; head_dim: D, where it is not that of queries and keys."""
         # Not einops, which takes twice as long on the host: every decoded token comes through here.
         return x.view(*x.shape[:2], -1, head_dim or self.head_dim).transpose(1, 2)
 
-    def _keys_and_values(self, x: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    def split_keys_values(self, x: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         """Heads of a projection: [B, num_keys, T, D], and behind them v, [B, H_k, T, D_v]."""
         D, D_v = self.head_dim, self.v_head_dim
         if D_v == D:  # the fewest calls
-            k, v = torch.split(self._heads(x), [num_keys, self.num_kv_heads], dim=1)
+            k, v = torch.split(self.split_heads(x), [num_keys, self.num_kv_heads], dim=1)
             return k, v
         k, v = torch.split(x, [num_keys * D, self.num_kv_heads * D_v], dim=-1)
-        return self._heads(k), self._heads(v, D_v)
+        return self.split_heads(k), self.split_heads(v, D_v)
 
-    def _project(self, out: Tensor) -> Tensor:
+    def project_output(self, out: Tensor) -> Tensor:
         """[B, H_q, T, D_v] to [B, T, C]."""
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout, self.training)
@@ -148,10 +146,8 @@ class AttentionLayer(nn.Module):
             available = torch.amp.is_autocast_available(device.type)
             autocast = available and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-        return KVCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, value_dim=self.v_head_dim,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        sizes = (batch_size, self.num_kv_heads, max_length, self.head_dim)
+        return KVCache(*sizes, value_dim=self.v_head_dim, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         parts = [
@@ -164,18 +160,18 @@ class AttentionLayer(nn.Module):
             parts.append(f"v_head_dim={self.v_head_dim}")
         shared = {
             "scoring": None if self.scoring == "scaled_dot" else repr(self.scoring),
-            "softcap": self.softcap,
+            **{name: getattr(self, name) for name in _SCORE_OPTIONS},
             "sinks": self.sinks is not None,
             "dropout": self.dropout,
             "attention_dropout": self.attention_dropout,
             "scale": self.scale,
             "backend": None if self.backend is None else repr(self.backend),
         }
-        for name, value in {**self._repr_values(), **shared}.items():
+        for name, value in {**self.repr_values(), **shared}.items():
             if value:
                 parts.append(f"{name}={value}")
         return ", ".join(parts)
 
-    def _repr_values(self) -> dict[str, Any]:
+    def repr_values(self) -> dict[str, Any]:
         """Further constructor arguments, shown where they are not None, 0 or False."""
         return {}

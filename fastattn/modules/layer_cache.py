@@ -1,4 +1,4 @@
-"""How a layer reads a cache: by the kernel for few queries, or as keys and values in order."""
+"""How a layer reads a cache: by the decode kernels, or as dense keys and values."""
 
 import torch
 from torch import Tensor

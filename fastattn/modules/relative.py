@@ -1,4 +1,4 @@
-"""Relative positions of a layer: what a scheme adds to scores, and what to values.
+"""Relative position terms of a layer, on its scores and on its values.
 
 With p the position of query i, j that of a key and all distances p - j clipped to [-R, R],
 
@@ -108,31 +108,34 @@ def relative_values(
         [B, H_q, T_q, D_v] in k's dtype.
     """
     assert terms.values is not None
-    if formula.autocasting(k.device):
-        # It would take products of scores in its own dtype.
-        keys = None if terms.keys is None else terms.keys.to(k.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            return relative_values(
-                k, lse, terms._replace(keys=keys), scale=scale, causal=causal,
-                query_offset=query_offset, key_lengths=key_lengths,
-                key_padding_mask=key_padding_mask, backend=backend,
-            )  # fmt: skip
     T_q, T_k, D = terms.query.shape[2], k.shape[2], k.shape[3]
     if T_q == 0:
         return terms.query.new_zeros(*terms.query.shape[:3], terms.values.shape[2])
     offset = T_k - T_q if query_offset is None else query_offset
     factor = D**-0.5 if scale is None else scale
     call = _Call(factor, causal, offset, key_lengths, key_padding_mask, backend)
-    R = terms.values.shape[1] // 2
+    if not formula.autocasting(k.device):
+        return _weighted_vectors(k, lse, terms, terms.values, call)
+    # Autocast would take products of scores in its own dtype.
+    terms = terms._replace(keys=None if terms.keys is None else terms.keys.to(k.dtype))
+    with torch.autocast(k.device.type, enabled=False):
+        return _weighted_vectors(k, lse, terms, terms.values, call)
+
+
+def _weighted_vectors(
+    k: Tensor, lse: Tensor, terms: RelativeTerms, values: Tensor, call: _Call
+) -> Tensor:
+    """sum_j a_ij values[p - j]: each near distance by itself, the far ones together."""
+    R = values.shape[1] // 2
     wide = torch.promote_types(k.dtype, torch.float32)
     seen = lse > float("-inf")
     lse = torch.where(seen, lse, 0.0).to(wide)
     near = _near_weights(k, lse, terms, R, call)
     beyond = seen.to(wide) - near.sum(-1)
-    table = terms.values.to(wide)
+    table = values.to(wide)
     o = near @ table[:, 1 : 2 * R]
     behind = beyond
-    if not causal:
+    if not call.causal:
         behind = torch.exp(_far_lse(k, terms, R, call).to(wide) - lse)
         o = o + (beyond - behind)[..., None] * table[:, None, 0]
     o = o + behind[..., None] * table[:, None, 2 * R]

@@ -12,18 +12,21 @@ from ..functional.decode import decode_attention
 from ..functional.scoring import additive_attention
 from ..options import Window
 from ..positions import alibi_slopes, t5_relative_bias
-from ..rotary import RotaryPositions, RotaryStyle, RotaryTables, apply_rotary, rotary_tables
+from ..rotary import RotaryPositions, RotaryTables
 from . import checks as module_checks
 from .checks import LayerCache as LayerCache
-from .layer import AttentionLayer, Scoring
 from .layer_cache import append_and_read, decodes, rotates
+from .options import SelfOptions, complete, passed_as, shows_options
+from .projection import SelfProjection
 from .relative import RelativeScheme, relative_terms, relative_values
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+_MASK_OPTIONS = passed_as(SelfOptions, "mask")
 
 
-class GQAttention(AttentionLayer):
+class GQAttention(SelfProjection):
     """Self-attention with grouped-query heads, from tokens to tokens, causal or in both directions.
 
         q, k, v = split(qkv_proj(x));  q, k = rotary(qk_norm(q, k))
@@ -86,8 +89,8 @@ class GQAttention(AttentionLayer):
         qkv_proj.weight: [(H_q + H_k) D + H_k D_v, C], the rows of q, then k, then v, by heads.
         out_proj.weight: [C, H_q D_v].
         relative_bias: [buckets, H_q], from 0.
-        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: where they are asked for;
-            see `fastattn.modules.layer.AttentionLayer`.
+        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: with the options that need
+            them; see `fastattn.modules.layer.AttentionLayer`.
 
     Raises:
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
@@ -104,8 +107,11 @@ class GQAttention(AttentionLayer):
         True
     """
 
+    stride: int | None
+    keep_first: int
     alibi_slopes: Tensor | None
 
+    @shows_options(SelfOptions)
     def __init__(
         self,
         embed_dim: int,
@@ -113,73 +119,31 @@ class GQAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         *,
         causal: bool = True,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        window: Window = None,
-        stride: int | None = None,
-        keep_first: int = 0,
-        rotary: RotaryStyle | None = None,
-        rotary_base: float = 10000.0,
-        rotary_dim: int | None = None,
-        qk_norm: bool = False,
-        alibi: bool = False,
-        relative_bias: int | None = None,
-        relative_max_distance: int | None = None,
-        relative: RelativeScheme | None = None,
-        scoring: Scoring = "scaled_dot",
-        softcap: float | None = None,
-        sinks: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        scale: float | None = None,
-        backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: "Unpack[SelfOptions]",
     ) -> None:
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
-            qk_norm=qk_norm, scoring=scoring, softcap=softcap, sinks=sinks, dropout=dropout,
-            attention_dropout=attention_dropout, scale=scale, backend=backend,
-        )  # fmt: skip
-        module_checks.check_rotary(self.head_dim, rotary, rotary_base, rotary_dim)
+        chosen = complete(SelfOptions, options, type(self).__name__)
+        super().__init__(embed_dim, num_heads, num_kv_heads, chosen)
         causal = checks.check_flag("causal", causal)
+        window, stride = chosen["window"], chosen["stride"]
         sides = checks.check_window(window)
-        window = sides if isinstance(window, tuple) else checks.as_python(window)
-        if stride is not None:
-            stride = checks.check_count("stride", stride, 1)
         windowed = window is not None or stride is not None
-        keep_first = checks.check_keep_first(keep_first, windowed)
-        module_checks.check_relative_bias(relative_bias, relative_max_distance, causal)
-        by_distance = {"relative_bias": relative_bias, "relative": relative}
-        module_checks.check_additive(scoring, alibi=alibi, **by_distance)
-        if relative is not None:
-            module_checks.check_relative(
-                relative, relative_bias=relative_bias, window=window, stride=stride, alibi=alibi,
-                softcap=softcap, sinks=sinks, attention_dropout=attention_dropout,
-            )  # fmt: skip
+        chosen["keep_first"] = checks.check_keep_first(chosen["keep_first"], windowed)
+        buckets, max_distance = chosen["relative_bias"], chosen["relative_max_distance"]
+        module_checks.check_relative_bias(buckets, max_distance, causal)
+        if chosen["relative"] is not None:
+            module_checks.check_relative(chosen)
         self.causal = causal
-        self.window = window
-        self.stride = stride
-        self.keep_first = keep_first
-        self.rotary = rotary
-        self.rotary_base = rotary_base
-        self.rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
-        self.rotary_positions = (
-            None if rotary is None else RotaryPositions(self.rotary_dim, base=rotary_base)
-        )
-        self.relative_max_distance = 128 if relative_max_distance is None else relative_max_distance
-        self.relative = relative
-        H_q, H_k, D, D_v = num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        rows = (H_q + H_k) * D + H_k * D_v
-        self.qkv_proj = nn.Linear(embed_dim, rows, bias=qkv_bias, **factory)
-        self.out_proj = nn.Linear(H_q * D_v, embed_dim, bias=out_bias, **factory)
-        self._add_score_parameters(sinks, device, dtype)
-        table = None if relative_bias is None else torch.zeros(relative_bias, H_q, **factory)
+        self.window: Window = sides if isinstance(window, tuple) else window
+        for name in _MASK_OPTIONS:
+            setattr(self, name, chosen[name])
+        self.relative_max_distance: int = 128 if max_distance is None else max_distance
+        self.relative: RelativeScheme | None = chosen["relative"]
+        self.add_output_parameters(chosen)
+        factory = {"device": chosen["device"], "dtype": chosen["dtype"]}
+        table = None if buckets is None else torch.zeros(buckets, num_heads, **factory)
         self.relative_bias = None if table is None else nn.Parameter(table)
-        slopes = alibi_slopes(H_q, device=self.qkv_proj.weight.device) if alibi else None
+        alibi, device = chosen["alibi"], self.qkv_proj.weight.device
+        slopes = alibi_slopes(num_heads, device=device) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if alibi:
             self.register_load_state_dict_post_hook(_place_slopes)  # type: ignore[no-untyped-call]
@@ -248,38 +212,49 @@ class GQAttention(AttentionLayer):
             module_checks.check_cache_use(x, key_padding_mask, key_lengths, cache, in_order)
             module_checks.check_groups_in_cache(x, prefix_lengths, documents, cache)
 
-        tables = self._tables(x, positions, rotary_tables)
+        tables = self.rotation(x, positions, rotary_tables)
         rows = x.shape[1] * self.num_heads // self.num_kv_heads
         if cache is not None and not in_order and decodes(rows, cache):
             return self._decode(x, tables, cache, key_lengths)
-        q, k, v = self._queries_keys_values(x, tables, cache)
+        q, k, v = self.queries_keys_values(x, tables, cache)
         terms = relative_terms(self.relative, q, self.v_head_dim)
-        masks, scores = self._masks(), self._scores(terms.bias)
+        scores = self.score_options(terms.bias)
         query_offset = None
         if cache is not None:
             k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
         masks = {
-            **masks, "key_padding_mask": key_padding_mask, "key_lengths": key_lengths,
-            "prefix_lengths": prefix_lengths, "documents": documents, "query_offset": query_offset,
-        }  # fmt: skip
+            **self.mask_options(),
+            "key_padding_mask": key_padding_mask,
+            "key_lengths": key_lengths,
+            "prefix_lengths": prefix_lengths,
+            "documents": documents,
+            "query_offset": query_offset,
+        }
         if self.scoring == "additive":
             out = additive_attention(q, k, v, self.score_vector, backend=self.backend, **masks)
-            return self._project(out)
+            return self.project_output(out)
         if terms.keys is not None:
             scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
         if terms.values is None:
             out = attention(
                 terms.query, k, v, dropout=dropout, backend=self.backend, **masks, **scores
             )
-            return self._project(out)
+            return self.project_output(out)
         out, lse = attention(
             terms.query, k, v, return_lse=True, backend=self.backend, **masks, **scores
         )
         out = out + relative_values(
-            k, lse, terms, scale=self._score_scale, causal=self.causal, query_offset=query_offset,
-            key_lengths=key_lengths, key_padding_mask=key_padding_mask, backend=self.backend,
-        )  # fmt: skip
-        return self._project(out)
+            k,
+            lse,
+            terms,
+            scale=self.score_scale,
+            causal=self.causal,
+            query_offset=query_offset,
+            key_lengths=key_lengths,
+            key_padding_mask=key_padding_mask,
+            backend=self.backend,
+        )
+        return self.project_output(out)
 
     def _decode(
         self,
@@ -290,70 +265,22 @@ class GQAttention(AttentionLayer):
     ) -> Tensor:
         """The layer by the kernels for few queries, with rotation and append in one if possible."""
         if isinstance(tables, RotaryPositions) and rotates(cache):
-            qk, v = self._projected(x)
-            q, k = self._split(qk)
+            qk, v = self.project(x)
+            q, k = self.split_queries_keys(qk)
             whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
             append: Any = cache.append
             q = append(k, v, key_lengths, q=q, rotary=whole, rotary_style=self.rotary)
         else:
-            q, k, v = self._queries_keys_values(x, tables, cache)
+            q, k, v = self.queries_keys_values(x, tables, cache)
             cache.append(k, v, key_lengths)
         terms = relative_terms(self.relative, q, self.v_head_dim)
+        options = self.mask_options() | self.score_options(terms.bias)
         out = decode_attention(
-            terms.query, cache, new_lengths=key_lengths, backend=self.backend, **self._masks(),
-            **self._scores(terms.bias),
-        )  # fmt: skip
-        return self._project(out)
+            terms.query, cache, new_lengths=key_lengths, backend=self.backend, **options
+        )
+        return self.project_output(out)
 
-    def _queries_keys_values(
-        self,
-        x: Tensor,
-        tables: RotaryPositions | tuple[Tensor, Tensor] | None,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D_v], normalised and rotated."""
-        qk, v = self._projected(x)
-        if isinstance(tables, RotaryPositions):
-            T = x.shape[1]
-            if cache is None:
-                tables = tables.at(0, T, T, x.device)
-            else:
-                n = cache.uniform_length
-                first = cache.lengths if n is None else n
-                tables = tables.at(first, T, cache.length_bound + T, x.device)
-        if tables is not None and self.rotary is not None:
-            qk = apply_rotary(qk, *tables, style=self.rotary)
-        return *self._split(qk), v
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k behind one another, [B, H_q + H_k, T, D], and v, normalised, not rotated."""
-        H_q, H_k = self.num_heads, self.num_kv_heads
-        qk, v = self._keys_and_values(self.qkv_proj(x), H_q + H_k)
-        if self.qk_norm or self.scoring == "multiplicative":
-            q, k = torch.split(qk, [H_q, H_k], dim=1)
-            if self.qk_norm:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if self.scoring == "multiplicative":
-                q = q @ self.score_weight.mT
-            qk = torch.cat((q, k), dim=1)
-        return qk, v
-
-    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
-        return q, k
-
-    def _tables(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        tables: RotaryPositions | tuple[Tensor, Tensor] | None,
-    ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
-        """What x is rotated by; None = nothing."""
-        if positions is None or self.rotary is None:
-            return self.rotary_positions if tables is None else tables
-        return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
-
-    def _repr_values(self) -> dict[str, Any]:
+    def repr_values(self) -> dict[str, Any]:
         table = self.relative_bias
         rotary = self.rotary is not None
         return {
@@ -362,35 +289,32 @@ class GQAttention(AttentionLayer):
             "rotary_base": f"{self.rotary_base:g}" if rotary else None,
             "rotary_dim": self.rotary_dim if rotary else None,
             "window": self.window,
-            "stride": self.stride,
-            "keep_first": self.keep_first,
+            **{name: getattr(self, name) for name in _MASK_OPTIONS},
             "qk_norm": self.qk_norm,
             "alibi": self.alibi_slopes is not None,
             "relative_bias": None if table is None else table.shape[0],
             "relative_max_distance": None if table is None else self.relative_max_distance,
         }
 
-    def _masks(self) -> dict[str, Any]:
-        """Which keys a token sees, in every call of this layer, with a cache or without."""
+    def mask_options(self) -> dict[str, Any]:
+        """Options of `attention` that say which keys a token sees, in every call of this layer."""
         window = self.window
         if isinstance(window, int):
             # Open ahead where causal: there causal and prefix_lengths say what is seen.
             window = (window - 1, None if self.causal else window - 1)
-        return {
-            "causal": self.causal, "window": window, "stride": self.stride,
-            "keep_first": self.keep_first,
-        }  # fmt: skip
+        found = {name: getattr(self, name) for name in _MASK_OPTIONS}
+        found["causal"], found["window"] = self.causal, window
+        return found
 
-    def _scores(self, bias: Tensor | None) -> dict[str, Any]:
-        """What the scores are, in every call of this layer; bias: that of the relative scheme."""
+    def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
+        """Options of `attention` that say what scores are; bias: that of the relative scheme."""
         table, reach = self.relative_bias, self.relative_max_distance
         if table is not None:
             both = not self.causal
             bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
-        return {
-            "scale": self._score_scale, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes,
-            "relative_bias": bias, "sinks": self.sinks,
-        }  # fmt: skip
+        found = super().score_options()
+        found["alibi_slopes"], found["relative_bias"] = self.alibi_slopes, bias
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

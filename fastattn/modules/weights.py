@@ -1,4 +1,4 @@
-"""The weights that an attention layer gives its keys, for the inputs of a call of it."""
+"""The attention weights of a layer, for the inputs of one of its calls."""
 
 from typing import Any
 
@@ -36,12 +36,12 @@ def self_attention_weights(
     """
     rotary_dim = None if layer.rotary is None else layer.rotary_dim
     tables = checked_tables(x, positions, rotary_tables, rotary_dim)
-    q, k, _ = layer._queries_keys_values(x, layer._tables(x, positions, tables), None)
+    q, k, _ = layer.queries_keys_values(x, layer.rotation(x, positions, tables), None)
     terms = relative_terms(layer.relative, q, layer.v_head_dim)
-    masks = {**layer._masks(), **masks}
+    masks = {**layer.mask_options(), **masks}
     if layer.scoring == "additive":
         return _additive_weights(q, k, layer.score_vector, layer.backend, masks)
-    scores = layer._scores(terms.bias)
+    scores = layer.score_options(terms.bias)
     if terms.keys is not None:
         scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
     return attention_weights(terms.query, k, backend=layer.backend, **masks, **scores)
@@ -67,24 +67,13 @@ def cross_attention_weights(
             padding.get("memory_lengths"),
             padding_mask=padding.get("memory_padding_mask"),
         )
-    q = layer._heads(layer.q_proj(x))
-    if layer.qk_norm:
-        q = layer.q_norm(q)
-    if layer.scoring == "multiplicative":
-        q = q @ layer.score_weight.mT
+    q = layer.project_queries(x)
     _, _, lengths, padding_mask = memory
     masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}
     if layer.scoring == "additive":
         return _additive_weights(q, memory.k, layer.score_vector, layer.backend, masks)
-    return attention_weights(
-        q,
-        memory.k,
-        scale=layer._score_scale,
-        softcap=layer.softcap,
-        sinks=layer.sinks,
-        backend=layer.backend,
-        **masks,
-    )
+    masks |= layer.score_options()
+    return attention_weights(q, memory.k, backend=layer.backend, **masks)
 
 
 def _additive_weights(

@@ -1,4 +1,4 @@
-"""Import of the packages that only training needs, with an error that says how to get them."""
+"""Imports of training's optional packages, with an error that says how to install them."""
 
 from __future__ import annotations
 

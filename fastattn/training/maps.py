@@ -1,4 +1,4 @@
-"""What a trained model attends to, layer by layer and head by head, as a picture."""
+"""Attention maps of a trained model, by layer and head, as a picture."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
-    """Draws maps into a PNG file: a row a layer, a column a head; a bar tells weights by colours.
+    """Draws maps into a PNG file: a row a layer, a column a head; a colour bar shows the scale.
 
     Args:
         maps: at least one.

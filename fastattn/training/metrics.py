@@ -1,4 +1,4 @@
-"""What a training run measures: metrics.jsonl, one record a line, and its picture loss.png."""
+"""Metrics of a training run: metrics.jsonl, one record a line, and the curve loss.png."""
 
 from __future__ import annotations
 

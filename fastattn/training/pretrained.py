@@ -1,4 +1,4 @@
-"""A run that begins with what another one has learned: its encoder and its tokenizer."""
+"""Fine-tuning: a run that starts with another run's encoder and tokenizer."""
 
 from __future__ import annotations
 

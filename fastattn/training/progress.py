@@ -1,4 +1,4 @@
-"""What a training run shows while it goes on."""
+"""Progress of a training run, as a bar or as lines."""
 
 from __future__ import annotations
 

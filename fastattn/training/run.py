@@ -1,4 +1,4 @@
-"""A training run as a folder: start one, or continue the one that is there."""
+"""A training run's folder: start a run, or resume the one that is there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a user has asked for; what is not named here keeps its default.
+    """A run's options as the user gave them; the others keep their defaults.
 
     Args:
         model: fields of the model's configuration but its vocabulary's size, which the tokenizer

@@ -1,4 +1,4 @@
-"""How to train, as a value: every setting with its default and its check."""
+"""Training settings: every field, its default and its check."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TrainConfig:
         """The dtype of activations on a device.
 
         Raises:
-            ValueError: float16 is asked for on the CPU.
+            ValueError: dtype is float16 on the CPU.
         """
         if self.dtype == "auto":
             has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -52,7 +52,7 @@ def assert_rows_sum_to_one(weights: torch.Tensor) -> None:
 def values_by_weights(layer, weights, v):
     """out_proj(weights @ v), with key/value heads shared."""
     groups = layer.num_heads // layer.num_kv_heads
-    return layer._project(weights.to(v.dtype) @ v.repeat_interleave(groups, dim=1))
+    return layer.project_output(weights.to(v.dtype) @ v.repeat_interleave(groups, dim=1))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_self_attention_multiplies_values_by_these_weights(options):
     x, lengths = torch.randn(2, 6, 16).double(), torch.tensor([6, 4])
     weights = self_attention_weights(layer, x, key_lengths=lengths)
     assert weights.shape == (2, 2, 6, 6)
-    v = layer._heads(layer.qkv_proj(x))[:, -layer.num_kv_heads :]
+    v = layer.split_heads(layer.qkv_proj(x))[:, -layer.num_kv_heads :]
     expected = layer(x, key_lengths=lengths)
     found = values_by_weights(layer, weights, v)
     torch.testing.assert_close(found[0], expected[0])

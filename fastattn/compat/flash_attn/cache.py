@@ -1,4 +1,4 @@
-"""flash-attn's caches as caches of ours: the same memory, seen as pages of one token.
+"""flash-attn's key/value caches, viewed as paged caches of ours with pages of one token.
 
 flash-attn keeps [B, S, H_k, D] (or pages of that form), where our kernels read pages of
 [H_k, page_size, D]. With page_size = 1 both are the same bytes: token s of row b is page b * S + s.

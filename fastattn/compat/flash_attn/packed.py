@@ -1,4 +1,4 @@
-"""Packed sequences whose keys lie in pages, or of whose keys only the first ones count."""
+"""Packed queries over a paged cache, and packed keys cut to the lengths in use."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes of flash_attn.flash_attn_interface by themselves.
+"""flash_attn_interface's forward and backward passes, as ring attention calls them.
 
 Projects that spread a sequence over devices, such as ring attention, call these on parts of the
 keys: they merge what the forward gives, and call the backward on each part with the out and the lse

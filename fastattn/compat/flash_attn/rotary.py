@@ -247,7 +247,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables that grow with the positions asked for, and qkv turned by them in place.
+    """Tables that grow with the positions in use, and qkv turned by them in place.
 
     With scale_base also xPos (Sun et al., 2022, arXiv 2212.10554): tables of queries are multiplied
     by zeta ** ((position - T // 2) / scale_base), those of keys divided by it, where

@@ -1,4 +1,4 @@
-"""Tries out whether a block computes what a plan says, on random weights and inputs.
+"""Test whether a block computes what a plan says, on random weights and inputs.
 
 A trial shows what a block does with what it is given, and no more. So a copy is given what makes
 every difference show: weights that are not 0; scores small and far beyond any softcap; inputs

@@ -1,4 +1,4 @@
-"""A copy of a block with random weights, which notes what its forward reads and drops."""
+"""A copy of a block with random weights that records what its forward reads and drops."""
 
 import copy
 import math

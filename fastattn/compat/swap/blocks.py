@@ -1,4 +1,4 @@
-"""Attention blocks of other people's models, recognised by their parts and then tried out.
+"""Recognise attention blocks of other models by their submodules, then test them.
 
 Names and sizes only suggest what a block computes; `trial` finds out.
 """

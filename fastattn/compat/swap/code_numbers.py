@@ -1,4 +1,4 @@
-"""Whole numbers that stand in the code of a module's forward, as the width of a window may."""
+"""Integer constants in the code of a module's forward, such as the width of a window."""
 
 from collections.abc import Iterator
 from types import CodeType, FunctionType

@@ -1,4 +1,4 @@
-"""`fastattn.swap`: a model's attention modules served by this library, in place and undoable."""
+"""`fastattn.swap`: serve a model's attention modules by this library, in place and undoable."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +69,7 @@ def swap(model: nn.Module) -> Swap:
         model: any module. Swap before torch.compile, FSDP and other wrappers.
 
     Returns:
-        A `Swap`, which tells what was done and can undo it.
+        A `Swap`: what was done, and how to undo it.
 
     Raises:
         TypeError: model is no torch.nn.Module.
@@ -136,12 +136,12 @@ def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> Non
     module.__class__ = MultiheadAttention
     served = module
     assert isinstance(served, MultiheadAttention)
-    done.calls[name] = served._calls = Calls()
+    done.calls[name] = served.calls = Calls()
     hook = stay_on_path(served)
 
     def undo() -> None:
         hook.remove()
-        del served._calls
+        del served.calls
         module.__class__ = nn.MultiheadAttention
 
     done.replaced[name] = "fastattn.MultiheadAttention"

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers' models, by its registry of attention functions.
+"""The attention function that Hugging Face transformers calls, and its registration.
 
     fastattn.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fastattn")
@@ -239,7 +239,7 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 def _check_packed(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, rule: Rule | None
 ) -> None:
-    """Offsets of packed sequences have to be all that tells one key's row from another's."""
+    """Offsets of packed sequences must be all that separates the rows of keys."""
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of 1, got {query.shape[0]}")
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)

@@ -1,4 +1,4 @@
-"""A mask that knows its rule, and becomes a tensor of booleans only if somebody computes with it.
+"""A mask that keeps its rule, and becomes a boolean tensor only when computed with.
 
 Model code passes masks on from where they are made to the attention function, mostly untouched. A
 `LazyMask` is a tensor to that code: it has a shape and a dtype, can be sliced, joined and changed.
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
         return found
 
 
-# What a tensor tells of itself without its entries.
+# Metadata of a tensor: what needs no entries.
 _METADATA = frozenset(
     (
         Tensor.shape.__get__,  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Masks of Hugging Face transformers' models: what its registry of mask functions calls.
+"""The mask function that Hugging Face transformers calls, and the rules of its own ones.
 
 What `attention_mask` returns is all that the attention function learns of padding, windows and
 positions. Where transformers' own functions return None although a mask is needed to tell one case
@@ -51,7 +51,7 @@ def attention_mask(
         use_vmap: mask_function can only be called with single numbers.
         device: of the result.
         dtype: of a mask of numbers.
-        config: of the model, which tells its family; None = one that takes any mask.
+        config: of the model, which names its family; None = one that takes any mask.
 
     Raises:
         ValueError: the family does not call a registered attention function.

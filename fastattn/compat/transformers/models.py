@@ -1,4 +1,4 @@
-"""Which models of Hugging Face transformers, and which of their modules, can be served.
+"""Which models and modules of transformers call a registered attention function.
 
 transformers keeps functions for attention in an `AttentionInterface`. Some families look their
 function up there, others compute attention in code of their own, whatever `attn_implementation` is,

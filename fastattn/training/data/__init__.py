@@ -1,4 +1,4 @@
-"""What runs learn from: files, split and made into batches."""
+"""Training data: files, split and made into batches."""
 
 from .text import DataError as DataError
 from .text import TextDataset as TextDataset

@@ -1,4 +1,4 @@
-"""Rows of ids of different lengths as one tensor, with the lengths or the mask attention takes."""
+"""Padding: rows of ids as one tensor, with their lengths or mask."""
 
 from __future__ import annotations
 

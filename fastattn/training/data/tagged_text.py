@@ -1,4 +1,4 @@
-"""Words with tags: files in CoNLL's form, and Python source tagged by the interpreter's tokenizer.
+"""Tagged words: CoNLL files, and Python source tagged by its tokenizer.
 
 The tags of Python's tokens are name, keyword, number, string, operator and comment.
 """

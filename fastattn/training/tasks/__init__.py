@@ -1,4 +1,4 @@
-"""What a run learns: batches, losses and figures of each task."""
+"""Training tasks: batches, losses and scores of each."""
 
 from .task import Batch as Batch
 from .task import LanguageTask as LanguageTask

@@ -1,4 +1,4 @@
-"""Masked-token pre-training: hide some tokens of a text, and learn to name them."""
+"""Masked-token pre-training (BERT): hide some tokens of a text, and predict them."""
 
 from __future__ import annotations
 

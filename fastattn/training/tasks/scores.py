@@ -1,4 +1,4 @@
-"""Figures of what a model gets right: tags, and texts against the ones expected."""
+"""Scores of tags (accuracy, F1) and of texts (BLEU, chrF, exact match)."""
 
 from __future__ import annotations
 

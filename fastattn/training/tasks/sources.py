@@ -1,4 +1,4 @@
-"""What a run learns from: its data as named by the user, read, split and made into a task."""
+"""Training data as the options name it: read, split, tokenised and made into a task."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Source(Protocol):
         """What a trained model's user needs to know of the data, JSON values."""
 
     def make_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the user has asked for."""
+        """The tokenizer that the options name."""
 
     def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
         """The task for a model of this configuration."""

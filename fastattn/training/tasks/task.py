@@ -1,4 +1,4 @@
-"""What a trainer needs of a task: batches, and figures of what the model has learned."""
+"""The interface of a training task, and next-token prediction."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class LanguageTask:
             yield self._batch(*windows, generator)
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """None: the loss tells all."""
+        """None beside the loss."""
         return {}
 
     def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:

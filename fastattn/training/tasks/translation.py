@@ -1,4 +1,4 @@
-"""Translation of one text into another: a sequence of tokens after a sequence of tokens."""
+"""Translation: pairs of token sequences for an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tokenizers.base import Tokenizer
 from .scores import text_scores
 from .task import Batch, Split
 
-# Decoding is a step a token; so many pairs tell the scores well enough.
+# Decoding is a step a token; so many pairs estimate the scores well enough.
 _SCORED_PAIRS = 500
 
 

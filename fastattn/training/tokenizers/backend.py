@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizers` behind the project's own interface: text in, ids out, and back."""
+"""Hugging Face `tokenizers` behind the project's tokenizer interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and the names that special tokens go by."""
+"""The interface of tokenizers, and the names of special tokens."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class BPETokenizer(BackendTokenizer):
     def train(cls, text: str, vocab_size: int, *, special: bool = False) -> BPETokenizer:
         """Learns merges from a text until there are vocab_size ids.
 
-        A short or repetitive text may offer fewer merges than asked for; `vocab_size` of the
-        result tells.
+        A short or repetitive text may offer fewer merges than that; `vocab_size` of the
+        result counts them.
 
         Args:
             text: what to learn from.

@@ -1,4 +1,4 @@
-"""One token a character, without a package and without special tokens."""
+"""Character tokenizer: one id a character, with no further package and no special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers by kind, by JSON and by file."""
+"""Train or load a tokenizer, by kind, JSON or file."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PieceTokenizer(BackendTokenizer):
             kind: one of `PIECE_KINDS`.
             text: what to learn from.
             vocab_size: ids to aim at; fewer where the text has no more to offer. "char" has one for
-                every character, whatever is asked for.
+                every character, whatever this says.
 
         Raises:
             TokenizerError: kind is unknown, the text has nothing to learn from, or vocab_size is

@@ -1,0 +1,131 @@
+"""The table of a layer's options: type, default, check, and what each cannot go with.
+
+An option is a row of `SharedOptions`, or of `SelfOptions` if cross-attention has no use for it. The
+constructors of layers, their signatures and the layers of models follow from the rows.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+
+import torch
+
+from .. import checks
+from ..options import Window
+from ..rotary import RotaryStyle
+from .relative import RelativeScheme
+
+Scoring = Literal["scaled_dot", "dot", "multiplicative", "additive"]
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+class Row(NamedTuple):
+    """One option.
+
+    default: where it is not given.
+    check: takes name and value, returns the value; not called for None.
+    passed_as: "mask" or "score": `attention` has this option under the same name.
+    excluded_by: "additive" scoring, relative terms on the "values".
+    """
+
+    default: Any = None
+    check: Callable[[str, Any], Any] | None = None
+    passed_as: Literal["mask", "score"] | None = None
+    excluded_by: tuple[str, ...] = ()
+
+
+_SCORES = ("additive", "values")
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options of self- and cross-attention; `fastattn.GQAttention` explains them."""
+
+    head_dim: Annotated[int | None, Row()]
+    v_head_dim: Annotated[int | None, Row(None, partial(checks.check_count, least=1))]
+    qkv_bias: Annotated[bool, Row(False)]
+    out_bias: Annotated[bool, Row(False)]
+    qk_norm: Annotated[bool, Row(False)]
+    scoring: Annotated[Scoring, Row("scaled_dot")]
+    softcap: Annotated[float | None, Row(None, checks.check_positive, "score", _SCORES)]
+    sinks: Annotated[bool, Row(False, excluded_by=_SCORES)]
+    dropout: Annotated[float, Row(0.0)]
+    attention_dropout: Annotated[float, Row(0.0, excluded_by=_SCORES)]
+    scale: Annotated[float | None, Row()]
+    backend: Annotated[str | None, Row()]
+    device: Annotated[torch.device | str | None, Row()]
+    dtype: Annotated[torch.dtype | None, Row()]
+
+
+class SelfOptions(SharedOptions, total=False):
+    """Options of self-attention, but `causal`."""
+
+    window: Annotated[Window, Row(excluded_by=("values",))]
+    stride: Annotated[
+        int | None, Row(None, partial(checks.check_count, least=1), "mask", ("values",))
+    ]
+    keep_first: Annotated[int, Row(0, passed_as="mask")]
+    rotary: Annotated[RotaryStyle | None, Row()]
+    rotary_base: Annotated[float, Row(10000.0)]
+    rotary_dim: Annotated[int | None, Row()]
+    alibi: Annotated[bool, Row(False, excluded_by=_SCORES)]
+    relative_bias: Annotated[int | None, Row(excluded_by=("additive",))]
+    relative_max_distance: Annotated[int | None, Row()]
+    relative: Annotated[RelativeScheme | None, Row(excluded_by=("additive",))]
+
+
+@cache
+def table(kind: type) -> Mapping[str, Row]:
+    """The rows of a class of options, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def passed_as(kind: type, part: str) -> tuple[str, ...]:
+    """Names of the options that `attention` takes as they are: those of its "mask" or "score"."""
+    return tuple(name for name, row in table(kind).items() if row.passed_as == part)
+
+
+def complete(kind: type, given: Mapping[str, Any], taker: str) -> dict[str, Any]:
+    """All options of a class, those not given at their defaults, numbers as Python's own.
+
+    Raises:
+        TypeError: one is unknown.
+        ValueError: one is out of its range.
+    """
+    rows = table(kind)
+    for name in given:
+        if name not in rows:
+            raise TypeError(f"{taker}.__init__() got an unexpected keyword argument {name!r}")
+    found = {}
+    for name, row in rows.items():
+        value = checks.as_python(given.get(name, row.default))
+        found[name] = value if value is None or row.check is None else row.check(name, value)
+    return found
+
+
+def excluded(by: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Options, with their values, that are in use although `by` excludes them."""
+    for name, row in table(SelfOptions).items():
+        value = values.get(name)
+        if by in row.excluded_by and value is not None and value is not False and value != 0:
+            yield name, value
+
+
+def shows_options(kind: type) -> Callable[[_Init], _Init]:
+    """Let the signature of an `__init__` show the options that it takes as keywords."""
+
+    def mark(init: _Init) -> _Init:
+        signature = inspect.signature(init)
+        *own, _ = signature.parameters.values()
+        hints = get_type_hints(kind)
+        shown = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=hints[name]
+            )
+            for name, row in table(kind).items()
+        ]
+        init.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return init
+
+    return mark
