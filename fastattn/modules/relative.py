@@ -107,19 +107,20 @@ def relative_values(
     Returns:
         [B, H_q, T_q, D_v] in k's dtype.
     """
-    assert terms.values is not None
+    values = terms.values
+    assert values is not None
     T_q, T_k, D = terms.query.shape[2], k.shape[2], k.shape[3]
     if T_q == 0:
-        return terms.query.new_zeros(*terms.query.shape[:3], terms.values.shape[2])
+        return terms.query.new_zeros(*terms.query.shape[:3], values.shape[2])
     offset = T_k - T_q if query_offset is None else query_offset
     factor = D**-0.5 if scale is None else scale
     call = _Call(factor, causal, offset, key_lengths, key_padding_mask, backend)
     if not formula.autocasting(k.device):
-        return _weighted_vectors(k, lse, terms, terms.values, call)
+        return _weighted_vectors(k, lse, terms, values, call)
     # Autocast would take products of scores in its own dtype.
     terms = terms._replace(keys=None if terms.keys is None else terms.keys.to(k.dtype))
     with torch.autocast(k.device.type, enabled=False):
-        return _weighted_vectors(k, lse, terms, terms.values, call)
+        return _weighted_vectors(k, lse, terms, values, call)
 
 
 def _weighted_vectors(
