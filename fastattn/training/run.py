@@ -13,9 +13,8 @@ import torch
 from ..models.fields import from_fields
 from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
 from .kinds import KINDS, Kind, config_of, kind_of
-from .metrics import CURVE_FILE, METRICS_FILE
+from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
-from .progress import ProgressBar
 from .tasks.sources import (
     DataConfig,
     MaskedDataConfig,

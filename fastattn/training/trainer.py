@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
 from .data.text import TextDataset
-from .metrics import CURVE_FILE, append_metrics, draw_loss_curve, read_metrics, truncate_metrics
-from .progress import Progress, SilentProgress
+from .metrics import (
+    CURVE_FILE,
+    Progress,
+    SilentProgress,
+    append_metrics,
+    draw_loss_curve,
+    read_metrics,
+    truncate_metrics,
+)
 from .tasks.task import Batch, LanguageTask, Task
 from .tokenizers.base import Tokenizer
 from .train_config import TrainConfig

@@ -91,8 +91,8 @@ def test_attention_gets_views_and_shared_heads(monkeypatch, device):
         calls.append((q, k, v, kwargs))
         return attention(q, k, v, **kwargs)
 
-    attention = fastattn.modules.attention
-    monkeypatch.setattr(fastattn.modules, "attention", recording)
+    attention = fastattn.modules.self_attention.attention
+    monkeypatch.setattr(fastattn.modules.self_attention, "attention", recording)
     layer = make_layer(device, num_heads=4, num_kv_heads=2)
     x = torch.randn(2, 5, WIDTH, device=device)
     layer(x)

@@ -96,14 +96,14 @@ def test_groups_that_do_not_go_with_a_cache_leave_it_as_it_was():
 def recorded_dropout(layer, x, monkeypatch) -> float:
     """The dropout that a call of the layer passes on."""
     calls = []
-    attention = fastattn.modules.attention
+    attention = fastattn.modules.self_attention.attention
 
     def recording(q, k, v, **kwargs):
         calls.append(kwargs["dropout"])
         return attention(q, k, v, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fastattn.modules, "attention", recording)
+        patch.setattr(fastattn.modules.self_attention, "attention", recording)
         layer(x)
     return calls.pop()
 

@@ -10,11 +10,10 @@ import torch
 from matplotlib.figure import Figure
 
 from fastattn.cli.main import main
-from fastattn.training import progress as progress_module
+from fastattn.training import metrics
 from fastattn.training.data.text import DataError
 from fastattn.training.maps import Map, draw_maps
-from fastattn.training.metrics import draw_loss_curve
-from fastattn.training.progress import ProgressBar
+from fastattn.training.metrics import ProgressBar, draw_loss_curve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -63,8 +62,8 @@ class Screen(io.StringIO):
 def test_the_time_left_does_not_count_the_start(terminal, monkeypatch):
     """The first ten steps take 1000 s, as they compile; each further one a second."""
     now = [0.0]
-    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(progress_module, "_LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(metrics, "_LINE_INTERVAL", 0.0)
     screen = Screen(terminal)
     shown = ProgressBar(100, stream=screen)
     now[0] = 1000.0

@@ -13,8 +13,13 @@ from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from fastattn.training.data.text import TextDataset, random_batch
-from fastattn.training.metrics import append_metrics, draw_loss_curve, read_metrics
-from fastattn.training.progress import ProgressBar, SilentProgress
+from fastattn.training.metrics import (
+    ProgressBar,
+    SilentProgress,
+    append_metrics,
+    draw_loss_curve,
+    read_metrics,
+)
 from fastattn.training.tasks import task
 from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig, resolve_device
@@ -328,7 +333,7 @@ class Screen:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_shows_loss_speed_and_time_left(terminal, monkeypatch):
-    monkeypatch.setattr("fastattn.training.progress._LINE_INTERVAL", 0.0)
+    monkeypatch.setattr("fastattn.training.metrics._LINE_INTERVAL", 0.0)
     screen = Screen(terminal)
     progress = ProgressBar(20, 10, stream=screen)
     for step in (12, 14, 20):
