@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn.compat.flash_attn.functions import flash_attn_with_kvcache
+from fastattn.compat.flash_attn import flash_attn_with_kvcache
 from fastattn.rotary import apply_rotary
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.flash_attn import check

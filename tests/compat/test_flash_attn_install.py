@@ -12,10 +12,10 @@ import torch
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import (
     bert_padding,
-    functions,
     package_alias,
     passes,
     rotary,
+    version_2,
     version_3,
     version_4,
 )
@@ -80,7 +80,7 @@ def test_uninstall_undoes_it(installed):
 
 
 def test_install_where_there_was_nothing():
-    modules = {"": (functions,), "a.b": (bert_padding,)}
+    modules = {"": (version_2,), "a.b": (bert_padding,)}
     package_alias.install("no_such_package", modules, "1.2")
     try:
         import no_such_package.a.b  # type: ignore[import-not-found]

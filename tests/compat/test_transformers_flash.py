@@ -8,7 +8,7 @@ import transformers as tr
 from transformers import modeling_flash_attention_utils as flash
 from transformers.utils import import_utils
 
-from fastattn.compat.flash_attn import functions
+from fastattn.compat import flash_attn
 from fastattn.testing.transformers_models import build, decoder_config, padded, tokens
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
@@ -31,16 +31,16 @@ def _forget() -> None:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine with CUDA, which transformers asks for besides the package."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    functions.install()
+    flash_attn.install()
     _forget()
     yield
-    functions.uninstall()
+    flash_attn.uninstall()
     _forget()
 
 
 def test_transformers_finds_the_package(installed):
     assert import_utils.is_flash_attn_2_available()
-    functions.uninstall()
+    flash_attn.uninstall()
     _forget()
     assert not import_utils.is_flash_attn_2_available()
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.distributed.tensor.experimental import local_map
 
 import fastattn
-from fastattn.compat.flash_attn import functions
+from fastattn.compat import flash_attn
 from fastattn.compat.transformers import attend
 
 pytestmark = pytest.mark.usefixtures("on_torch")
@@ -61,7 +61,7 @@ CALLS = {
         lambda: [torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8)] * 2,
         (0, 1, 2, 3),
     ),
-    "flash_attn": (functions.flash_attn_func, lambda: qkv(2, 8, 2, 16), (0, 1, 2)),
+    "flash_attn": (flash_attn.flash_attn_func, lambda: qkv(2, 8, 2, 16), (0, 1, 2)),
     "transformers": (
         lambda q, k, v: attend.attention_forward(torch.nn.Module(), q, k, v, None),
         lambda: qkv(2, 2, 8, 16),

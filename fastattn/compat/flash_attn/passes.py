@@ -15,7 +15,7 @@ from ...functional import arguments
 from ...functional.attend import attention, attention_varlen
 from ...functional.block_backward import part_gradients
 from ...torch_backend import dropout
-from .arguments import checked, errors_of_flash_attn, options_of
+from .conventions import checked, errors_of_flash_attn, options_of
 
 __all__ = [
     "_flash_attn_backward",

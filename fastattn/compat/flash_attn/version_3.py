@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import functions
-from .arguments import Result, Window, checked
+from . import version_2
+from .conventions import Result, Window, checked
 
 __version__ = "3.0.0"
 __all__ = [
@@ -41,7 +41,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
-    return functions.flash_attn_func(
+    return version_2.flash_attn_func(
         q,
         k,
         v,
@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
-    return functions.flash_attn_varlen_func(
+    return version_2.flash_attn_varlen_func(
         q,
         k,
         v,
@@ -186,7 +186,7 @@ def flash_attn_with_kvcache(
 
     In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
     """
-    found = functions.flash_attn_with_kvcache(
+    found = version_2.flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,

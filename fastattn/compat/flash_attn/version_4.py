@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from . import functions
-from .arguments import Window
+from . import version_2
+from .conventions import Window
 
 __version__ = "4.0.0"
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -39,7 +39,7 @@ def flash_attn_func(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o [B, T_q, H_q, D_v], lse [B, H_q, T_q] or None)."""
-    found = functions.flash_attn_func(
+    found = version_2.flash_attn_func(
         q,
         k,
         v,
@@ -104,7 +104,7 @@ def flash_attn_varlen_func(
             "cu_seqlens_q=None, for padded queries, is not served by "
             "fastattn.compat.flash_attn.version_4; fastattn.attention takes key_lengths"
         )
-    found = functions.flash_attn_varlen_func(
+    found = version_2.flash_attn_varlen_func(
         q,
         k,
         v,

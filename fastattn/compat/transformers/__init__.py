@@ -1,5 +1,6 @@
 """`attn_implementation="fastattn"` for models of Hugging Face transformers."""
 
+from .attend import NAME as NAME
 from .attend import attention_forward as attention_forward
 from .attend import register as register
 from .masks import attention_mask as attention_mask

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...functional.attend import attention, attention_varlen
 from . import bert_padding, package_alias, packed
-from .arguments import (
+from .conventions import (
     Result,
     Window,
     checked,
@@ -30,7 +30,7 @@ from .arguments import (
     refuse,
     returned,
 )
-from .cache import Cache, append_and_attend
+from .kvcache import Cache, append_and_attend
 
 __version__ = "2.8.3"
 __all__ = [

@@ -1,4 +1,4 @@
-"""Arguments that flash-attn's functions share: checked, and as options of `fastattn.attention`."""
+"""flash-attn's argument conventions: checked, and translated to options of `fastattn.attention`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
