@@ -130,7 +130,7 @@ class PageAllocator:
         return twin, Changes(entries=entries, lengths={twin: source.length})
 
     def truncate(self, row: int, length: int) -> Changes:
-        """Keep at most the first `length` tokens; pages that none of them is in are let go."""
+        """Keep at most the first `length` tokens; frees pages that hold none of them."""
         if length < 0:
             raise ValueError(f"length must be >= 0, got {length}")
         held = self._row(row)
@@ -261,6 +261,6 @@ class PageAllocator:
     def _release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._holders[page] -= 1
-            assert self._holders[page] >= 0, f"page {page} was let go twice"
+            assert self._holders[page] >= 0, f"page {page} was freed twice"
             if self._holders[page] == 0:
                 self._free_pages.append(page)

@@ -350,7 +350,7 @@ def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:
 
 
 def _nothing(self: nn.Module, input: tuple[Tensor]) -> None:
-    """With the names and types that torch.jit.script asks of a hook."""
+    """With the names and types that torch.jit.script requires of a hook."""
 
 
 def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:

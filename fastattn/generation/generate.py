@@ -25,7 +25,7 @@ class Batch:
     The prompts go through the model once, right-padded, and every further token alone; each row has
     its own place in the cache, so no row depends on which others are there. A row that is done
     stays idle until all are; `Engine` gives its place to another instead. What happens at the end
-    of the model's context is told in `Reading`.
+    of the model's context is that of `Reading`.
 
     Args:
         model: in evaluation mode.

@@ -2,7 +2,7 @@
 
 A small model's step takes the host longer to launch than the GPU to compute. A graph launches all
 of it at once. It can be recorded because nothing in such a step depends on the host: the lengths of
-the rows live on the device, and attention is told the cache's whole room as their bound.
+the rows live on the device, and attention gets the cache's capacity as their bound.
 """
 
 from __future__ import annotations

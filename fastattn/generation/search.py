@@ -141,7 +141,7 @@ def beam_texts(
 
 
 class Search:
-    """The beams that go on, and the best that have ended; knows nothing of a model.
+    """The beams that go on, and the best that have ended; independent of any model.
 
     There are as many rows as beams. Rows that no continuation is left for hold a copy of row 0 with
     log-probability -inf, so that nothing comes of them: at first all rows but one.

@@ -58,7 +58,7 @@ class Manifest:
         """A file's content.
 
         Raises:
-            CheckpointError: it is unreadable, or not the one that the manifest tells of.
+            CheckpointError: it is unreadable, or not the one that the manifest describes.
         """
         path, entry = file_in(self.folder, name), self.files[name]
         content = read_bytes(path)

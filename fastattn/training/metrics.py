@@ -25,7 +25,7 @@ def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     path = run_dir / METRICS_FILE
-    with _told(path), path.open("a", encoding="utf-8") as file:
+    with _explained(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
@@ -173,7 +173,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file to write, which takes the other's place if all goes well."""
     temporary = path.with_name(f".writing-{path.name}")
     try:
-        with _told(path):
+        with _explained(path):
             yield temporary
             os.replace(temporary, path)
     finally:
@@ -181,7 +181,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     """Turns an error of the file system into one that says what it means for the run."""
     try:
         yield

@@ -3,7 +3,7 @@
 A trial shows what a block does with what it is given, and no more. So a copy is given what makes
 every difference show: weights that are not 0; scores small and far beyond any softcap; inputs
 longer than every number that its forward reads, as a window is one; training mode, with dropout
-noted and left out; half precision, and gradients. What cannot be told is refused.
+noted and left out; half precision, and gradients. What a trial cannot decide is refused.
 """
 
 import copy

@@ -148,7 +148,7 @@ def attention_forward(
 
 
 def _refuse(block_indices: Tensor | None, cache: Any) -> None:
-    """What some models hand over and nothing here serves."""
+    """Refuse arguments that some models pass and nothing here serves."""
     if block_indices is not None:
         raise NotImplementedError(
             "block_indices: fastattn does not serve keys that are selected by blocks; "
