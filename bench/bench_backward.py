@@ -1,4 +1,4 @@
-"""Backward passes, alone and together with their forward."""
+"""Backward passes, alone and with their forward."""
 
 FAMILY = "backward"
 

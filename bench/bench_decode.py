@@ -1,4 +1,4 @@
-"""One token against a cache of keys and values: GB/s of the cache that is read."""
+"""Decoding one token against a key/value cache: GB/s of the cache."""
 
 FAMILY = "decode"
 

@@ -1,7 +1,7 @@
 """Tokens/s of generation with the key/value cache and without, on one thread of the CPU.
 
-`growth` in the extra info is the power of the text's length that the time grows by: 1 is linear.
-Without the cache it comes to 2 only in long texts, where the fixed cost of a step no longer counts.
+`growth` in the extra info is the exponent of time over length: 1 is linear, 2 quadratic. Without
+the cache it reaches 2 only on long texts, where the fixed cost of a step is small.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastattn.bench.generation import WAYS, growth, seconds_by_length
+from fastattn.bench.generation import METHODS, growth, seconds_by_length
 from fastattn.models.gpt import GPT, GPTConfig
 
 LENGTHS = (32, 64, 128, 256)
@@ -17,7 +17,7 @@ LENGTHS = (32, 64, 128, 256)
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A step of one token is too small to share, and the growth is to be that of the work."""
+    """One thread: a step of one token is too small to share."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,12 +34,12 @@ def model() -> GPT:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("way", WAYS)
-def test_generate_cpu(benchmark, rounds, model, way):
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_cpu(benchmark, rounds, model, method):
     timings = []
 
     def generate():
-        timings.append(seconds_by_length(way, model, [1], LENGTHS, repeats=1))
+        timings.append(seconds_by_length(method, model, [1], LENGTHS, repeats=1))
 
     benchmark.pedantic(generate, rounds=rounds(generate))
     seconds = {n: min(timing[n] for timing in timings) for n in LENGTHS}

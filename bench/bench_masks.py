@@ -1,4 +1,4 @@
-"""Every mask that there is, at the same sizes."""
+"""Every kind of mask, at the same sizes."""
 
 FAMILY = "masks"
 

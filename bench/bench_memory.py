@@ -1,4 +1,4 @@
-"""The most memory that a call holds, against inputs, outputs and lse, which nobody can save."""
+"""Peak memory of a call, over the least: inputs, outputs and lse."""
 
 import gc
 

@@ -1,6 +1,6 @@
-"""What the host pays: a call up to its launch, the choice of a backend, imports, the first call.
+"""Host cost: a call up to its launch, dispatch, import, the first call.
 
-Without a GPU the launches go to a stand-in for Triton's driver; everything before it is real.
+Without a GPU, launches go to a stand-in for Triton's driver; everything before it is real.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CALLS = ("bare launch", "fastattn", "fastattn with grad")
 
 @pytest.fixture(scope="module")
 def device():
-    """Where launches are swallowed, unless there is a GPU for them."""
+    """The GPU, or a CPU whose launches go to the stand-in driver."""
     import triton
 
     if triton.knobs.runtime.interpret:

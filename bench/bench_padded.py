@@ -1,4 +1,4 @@
-"""Padded batches: half full, and with the lengths of real documents, beside a dense one."""
+"""Padded batches, half full or with the lengths of real documents, beside a dense batch."""
 
 FAMILY = "padded"
 

@@ -47,10 +47,16 @@ def record_runs(steps: int, groups: Mapping[str, Mapping[str, Mapping[str, Any]]
     """Trains every variant from the same seed on the same batches; losses in nats a token."""
     text = standard_library_text(TEXT_CHARACTERS)
     training = {
-        "steps": steps, "batch_size": 4, "learning_rate": 3e-3, "warmup_steps": 0,
-        "log_interval": max(1, steps // 30), "eval_interval": steps, "seed": 0, "device": "cpu",
+        "steps": steps,
+        "batch_size": 4,
+        "learning_rate": 3e-3,
+        "warmup_steps": 0,
+        "log_interval": max(1, steps // 30),
+        "eval_interval": steps,
+        "seed": 0,
+        "device": "cpu",
         "checkpoint_interval": steps,
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {}
     trained: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Which benchmarks there are on this machine, and how one is run.
+"""Fixtures of the benchmarks: the cases for this machine, and how each is run.
 
 A file of this folder names a family of cases; each of its tests is one implementation on one case.
 The kernels run as they do for users: compiled on a GPU, not at all without one.
@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The minute has single calls of attention and nothing else."""
+    """The minute set has attention calls only."""
     if config.getoption("--case-set") != "minute":
         return
     cases = [item for item in items if "case" in getattr(item, "fixturenames", ())]
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
-    """How long it will take."""
+    """Print the expected duration."""
     from fastattn.bench.terminal import estimate
 
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
@@ -78,7 +78,7 @@ def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """After an illegal access every later call fails: end, in place of hundreds of failures."""
+    """End the session if the CUDA context is lost, where every later call would fail."""
     if item.get_closest_marker("gpu") is None or not torch.cuda.is_available():
         return
     try:
@@ -96,7 +96,7 @@ _ROWS = pytest.StashKey[list[Any]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Times on the device, by case."""
+    """Print times on the device, by case."""
     from fastattn.bench.terminal import table
 
     for line in table(config.stash.get(_ROWS, [])):
@@ -104,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class _Workbench:
-    """What the tests of a run share: timers, and the inputs of the case that is being measured."""
+    """Shared state of a session: timers, and the inputs of the current case."""
 
     def __init__(self) -> None:
         self._case: Any = None
@@ -123,7 +123,7 @@ class _Workbench:
         return self._benches[device]
 
     def prepared(self, case: Any) -> Any:
-        """Inputs and expected results; those of the last case are dropped."""
+        """Inputs and expected results of a case; those of the last case are dropped."""
         from fastattn.bench.attention import release
         from fastattn.bench.correctness import expect
         from fastattn.bench.inputs import make_inputs
@@ -151,7 +151,7 @@ def quiet_peers() -> Iterator[None]:
 
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]], int]:
-    """How often to call a function: as pytest-benchmark's options have it, and 20 times at most."""
+    """How often to call a function: by pytest-benchmark's options, and 20 times at most."""
     seconds = float(request.config.getoption("benchmark_max_time"))
     fewest = request.config.getoption("benchmark_min_rounds")
 
@@ -214,8 +214,8 @@ def run_attention(
 ) -> Callable[[Any, Any], None]:
     """Checks one implementation on one case, benchmarks it, and notes its figures.
 
-    Skips, with the reason, what cannot serve the case; a peer that computes something else or fails
-    is skipped too, as its times would mean nothing.
+    Skips an implementation that cannot serve the case, with the reason, and a peer that fails or
+    gives wrong results.
     """
     from fastattn.bench import attention, figures
     from fastattn.bench.terminal import Row
@@ -250,7 +250,7 @@ def run_attention(
 
 
 def _time_over_sdpa(case: Any, work: Callable[[], object], workbench: _Workbench) -> float:
-    """How many times longer than torch's own function, called directly, in alternation."""
+    """Time of `work` over the time of torch's SDPA, called directly, in alternation."""
     from fastattn.bench import attention
     from fastattn.bench.implementations.registry import IMPLEMENTATIONS
     from fastattn.bench.measure import compare

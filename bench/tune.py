@@ -24,16 +24,16 @@ from fastattn.bench.tuning import static_sweep, timed_sweep
 from fastattn.testing.compiling.cross_compile import TARGETS
 
 
-def static(out: Path, target: str, places: list[str], workers: int) -> int:
-    """Compile every candidate; one line for each place, and the files after each."""
-    chosen = static_sweep.named_places(places) if places else timed_sweep.PLACES
+def static(out: Path, target: str, entries: list[str], workers: int) -> int:
+    """Run a static sweep: print a line for each entry, and write the files after each."""
+    chosen = static_sweep.entries_named(entries) if entries else timed_sweep.ENTRIES
     compilation = timed_sweep.Compilation(target, workers)
     found = {}
     try:
-        for place, survivors in static_sweep.sweep(target, chosen, compilation):
-            found[place] = survivors
+        for entry, survivors in static_sweep.sweep(target, chosen, compilation):
+            found[entry] = survivors
             static_sweep.write(out, target, found)
-            sys.stdout.write(f"{place}: {survivors[0] if survivors else 'no tile fits'}\n")
+            sys.stdout.write(f"{entry}: {survivors[0] if survivors else 'no tile fits'}\n")
     finally:
         compilation.close()
     return 0
@@ -71,10 +71,15 @@ def main(argv: list[str] | None = None) -> int:
     bench = gpu_bench("quick")
     bench.effort = timed_sweep.effort_for(arguments.seconds)
     for table, rows, tried in timed_sweep.tune(
-        arguments.out, bench, left, report.data["environment"], command,
+        arguments.out,
+        bench,
+        left,
+        report.data["environment"],
+        command,
         static_sweep.read(arguments.survivors) if arguments.survivors else None,
-        report.data["tuning"].get("rows", ()), report.data["tuning"].get("tried", ()),
-    ):  # fmt: skip
+        report.data["tuning"].get("rows", ()),
+        report.data["tuning"].get("tried", ()),
+    ):
         report.data["tuning"] = {"table": table.name, "rows": rows, "tried": tried}
         report.save()
         sys.stdout.write(f"{rows[-1]}\n")

@@ -1,1 +1,1 @@
-"""What the benchmarks share: shapes, implementations, timing, figures and reports."""
+"""Shared code of the benchmarks: cases, implementations, timing, figures, runs and reports."""

@@ -1,4 +1,4 @@
-"""One case through every implementation: serve, check, weigh, time. Every outcome is a record."""
+"""One case through every implementation: check, measure memory, time. Each outcome is a record."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
     "out of memory",
 )
 Record = dict[str, Any]
-# Who is at work when it is computed what results are held to.
+# Named as the implementation at work while the oracle computes the expected results.
 REFERENCE = "the reference"
 
 
 @dataclass
 class Bench:
-    """What cases are measured with.
+    """The instruments of a measurement: timer, effort, clock readings and oracle.
 
     Args:
         timer: times single calls.
         effort: how long to measure each.
         while_busy: reads clocks while the device works.
-        readings: what was read since the last call, for the records.
+        readings: clock readings since the last call, for the records.
         sleep: waits that many seconds.
-        expected: computes what results are held to.
-        alone: time one implementation after the other, to learn which of them breaks the device.
+        expected: computes the oracle's results.
+        alone: time one implementation after the other, to find the one that breaks the device.
     """
 
     timer: Timer
@@ -60,7 +60,7 @@ class Bench:
     def compare(
         self, functions: Mapping[str, Function], announce: Announce
     ) -> dict[str, Timing | Exception]:
-        """`measure.compare` with all this."""
+        """`measure.compare` with these instruments."""
         return compare(
             functions,
             self.timer,
@@ -83,11 +83,11 @@ def run_case(
     """Measure a case.
 
     Args:
-        case: what to measure.
-        implementations: by which.
-        bench: with what.
-        broken: implementations that ended the process when they were tried, and how.
-        announce: told who is at work, and what at, as by `compare`; REFERENCE before all others.
+        case: the call.
+        implementations: measured in this order.
+        bench: the instruments.
+        broken: implementations that broke an earlier process, and how.
+        announce: progress callback, as in `compare`; called with REFERENCE first.
 
     Returns:
         A record for each implementation, with implementation, status (one of the names above),
@@ -95,8 +95,8 @@ def run_case(
         memory_ratio on a GPU; alone where it took no turns with others.
 
     Raises:
-        DeviceLost: an implementation broke the device for all that follow; or one of those that
-            took turns did, named TIMING.
+        DeviceLost: an implementation broke the CUDA context; named TIMING if it was one of
+            several that took turns.
     """
     outcomes: dict[str, Record] = {}
     works: dict[str, Function] = {}
@@ -151,35 +151,35 @@ def prepare(
     expected: Expected,
     issued: Function = lambda: None,
 ) -> tuple[Function, Record]:
-    """The function to time, after its results have passed the check.
+    """Check an implementation's results; return the function to time and its memory.
 
     Args:
-        implementation, case, inputs: what of which on what.
-        expected: what results are held to.
-        issued: called when everything is compiled and the first results are waited for.
+        implementation, case, inputs: what to call.
+        expected: the oracle's results.
+        issued: called once everything is compiled, before the first results are waited for.
 
     Returns:
-        The function, and what the first call of it says of memory.
+        The function, and peak_mib and memory_ratio of a call (see `run_case`).
 
     Raises:
         Unserved, AssertionError, torch.OutOfMemoryError or whatever the implementation raises.
     """
-    # What a peer warns of is no concern of the measurement.
+    # Warnings of peers would clutter the log.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         attention = implementation.prepare(case, inputs)
         work = work_of(case, attention, inputs)
         results = _results(case, attention, inputs)
         issued()
-        _hold(implementation, case, inputs, results, expected)
+        _check(implementation, case, inputs, results, expected)
         memory = _memory(case, work_from_nothing(case, attention, inputs))
         if case.graph:
-            work, replayed = _recorded(case, work)
-            _hold(implementation, case, inputs, (replayed, None), expected)
+            work, replayed = _captured(case, work)
+            _check(implementation, case, inputs, (replayed, None), expected)
     return work, memory
 
 
-def _hold(
+def _check(
     implementation: Implementation,
     case: Case,
     inputs: Inputs,
@@ -192,25 +192,25 @@ def _hold(
         implementation.check(case, inputs, results[0])
 
 
-def _recorded(case: Case, work: Function) -> tuple[Function, Tensor]:
-    """A replay of `work` as a CUDA graph, and the output that a replay has left."""
+def _captured(case: Case, work: Function) -> tuple[Function, Tensor]:
+    """`work` as the replay of a CUDA graph, and the output of a replay."""
     assert case.direction == "forward", "graphs are measured forward only"
     outputs: list[Any] = []
 
     def remember() -> object:
-        outputs.append(work())  # none is freed while the graph is captured
+        outputs.append(work())  # kept: no output may be freed during capture
         return outputs[-1]
 
     replay = record_cuda_graph(remember)
     o: Tensor = outputs[-1]
-    # What the calls before the replay have left there is no result of it.
+    # NaN where the capture wrote, so that a replay that writes nothing is found.
     o.fill_(math.nan)
     replay()
     return replay, o
 
 
 def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
-    """What runs inside the timer. For a backward case the forward has been run before."""
+    """The call inside the timer. For a backward case the forward has run already."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if case.direction != "backward":
         return work_from_nothing(case, attention, inputs)
@@ -219,7 +219,7 @@ def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
 
 
 def work_from_nothing(case: Case, attention: Attention, inputs: Inputs) -> Function:
-    """A call that needs nothing from before: forward, or forward and backward."""
+    """A self-contained call: forward, or forward and backward."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if case.direction == "forward":
 
@@ -244,9 +244,9 @@ def _results(
 
 
 def _memory(case: Case, work: Function) -> Record:
-    """Peak of torch's allocator in a call beyond what was held before, and what it amounts to.
+    """Peak memory of a call beyond its inputs, by torch's allocator.
 
-    memory_ratio compares the peak and the inputs with inputs, outputs and lse.
+    memory_ratio is peak and inputs over `figures.least_memory`: inputs, outputs and lse.
     """
     if case.device != "cuda":
         return {}
@@ -286,7 +286,7 @@ def _failure(error: Exception, case: Case, name: str, bench: Bench) -> Record:
 
 
 def release(device: str) -> None:
-    """Give memory that nothing refers to back to the device."""
+    """Return unreferenced memory to the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

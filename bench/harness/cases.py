@@ -1,4 +1,4 @@
-"""The shapes that are measured, as data, the most telling first.
+"""Benchmark cases: the shapes that are measured, the most important first.
 
 Sources: the sweep at 16384 tokens and hidden size 2048 is that of FlashAttention-3 (Shah et al.
 2024, section 4.1); 64 query heads on 8 key/value heads of width 128 are Llama 3 70B's, 32 on 8 are
@@ -31,19 +31,19 @@ class Case:
     """One call of attention to measure.
 
     Args:
-        family: what it belongs to, one of FAMILIES.
-        direction: what runs inside the timer.
+        family: one of FAMILIES.
+        direction: what the timer covers.
         B, H_q, H_k, T_q, T_k, D: sizes; D is the head dim of q, k and v.
         causal, window: as in `fastattn.attention`, the window as a pair.
-        lengths: real keys of each batch row, the others being padding.
-        padding_side: "right" states the padding as key_lengths, "left" as key_padding_mask.
+        lengths: keys of each batch row without padding.
+        padding_side: "right" passes key_lengths, "left" key_padding_mask.
         dtype: name of a torch dtype.
-        layout: memory order of q, k, v and the output's gradient. "bthd" is what projections
-            leave: transposed views of [B, T, H, D]. "bhtd" is that of a cache.
+        layout: memory order of q, k, v and the output's gradient: "bthd", transposed views of
+            [B, T, H, D] as projections return them, or "bhtd", as in a cache.
         device: "cuda" or "cpu".
-        label: tells cases of equal sizes apart.
-        graph: replay the call as a CUDA graph, which leaves the host's share of its time out.
-        slow_peers: also measure the peers that compile for a long time before their first call.
+        label: distinguishes cases of equal sizes.
+        graph: replay the call as a CUDA graph, which excludes host time.
+        slow_peers: also measure peers that compile for seconds.
     """
 
     family: str
@@ -114,16 +114,14 @@ def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
 
 def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
     """One token for each of B sequences, against a full cache of T_k keys."""
-    # Peers that compile for long do so for every shape.
+    # Slow peers compile for every shape.
     slow_peers = H_q == 32 and T_k == 4096 and not graph
-    return Case(
-        "decode", "forward", B, H_q, 8, 1, T_k, 128, causal=True, layout="bhtd", graph=graph,
-        slow_peers=slow_peers,
-    )  # fmt: skip
+    case = Case("decode", "forward", B, H_q, 8, 1, T_k, 128, causal=True, layout="bhtd")
+    return replace(case, graph=graph, slow_peers=slow_peers)
 
 
 def masks(direction: Direction, T: int) -> Iterator[Case]:
-    """Every mask there is, at the same sizes."""
+    """Every kind of mask, at the same sizes."""
     plain = Case("masks", direction, 2, 16, 16, T, T, 128)
     yield replace(plain, causal=True)
     yield replace(plain, causal=True, window=(1023, 0))
@@ -133,12 +131,12 @@ def masks(direction: Direction, T: int) -> Iterator[Case]:
     yield replace(plain, causal=True, lengths=half, padding_side="left", label="left-padded")
 
 
-# How many of the most important come before what is no single call of attention.
+# So many of the most important cases come before training, layers and host costs.
 AIMS = 20
 
 
 def _important() -> Iterator[Case]:
-    """What the project's aims are about, in the order of their weight."""
+    """The cases of the project's goals, the most important first."""
     for T in (4096, 16384):
         for direction in _BOTH:
             yield sweep(direction, 128, T, causal=True)
@@ -154,7 +152,7 @@ def _important() -> Iterator[Case]:
             yield decode(B, 4096, graph=graph)
     for direction in _BOTH:
         yield grouped(direction, 8192, causal=True)
-    # The first two: causal, and a window.
+    # The first two are causal, and a window.
     yield from masks("forward", 8192)
     for direction in _BOTH:
         yield sweep(direction, 256, 4096, causal=True)
@@ -207,8 +205,8 @@ def gpu_cases(which: str = "quick") -> list[Case]:
     """The cases of a set, the most important first, each once.
 
     Args:
-        which: "minute", one case of each family; "quick", a few minutes, in which peers that
-            compile for long are measured at a few lengths only; or "full".
+        which: "minute", one case of each family; "quick", a few minutes, with slow peers at a
+            few lengths only; or "full".
 
     Raises:
         ValueError: there is no such set.
@@ -223,7 +221,7 @@ def gpu_cases(which: str = "quick") -> list[Case]:
 
 
 def cpu_cases() -> list[Case]:
-    """Small shapes for the path that serves a machine without a GPU."""
+    """Small shapes for a machine without a GPU."""
     base = Case("forward", "forward", 2, 4, 4, 256, 256, 64, dtype="float32", device="cpu")
     backward = replace(base, family="backward", direction="backward")
     return [
@@ -239,7 +237,7 @@ def cpu_cases() -> list[Case]:
 
 
 def _compares_all(case: Case) -> bool:
-    """Whether the quick set spends a long compilation on this case's peers: one of each kind."""
+    """Whether the quick set measures slow peers on this case: one case of each kind."""
     if case.family in ("forward", "backward"):
         plain = case.H_q == case.H_k and case.direction == case.family
         return plain and case.causal and case.D in (64, 128) and case.T_q == 4096

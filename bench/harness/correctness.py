@@ -1,10 +1,10 @@
-"""One check of every implementation against the error budget, before it is timed.
+"""The error budget, checked for every implementation before it is timed.
 
-The oracle in float64 does not fit the memory for whole cases, so a sample of heads is compared: the
-first key/value head of the first batch row and the last of the last, each with all of its query
-heads. Of those, every output element and, where the case has a backward, every element of dq, dk
-and dv is held to the budget. Elsewhere the results have to be finite. Query rows go to the oracle
-in chunks; the gradients of keys and values are summed over the chunks in float32 or wider.
+The float64 oracle of a whole case exceeds memory, so two heads are sampled: the first key/value
+head of the first batch row and the last of the last, each with all of its query heads. Every
+element of their o and, with a backward, of their dq, dk and dv is held to the budget. All other
+results must be finite. The oracle takes query rows in chunks, and sums dk and dv over the chunks in
+float32 or wider.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..testing import assert_within_budget
 from .cases import Case
 from .inputs import Inputs
 
-# Bytes of one matrix of scores that the oracle may hold at most; it holds about ten at a time.
-_CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
-# Of the memory that is free on a GPU, such a matrix takes a part of so many.
+# Most bytes of one score matrix of the oracle, which holds about ten at a time.
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
+# On a GPU such a matrix takes at most this fraction of the free memory: 1 / _PARTS.
 _PARTS = 20
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of the oracle for some heads: in float64 (exact) and in the case's dtype (naive).
+    """The oracle's results for the sampled heads: in float64 (exact) and the case's dtype (naive).
 
-    Both map (batch row, key/value head) to o, or o, dq, dk, dv, with batch and head dims of the
-    sample alone: [1, G, T_q, D] and [1, 1, T_k, D].
+    Both map (batch row, key/value head) to o, or o, dq, dk, dv, of that head: [1, G, T_q, D] and
+    [1, 1, T_k, D].
     """
 
     exact: dict[tuple[int, int], tuple[Tensor, ...]]
@@ -39,14 +39,14 @@ class Expected:
 
 
 def sampled_heads(case: Case) -> list[tuple[int, int]]:
-    """(batch row, key/value head) of those that are checked."""
+    """The (batch row, key/value head) pairs that are checked."""
     return sorted({(0, 0), (case.B - 1, case.H_k - 1)})
 
 
 def rows_at_once(case: Case, dtype: torch.dtype) -> int:
-    """Queries that the oracle takes at once, of all heads that share a key/value head."""
+    """Query rows of one oracle chunk, for all query heads of a key/value head."""
     scores = case.H_q // case.H_k * case.T_k
-    most = _CHUNK_BYTES[case.device]
+    most = CHUNK_BYTES[case.device]
     if case.device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -55,7 +55,7 @@ def rows_at_once(case: Case, dtype: torch.dtype) -> int:
 
 
 def expect(case: Case, inputs: Inputs) -> Expected:
-    """What a case's implementations have to compute, for the sampled heads."""
+    """The oracle's results for the sampled heads."""
     heads = sampled_heads(case)
     dtype = getattr(torch, case.dtype)
     return Expected(

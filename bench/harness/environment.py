@@ -1,4 +1,4 @@
-"""What a measurement was taken on: GPU, clocks, power, driver and versions. Nothing is changed."""
+"""The environment of a measurement: GPU, clocks, power, driver, versions. Read only, never set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from ..training.step_timing import dense_bf16_tflops
 
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "xformers", "flashinfer-python")
-# Fields of nvidia-smi, some of which older drivers do not know.
+# Fields of nvidia-smi; older drivers lack some.
 _FIELDS = {
     "driver_version": "driver",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -55,7 +55,7 @@ def collect(run: Run = _run) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that matter here."""
+    """Installed versions of fastattn, its dependencies and its peers."""
     found = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu(run: Run = _run) -> dict[str, Any]:
-    """The current CUDA device: its properties, and what nvidia-smi says of it."""
+    """The current CUDA device: properties from torch and from nvidia-smi."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found: dict[str, Any] = {
         "name": properties.name,
@@ -78,7 +78,7 @@ def gpu(run: Run = _run) -> dict[str, Any]:
 
 
 def smi(run: Run = _run) -> dict[str, Any]:
-    """What nvidia-smi tells, field by field; a field that it does not know is left out."""
+    """nvidia-smi's _FIELDS; a field that the driver lacks is left out."""
     query = ["nvidia-smi", "--format=csv,noheader,nounits", "--id=0"]
     try:
         values = run([*query, f"--query-gpu={','.join(_FIELDS)}"]).splitlines()[0].split(", ")
@@ -94,7 +94,7 @@ def smi(run: Run = _run) -> dict[str, Any]:
 
 
 def number(text: str) -> float | str | None:
-    """A number if the text is one; None where nvidia-smi has no value."""
+    """Parse a value of nvidia-smi: a number, text, or None if it has no value."""
     text = text.strip()
     if text in ("", "[N/A]", "N/A", "[Not Supported]"):
         return None
@@ -107,8 +107,7 @@ def number(text: str) -> float | str | None:
 class ClockReader:
     """Reads SM clock (MHz) and power (W) while the device works.
 
-    By NVML in this process where its bindings are installed, which takes no time to speak of, else
-    by nvidia-smi.
+    Uses NVML where its bindings are installed, which takes microseconds, else nvidia-smi.
     """
 
     def __init__(self, run: Run = _run) -> None:
@@ -119,7 +118,7 @@ class ClockReader:
     def __call__(self) -> None:
         """Take a reading; one that fails is left out."""
         if self._nvml is None and self.readings:
-            return  # nvidia-smi takes long enough for the device to fall idle: once is enough
+            return  # nvidia-smi is slow, and the device falls idle meanwhile: one reading only
         with contextlib.suppress(Exception):
             self.readings.append(self._read())
 
@@ -133,7 +132,7 @@ class ClockReader:
         return float(clock), float(power)
 
     def take(self) -> dict[str, float]:
-        """sm_clock_mhz (least and most) and power_w (most) since the last call, if any was read."""
+        """Least and most sm_clock_mhz and most power_w since the last call; {} without readings."""
         readings, self.readings = self.readings, []
         if not readings:
             return {}
@@ -146,7 +145,7 @@ class ClockReader:
 
 
 def _open_nvml() -> tuple[Any, Any]:
-    """NVML's bindings and the handle of torch's device 0, or (None, None)."""
+    """NVML's bindings and the handle of torch's device 0; (None, None) if not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""What failed: whole for a log, in a line for a report; and whether the device survived it."""
+"""Errors of implementations: a traceback for the log, a line for the report, and lost devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-# The exit code of a process that ends because its device is lost: a new one may go on.
+# Exit code of a process whose CUDA context is lost; a new process can continue.
 LOST = 3
 _MOST = 400  # characters of a reason
 _BEGINNING = 120
@@ -16,8 +16,8 @@ class DeviceLost(RuntimeError):
     """The CUDA context is broken: nothing more can be measured in this process.
 
     Args:
-        implementation: who broke it.
-        reason: what it raised.
+        implementation: the one that broke it.
+        reason: its error.
     """
 
     def __init__(self, implementation: str, reason: str) -> None:
@@ -26,15 +26,15 @@ class DeviceLost(RuntimeError):
 
 
 def raise_if_lost(error: Exception, who: str, synchronize: Callable[[], object]) -> None:
-    """After an illegal access every later call fails: find out before blaming the others.
+    """Raise `DeviceLost` if an error has lost the CUDA context, where every later call fails.
 
     Args:
-        error: what was raised.
-        who: by whom.
-        synchronize: waits for the device, which raises if that is lost.
+        error: the error.
+        who: the implementation that raised it.
+        synchronize: waits for the device; raises if the context is lost.
 
     Raises:
-        DeviceLost: it is.
+        DeviceLost: the context is lost.
     """
     try:
         synchronize()
@@ -44,9 +44,9 @@ def raise_if_lost(error: Exception, who: str, synchronize: Callable[[], object])
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line: its type, and of a long message the beginning and the end.
+    """An error in a line: its type and message, a long one without its middle.
 
-    What a compiler says begins with the place and ends with the cause.
+    A compiler's message begins with the location and ends with the cause.
     """
     text = " ".join(str(error).split())
     if len(text) > _MOST:

@@ -1,10 +1,10 @@
-"""Arithmetic and bytes of a case, and the figures that a time becomes.
+"""FLOPs and bytes of a case, and TFLOP/s and GB/s from its time.
 
-Conventions, as FlashAttention's benchmarks have them: a forward pass takes 4 * D operations for a
+Conventions are those of FlashAttention's benchmarks: a forward pass takes 4 * D operations for a
 pair of query and key in each head; a causal mask over T_q = T_k counts half of the pairs; a
-backward pass counts 2.5 forward passes (five products for two), whatever is computed again. The
-conventional figure takes padding for work, so that it compares with a dense batch. The figure over
-visible pairs counts what the mask lets through, to the pair.
+backward pass counts 2.5 forward passes (five products for two), without recomputation. The
+conventional figure counts padding as work, to compare with a dense batch. The visible figure counts
+exactly the pairs that the mask lets through.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def element_size(case: Case) -> int:
 
 
 def key_value_bytes(case: Case) -> int:
-    """Bytes of the keys and values that exist, which decoding has to read once."""
+    """Bytes of all keys and values but padding, which decoding reads once."""
     keys = sum(case.lengths) if case.lengths is not None else case.B * case.T_k
     return 2 * keys * case.H_k * case.D * element_size(case)
 
 
 def least_memory(case: Case) -> int:
-    """Bytes of inputs, outputs and lse: what a fused implementation cannot do without.
+    """Bytes of inputs, outputs and lse: the least memory of a fused implementation.
 
     Forward: q, k, v, o and lse; backward adds the gradients of all four.
     """
@@ -89,7 +89,7 @@ def least_memory(case: Case) -> int:
 
 
 def figures(case: Case, ms: float) -> dict[str, float]:
-    """What `ms` milliseconds for a case amount to.
+    """The figures of a case that takes `ms` milliseconds.
 
     Returns:
         tflops (by convention), tflops_visible, both in 1e12 operations a second; for decoding
@@ -105,7 +105,7 @@ def figures(case: Case, ms: float) -> dict[str, float]:
 
 
 def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:
-    """TFLOP/s of a forward pass that does nothing but its exponentials, one a visible pair.
+    """TFLOP/s of a forward pass limited by its exponentials alone, one a visible pair.
 
     A multiprocessor starts 16 of them a clock (CUDA C++ Programming Guide, "Arithmetic
     Instructions", throughput of base-2 exponentials for compute capabilities 8.0 to 9.0).

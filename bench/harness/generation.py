@@ -1,4 +1,4 @@
-"""Tokens a second of `generate`, with the key/value cache and without."""
+"""Speed of generation with the key/value cache and without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = Sampling(greedy=True)
 
 @torch.inference_mode()
 def generate_without_cache(model: GPT, prompt: Sequence[int], count: int) -> Iterator[int]:
-    """The most likely tokens, with the whole text read anew for each of them.
+    """Greedy decoding without a cache: each token runs the model on the whole text.
 
     Args:
         model: in evaluation mode, with a context that all of the text fits in.
@@ -32,28 +32,28 @@ def generate_without_cache(model: GPT, prompt: Sequence[int], count: int) -> Ite
 
 
 def generate_with_cache(model: GPT, prompt: Sequence[int], count: int) -> Iterator[int]:
-    """As `generate_without_cache`, by the cache."""
+    """Greedy decoding with the key/value cache."""
     return generate_tokens(model, prompt, count, sampling=GREEDY)
 
 
-WAYS: dict[str, Callable[[GPT, Sequence[int], int], Iterator[int]]] = {
+METHODS: dict[str, Callable[[GPT, Sequence[int], int], Iterator[int]]] = {
     "cache": generate_with_cache,
     "no-cache": generate_without_cache,
 }
 
 
 def seconds_by_length(
-    way: str,
+    method: str,
     model: GPT,
     prompt: Sequence[int],
     lengths: Sequence[int],
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """How long the first n tokens take, for each n of `lengths`: the fastest of some runs.
+    """Seconds until the n-th token, for each n of `lengths`: the fastest of several runs.
 
     Args:
-        way: a key of WAYS.
+        method: a key of METHODS.
         model, prompt: as for `generate_without_cache`.
         lengths: rising numbers of tokens.
         repeats: runs.
@@ -62,7 +62,7 @@ def seconds_by_length(
     best: dict[int, float] = {}
     for _ in range(repeats):
         begin = clock()
-        for n, _token in enumerate(WAYS[way](model, prompt, lengths[-1]), start=1):
+        for n, _token in enumerate(METHODS[method](model, prompt, lengths[-1]), start=1):
             if n in lengths:
                 seconds = clock() - begin
                 best[n] = min(seconds, best.get(n, seconds))
@@ -70,7 +70,7 @@ def seconds_by_length(
 
 
 def growth(seconds: dict[int, float]) -> float:
-    """The power of the length that the time grows by, between the first length and the last.
+    """The exponent of time over length, from the first length to the last.
 
     1 is linear, 2 quadratic.
     """

@@ -14,11 +14,11 @@ from .cases import Case
 
 @dataclass
 class Inputs:
-    """What implementations are given.
+    """The tensors of a case.
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
-    grad if the case needs gradients. key_lengths int32 [B] or key_padding_mask bool [B, T_k]
-    states the padding, if there is any.
+    grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
+    bool [B, T_k].
     """
 
     q: Tensor
@@ -39,7 +39,7 @@ def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
     empty: leave q, k, v and do uninitialised.
 
     Raises:
-        torch.OutOfMemoryError: they do not fit the device.
+        torch.OutOfMemoryError: the tensors do not fit the device.
     """
     device = torch.device(case.device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -68,7 +68,7 @@ def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
 
 
 def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
-    """bool [B or 1, 1, T_q, T_k] for implementations that take nothing else; None = all visible."""
+    """The mask as bool [B or 1, 1, T_q, T_k], for SDPA; None = all visible."""
     sees_all = case.window is None and (not case.causal or case.T_q == 1)
     if sees_all and case.lengths is None:
         return None

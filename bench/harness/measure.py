@@ -1,10 +1,9 @@
-"""Times of functions that are compared with each other, in one process and in alternation.
+"""Timing of functions against each other: one process, samples in alternation, cold cache.
 
-On a GPU a sample is the time between two events around the call. Before the first of them the
-second-level cache is overwritten, so that every call finds it cold; the writes also keep the GPU
-busy for longer than the host takes to issue the call, so that waiting for the host is not measured.
-Samples of the functions take turns, forwards and backwards, so that a clock that drifts and a
-neighbour's heat fall on all of them. Clocks and power limits are read, never set.
+On a GPU a sample is the time between two events around the call. The L2 cache is overwritten before
+each sample, so that every call finds it cold; the writes also keep the GPU busy while the host
+issues the call, so that host time is not measured. The functions take turns, in order and in
+reverse, so that clock drift and heat affect all alike. Clocks and power limits are read, never set.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ import torch
 from .failures import raise_if_lost
 
 Function = Callable[[], object]
-# Told the name of who is at work, and what at: with compilers or inputs, or on the device.
+# Progress callback: the implementation at work, and its phase. PREPARES is host work, such as
+# compilation and drawing inputs; RUNS is work on the device.
 Announce = Callable[[str, str], None]
 PREPARES, RUNS = "prepares", "runs"
-# Who is at work when functions take turns.
+# Named as the implementation at work while functions take turns.
 TIMING = "the timing"
 _MIB = 2**20
 
@@ -65,19 +65,19 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-# Issues one call; what it returns gives the call's milliseconds once the timer has synchronized.
+# Issues one call; returns a function that gives its milliseconds once the timer has synchronized.
 Start = Callable[[], Callable[[], float]]
 
 
 class Timer(Protocol):
-    """How single calls are timed."""
+    """Times single calls."""
 
     def prepare(self, function: Function) -> Start:
-        """Learn what there is to learn of a function that has been warmed up."""
+        """Calibrate on a function that is warmed up; return what issues its samples."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until every issued call has ended."""
+        """Wait until every issued call has finished."""
         ...
 
 
@@ -104,7 +104,7 @@ _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 
 
 class DeviceTimer:
-    """Time on a CUDA device between events around a call, with the second-level cache cold.
+    """Time between CUDA events around a call, with a cold L2 cache.
 
     Args:
         flush: overwrites the cache, asynchronously.
@@ -139,12 +139,12 @@ class DeviceTimer:
         return start
 
     def flush(self) -> None:
-        """Overwrite the cache and wait for that."""
+        """Overwrite the cache and wait."""
         self._flush()
         self.synchronize()
 
     def _flushes_to_hide(self, function: Function) -> int:
-        """How many flushes outlast the host's work for one call, twice over."""
+        """Flushes that take twice as long as the host's work for one call."""
         self.synchronize()
         begin = self._clock()
         function()
@@ -169,7 +169,7 @@ _MOST_FLUSHES = 50
 
 
 def device_timer() -> DeviceTimer:
-    """A timer for the current CUDA device, which keeps a buffer of four times its cache."""
+    """A timer for the current CUDA device, with a buffer of four times its L2 cache."""
     cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     buffer = torch.empty(max(256 * _MIB, 4 * cache_bytes), dtype=torch.int8, device="cuda")
     return DeviceTimer(flush=buffer.zero_)
@@ -181,9 +181,9 @@ class Effort:
 
     Args:
         warm_up: calls before the first sample.
-        target_ms: time that the samples of one function should fill together.
-        least, most: samples of a function at least and at most.
-        pause: seconds of rest before a comparison, in which the device cools down.
+        target_ms: total time of the samples of one function.
+        least, most: bounds on the samples of a function.
+        pause: seconds to cool down before a comparison.
     """
 
     warm_up: int = 3
@@ -210,20 +210,19 @@ def compare(
     """Time functions in alternation.
 
     Args:
-        functions: by name; they are called many times.
+        functions: by name; each is called many times.
         timer: times a single call.
         effort: how long to measure.
         while_busy: called while issued work is still running, to read the clock.
         sleep: waits that many seconds.
-        announce: told who is at work, TIMING when it is all of them, and what at, PREPARES or RUNS.
-        alone: one after the other, so that what goes wrong has a name.
+        announce: progress callback: a name, TIMING for all at once, and PREPARES or RUNS.
+        alone: time one after the other, so that a lost device has a culprit.
 
     Returns:
-        A timing for each name, or what the function raised, which does not keep the others from
-        being timed.
+        A timing for each name, or the error of its function; the rest are still timed.
 
     Raises:
-        DeviceLost: a function broke the device; or some function did, named TIMING.
+        DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
     """
     comparison = _Comparison(timer, effort or Effort(), while_busy, sleep, announce)
     found: dict[str, Timing | Exception] = {}
@@ -280,14 +279,14 @@ class _Comparison:
         found: dict[str, Timing | Exception],
         who: str,
     ) -> list[tuple[str, float]]:
-        """Milliseconds of one call of each; `found` gets the errors of those that raise."""
+        """Milliseconds of one call of each function; errors go to `found`."""
         pending: list[tuple[str, Callable[[], float]]] = []
         for name in names if turn % 2 == 0 else reversed(names):
             try:
                 pending.append((name, starts[name]()))
             except Exception as error:
                 found[name] = error
-                # It may be another's that this one met: calls of a turn run behind their issue.
+                # The fault may be an earlier function's: calls of a turn run after they are issued.
                 raise_if_lost(error, who, self.timer.synchronize)
         if turn % 4 == 3:
             self.while_busy()

@@ -1,7 +1,7 @@
-"""What a call costs before the GPU starts: checks, dispatch, launch; compilation; import.
+"""Host cost of a call (checks, dispatch, launch), of the first call, and of the import.
 
-The host's cost is measured on a GPU where there is one. Elsewhere a stand-in for Triton's driver
-takes the launches: kernels are compiled for its target, and everything up to the driver is real.
+Without a GPU, a stand-in for Triton's driver takes the launches: kernels are compiled for its
+target, and everything up to the driver is real.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..kernels.launch import launches, tiles
 from ..testing.compiling.cross_compile import compiling_for
 from .measure import Function
 
-# Small enough that the GPU keeps up with the host, so that no launch waits for a free place.
+# Small, so that the GPU keeps up with the host and no launch waits for a full queue.
 _SHAPE = (1, 2, 64, 64)
 _STAND_IN_TILE = tiles.TileConfig(64, 64, num_warps=4, num_stages=2)
 
@@ -47,7 +47,7 @@ def host_cost(
     repeats: int = 7,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Microseconds for which a call occupies the host: the median of several runs' means."""
+    """Microseconds of host time of a call: the median over runs of a mean over calls."""
     for _ in range(10):
         function()
     means = []
@@ -62,7 +62,7 @@ def host_cost(
 
 
 def calls(device: str) -> dict[str, Function]:
-    """Attention calls on small tensors, whose cost is the host's, side by side.
+    """Attention calls on tensors so small that they cost host time only.
 
     Args:
         device: "cuda", or "cpu" inside `stand_in_gpu`.
@@ -104,9 +104,9 @@ def over_bare_launch(device: str, rounds: int = 20) -> dict[str, float]:
 
 
 def least_costs(found: dict[str, Function], rounds: int = 20) -> dict[str, float]:
-    """Microseconds of host time of each of these, the least of runs that take turns.
+    """Microseconds of host time of each function: the least of runs in alternation.
 
-    What else the machine does only adds to them.
+    Other load on the machine only adds time.
     """
     least: dict[str, float] = {}
     for _ in range(rounds):
@@ -117,7 +117,7 @@ def least_costs(found: dict[str, Function], rounds: int = 20) -> dict[str, float
 
 
 def bare_launch(call: Function) -> Function:
-    """The kernel launch that `call` makes last, alone: the same kernel with the same arguments."""
+    """The last kernel launch of `call`, alone: the same kernel with the same arguments."""
     kernel = forward.attention_forward_kernel
     launched: list[Function] = []
     run = kernel.run
@@ -126,7 +126,7 @@ def bare_launch(call: Function) -> Function:
         launched.append(partial(run, *args, **kwargs))
         return run(*args, **kwargs)
 
-    # What is worked out already goes past `run`.
+    # A memoised launch would bypass `run`.
     launches.forget()
     call_memo.forget()
     with mock.patch.object(kernel, "run", remember):
@@ -136,7 +136,7 @@ def bare_launch(call: Function) -> Function:
 
 @contextmanager
 def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
-    """CPU tensors are launched for a GPU that is not there; nothing is computed.
+    """Kernels launch on CPU tensors, compiled for a target GPU; nothing is computed.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
@@ -176,7 +176,7 @@ def import_ms(repeats: int = 3) -> float:
     return statistics.median(float(_python(_IMPORT)) for _ in range(repeats))
 
 
-# A compiled kernel sees no name of this module, nor one that an annotation holds.
+# Triton resolves neither names of this module nor annotations, so the kernel uses none.
 @triton.jit
 def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
     tl.store(x_ptr, 0.0)
@@ -185,8 +185,8 @@ def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
 def first_call(device: str) -> float:
     """Milliseconds of this process's first attention call, kernels being compiled or loaded.
 
-    A kernel of nothing is launched before, so that what Triton does once in a process is not
-    counted: it looks at every byte of its own installation.
+    An empty kernel is launched first: Triton's once-a-process work, a hash over its whole
+    installation, is not counted.
     """
     q = torch.randn(_SHAPE, device=device, dtype=torch.bfloat16)
     gpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -213,7 +213,7 @@ def first_call_ms(device: str) -> dict[str, float]:
 
 
 def _python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
-    """What a fresh interpreter prints as JSON; it does not interpret kernels."""
+    """The JSON that code prints in a fresh interpreter, without TRITON_INTERPRET."""
     variables = {**os.environ, **(environment or {})}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -222,7 +222,7 @@ def _python(code: str, *arguments: str, environment: dict[str, str] | None = Non
         cwd=tempfile.gettempdir(),
         capture_output=True,
         text=True,
-        timeout=40,  # less than what the process that waits is given
+        timeout=40,  # below the stall limit of the process that waits
         check=False,
     )
     if done.returncode:

@@ -1,18 +1,17 @@
-"""What `pytest bench` prints beside pytest-benchmark's own table: how long, how fast."""
+"""Lines of `pytest bench` beside pytest-benchmark's table: expected duration, device times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# Seconds of a benchmark on a GPU: its check against the oracle, its samples, and for some a first
-# compilation.
+# Seconds of a benchmark on a GPU: check against the oracle, samples, sometimes a compilation.
 _SECONDS_EACH = 1.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A benchmark: its case, by what, milliseconds on the device, and a rate in a unit."""
+    """A benchmark: case, implementation, milliseconds on the device, and a rate in a unit."""
 
     case: str
     implementation: str
@@ -22,7 +21,7 @@ class Row:
 
 
 def estimate(benchmarks: int) -> str:
-    """How long that many benchmarks on a GPU will take, as a sentence."""
+    """A sentence on how long so many benchmarks on a GPU take."""
     minutes = benchmarks * _SECONDS_EACH / 60
     return (
         f"{benchmarks} benchmarks on the GPU: about {max(1, round(minutes))} min, and longer where "
@@ -33,7 +32,7 @@ def estimate(benchmarks: int) -> str:
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines: a case, then its implementations, the fastest first.
 
-    The last column says how many times faster than the fastest that is not of this project.
+    The last column is the speed as a multiple of the fastest peer's.
     """
     by_case: dict[str, list[Row]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: inputs, and the one error budget that results are held to."""
+"""Shared code of tests and benchmarks: inputs, the error budget, and checks against the oracle."""
 
 from .budget import assert_within_budget as assert_within_budget
 from .budget import error_budget as error_budget

@@ -1,13 +1,13 @@
-"""The error budget: how far a result may be from exact, and no other tolerance anywhere.
+"""The error budget: the one tolerance of the project, for the error of a result in its dtype.
 
     max|x - ref|  <=  2 * max|naive - ref|  +  eps(dtype) * max|ref|  +  64 * eps(fp32)
 
-ref is the oracle in fp64 and naive the oracle in the tested dtype, on the same inputs, which were
-drawn in that dtype. The terms are what the formula itself costs in that dtype, one rounding of the
-output, and a floor for gradients that cancel to zero.
+ref is the oracle in fp64, naive the oracle in the tested dtype, on the same inputs, drawn in that
+dtype. The terms are the error of the naive formula in that dtype, one rounding of the output, and a
+floor for gradients that cancel to zero.
 
-One naive run may be exact by luck, and which run is differs from machine to machine: naive comes
-from `orders.worst_naive`, the worst of several.
+A single naive run can be exact by luck, and differs between machines: naive is the worst of several
+runs, by `orders.worst_naive`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
-    """The largest error allowed for a result in `dtype`; entries that are infinite do not count."""
+    """The largest error allowed for a result in `dtype`. Infinite entries of ref are left out."""
     ref = ref.double()
     finite = ref.isfinite()
     if not finite.any():
@@ -26,12 +26,12 @@ def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
 
 
 def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> None:
-    """x has no NaN, is infinite exactly where ref is, and else within the budget of its dtype.
+    """Check that x has no NaN, is infinite exactly where ref is, and elsewhere within the budget.
 
     Args:
         x: the result to judge.
-        ref: the same without rounding, computed in fp64.
-        naive: the same computed naively in x's dtype, from `worst_naive`.
+        ref: the oracle's result in fp64.
+        naive: the oracle's result in x's dtype, from `worst_naive`.
 
     Raises:
         AssertionError: naming the result, its error and the budget.

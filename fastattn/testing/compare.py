@@ -1,4 +1,4 @@
-"""Attention against the oracle: outputs, lse and every gradient, within the error budget."""
+"""Check attention against the oracle: outputs, lse and every gradient, by the error budget."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,15 @@ from .budget import assert_within_budget
 from .orders import worst_naive
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
-# Options that gradients reach. A float attn_mask is a bias.
+# Differentiable options. A float attn_mask is a bias.
 DIFFERENTIABLE = (
-    "attn_mask", "attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks",
-)  # fmt: skip
+    "attn_mask",
+    "attn_bias",
+    "relative_bias",
+    "relative_keys",
+    "relative_query",
+    "sinks",
+)
 
 
 def assert_matches_reference(
@@ -27,15 +32,15 @@ def assert_matches_reference(
     oracle: Callable[..., Any] = reference.attention,
     **arguments: Any,
 ) -> None:
-    """Hold o, lse, dq, dk, dv and the gradients of float options to the oracle's.
+    """Check o, lse, dq, dk, dv and the gradients of float options against the oracle.
 
     Args:
         attention: called as attention(q, k, v, *positional, return_lse=True, **arguments).
         q, k, v: leaf tensors that require grad, drawn in the tested dtype.
-        clean: what the oracle gets instead of q, k, v, where those hold NaN in padded-out places.
+        clean: q, k, v for the oracle, where the tested ones hold NaN in padding.
         oracle: `reference.attention_varlen` for packed sequences, whose offsets are `positional`.
-        arguments: masks, scale and so on, passed to both. Of those in DIFFERENTIABLE the gradients
-            are compared too, whether they require grad or not.
+        arguments: options, passed to both. Gradients of those in DIFFERENTIABLE are compared too,
+            whether they require grad or not.
 
     Raises:
         AssertionError: a result that is not finite, or past its budget.
@@ -62,14 +67,14 @@ def results(
 ) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv and gradients of float options.
 
-    The gradients of o and lse are random, fixed, and the same for every dtype.
+    do and dlse are random with a fixed seed, and the same in every dtype.
     """
     names = _floats(arguments)
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o, lse = attention(q, k, v, *positional, return_lse=True, **{**arguments, **leaves})
     generator = torch.Generator().manual_seed(1)
-    # Drawn in bf16, which every dtype holds, so that all are given the same gradients.
+    # bf16 values are exact in every dtype, so that all dtypes get the same do and dlse.
     do, dlse = (
         torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
     )
@@ -78,6 +83,6 @@ def results(
 
 
 def _floats(arguments: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the arguments that gradients reach, in their order."""
+    """Names of the differentiable arguments, in the order of DIFFERENTIABLE."""
     given = (name for name in DIFFERENTIABLE if arguments.get(name) is not None)
     return tuple(name for name in given if arguments[name].is_floating_point())

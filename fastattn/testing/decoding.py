@@ -1,4 +1,4 @@
-"""Caches of every kind that hold the same tokens, and what decoding from them has to give."""
+"""Check decoding against the oracle, from every kind of cache filled with the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..quantization import quantize_rows
 from .budget import assert_within_budget
 from .orders import worst_naive
 
-# Constructor arguments of each kind beside sizes; "pages" of so many tokens.
+# Kinds of caches: constructor arguments beside sizes, and how rows start and are indexed.
 KINDS: dict[str, dict[str, Any]] = {
     "contiguous": {},
     "left-padded": {"starts": (2, 0, 1)},
@@ -37,10 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Filled:
-    """A cache of B rows, and what it holds.
+    """A filled cache of B rows, and its tokens for the oracle.
 
-    view: of the rows in order. k, v: [B, H_k, T, D], by position, as attention is to see them:
-    codes as the numbers they stand for. masks: what `reference.attention` needs beside the lengths.
+    view: the rows in order. k, v: [B, H_k, T, D] by position, dequantised. masks: further options
+    of `reference.attention` beside the lengths.
     """
 
     view: CacheView
@@ -51,7 +51,7 @@ class Filled:
 
 
 def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
-    """A cache of one of KINDS after the first lengths[b] of the tokens k, v [B, H_k, T, D]."""
+    """A cache of one of KINDS with the first lengths[b] tokens of k, v [B, H_k, T, D] in row b."""
     options = dict(KINDS[kind])
     starts, index = options.pop("starts", None), options.pop("batch_index", None)
     page_size = options.pop("page_size", None)
@@ -61,7 +61,7 @@ def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
     if page_size is not None:
         paged = PagedKVCache(2 * B * T // page_size + B, page_size, H_k, D, **sizes, **options)
         rows = [paged.allocate() for _ in range(B)]
-        # Page by page of each row, so that neighbours in a row are none in the pool.
+        # Rows take turns page by page, so that consecutive pages of a row are apart in the pool.
         for first in range(0, T, page_size):
             counts = (lengths - first).clamp(0, page_size).tolist()
             part = slice(first, first + page_size)
@@ -98,7 +98,7 @@ def assert_decodes(
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """decode(q, view, **how, **options) is within the error budget of the oracle, lse too.
+    """Check o and lse of decode(q, view, **how, **options) against the oracle.
 
     Raises:
         AssertionError: a result that is not finite, or past its budget.

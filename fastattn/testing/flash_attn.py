@@ -1,4 +1,4 @@
-"""What flash-attn's functions have to give, by the oracle, in flash-attn's layout."""
+"""Check functions with flash-attn's arguments and layout against the oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .budget import assert_within_budget
 from .orders import worst_naive
 
 _SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-# Arguments of theirs for 4 query heads, and what they come to for `reference.attention`.
+_IGNORED = {"num_splits": 3, "pack_gqa": True, "qv": None, "attention_chunk": 0}
+# flash-attn's arguments for 4 query heads, and the same call's options of `reference.attention`.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "causal": ({"causal": True}, {"causal": True}),
@@ -20,21 +21,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window": ({"window_size": (2, 1)}, {"window": (2, 1)}),
     "window-one-side": ({"window_size": (2, -1)}, {"window": (2, None)}),
     "window-4": ({"window_size": (None, 0)}, {"window": (None, 0)}),
-    "causal-window": (
-        {"causal": True, "window_size": (3, 0)}, {"causal": True, "window": (3, 0)},
-    ),
+    "causal-window": ({"causal": True, "window_size": (3, 0)}, {"causal": True, "window": (3, 0)}),
     "softcap": ({"softcap": 1.5, "causal": True}, {"softcap": 1.5, "causal": True}),
     "alibi": ({"alibi_slopes": _SLOPES}, {"alibi_slopes": _SLOPES}),
     "sink": ({"learnable_sink": _SLOPES}, {"sinks": _SLOPES}),
-    "no-effect": (
-        {"num_splits": 3, "pack_gqa": True, "qv": None, "attention_chunk": 0},
-        {},
-    ),
-}  # fmt: skip
+    "no-effect": (_IGNORED, {}),
+}
 
 
 def case(name: str, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One of CASES: arguments of theirs, options of the oracle, with tensors on a device."""
+    """One of CASES on a device: flash-attn's arguments, and the oracle's options."""
     theirs, ours = (
         {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
         for options in CASES[name]
@@ -50,7 +46,7 @@ def offsets(lengths: tuple[int, ...], device: str) -> Tensor:
 def oracle(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T_q, H_q, D_v] and lse [B, H_q, T_q] of the naive reference, computed in dtype."""
+    """o [B, T_q, H_q, D_v] and lse [B, H_q, T_q] of the reference, computed in dtype."""
     wide = {name: x.to(dtype) if name == "sinks" else x for name, x in options.items()}
     q, k, v = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v))
     o, lse = reference.attention(q, k, v, return_lse=True, **wide)
@@ -58,10 +54,10 @@ def oracle(
 
 
 def check(found: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Hold what a function returned, o or (o, lse, ...), to the error budget.
+    """Check a function's result, o or (o, lse, ...), by the error budget.
 
     Raises:
-        AssertionError: it is not contiguous, not finite, or past its budget.
+        AssertionError: a result is not contiguous, not finite, or exceeds its budget.
     """
     exact = oracle(q, k, v, torch.float64, **options)
     naive = worst_naive(exact, lambda: oracle(q, k, v, q.dtype, **options))

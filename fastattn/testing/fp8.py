@@ -1,6 +1,6 @@
-"""What attention in 8 bits may err by: the bound of `fastattn.fp8`, computed with the oracle.
+"""The error bound of FP8 attention, element by element.
 
-Held against the oracle in fp64 on the numbers that the codes stand for, element by element:
+The reference is the oracle in fp64 on dequantised inputs:
 
     |o - ref|  <=  (2^-4 + a) W + 2^-18 M S  +  eps(dtype) |ref|  +  64 eps(fp32)
 
@@ -25,7 +25,7 @@ from .. import reference
 from .budget import assert_within_budget
 from .orders import worst_naive
 
-# How much hotter the softmax is that stands for a maximum.
+# A softmax with scores times _HOT stands for a maximum.
 _HOT = 64.0
 
 
@@ -40,7 +40,7 @@ def fp8_bounds(
     """Bounds on the errors of o [B, H_q, T_q, D_v] in `dtype`, and of lse beside fp32's own.
 
     Args:
-        q, k, v: fp64, what the codes stand for.
+        q, k, v: fp64, dequantised.
         tensor_cores: sums are those of Hopper's tensor cores, not fp32.
         arguments: mask, scale, softcap and sinks.
     """
@@ -74,7 +74,7 @@ def fp8_bounds(
 def assert_output_within_fp8_bounds(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, *, tensor_cores: bool, **arguments: Any
 ) -> None:
-    """o of `attention_fp8` is within `fp8_bounds`, which tells the arguments.
+    """Check o of `attention_fp8` against `fp8_bounds`, which documents the arguments.
 
     Raises:
         AssertionError: naming the worst error and its bound.
@@ -101,9 +101,9 @@ def assert_within_fp8_bounds(
     tensor_cores: bool = False,
     **arguments: Any,
 ) -> None:
-    """o and lse of `attention_fp8` are what its codes and scales give, within `fp8_bounds`.
+    """Check o and lse of `attention_fp8` against the oracle on its codes and scales.
 
-    lse is held to the budget of fp32, and what tensor cores add.
+    o is bounded by `fp8_bounds`, lse by the budget of fp32 and the shift of tensor cores.
 
     Raises:
         AssertionError: naming the result, its error and the bound.

@@ -1,4 +1,4 @@
-"""A small GPT for tests of what is built on it."""
+"""A small GPT for tests."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def make_gpt(vocab_size: int = 20, context: int = 12, std: float = 0.5, **change
 
     Args:
         vocab_size, context: as in `GPTConfig`.
-        std: standard deviation of every parameter; the larger, the surer the model is.
+        std: standard deviation of every parameter. Larger ones give sharper distributions.
         changes: further fields of `GPTConfig`.
     """
     sizes = {"context_length": context, "num_layers": 2, "num_heads": 2, "embed_dim": 16}

@@ -1,4 +1,4 @@
-"""The Hopper kernels in the emulator, behind the same calls as on a GPU."""
+"""The Hopper kernels in the Gluon emulator, called by backend="hopper" as on a GPU."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class Counted(Emulated):
 
 
 def emulate_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """backend="hopper" launches `Counted` kernels; the order of events comes from the name."""
+    """Let backend="hopper" launch `Counted` kernels; the name seeds the order of events."""
     for module, kernel in _KERNELS:
         seed = sum(map(ord, name))
         monkeypatch.setattr(module, kernel, Counted(getattr(module, kernel), seed))
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
-    # Tensors on the CPU are served, with or without Triton's own interpreter.
+    # Serve CPU tensors, with or without Triton's own interpreter.
     monkeypatch.setattr(call, "interpreting", lambda: True)
 
 
 def order_events(seed: int) -> None:
-    """Let the emulated kernels go by another order of events from here on."""
+    """Set another order of events in the emulated kernels."""
     for module, kernel in _KERNELS:
         getattr(module, kernel).seed = seed
 
 
 @contextlib.contextmanager
 def grid_of(programs: int) -> Iterator[None]:
-    """Persistent grids have this size in the block, where there are as many tiles."""
+    """Limit persistent grids to this many programs in the block."""
     with (
         mock.patch.object(forward, "multiprocessors", lambda device: programs),
         mock.patch.object(backward, "multiprocessors", lambda device: programs),
@@ -64,11 +64,20 @@ def grid_of(programs: int) -> Iterator[None]:
 
 def check_on_hopper(
     attention: Callable[..., Any],
-    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
-    dtype: torch.dtype = torch.bfloat16, layout: str = "bhtd", programs: int = 3,
-    key_lengths: list[int] | None = None, **arguments: Any,
-) -> None:  # fmt: skip
-    """Results and gradients against the oracle's; what lies behind key_lengths is NaN.
+    B: int = 1,
+    H_q: int = 2,
+    H_k: int = 1,
+    T_q: int = 150,
+    T_k: int | None = None,
+    D: int = 64,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhtd",
+    programs: int = 3,
+    key_lengths: list[int] | None = None,
+    **arguments: Any,
+) -> None:
+    """Check results and gradients against the oracle; keys past key_lengths are NaN.
 
     Causal, unless arguments say otherwise.
 

@@ -1,4 +1,4 @@
-"""The naive twin of `CausalGQAttention`, and the layers that it is compared on."""
+"""A naive implementation of `CausalGQAttention`, and the layers to compare it on."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .orders import worst_naive
 
 WIDTH = 32
 
-# Constructor arguments beside the width, each case a different path through the layer.
+# Constructor arguments beside the width; each case takes another path through the layer.
 LAYER_CASES: dict[str, dict[str, Any]] = {
     "mha": {"num_heads": 4},
     "gqa-bias": {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "out_bias": True},
@@ -73,7 +73,7 @@ TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
 def make_layer(
     device: torch.device | str = "cpu", backend: str = "torch", **kwargs: Any
 ) -> CausalGQAttention:
-    """A layer of width WIDTH, always with the same parameters, none of them at 0 or 1."""
+    """A layer of width WIDTH with fixed random parameters, none of them left at 0 or 1."""
     torch.manual_seed(0)
     layer = CausalGQAttention(WIDTH, backend=backend, device=device, **kwargs)
     norms = [layer.q_norm.weight, layer.k_norm.weight] if layer.qk_norm else []
@@ -92,9 +92,9 @@ def naive_layer(
     prefix_lengths: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """What `layer(x, ...)` computes, without fusion, sharing of heads or cache.
+    """`layer(x, ...)` computed naively: no fusion, no shared heads, no cache.
 
-    Every step runs in the dtype of the layer's parameters, save the rotation, which is fp64.
+    Every step runs in the dtype of the layer's parameters, but rotary embedding in fp64.
     Dropout is left out. Arguments and result are those of `CausalGQAttention.forward`.
     """
     B, T, _ = x.shape
@@ -114,14 +114,16 @@ def naive_layer(
             for heads, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
     if layer.rotary is not None:
-        q, k = (_turned(heads, step if positions is None else positions, layer) for heads in (q, k))
+        q, k = (
+            _rotated(heads, step if positions is None else positions, layer) for heads in (q, k)
+        )
     k, v = (repeat(x, "b t h d -> b t (h group) d", group=H_q // H_k) for x in (k, v))
     scale = D**-0.5 if layer.scale is None else layer.scale
-    scores = _scored(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
+    scores = _modified_scores(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
 
     i, j = step[:, None], step
     window = T if layer.window is None else layer.window
-    assert isinstance(window, int), "pairs have no naive twin"
+    assert isinstance(window, int), "the naive layer takes no pairs"
     near = (j > i - window) | (j < layer.keep_first)
     behind = j <= i
     if prefix_lengths is not None:
@@ -134,7 +136,7 @@ def naive_layer(
         visible = visible & key_padding_mask[:, None, None, :]
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
-    # A row that sees nothing gets uniform weights before they are zeroed, so that no NaN arises.
+    # min, not -inf: a row without visible keys gets uniform weights, then zeros, and no NaN.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if layer.sinks is not None:
         sinks = layer.sinks.to(x.dtype)[:, None, None].expand(B, H_q, T, 1)
@@ -144,8 +146,8 @@ def naive_layer(
     return layer.out_proj(rearrange(out, "b t h d -> b t (h d)"))
 
 
-def _scored(layer: CausalGQAttention, scores: Tensor) -> Tensor:
-    """Scores [B, H_q, T, T] with the layer's cap and its biases by distance."""
+def _modified_scores(layer: CausalGQAttention, scores: Tensor) -> Tensor:
+    """Scores [B, H_q, T, T] with the layer's softcap, ALiBi and relative bias."""
     if layer.softcap is not None:
         scores = layer.softcap * (scores / layer.softcap).tanh()
     T = scores.shape[-1]
@@ -163,7 +165,7 @@ def _scored(layer: CausalGQAttention, scores: Tensor) -> Tensor:
 
 
 def _bucket(distance: int, buckets: int, last: int) -> int:
-    """The T5 bucket of a key so far back: the last one that starts at this distance or before."""
+    """The T5 bucket of a distance: the last that starts at or before it."""
     exact = buckets // 2
     starts = [
         *range(exact),
@@ -172,15 +174,15 @@ def _bucket(distance: int, buckets: int, last: int) -> int:
     return sum(start <= distance for start in starts) - 1
 
 
-def _turned(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
-    """x [B, T, H, D] with each pair of channels turned as one complex number."""
+def _rotated(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
+    """Rotary embedding of x [B, T, H, D]: each channel pair as a complex number, in fp64."""
     pairs = layer.rotary_dim // 2
-    turned, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
+    rotary, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
     index = torch.arange(pairs, device=x.device, dtype=torch.float64)
     angle = positions.double()[..., None, None] * layer.rotary_base ** (-index / pairs)
     halves = layer.rotary == "half"
     shape = (*x.shape[:-1], *((2, pairs) if halves else (pairs, 2)))
-    by_pair = turned.reshape(shape).mT if halves else turned.reshape(shape)
+    by_pair = rotary.reshape(shape).mT if halves else rotary.reshape(shape)
     product = torch.view_as_complex(by_pair.contiguous()) * torch.polar(
         torch.ones_like(angle), angle
     )
@@ -198,7 +200,7 @@ def exact_and_naive(
 
 
 def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None) -> None:
-    """layer(x, **kwargs) and its gradients in x and every parameter are within the budget."""
+    """Check layer(x, **kwargs) and its gradients by x and every parameter by the error budget."""
     upstream = torch.randn_like(x)
     exact = copy.deepcopy(layer).double()
 

@@ -1,20 +1,20 @@
-"""A naive computation done over in other orders, so that its error is no single draw.
+"""The worst rounding error of a naive computation over several orders of summation.
 
-Rounding errors depend on the order of summation, which a machine's BLAS decides. On a small case
-the largest error of one run may be a quarter of the next one's, and a budget made of it fails right
-code on the machine where it was lucky. `worst_naive` runs the computation in several orders and
-keeps, entry by entry, what came out farthest from exact.
+The order of summation, and with it the rounding error, depends on a machine's BLAS. On a small case
+the largest error of one run may be a quarter of the next one's, and a budget from the lucky run
+fails correct code. `worst_naive` runs the computation in several orders and keeps, for each entry,
+the result farthest from exact.
 
-The runs differ in what right implementations differ in, and in nothing else:
+The runs differ only as correct implementations do:
 
 - Every sum of a matrix product, a reduction or a softmax takes its terms in a random order.
-- What is computed in fp32 is moved by up to half a unit in its last place, at random, as fused
-  multiply-adds, another exponential or another association would (Parker 1997, "Monte Carlo
-  arithmetic"). Results in 16 bits are not: naive code rounds all of them, and ours but a few.
-- In every other run weights are made as a fused backward makes them, from scores and lse in fp32
-  and base 2: w = 2^(s log2(e) - lse log2(e)), s and lse rounded once more each (Dao et al. 2022,
-  arXiv 2205.14135). A naive softmax divides by its own sum, and those errors cancel: where scores
-  are about 20, its gradients are four times as exact as any that are computed from lse.
+- Results in fp32 move by up to half a unit in the last place, at random, as with fused
+  multiply-adds, another exponential or another association (Parker 1997, "Monte Carlo
+  arithmetic"). Results in 16 bits do not: naive code rounds all of them, fused code few.
+- Every other run computes the weights as a fused backward does, from scores and lse in fp32 and
+  base 2: w = 2^(s log2(e) - lse log2(e)), with s and lse each rounded once more (Dao et al. 2022,
+  arXiv 2205.14135). A naive softmax divides by its own sum, where these errors cancel: at scores
+  of about 20 its gradients are four times as exact as any computed from lse.
 """
 
 import math
@@ -30,23 +30,20 @@ RUNS = 5
 LOG2E = math.log2(math.e)
 Results = TypeVar("Results")
 _aten = torch.ops.aten
-# Those that round; in place they are left alone.
-_ROUNDING = frozenset(
-    getattr(_aten, name)
-    for name in (
-        "add", "sub", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "exp2", "log", "logsumexp",
-        "tanh", "sigmoid", "silu", "gelu", "sum", "mean", "mm", "bmm", "addmm", "baddbmm",
-        "_softmax", "_softmax_backward_data",
-    )
-)  # fmt: skip
+# Operators that round. Their in-place forms are left alone.
+_ROUNDING_NAMES = """
+    add sub mul div pow sqrt rsqrt exp exp2 log logsumexp tanh sigmoid silu gelu sum mean
+    mm bmm addmm baddbmm _softmax _softmax_backward_data
+"""
+_ROUNDING = frozenset(getattr(_aten, name) for name in _ROUNDING_NAMES.split())
 
 
 def worst_naive(exact: Results, run: Callable[[], Results]) -> Results:
-    """The results of run(), each entry from that of several runs which is farthest from exact.
+    """The results of run(), each entry from the run in which it is farthest from exact.
 
     Args:
-        exact: what run() would give without rounding: a tensor, or tuples, lists and dicts of them.
-        run: computes in the tested dtype; called RUNS times, from one state of torch's generator.
+        exact: the results without rounding: a tensor, or tuples, lists and dicts of tensors.
+        run: computes in the tested dtype; called RUNS times, from the same state of the generator.
     """
     state = torch.get_rng_state()
     found = run()
@@ -62,7 +59,7 @@ def _farther(exact: Any, one: Any, other: Any) -> Any:
     if not isinstance(one, Tensor) or not one.is_floating_point():
         return one
     wide = exact.detach().to(one.device, torch.float64)
-    # Infinities that are as they should be give NaN, which is not more than anything.
+    # Equal infinities give NaN, which compares as not farther.
     return torch.where(
         (other.detach().double() - wide).abs() > (one.detach().double() - wide).abs(),
         other.detach(),
@@ -71,10 +68,10 @@ def _farther(exact: Any, one: Any, other: Any) -> Any:
 
 
 class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it sums have an order, and results in fp32 a last bit, drawn from a seed.
+    """In this mode the order of sums and the last bit of fp32 results are random, by a seed.
 
     Args:
-        base_two: softmax gives 2^(x log2(e) - lse log2(e)), from an lse in fp32 (fp64: in fp64).
+        base_two: softmax computes 2^(x log2(e) - lse log2(e)), from lse in fp32 (fp64: in fp64).
     """
 
     def __init__(self, seed: int, *, base_two: bool = False) -> None:
@@ -120,7 +117,7 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.randperm(x.shape[dim], generator=self._generator).to(x.device)
 
     def _inner(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of a matrix product with the dim that it sums over in another order."""
+        """The factors of a matrix product with their inner dim in another order."""
         order = self._order(a, -1)
         return a.index_select(a.dim() - 1, order), b.index_select(b.dim() - 2, order)
 

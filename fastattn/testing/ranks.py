@@ -1,4 +1,4 @@
-"""Tests of distributed training: a function run by several processes at once, on the CPU."""
+"""Run a function on several ranks: processes of a gloo group on the CPU."""
 
 import multiprocessing
 import tempfile
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import torch.distributed
 
-from .compiling.named_functions import load_job
+from .compiling.named_functions import load_function
 
 
-def run_ranks(job: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
-    """Calls a function once a rank, in processes that are a gloo group.
+def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
+    """Call a function on every rank of a gloo group of new processes.
 
     Args:
-        job: its name, as `load_job` has it. The processes inherit the environment.
+        function: its name, as in `load_function`. The processes inherit the environment.
         world_size: how many processes.
-        kwargs: of the call, the same for every rank; picklable, as what comes back has to be.
+        kwargs: of the call, the same for every rank. Arguments and results must be picklable.
 
     Returns:
-        What each rank returned, in their order. The first error that a rank raises is raised.
+        The results, by rank. The first error of a rank is raised.
     """
     context = multiprocessing.get_context("spawn")
     with (
@@ -29,16 +29,18 @@ def run_ranks(job: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
         ProcessPoolExecutor(world_size, mp_context=context) as pool,
     ):
         store = (Path(folder) / "store").as_uri()
-        ranks = [pool.submit(_run, job, store, r, world_size, kwargs) for r in range(world_size)]
+        ranks = [
+            pool.submit(_run, function, store, r, world_size, kwargs) for r in range(world_size)
+        ]
         return [rank.result() for rank in ranks]
 
 
-def _run(job: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:
+def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world_size
     )
     try:
-        return load_job(job)(**kwargs)
+        return load_function(function)(**kwargs)
     finally:
         torch.distributed.destroy_process_group()

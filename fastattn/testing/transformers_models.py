@@ -1,6 +1,6 @@
-"""Tiny random models of Hugging Face transformers, and how they are held to their own "eager".
+"""Tiny random Hugging Face models, checked against their own "eager" attention.
 
-"eager" in fp64 is the reference and "eager" in fp32 the naive twin of the error budget.
+"eager" in fp64 is the reference and "eager" in fp32 the naive run of the error budget.
 """
 
 import copy
@@ -16,57 +16,71 @@ from .budget import assert_within_budget
 from .orders import worst_naive
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "initializer_range": 0.1,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
 GQA = {**SIZES, "num_key_value_heads": 2}
 MIXED = ["sliding_attention", "full_attention"]
+# Rotary positions stretched from 32 tokens to 64.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+}
 
 
-def _yarn(length: int) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4,
-        "original_max_position_embeddings": length // 2,
-    }  # fmt: skip
+def _grouped(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A config's class, and its fields for 4 query heads on 2 key/value heads."""
+    return kind, {**GQA, **fields}
 
 
-# A name, and the class and arguments of its config.
+# The class of each decoder's config, and its fields.
 _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-gqa": ("LlamaConfig", GQA),
-    "mistral-window": ("MistralConfig", {**GQA, "sliding_window": 5}),
-    "gemma2-softcap": (
-        "Gemma2Config",
-        {
-            **GQA, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0,
-            "layer_types": MIXED,
-        },
+    "llama-gqa": _grouped("LlamaConfig"),
+    "mistral-window": _grouped("MistralConfig", sliding_window=5),
+    "gemma2-softcap": _grouped(
+        "Gemma2Config", head_dim=8, sliding_window=5, attn_logit_softcapping=2.0, layer_types=MIXED
     ),
-    "gpt-oss-sinks": (
+    "gpt-oss-sinks": _grouped(
         "GptOssConfig",
-        {
-            **GQA, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2,
-            "num_experts_per_tok": 1, "layer_types": MIXED, "rope_parameters": _yarn(64),
-        },
+        head_dim=8,
+        sliding_window=5,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=MIXED,
+        rope_parameters=_YARN,
     ),
-    "qwen3-norm": ("Qwen3Config", {**GQA, "head_dim": 8}),
-    "deepseek-values": (
+    "qwen3-norm": _grouped("Qwen3Config", head_dim=8),
+    "deepseek-values": _grouped(
         "DeepseekV3Config",
-        {
-            **SIZES, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-            "first_k_dense_replace": 2,
-        },
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=2,
     ),
-    "llama4-chunks": (
+    "llama4-chunks": _grouped(
         "Llama4TextConfig",
-        {
-            **GQA, "head_dim": 8, "intermediate_size_mlp": 40, "num_local_experts": 2,
-            "attention_chunk_size": 4, "layer_types": ["chunked_attention", "full_attention"],
-            "no_rope_layers": [1, 0], "moe_layers": [],
-        },
+        head_dim=8,
+        intermediate_size_mlp=40,
+        num_local_experts=2,
+        attention_chunk_size=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        moe_layers=[],
     ),
-}  # fmt: skip
+}
 DECODERS = tuple(_DECODERS)
 
 
@@ -79,14 +93,14 @@ def decoder_config(name: str) -> Any:
 
 
 def build(auto: Any, config: Any, device: str) -> Any:
-    """A model in eval mode, in fp32, by one of transformers' Auto classes; the same in each run."""
+    """An fp32 model in eval mode with fixed random weights, by a transformers Auto class."""
     from ..compat.transformers.attend import register
 
     register()
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation="eager").to(device)
     if config.model_type == "gpt_oss":
-        # Its faster experts have no fp64.
+        # The faster experts have no fp64.
         model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,7 +111,7 @@ def build(auto: Any, config: Any, device: str) -> Any:
 
 @contextmanager
 def softmax_in_fp64() -> Iterator[None]:
-    """ "eager" rounds its scores to fp32, whatever the model's dtype is."""
+    """Keep fp64 scores in "eager", which casts them to fp32 in every dtype."""
     softmax = torch.nn.functional.softmax
 
     def wide(x: Tensor, dim: int, **ignored: Any) -> Tensor:
@@ -114,7 +128,7 @@ def compare(
     *,
     grads: bool = True,
 ) -> None:
-    """Hold outputs and the gradients of all parameters to the error budget."""
+    """Check outputs and the gradients of all parameters by the error budget."""
 
     def run(copied: Any, implementation: str, dtype: torch.dtype) -> dict[str, Tensor]:
         copied.set_attn_implementation(implementation)
@@ -142,7 +156,7 @@ def compare(
 
 
 def tokens(B: int, T: int, device: str) -> Tensor:
-    """Random ids [B, T], none of them special."""
+    """Random token ids [B, T] without special ones."""
     return torch.randint(3, 61, (B, T), generator=torch.Generator().manual_seed(5)).to(device)
 
 
@@ -153,7 +167,7 @@ def padded(mask_of_rows: list[tuple[int, int]], T: int, device: str) -> Tensor:
 
 
 def layer(causal: bool = True) -> nn.Module:
-    """What an attention function reads of a layer."""
+    """A module with the attributes that an attention function reads."""
     module = nn.Module()
     module.is_causal = causal  # type: ignore[assignment]
     return module

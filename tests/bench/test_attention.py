@@ -272,9 +272,10 @@ def test_triton_passes_the_check(name, device, monkeypatch):
     ours = next(i for i in IMPLEMENTATIONS if i.name == name)
     launched = []
     monkeypatch.setattr(
-        backward, "launch_finish_dq",
+        backward,
+        "launch_finish_dq",
         lambda *tensors, launch=backward.launch_finish_dq: launched.append(launch(*tensors)),
-    )  # fmt: skip
+    )
     case = replace(BACKWARD, lengths=(16, 5), device=device)
     inputs = make_inputs(case)
     prepare(ours, case, inputs, correctness.expect(case, inputs))

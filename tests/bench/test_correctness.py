@@ -27,7 +27,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     inputs = make_inputs(replace(CASE, lengths=(24, 7, 12)))
     case = replace(CASE, lengths=(24, 7, 12))
     whole = correctness.expect(case, inputs)
-    monkeypatch.setitem(correctness._CHUNK_BYTES, "cpu", 8 * 2 * 24 * 5)
+    monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", 8 * 2 * 24 * 5)
     parts = correctness.expect(case, inputs)
     assert set(whole.exact) == {(0, 0), (2, 1)}
     for head, tensors in whole.exact.items():

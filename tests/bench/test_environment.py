@@ -25,10 +25,14 @@ def test_nvidia_smi_at_once():
         return ", ".join(["580.1", "1980", "3201", "700.00", "0x0", "40", "Enabled"])
 
     assert environment.smi(run) == {
-        "driver": 580.1, "max_sm_clock_mhz": 1980.0, "max_memory_clock_mhz": 3201.0,
-        "power_limit_w": 700.0, "clock_limits": "0x0", "temperature_c": 40.0,
+        "driver": 580.1,
+        "max_sm_clock_mhz": 1980.0,
+        "max_memory_clock_mhz": 3201.0,
+        "power_limit_w": 700.0,
+        "clock_limits": "0x0",
+        "temperature_c": 40.0,
         "persistence_mode": "Enabled",
-    }  # fmt: skip
+    }
 
 
 def test_clocks_are_read_once_by_nvidia_smi_and_summed_up():

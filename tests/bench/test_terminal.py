@@ -19,8 +19,13 @@ def test_implementations_are_listed_by_case_beside_the_best_peer():
     ]
     found = [line.split() for line in table(rows)]
     assert [line[0] for line in found] == [
-        "a", "fastattn-triton", "sdpa-flash", "sdpa-math", "b", "fastattn-triton",
-    ]  # fmt: skip
+        "a",
+        "fastattn-triton",
+        "sdpa-flash",
+        "sdpa-math",
+        "b",
+        "fastattn-triton",
+    ]
     assert " ".join(found[1]) == "fastattn-triton 1.0000 ms 100 TFLOP/s 2.00 x best peer"
     assert " ".join(found[3]) == "sdpa-math 8.0000 ms 12.5 TFLOP/s 0.25 x best peer"
     assert " ".join(found[5]) == "fastattn-triton 0.5000 ms 2000 GB/s"
@@ -69,8 +74,10 @@ def test_a_lost_context_ends_the_run_with_one_line(tmp_path):
     done = subprocess.run(
         [*command, "--benchmark-only", "--benchmark-max-time=0.001", "--benchmark-min-rounds=1"],
         env=variables | {"PYTHONSAFEPATH": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 3, done.stdout
     assert "3 benchmarks on the GPU: about 1 min" in done.stdout
     assert "test_it[1] has broken the CUDA context" in done.stdout

@@ -148,5 +148,7 @@ def test_sets_cover_every_pair_that_fits() -> None:
     assert max(map(len, sets)) == 4
     assert len(sets) < len(met) / 2
     assert together(options, ("prefix", "bias")) == {
-        "causal": True, "prefix_lengths": 3, "attn_bias": 1,
-    }  # fmt: skip
+        "causal": True,
+        "prefix_lengths": 3,
+        "attn_bias": 1,
+    }

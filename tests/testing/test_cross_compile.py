@@ -24,9 +24,15 @@ HERE = str(Path(__file__).resolve())
 
 @triton.jit
 def matmul_kernel(
-    a_ptr, b_ptr, c_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    K,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TWICE: tl.constexpr,
-):  # fmt: skip
+):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_K)
     acc = tl.zeros([M, N], tl.float32)
     for start in range(0, K, BLOCK_K):

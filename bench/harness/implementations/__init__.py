@@ -1,1 +1,1 @@
-"""The implementations of attention that are measured side by side."""
+"""The implementations of attention that benchmarks compare."""

@@ -1,4 +1,4 @@
-"""Attention in 8 bits beside the others: quantised before the timer, held to a bound of its own."""
+"""FP8 attention: quantised outside the timer, and checked against a bound of its own."""
 
 from __future__ import annotations
 
@@ -41,10 +41,18 @@ def _implementation(name: str, packed: bool) -> Implementation:
 
         def call(*_: Tensor) -> Tensor:
             return attention_fp8(
-                q, k, values, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                causal=case.causal, window=case.window, key_lengths=inputs.key_lengths,
-                out_dtype=dtype, backend="hopper",
-            )  # fmt: skip
+                q,
+                k,
+                values,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                causal=case.causal,
+                window=case.window,
+                key_lengths=inputs.key_lengths,
+                out_dtype=dtype,
+                backend="hopper",
+            )
 
         return call
 
@@ -52,13 +60,13 @@ def _implementation(name: str, packed: bool) -> Implementation:
 
 
 def _with_ends(inputs: Inputs) -> tuple[tuple[Tensor, Tensor | None], ...]:
-    """q, k and v, each with the number of rows that count."""
+    """q, k and v, each with its lengths: padding is left out of the scales."""
     ends = inputs.key_lengths
     return (inputs.q, None), (inputs.k, ends), (inputs.v, ends)
 
 
 def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
-    """o against the oracle on what the codes stand for, every element of a sample of heads."""
+    """o against the oracle on dequantised inputs: every element of the sampled heads."""
     assert o.isfinite().all(), "o has NaN or inf"
     G = case.H_q // case.H_k
     for b, h in sampled_heads(case):
@@ -74,12 +82,17 @@ def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
         rows = rows_at_once(case, q.dtype)
         for first in range(0, case.T_q, rows):
             assert_output_within_fp8_bounds(
-                o[row, queries, first : first + rows], q[:, :, first : first + rows], k, v,
-                tensor_cores=o.is_cuda, query_offset=case.T_k - case.T_q + first, **arguments,
-            )  # fmt: skip
+                o[row, queries, first : first + rows],
+                q[:, :, first : first + rows],
+                k,
+                v,
+                tensor_cores=o.is_cuda,
+                query_offset=case.T_k - case.T_q + first,
+                **arguments,
+            )
 
 
-# Values are packed by every call, or before the timer.
+# The first packs values in every call, the second before the timer.
 EIGHT_BITS = (
     _implementation("fastattn-hopper-fp8", packed=False),
     _implementation("fastattn-hopper-fp8-packed", packed=True),

@@ -1,4 +1,4 @@
-"""What an implementation of attention is to the benchmarks."""
+"""`Implementation`: the interface of an implementation of attention to the benchmarks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Implementation:
 
     Args:
         name: unique, for tables.
-        serves: why it cannot serve a case, from its sizes alone, or None.
-        prepare: a function from q, k, v to o, differentiable if the case needs gradients; raises
-            `Unserved` for reasons that only the tensors show.
-        slow_to_prepare: compiles for seconds for every new shape.
-        check: holds o to a bound of its own, where the error budget of the case's dtype is not
-            what it promises; raises AssertionError.
+        serves: why it cannot serve a case, judged by sizes alone, or None.
+        prepare: makes a function from q, k, v to o, differentiable if the case has a backward;
+            raises `Unserved` for reasons that depend on the tensors.
+        slow_to_prepare: compiles for seconds at every new shape.
+        check: replaces the error budget of the case's dtype by another bound on o; raises
+            AssertionError.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Implementation:
     check: Callable[[Case, Inputs, Tensor], None] | None = None
 
     def why_not(self, case: Case) -> str | None:
-        """`serves`, and whether the case leaves slow preparations out."""
+        """`serves`, and whether the case excludes slow peers."""
         if self.slow_to_prepare and not case.slow_peers:
             return "compiles for long: measured at some of the sizes of this set only"
         return self.serves(case)

@@ -1,6 +1,6 @@
-"""Implementations from outside: FlexAttention, flash-attn 2, 3 and 4, xFormers, FlashInfer.
+"""Peers: FlexAttention, flash-attn 2, 3 and 4, xFormers, FlashInfer.
 
-Those that are not installed say so for every case, so that a table without them is no accident.
+A peer that is not installed gives that as its reason for every case, so that reports name it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # A shape's compilation must not count against the next one's limit of recompilations; and a
-    # backward that runs many times cannot give its saved tensors away.
+    # Each shape starts anew against the limit of recompilations. A backward that runs many times
+    # cannot donate its saved tensors.
     torch.compiler.reset()
     functorch_config.donated_buffer = False
     mask_mod = _flex_mask(case, inputs)
@@ -100,7 +100,7 @@ def _flash_serves(module: str, newest_gpu_only: bool) -> Callable[[Case], str | 
 
 
 def _flash_prepare(module: str, unbounded: int | None) -> Callable[[Case, Inputs], Attention]:
-    """flash-attn's function, which takes [B, T, H, D] and may return (o, lse)."""
+    """flash_attn_func of a module: takes [B, T, H, D], and may return (o, lse)."""
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         function: Callable[..., Any] = import_module(module).flash_attn_func
@@ -172,7 +172,7 @@ def _flashinfer_prepare(case: Case, inputs: Inputs) -> Attention:
 
 
 def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention:
-    """Its batched decoding, planned beforehand, with a page for every sequence."""
+    """FlashInfer's batched decoding, planned outside the timer, with one page for each sequence."""
     device = inputs.q.device
     workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
@@ -180,9 +180,16 @@ def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention
     last = torch.full((case.B,), case.T_k, dtype=torch.int32, device=device)
     dtype = inputs.q.dtype
     wrapper.plan(
-        pages, pages[:-1], last, case.H_q, case.H_k, case.D, case.T_k,
-        q_data_type=dtype, kv_data_type=dtype,
-    )  # fmt: skip
+        pages,
+        pages[:-1],
+        last,
+        case.H_q,
+        case.H_k,
+        case.D,
+        case.T_k,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = wrapper.run(q[:, :, 0], (k, v))

@@ -1,7 +1,7 @@
-"""What is measured side by side: fastattn by backend, torch by backend, and the formula itself.
+"""The list of implementations: fastattn and torch by backend, peers, and the naive formula.
 
-An implementation says of a case why it cannot serve it, or prepares a function from q, k, v to o.
-Preparation is outside the timer: masks, packing and first compilations belong there.
+For each case an implementation either gives a reason why it cannot serve it, or prepares a function
+from q, k, v to o. Masks, packing and compilation happen while preparing, outside the timer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .peers import PEERS
 OURS = "fastattn-triton"
 # The same with deterministic=False.
 ONE_PASS = "fastattn-one-pass"
-# What a speed is compared with: the fused kernels that a user of torch has without installing any.
+# The peers that ratios compare with: the fused kernels that come with torch.
 TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
-# An implementation that holds all scores is left out where these are more.
+# Most scores for which implementations that materialise them are measured.
 _MOST_SCORES = 2**30
 
 
@@ -90,7 +90,7 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
 
 
 def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
-    """decode_attention, to which the keys and values of the case are a cache."""
+    """decode_attention with the keys and values of the case as its cache."""
     lengths = inputs.key_lengths
     if lengths is None:
         lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
@@ -162,7 +162,7 @@ def _pinned_sdpa(name: str) -> Implementation:
 
 
 def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
-    """Torch's own words for why no backend that is left takes a call, which it says as it fails."""
+    """Torch's warnings on why the pinned backend refuses a call; None if it does not."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -197,7 +197,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _default_sdpa(),
     _pinned_sdpa("math"),
     _naive(),
-    # Whose kernels wait for each other, so that they may wait for ever: after all others.
+    # Last: a fault in kernels with barriers can hang the device.
     _fastattn("hopper"),
     _fastattn("hopper", deterministic=False),
     *EIGHT_BITS,
@@ -208,7 +208,7 @@ _ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
 
 
 def side_by_side(device: str) -> list[Implementation]:
-    """The implementations that are compared on a kind of device, "cuda" or "cpu"."""
+    """The implementations that are compared on a device type, "cuda" or "cpu"."""
     if device == "cuda":
         return [i for i in IMPLEMENTATIONS if i.name != "sdpa"]
     return [i for i in IMPLEMENTATIONS if i.name in _ON_A_CPU]

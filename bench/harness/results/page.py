@@ -1,4 +1,4 @@
-"""The page of results, which holds what the JSON files beside it say and nothing else."""
+"""bench/results/README.md, generated from the JSON reports beside it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def page(folder: Path) -> str:
 
 
 def _verified(reports: list[dict[str, Any]]) -> str:
-    """What ran where, for every architecture that the kernels have tiles for."""
+    """A table of what ran on each architecture with tuned tiles."""
     lines = [
         "## What has run where",
         "",
@@ -117,7 +117,7 @@ def draw(folder: Path) -> None:
 
 
 def check(folder: Path) -> str:
-    """The difference between README.md and what the files say, "" if there is none."""
+    """A diff of README.md and the page of the files, "" if they agree."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = difflib.unified_diff(

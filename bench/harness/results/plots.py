@@ -1,4 +1,4 @@
-"""Pictures of a run: throughput against length with every peer and the limits, and ratios."""
+"""Plots of a report: throughput over length beside peers and limits, and ratios to peers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def draw_all(data: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what a report has figures for: forward.png, backward.png, decode.png, ratios.png.
+    """Draw each plot that a report has figures for.
 
     Returns:
-        The files written.
+        The files written, of forward.png, backward.png, decode.png and ratios.png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -65,7 +65,7 @@ def sweep_series(data: Mapping[str, Any], direction: str) -> dict[tuple[int, boo
 
 
 def limits(data: Mapping[str, Any], D: int, direction: str) -> dict[str, float]:
-    """Lines that no bar can pass, in TFLOP/s: the matrix product of the same run, and exp2."""
+    """Upper limits in TFLOP/s: the matrix product of the same run, and the exponentials."""
     found = {}
     if data["ceilings"]:
         found["matrix product"] = data["ceilings"]["matmul_tflops"]
@@ -88,7 +88,7 @@ def _draw_sweeps(figure: Any, data: Mapping[str, Any], direction: str) -> bool:
         _draw_lines(panel, series)
         best = max(y for points in series.values() for _, y in points)
         for label, limit in limits(data, D, direction).items():
-            if limit < 3 * best:  # a limit far away would flatten what is measured
+            if limit < 3 * best:  # a higher line would flatten the curves
                 panel.axhline(limit, linestyle=":", color="black")
                 panel.annotate(label, (0.01, limit), xycoords=("axes fraction", "data"), size=7)
         mask = "causal" if causal else "full"
@@ -102,7 +102,7 @@ def _draw_sweeps(figure: Any, data: Mapping[str, Any], direction: str) -> bool:
 def _draw_decode(figure: Any, data: Mapping[str, Any], name: str) -> bool:
     bars: dict[str, dict[str, float]] = {}
     records = [r for r in timed(data["results"]) if "kv_gbps" in r]
-    # What the host costs is another question, where a graph has left it out.
+    # With graphs in the report, calls outside graphs are left out: they include host time.
     graphs = any(r["case"].get("graph") for r in records)
     for record in records:
         case = record["case"]

@@ -1,4 +1,4 @@
-"""A run's results in one JSON file, which is whole at every moment, and as a Markdown table."""
+"""The report of a run: one JSON file, replaced atomically, and its Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DONE, RUNNING, BROKEN, LEFT = "done", "running", "broken off", "not reached"
 
 
 class Report:
-    """Results as they come, on disk after every change.
+    """The results of a run, in memory and in a JSON file.
 
     `data` holds format, command, started, environment (see `environment.collect`), ceilings, tests,
     jobs (name to status and seconds), results (records of what was measured), broken (kind of job
@@ -31,7 +31,7 @@ class Report:
 
     @classmethod
     def create(cls, path: Path, command: str) -> Report:
-        """An empty report, written at once."""
+        """An empty report, saved."""
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         empty: dict[str, Any] = {
             "format": FORMAT,
@@ -62,14 +62,14 @@ class Report:
         return cls(path, data)
 
     def save(self) -> None:
-        """Replace the file in one step: a reader, or a kill, finds it old or new."""
+        """Replace the file atomically."""
         write_whole(self.path, _as_text(self.data))
 
     def running(self) -> tuple[str, dict[str, Any]] | None:
         """The job that was running when the report was saved, and its state.
 
-        The state holds blamed (see `jobs.Job`), at (who was at work), doing (what at, see
-        `measure.compare`) and whether implementations take turns or run alone.
+        The state holds blamed (see `jobs.Job`), at (the implementation at work), doing (its phase,
+        see `measure.compare`) and alone (implementations do not take turns).
         """
         for name, job in self.data["jobs"].items():
             if job["status"] == RUNNING:
@@ -78,7 +78,7 @@ class Report:
 
 
 def _as_text(data: Mapping[str, Any]) -> str:
-    """JSON with a line for each record, so that files of many records stay small and readable."""
+    """JSON with one line for each record."""
 
     def dump(value: Any) -> str:
         return json.dumps(value, allow_nan=False)
@@ -94,7 +94,7 @@ def _as_text(data: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is never seen in part."""
+    """Write a text file atomically."""
     temporary = path.with_name(f".writing-{path.name}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -105,7 +105,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """A report as Markdown: what it ran on, a table a family, ratios, what was not measured."""
+    """A report as Markdown: environment, a table for each family, ratios, what was not measured."""
     blocks = [_heading(data), *_attention_tables(data["results"]), _ratios(data["results"])]
     blocks += [_others(data["results"]), _tuning(data), _unmeasured(data)]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -139,7 +139,7 @@ def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
-    """TFLOP/s by convention (GB/s of keys and values for decoding): a row a case."""
+    """A table for each family, a row a case: conventional TFLOP/s, for decoding GB/s."""
     by_family: dict[str, dict[str, dict[str, str]]] = {}
     for record in timed(results):
         if "tflops" not in record:
@@ -159,7 +159,7 @@ def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _ratios(results: list[dict[str, Any]]) -> str:
-    """How many times faster the Triton kernels are than torch's fused kernels."""
+    """The table of speed-ups of the Triton kernels over torch's fused kernels."""
     cases = dict.fromkeys(
         r["case"]["name"] for r in timed(results) if r["implementation"] == OURS and "tflops" in r
     )
@@ -175,7 +175,7 @@ def _ratios(results: list[dict[str, Any]]) -> str:
 
 
 def _others(results: list[dict[str, Any]]) -> str:
-    """Measurements that are not of one attention call, as they were recorded."""
+    """Training, layers and host costs, with all of their figures."""
     rows = []
     for record in timed(results):
         if "tflops" in record:
@@ -198,7 +198,7 @@ def _tuning(data: Mapping[str, Any]) -> str:
 
 
 def _unmeasured(data: Mapping[str, Any]) -> str:
-    """Everything that has no figure, with its reason; equal reasons in one line."""
+    """Measurements without a figure, with reasons; equal reasons share a line."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for record in data["results"]:
         if record["status"] != TIMED:

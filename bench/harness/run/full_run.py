@@ -1,4 +1,4 @@
-"""One command on a machine with a GPU: tests, measurements, tiles; a report whatever happens."""
+"""A full run on a GPU: numeric tests, measurements and tuning within a time, and a report of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESERVE = 20.0
 
 
 def shares(seconds: float) -> dict[str, float]:
-    """How a budget is divided: seconds for the tests at most, and those kept for the tuning."""
+    """The split of a time budget: seconds for the tests at most, and seconds kept for tuning."""
     return {"tests": min(150.0, 0.25 * seconds), "tuning": 0.2 * seconds}
 
 
@@ -41,14 +41,14 @@ def run_all(
 
     Args:
         out: folder, made if missing, for results.json, results.md, PNG files, log.txt, tests.jsonl
-            and the tuning table; what is there is continued.
+            and the tuning table; an earlier run there is continued.
         checkout: the repository, whose tests and scripts are run.
         which: case set; with "quick" there is no time for tuning.
         seconds: for everything.
         command: for the report.
         skip: of "tests", "suite", "tuning".
-        say: told what begins.
-        suite: the command that measures, given report, case set and seconds; default
+        say: prints a line as each part begins.
+        suite: makes the command that measures, from report, case set and seconds; default
             `fastattn.bench.run.suite`.
         sleep, clock: of the host.
 
@@ -67,9 +67,14 @@ def run_all(
         most = share["tests"] if "suite" in wanted else budget.left(_RESERVE)
         say(f"numeric tests, at most {most:.0f} s")
         report.data["tests"] = numeric_tests.run(
-            numeric_tests.command(checkout), log, out / "tests.jsonl", most,
-            start=start, sleep=sleep, clock=clock,
-        )  # fmt: skip
+            numeric_tests.command(checkout),
+            log,
+            out / "tests.jsonl",
+            most,
+            start=start,
+            sleep=sleep,
+            clock=clock,
+        )
         report.save()
     if "suite" in wanted:
         kept = _RESERVE + (share["tuning"] if "tuning" in wanted else 0.0)
@@ -109,7 +114,7 @@ def _run_tuning(
     script = str(checkout / "bench" / "tune.py")
     arguments = ["--out", str(out), "--seconds", f"{seconds - 5:.0f}"]
     process = start([sys.executable, script, *arguments])
-    # The sweep ends by itself; this is for one that hangs.
+    # The sweep keeps its own deadline; this ends one that hangs.
     while process.poll() is None:
         if budget.left(_RESERVE) <= 0:
             break
@@ -123,10 +128,10 @@ def _suite_command(path: Path, which: str, seconds: float) -> list[str]:
 
 
 def _variables() -> dict[str, str]:
-    """This process's environment, without what would keep kernels from being compiled or chosen.
+    """This process's environment, without variables that keep kernels from running compiled.
 
-    Nor may the checkout itself be on the path of imports: see the note in tests/conftest.py. One
-    kernel at a time needs none of the many compiling processes that torch.compile would start.
+    The checkout must not be on sys.path: see the note in tests/conftest.py. torch.compile compiles
+    in one process, since kernels come one at a time.
     """
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -134,7 +139,7 @@ def _variables() -> dict[str, str]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """A few lines for the end of a log: how the parts ended, and the ratios to peers."""
+    """A few lines for the end of a log: how tests, measurements and tuning ended."""
     jobs = data["jobs"].values()
     done = sum(job["status"] == DONE for job in jobs)
     tests = data["tests"]

@@ -1,4 +1,4 @@
-"""Everything that a run measures, as a list of jobs, the most important first."""
+"""The jobs of a run, the most important first: attention cases, host costs, layers, training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ GPT2_SMALL = GPTConfig(
 
 @dataclass(frozen=True)
 class Job:
-    """Something to measure.
+    """A measurement.
 
     Args:
         name: unique in a run.
-        run: measures it; given what to measure with, the implementations that are known to end
-            the process, and whom to tell who is at work, and what at (see `measure.compare`).
-        kinds: what it runs of its implementations, the last being what it is about: what ends the
-            process sits out every other job that runs the last. Default: the name alone.
+        run: measures; given a `Bench`, the broken implementations with their reasons, and a
+            progress callback (see `measure.compare`).
+        kinds: what it runs of an implementation, e.g. ("forward", "backward"). The last is what
+            it measures: an implementation that breaks the process here is left out of all jobs
+            with that kind. Default: the name alone.
         compiles: calls of attention whose kernels it launches.
     """
 
@@ -45,7 +46,7 @@ class Job:
 
     @property
     def blamed(self) -> str:
-        """The kind that an implementation is out of if it ends the process here."""
+        """The kind that an implementation is barred from if it breaks the process here."""
         return self.kinds[-1] if self.kinds else self.name
 
 
@@ -69,12 +70,12 @@ def gpu_jobs(which: str) -> list[Job]:
         Job("first call", _first_call),
         Job("import", _import),
     ]
-    # The aims come first, with something of each kind; the rest of the sweeps last.
+    # The most important cases, then the other measurements, then the rest of the sweeps.
     return [*cases[:AIMS], *others, *cases[AIMS:]]
 
 
 def kinds(case: Case) -> tuple[str, ...]:
-    """What a case runs of an implementation: a backward needs a forward before it."""
+    """What a case runs of an implementation: a backward runs the forward before it."""
     if case.family == "decode":
         return ("decode",)
     return ("forward",) if case.direction == "forward" else ("forward", "backward")
@@ -87,13 +88,13 @@ def _attention(
 
 
 def record(family: str, name: str, implementation: str, **figures: Any) -> Record:
-    """A record of a measurement that is not of one attention call."""
+    """A record of a measurement other than a single attention call."""
     case = {"family": family, "name": name}
     return {"case": case, "implementation": implementation, "status": TIMED, **figures}
 
 
 def unserved(family: str, name: str, implementation: str, reason: str) -> Record:
-    """A record of a measurement that could not be taken."""
+    """A record of a measurement that was not possible, with the reason."""
     case = {"family": family, "name": name}
     return {"case": case, "implementation": implementation, "status": UNSERVED, "reason": reason}
 
@@ -138,9 +139,12 @@ def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announc
         announce(implementation, PREPARES)
         try:
             timing = time_training_steps(
-                config, batch_size=max(1, 16384 // T), backend=backend, device="cuda",
+                config,
+                batch_size=max(1, 16384 // T),
+                backend=backend,
+                device="cuda",
                 issued=partial(announce, implementation, RUNS),
-            )  # fmt: skip
+            )
         except (ValueError, torch.OutOfMemoryError) as error:
             records.append(unserved("training", name, implementation, reason(error)))
         else:

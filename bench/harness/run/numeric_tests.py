@@ -1,4 +1,4 @@
-"""The tests that hold kernels to the error budget on a GPU, for at most some seconds."""
+"""The numeric tests of a full run: kernels against the error budget on a GPU, within a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from . import outcomes
 from .supervise import Process, ProcessGroup
 
-# In the order in which they are worth knowing. None of them compiles for other GPUs.
+# The most important first. None of them compiles for other GPUs.
 FILES = (
     "kernels/test_descriptors.py",
     "functional/test_attention.py",
@@ -29,7 +29,7 @@ FILES = (
     "functional/test_decode.py",
     "kernels/test_mask.py",
 )
-# Seconds that pytest has to write its summary, before the end.
+# Seconds that pytest gets to write its summary.
 _GRACE = 15.0
 _NO_TESTS_LEFT = 5
 
@@ -55,23 +55,23 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Run tests until they are done or the time is up; then they are interrupted, then killed.
+    """Run pytest within a time: interrupt it shortly before the end, then kill it.
 
     Args:
         command: pytest and its arguments.
         log: file that its output is appended to.
-        found: file of outcomes, see `outcomes`; tests that have one there are not run again.
+        found: file of outcomes, see `outcomes`; a test with an outcome there is not run again.
         seconds: for everything.
         start: starts a process, given its command and log.
         sleep, clock: of the host.
 
     Returns:
         status ("finished", "the time was up" or the exit code), passed, failed, skipped, and
-        failures, the names of those that failed: of this call and those before it.
+        failures, the names of failed tests: of this call and the earlier ones.
     """
     begin = clock()
     with tempfile.TemporaryDirectory() as folder:
-        # Processes that pytest starts later have to leave out the same tests.
+        # Every worker that xdist starts must leave out the same tests.
         settled = Path(folder) / "settled.jsonl"
         if found.exists():
             shutil.copy(found, settled)

@@ -1,10 +1,10 @@
-"""A pytest plugin for runs that may end at any moment: outcomes are written as they come.
+"""A pytest plugin for runs that may be killed: it appends each outcome to a file as it comes.
 
     pytest -p fastattn.bench.run.outcomes --outcomes FILE --settled FILE ...
 
-Every outcome is a line of JSON, every failure in the terminal at once; tests that have an outcome
-already are left out. A process whose device is lost ends, so that its later tests are not blamed;
-pytest-xdist then starts another in its place.
+An outcome is a line of JSON. Failures are printed at once. Tests with an outcome are left out. A
+worker whose CUDA context is lost exits, so that its later tests do not fail too; pytest-xdist then
+starts another.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_LostDevice())
     path = config.getoption("outcomes")
-    # Workers of xdist report to the process that has started them.
+    # Workers of xdist report to their controller, which writes.
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writer(config, Path(path)))
-        # Processes that a shell started in the background ignore it.
+        # A process started in the background of a shell ignores SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -87,13 +87,13 @@ def _device_is_lost() -> bool:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Outcomes by test, "passed", "failed" or "skipped"; a failure outweighs the others."""
+    """Outcomes by test, "passed", "failed" or "skipped"; a failure outweighs a pass."""
     found: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the line that a kill has cut
+            continue  # a line cut by a kill
         if found.get(entry["test"]) != "failed":
             found[entry["test"]] = entry["outcome"]
     return found

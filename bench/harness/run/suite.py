@@ -2,9 +2,8 @@
 
     python -m fastattn.bench.run.suite --report results.json --set quick --seconds 300
 
-It goes on where the report ends, so a run can be spread over several calls. What ends this process
-without warning is found out by the one that supervises it (see `supervise`), from what the report
-says was running.
+It continues an existing report, so a run can be spread over several calls. If the process dies,
+`supervise` finds in the report which implementation was running.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from ..cases import SETS
 from ..failures import LOST, DeviceLost, log, raise_if_lost, reason
 from ..measure import PREPARES, TIMING, Effort, compare, device_timer
 from ..results.report import BROKEN, DONE, LEFT, RUNNING, Report
-from .ahead import Ahead
 from .jobs import Job, gpu_jobs
+from .precompile import Precompiler
 
 # Exit codes beside LOST: nothing left to do; no GPU.
 FINISHED, NO_GPU = 0, 2
-# Seconds between two signs of life of one who does the same all the time.
+# Seconds between two heartbeats of an implementation that stays in one phase.
 _BEAT = 1.0
-# What runs before the implementations of a job; nothing can be left out for its sake.
+# What runs before a job's implementations: if it fails, there is none to leave out.
 NOBODY = ("", REFERENCE)
 
 
@@ -47,18 +46,18 @@ def run_jobs(
     clock: Callable[[], float] = time.monotonic,
     ready: Callable[[str], object] = lambda name: None,
 ) -> int:
-    """Run the jobs that the report does not have yet, as long as there is time left.
+    """Run the jobs that the report lacks, while there is time left.
 
     Args:
-        jobs: in this order.
-        report: what there is, continued.
-        bench: what to measure with.
+        jobs: run in this order.
+        report: continued, and saved after each job.
+        bench: timer, effort and clocks.
         left: seconds left.
         clock: seconds.
-        ready: waits until what a job, by its name, launches is compiled.
+        ready: waits until the kernels of the job of this name are compiled.
 
     Returns:
-        FINISHED, or LOST if a new process has to go on.
+        FINISHED, or LOST if the device is lost and a new process must continue.
     """
     known = report.data["jobs"]
     for job in _to_do(jobs, report):
@@ -94,7 +93,7 @@ def _run_job(
 
     def announce(who: str, doing: str) -> None:
         nonlocal saved
-        # The whole report is written: at each step of many that would take longer than they.
+        # A save writes the whole report: one at each of many short steps would take longer.
         if (who, doing) == (state.get("at"), state.get("doing")) and clock() - saved < _BEAT:
             return
         saved = clock()
@@ -105,7 +104,7 @@ def _run_job(
     ready(job.name)
     try:
         try:
-            records = job.run(replace(bench, alone=alone), _sitting_out(job, report), announce)
+            records = job.run(replace(bench, alone=alone), _left_out(job, report), announce)
             bench.timer.synchronize()
         except Exception as error:
             raise_if_lost(error, state["at"], bench.timer.synchronize)
@@ -124,8 +123,8 @@ def _run_job(
     return FINISHED
 
 
-def _sitting_out(job: Job, report: Report) -> dict[str, str]:
-    """The implementations that have ended the process in jobs of this one's kinds, and how."""
+def _left_out(job: Job, report: Report) -> dict[str, str]:
+    """The implementations that broke the process in a job of the same kind, and how."""
     broken = report.data["broken"]
     return {
         implementation: why
@@ -135,10 +134,11 @@ def _sitting_out(job: Job, report: Report) -> dict[str, str]:
 
 
 def blame(report: Report, name: str, why: str) -> None:
-    """Settle what becomes of a running job whose process has ended, or has to.
+    """Record why a running job's process ended, and how the job continues.
 
-    Who was at work sits out this job and those of its kind. Where functions took turns, the job
-    runs once more, one after the other. Where nobody can be left out, the job is given up.
+    The implementation at work is left out of this job and of all jobs of its kind. If the
+    implementations took turns, the job runs again with one after the other. If there is none to
+    leave out, the job is given up.
     """
     state = report.data["jobs"][name]
     who = state.get("at", "")
@@ -154,10 +154,10 @@ def blame(report: Report, name: str, why: str) -> None:
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
-    """What this GPU reaches at best here: a bf16 matrix product, a copy; and an empty sample.
+    """Measured limits of this GPU: rates of a bf16 matrix product and a copy, and an empty sample.
 
     matmul_tflops of 8192 x 8192 x 8192 on normal data; copy_gbps in bytes read and written;
-    empty_ms between two events with nothing between them, which every time contains.
+    empty_ms between two events with nothing between them, an overhead in every time.
     """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(2**31, dtype=torch.int8, device="cuda")
@@ -182,7 +182,7 @@ def ceilings(bench: Bench) -> dict[str, float]:
 
 
 def gpu_bench(which: str) -> Bench:
-    """What a run on the current CUDA device measures with."""
+    """Timer, effort and clock readings of a run on the current CUDA device."""
     reader = environment.ClockReader()
     effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
     return Bench(device_timer(), effort, while_busy=reader, readings=reader.take)
@@ -208,19 +208,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.data["environment"] = environment.collect()
         report.save()
     jobs = gpu_jobs(arguments.set)
-    ahead = Ahead(_to_do(jobs, report), tiles.current_arch())
+    precompiler = Precompiler(_to_do(jobs, report), tiles.current_arch())
     if not report.data["ceilings"]:
         report.data["ceilings"] = ceilings(bench)
         report.save()
     try:
-        return run_jobs(jobs, report, bench, lambda: deadline - time.monotonic(), ready=ahead.ready)
+        return run_jobs(
+            jobs, report, bench, lambda: deadline - time.monotonic(), ready=precompiler.ready
+        )
     finally:
-        ahead.close()
+        precompiler.close()
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A lost context lets destructors abort the process, whose exit code would be another.
+    # With a lost context, destructors abort the process and change its exit code.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Keep other processes going, and end them in time: a crash or a hang costs one implementation."""
+"""Supervisor of the measuring process: a crash or a hang costs one implementation, not the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_STARTS = 25
 
 
 class Process(Protocol):
-    """What is needed of a process: its exit code or None, a request to end, and an end to it."""
+    """A child process: poll for its exit code, interrupt it, or kill it."""
 
     def poll(self) -> int | None: ...
 
@@ -30,7 +30,7 @@ class Process(Protocol):
 
 
 class ProcessGroup:
-    """A process and everything that it starts, ended together.
+    """A process and its children, killed together.
 
     Args:
         command: and its arguments.
@@ -55,7 +55,7 @@ class ProcessGroup:
         return self._process.poll()
 
     def interrupt(self) -> None:
-        """What the terminal's Ctrl-C does to the process itself."""
+        """Send the process, not its children, the SIGINT of Ctrl-C."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 
@@ -66,7 +66,7 @@ class ProcessGroup:
 
 
 class Budget:
-    """Time that may be spent.
+    """A deadline, with reserves.
 
     Args:
         seconds: from now.
@@ -82,8 +82,8 @@ class Budget:
         return self._end - self._clock() - reserve
 
 
-# Seconds without a change of the report after which its process is ended: compilers take long, and
-# what runs on the device after they are done does not.
+# Seconds without a change of the report after which its process is killed. Compilation takes long;
+# kernels on the device do not.
 STALL = {PREPARES: 90.0, RUNS: 25.0}
 
 
@@ -102,8 +102,8 @@ def supervise(
         start: starts it, given the seconds it has; it writes a `Report` to `path`.
         path: the report; it exists.
         left: seconds left.
-        stall: seconds without a change of the report, by what the report says is being done, after
-            which the process is ended.
+        stall: seconds without a change of the report after which the process is killed, by the
+            phase in the report.
         sleep, clock: of the host.
 
     Returns:
@@ -116,7 +116,7 @@ def supervise(
         process = start(left())
         why = _watch(process, path, left, stall, sleep, clock)
         code = process.poll()
-        process.kill()  # what it has started and left behind
+        process.kill()  # children that outlive it
         if why == "the time was up":
             _set_running(path, why)
             return why
@@ -138,7 +138,7 @@ def _watch(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> str | None:
-    """Wait for the end of a process; why it was ended from here, if it was."""
+    """Wait until a process ends; return why if it was killed here."""
     seen, since, limit = path.stat().st_mtime_ns, clock(), stall[PREPARES]
     while process.poll() is None:
         sleep(0.2)

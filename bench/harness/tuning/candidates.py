@@ -1,4 +1,4 @@
-"""Tiles that a kernel may take, and what the compilers make of each, ahead of a launch."""
+"""Candidate tiles of a kernel, and their registers and shared memory, compiled before a launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..cases import Case
 
 _MOST = 24  # candidates of a row, each with both kinds of loads
 _TMA = ("sm_90", "sm_100")
-# Rows of a tile of queries. Those of a new token are its query heads on one key head.
+# BLOCK_M, the rows of a query tile. A new token fills them with its query heads on one key head.
 _ROWS = {
     "forward": (64, 128),
     "backward_one_pass": (16, 32, 64),
@@ -41,78 +41,76 @@ KERNEL_OF = {
     "decode_chunk": "decode_kernel",
 }
 _NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
-# Kernels of which a program stays at its keys while queries stream by.
+# Kernels whose programs each hold a block of keys and loop over the queries.
 BY_KEYS = ("backward_dkv", "backward_one_pass")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A row of a tuning table: kernel, bytes of an element, padded head dim."""
+class TableEntry:
+    """What a row of a tuning table is for: kernel, bytes of an element, padded head dim."""
 
     kernel: str
     element_size: int
     BLOCK_D: int
 
     def case(self, causal: bool) -> Case:
-        """What its tiles are timed on: 16384 tokens in sequences of 4096, hidden size 2048.
+        """The case that tiles are timed on: 16384 tokens in sequences of 4096, hidden size 2048.
 
-        For decoding, caches of 4096 tokens, four query heads to each of their own, always causal.
+        Decoding: caches of 4096 tokens, four query heads to a key/value head, always causal.
         """
         H = 2048 // self.BLOCK_D
         direction = "forward" if self.kernel == "forward" else "backward"
         dtype = "bfloat16" if self.element_size == 2 else "float32"
         if self.kernel in _NEW_TOKENS:
             tokens = _NEW_TOKENS[self.kernel]
-            return Case(
-                "decode", "forward", 16, H, H // 4, tokens, 4096, self.BLOCK_D, causal=True,
-                dtype=dtype, layout="bhtd",
-            )  # fmt: skip
+            one = Case("decode", "forward", 16, H, H // 4, tokens, 4096, self.BLOCK_D, causal=True)
+            return replace(one, dtype=dtype, layout="bhtd")
         return Case(direction, direction, 4, H, H, 4096, 4096, self.BLOCK_D, causal, dtype=dtype)  # type: ignore[arg-type]
 
 
-PLACES: tuple[Place, ...] = tuple(
-    Place(kernel, size, D)
+ENTRIES: tuple[TableEntry, ...] = tuple(
+    TableEntry(kernel, size, D)
     for size, D in ((2, 128), (2, 64), (2, 256), (4, 64), (4, 128), (4, 256))
     for kernel in ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
 ) + tuple(
-    Place(kernel, size, D) for size in (2, 4) for D in (128, 64, 256) for kernel in _NEW_TOKENS
+    TableEntry(kernel, size, D) for size in (2, 4) for D in (128, 64, 256) for kernel in _NEW_TOKENS
 )
 
 
-def candidates(place: Place, shared_bytes: int, arch: str) -> list[TileConfig]:
-    """Tiles that may suit a row, those with the larger tiles first.
+def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
+    """Tiles worth compiling for an entry, the largest first.
 
     Left out without a compilation: tiles whose accumulators alone would fill the registers, and
-    those whose operands cannot fit `shared_bytes`. All keep sums as the tile in use does, and where
-    there is TMA, forward tiles come with it and without.
+    tiles whose operands exceed `shared_bytes`. Every tile sums in as many parts as the tile in use.
+    Forward tiles come with pointer loads and, on GPUs with TMA, with descriptors too.
     """
-    usual = tiles.tile_of(arch, place.kernel, place.element_size, place.BLOCK_D)
-    rows = _ROWS.get(place.kernel, (32, 64, 128))
-    stages = (1, 2) if place.kernel == "backward_one_pass" else (1, 2, 3)
+    usual = tiles.tile_of(arch, entry.kernel, entry.element_size, entry.BLOCK_D)
+    rows = _ROWS.get(entry.kernel, (32, 64, 128))
+    stages = (1, 2) if entry.kernel == "backward_one_pass" else (1, 2, 3)
     grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
     sizes = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
-    fitting = [t for t in sizes if _plausible(place, t, shared_bytes)]
+    fitting = [t for t in sizes if _plausible(entry, t, shared_bytes)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
-    loads = (False, True) if arch in _TMA and place.kernel == "forward" else (False,)
+    loads = (False, True) if arch in _TMA and entry.kernel == "forward" else (False,)
     return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
 
 
-def _plausible(place: Place, tile: TileConfig, shared_bytes: int) -> bool:
-    D, threads = place.BLOCK_D, 32 * tile.num_warps
-    backward = place.kernel.startswith("backward")
-    by_keys = place.kernel in BY_KEYS
+def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int) -> bool:
+    D, threads = entry.BLOCK_D, 32 * tile.num_warps
+    backward = entry.kernel.startswith("backward")
+    by_keys = entry.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
     accumulators = held * D * (2 if by_keys else 1) + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
     most = 224
-    if place.kernel == "backward_one_pass":
+    if entry.kernel == "backward_one_pass":
         accumulators += streamed * D
-        most = 144  # it has the most pointers beside them
+        most = 144  # this kernel also holds the most pointers
     operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
-    return accumulators / threads <= most and operands * place.element_size <= shared_bytes
+    return accumulators / threads <= most and operands * entry.element_size <= shared_bytes
 
 
 def launch_once(kernel: str, element_size: int, D: int, causal: bool, tile: dict[str, Any]) -> None:
-    """Launch what uses a kernel, with a tile, for the stand-in driver of a compiling process."""
+    """Launch a kernel with this tile, to be compiled only: runs in a process of `CompilePool`."""
     dtype = torch.bfloat16 if element_size == 2 else torch.float32
     if kernel in _NEW_TOKENS:
         with tiles.forced(**{kernel: TileConfig(**tile)}):
@@ -138,38 +136,38 @@ def _decode_once(tokens: int, D: int, dtype: torch.dtype) -> None:
 
 
 class Compilation:
-    """Compiles candidates ahead, in other processes, where their results land in Triton's cache.
+    """Worker processes that compile candidates into Triton's disk cache before they are timed.
 
     Args:
-        arch: name of the GPU's architecture; others than `cross_compile.TARGETS` are not compiled
-            ahead.
+        arch: name of the GPU's architecture. One that `cross_compile.TARGETS` lacks compiles
+            nothing ahead.
         workers: processes.
     """
 
     def __init__(self, arch: str, workers: int) -> None:
         self._arch = arch
         self._pool = CompilePool(workers) if arch in TARGETS else None
-        self._futures: dict[tuple[Place, TileConfig, bool], Future[list[CompiledFacts]]] = {}
+        self._futures: dict[tuple[TableEntry, TileConfig, bool], Future[list[CompiledFacts]]] = {}
 
-    def submit(self, place: Place, tile: TileConfig) -> None:
-        """Start with a candidate, causal and not; decoding is causal."""
-        both = (True,) if place.kernel in _NEW_TOKENS else (True, False)
+    def submit(self, entry: TableEntry, tile: TileConfig) -> None:
+        """Start to compile a candidate, causal and not; decoding is causal only."""
+        both = (True,) if entry.kernel in _NEW_TOKENS else (True, False)
         for causal in both if self._pool else ():
             assert self._pool is not None
-            self._futures[place, tile, causal] = self._pool.submit(
+            self._futures[entry, tile, causal] = self._pool.submit(
                 "fastattn.bench.tuning.candidates:launch_once",
                 self._arch,
-                kernel=place.kernel,
-                element_size=place.element_size,
-                D=place.BLOCK_D,
+                kernel=entry.kernel,
+                element_size=entry.element_size,
+                D=entry.BLOCK_D,
                 causal=causal,
                 tile=asdict(tile),
             )
 
-    def why_not(self, place: Place, tile: TileConfig, seconds: float) -> str | None:
+    def why_not(self, entry: TableEntry, tile: TileConfig, seconds: float) -> str | None:
         """Why a candidate is not worth a launch, waiting at most `seconds`; None if it is."""
         for causal in (True, False):
-            future = self._futures.pop((place, tile, causal), None)
+            future = self._futures.pop((entry, tile, causal), None)
             if future is None:
                 continue
             try:
@@ -177,11 +175,11 @@ class Compilation:
             except FutureTimeoutError:  # in Python 3.10 it is not the built-in one
                 return "was not compiled in time"
             except BrokenProcessPool:
-                continue  # some candidate has ended the compiler: what is left compiles at launch
+                continue  # a candidate crashed the compiler: the rest compile at their launch
             except Exception as error:
                 return f"does not compile: {' '.join(str(error).split())[:200]}"
             for fact in facts:
-                if fact.name != KERNEL_OF[place.kernel]:
+                if fact.name != KERNEL_OF[entry.kernel]:
                     continue
                 if fact.spills:
                     return f"spills {fact.spill_store_bytes} bytes a thread"
@@ -189,11 +187,11 @@ class Compilation:
                     return f"needs {fact.shared_bytes} bytes of shared memory"
         return None
 
-    def facts(self, place: Place, tile: TileConfig) -> list[CompiledFacts] | None:
-        """What a candidate came to, causal and not; None if it does not compile."""
+    def facts(self, entry: TableEntry, tile: TileConfig) -> list[CompiledFacts] | None:
+        """The compiled kernels of a candidate, causal and not; None if it does not compile."""
         found: list[CompiledFacts] = []
         for causal in (True, False):
-            future = self._futures.pop((place, tile, causal), None)
+            future = self._futures.pop((entry, tile, causal), None)
             try:
                 found += [] if future is None else future.result()
             except (CrossCompileError, BrokenProcessPool):

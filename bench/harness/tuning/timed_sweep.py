@@ -1,9 +1,8 @@
-"""Times tiles of the kernels on a GPU and writes the fastest into a tuning table.
+"""The autotuner: times candidate tiles on a GPU and writes the fastest into a tuning table.
 
-Candidates are compiled ahead in other processes, which also tell their registers and shared memory:
-what spills or does not fit is not tried, as the tables hold no such tile. Each of the rest has to
-compute the right thing before it is timed. A first short look at all picks a few, which are then
-timed in alternation with the tile that is in use.
+Worker processes compile the candidates first. Those that spill or exceed shared memory are not
+timed, since the tables hold no such tile. The rest must pass the error budget before they are
+timed. A short measurement of all picks a few finalists, which then alternate with the tile in use.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..implementations.registry import IMPLEMENTATIONS, ONE_PASS, OURS
 from ..inputs import Inputs, make_inputs
 from ..measure import Effort, Function, Timing, compare
 from ..results.report import write_whole
-from .candidates import PLACES, Compilation, Place, candidates
+from .candidates import ENTRIES, Compilation, TableEntry, candidates
 
 _FINALISTS = 4
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
@@ -36,16 +35,16 @@ _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
 
 @dataclass
 class Tuner:
-    """What a sweep over tiles needs.
+    """A sweep over candidate tiles.
 
     Args:
         bench: what to measure with.
         left: seconds left.
-        compilation: compiles ahead.
+        compilation: compiles the candidates.
         shared_bytes: shared memory that a program may take.
-        survivors: candidates by place, where a static sweep has left some.
+        survivors: candidates by entry, where a static sweep chose some.
         usual: the tile in use.
-        tried: every candidate with its outcome, as JSON values.
+        tried: every candidate with its time or its reason, as JSON values.
         arch: name of the GPU's architecture.
     """
 
@@ -53,52 +52,52 @@ class Tuner:
     left: Callable[[], float]
     compilation: Compilation
     shared_bytes: int
-    survivors: Mapping[Place, list[TileConfig]] = field(default_factory=dict)
-    usual: Callable[[Place], TileConfig] = lambda p: tiles.lookup(
+    survivors: Mapping[TableEntry, list[TileConfig]] = field(default_factory=dict)
+    usual: Callable[[TableEntry], TileConfig] = lambda p: tiles.lookup(
         p.kernel, p.element_size, p.BLOCK_D
     )
     tried: list[dict[str, Any]] = field(default_factory=list)
     arch: str = "interpreter"
 
-    def all_tiles(self, place: Place) -> list[TileConfig]:
+    def all_tiles(self, entry: TableEntry) -> list[TileConfig]:
         """The tile in use, then the candidates."""
-        usual = self.usual(place)
-        others = self.survivors.get(place) or candidates(place, self.shared_bytes, self.arch)
+        usual = self.usual(entry)
+        others = self.survivors.get(entry) or candidates(entry, self.shared_bytes, self.arch)
         return [usual, *(tile for tile in others if tile != usual)]
 
-    def sweep(self, places: tuple[Place, ...] = PLACES) -> Iterator[dict[str, Any]]:
-        """The fastest tile of each place, as the row of a table, as soon as it is known."""
-        for place in places:
-            for tile in self.all_tiles(place):
-                self.compilation.submit(place, tile)
-        for place in places:
+    def sweep(self, entries: tuple[TableEntry, ...] = ENTRIES) -> Iterator[dict[str, Any]]:
+        """Yield the fastest tile of each entry, as a row of the table, as soon as it is known."""
+        for entry in entries:
+            for tile in self.all_tiles(entry):
+                self.compilation.submit(entry, tile)
+        for entry in entries:
             if self.left() <= 0:
                 return
-            row = self._tune(place)
-            release(place.case(True).device)
+            row = self._tune(entry)
+            release(entry.case(True).device)
             if row is not None:
                 yield row
 
-    def _tune(self, place: Place) -> dict[str, Any] | None:
+    def _tune(self, entry: TableEntry) -> dict[str, Any] | None:
         glances: dict[TileConfig, float] = {}
-        with _Trial(place, place.case(causal=True), self.bench) as trial:
-            for tile in self.all_tiles(place):
+        with _Trial(entry, entry.case(causal=True), self.bench) as trial:
+            for tile in self.all_tiles(entry):
                 if self.left() <= 0:
                     break
-                why_not = self.compilation.why_not(place, tile, self.left())
+                why_not = self.compilation.why_not(entry, tile, self.left())
                 outcome: float | str
                 outcome = trial.time([tile], _GLANCE)[tile] if why_not is None else why_not
-                self._note(place, tile, outcome)
+                self._note(entry, tile, outcome)
                 if isinstance(outcome, float):
                     glances[tile] = outcome
             finalists = sorted(glances, key=glances.__getitem__)[:_FINALISTS]
-            usual = self.usual(place)
+            usual = self.usual(entry)
             if usual in glances and usual not in finalists:
                 finalists.append(usual)
             causal = trial.time(finalists, self.bench.effort)
-        with _Trial(place, place.case(causal=False), self.bench) as trial:
+        with _Trial(entry, entry.case(causal=False), self.bench) as trial:
             full = trial.time(finalists, self.bench.effort)
-        # Half of the pairs, half of the time: both masks get the same weight.
+        # Causal has half of the pairs, hence the factor: both masks get the same weight.
         scores = {
             tile: 2 * a + b
             for tile in finalists
@@ -108,18 +107,18 @@ class Tuner:
             return None
         best = min(scores, key=scores.__getitem__)
         times = {"ms": causal[best], "ms_full": full[best]}
-        return {**asdict(place), **asdict(best), "source": "measured", **times}
+        return {**asdict(entry), **asdict(best), "source": "measured", **times}
 
-    def _note(self, place: Place, tile: TileConfig, outcome: float | str) -> None:
-        key = "ms" if isinstance(outcome, float) else "reason"
-        self.tried.append({**asdict(place), **asdict(tile), key: outcome})
+    def _note(self, entry: TableEntry, tile: TileConfig, outcome: float | str) -> None:
+        field = "ms" if isinstance(outcome, float) else "reason"
+        self.tried.append({**asdict(entry), **asdict(tile), field: outcome})
 
 
 class _Trial:
-    """Times tiles of one kernel on one case; the other kernels keep theirs."""
+    """Times tiles of one kernel on one case; the other kernels keep their tiles in use."""
 
-    def __init__(self, place: Place, case: Case, bench: Bench) -> None:
-        self._place, self._case, self._bench = place, case, bench
+    def __init__(self, entry: TableEntry, case: Case, bench: Bench) -> None:
+        self._entry, self._case, self._bench = entry, case, bench
         self._inputs: Inputs | None = None
         self._expected: Expected | None = None
 
@@ -132,7 +131,7 @@ class _Trial:
         self._inputs = self._expected = None
 
     def time(self, tiles: list[TileConfig], effort: Effort) -> dict[TileConfig, float | str]:
-        """Median milliseconds of each tile, or why there are none."""
+        """Median milliseconds of each tile, or why it has none."""
         found: dict[TileConfig, float | str] = {}
         works: dict[str, Function] = {}
         for tile in tiles:
@@ -150,10 +149,10 @@ class _Trial:
         return found
 
     def _work(self, tile: TileConfig) -> Function:
-        """A call with the tile forced, whose results have been checked."""
+        """A call with the tile forced; its results have passed the error budget."""
         assert self._inputs is not None and self._expected is not None
-        forced = {self._place.kernel: tile}
-        name = ONE_PASS if self._place.kernel == "backward_one_pass" else OURS
+        forced = {self._entry.kernel: tile}
+        name = ONE_PASS if self._entry.kernel == "backward_one_pass" else OURS
         ours = next(i for i in IMPLEMENTATIONS if i.name == name)
         with tiles.forced(**forced):
             work, _ = prepare(ours, self._case, self._inputs, self._expected)
@@ -166,26 +165,26 @@ class _Trial:
 
 
 def merge(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A table with rows put in the place of those for the same kernel, element size and D."""
+    """A table with rows in place of those for the same kernel, element size and D."""
 
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    def entry(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["kernel"], row["element_size"], row["BLOCK_D"]
 
-    fresh = {place(row): row for row in rows}
-    kept = [fresh.pop(place(row), row) for row in table["rows"]]
+    fresh = {entry(row): row for row in rows}
+    kept = [fresh.pop(entry(row), row) for row in table["rows"]]
     return {**table, "rows": [*kept, *fresh.values()]}
 
 
 def table_text(table: dict[str, Any]) -> str:
     """A table as the files in kernels/launch/tuning hold it: one row a line."""
     rows = ",\n".join(f"    {json.dumps(row)}" for row in table["rows"])
-    rest = {key: value for key, value in table.items() if key != "rows"}
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in rest.items())
+    rest = {name: value for name, value in table.items() if name != "rows"}
+    head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in rest.items())
     return f'{{\n{head}  "rows": [\n{rows}\n  ]\n}}\n'
 
 
 def provenance(environment: dict[str, Any], command: str) -> dict[str, str]:
-    """What a measured row says of its measurement."""
+    """The fields of a measured row that name its GPU, versions, date and command."""
     versions = environment.get("versions", {})
     return {
         "gpu": str((environment.get("gpu") or {}).get("name")),
@@ -197,15 +196,19 @@ def provenance(environment: dict[str, Any], command: str) -> dict[str, str]:
 
 
 def tune(
-    out: Path, bench: Bench, left: Callable[[], float], environment: dict[str, Any], command: str,
-    survivors: Mapping[Place, list[TileConfig]] | None = None,
+    out: Path,
+    bench: Bench,
+    left: Callable[[], float],
+    environment: dict[str, Any],
+    command: str,
+    survivors: Mapping[TableEntry, list[TileConfig]] | None = None,
     rows: Sequence[dict[str, Any]] = (),
     tried: Sequence[dict[str, Any]] = (),
-) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:  # fmt: skip
-    """Sweep on the current GPU; after each row the table under `out` is written anew.
+) -> Iterator[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Tune the kernels on the current GPU, and rewrite the table under `out` after each row.
 
-    survivors: of a static sweep of this architecture, in place of all candidates.
-    rows, tried: of a sweep before, which this one continues.
+    survivors: the Pareto sets of a static sweep, timed in place of all candidates.
+    rows, tried: of an earlier sweep, which this one continues.
 
     Yields:
         The table's file, the rows measured so far, and every candidate tried so far.
@@ -220,10 +223,10 @@ def tune(
     table = {"device": properties.name, "rows": list(tiles.table(name))}
     source = provenance(environment, command)
     measured = list(rows)
-    done = {Place(row["kernel"], row["element_size"], row["BLOCK_D"]) for row in measured}
+    done = {TableEntry(row["kernel"], row["element_size"], row["BLOCK_D"]) for row in measured}
     path = out / f"{name}.json"
     try:
-        for row in tuner.sweep(tuple(place for place in PLACES if place not in done)):
+        for row in tuner.sweep(tuple(entry for entry in ENTRIES if entry not in done)):
             measured.append(row | source)
             write_whole(path, table_text(merge(table, measured)))
             yield path, measured, tuner.tried
@@ -232,7 +235,7 @@ def tune(
 
 
 def effort_for(seconds: float) -> Effort:
-    """How long to measure finalists in a sweep that has some seconds."""
+    """How long to measure finalists in a sweep of so many seconds."""
     return replace(Effort(), target_ms=60.0 if seconds < 600 else 200.0, pause=0.1)
 
 

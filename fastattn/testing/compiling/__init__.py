@@ -1,1 +1,1 @@
-"""Compile kernels for GPUs that are not there, and read what the compilers made."""
+"""Cross-compile kernels for absent GPUs, and parse the compilers' output."""

@@ -1,8 +1,8 @@
 """Cross compilation from a process that interprets its kernels.
 
-Triton binds kernels to its interpreter or its compiler when they are imported, so compile jobs run
-in worker processes that start without TRITON_INTERPRET. A job is a function that launches kernels;
-it is named by a string, and it is imported in the worker.
+Triton binds kernels to its interpreter or its compiler when they are imported, so kernels are
+compiled in worker processes that start without TRITON_INTERPRET. A worker imports a function by its
+name, a string, and runs it; the function launches kernels.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .cross_compile import CompiledFacts, compiling_for, describe
-from .named_functions import load_job
+from .named_functions import load_function
 
 _Case = TypeVar("_Case")
 _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the module after it
 
 
 def compiled_cases(always: Iterable[_Case], at_leisure: Iterable[_Case]) -> list[_Case]:
-    """What a test file compiles: some of each kind, and the rest if FASTATTN_COMPILE_ALL is 1.
+    """The cases that a test file compiles: `always`, and `at_leisure` if FASTATTN_COMPILE_ALL is 1.
 
     A kernel takes seconds to compile for each GPU, head dim, dtype and mask.
     """
@@ -33,43 +33,43 @@ def compiled_cases(always: Iterable[_Case], at_leisure: Iterable[_Case]) -> list
 
 
 class CrossCompileError(RuntimeError):
-    """A job failed in its worker; the message says which, for which target, and why."""
+    """A function failed in its worker; the message names it, the target and the error."""
 
 
 class CompilePool:
     """Worker processes that compile kernels for any of `cross_compile.TARGETS`.
 
-    Jobs are named as `load_job` has it and called with the keyword arguments of the request; those
-    and what comes back travel between processes, so they must be picklable.
+    Functions are named as in `load_function`. Arguments and results travel between processes, so
+    they must be picklable.
 
     Args:
-        workers: processes at most; default two, or one on a machine with one CPU. They start with
-            the first jobs, and keep what they compiled for the next.
+        workers: processes at most; default two, or one on a machine with one CPU. They start on
+            first use, and keep compiled kernels for later requests.
     """
 
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers or min(2, os.cpu_count() or 1)
         self._executor: ProcessPoolExecutor | None = None
 
-    def facts(self, job: str, target: str, **kwargs: Any) -> list[CompiledFacts]:
-        """The facts of every kernel that the job launched for `target`, each once, in order.
+    def facts(self, function: str, target: str, **kwargs: Any) -> list[CompiledFacts]:
+        """The facts of every kernel that the function launched for `target`, each once, in order.
 
         Raises:
-            CrossCompileError: the job raised, the compiler refused a kernel, or the worker died.
+            CrossCompileError: the function or the compiler raised, or the worker died.
         """
-        facts: list[CompiledFacts] = self._finish(_facts, job, target, kwargs)
+        facts: list[CompiledFacts] = self._finish(_facts, function, target, kwargs)
         return facts
 
-    def submit(self, job: str, target: str, **kwargs: Any) -> "Future[list[CompiledFacts]]":
+    def submit(self, function: str, target: str, **kwargs: Any) -> "Future[list[CompiledFacts]]":
         """`facts` without waiting for them: they are the result() of the future."""
-        return self._start(_facts, job, target, kwargs)
+        return self._start(_facts, function, target, kwargs)
 
-    def call(self, job: str, target: str, **kwargs: Any) -> Any:
-        """What the job returns, run in a worker while `target` is the GPU; errors as in `facts`.
+    def call(self, function: str, target: str, **kwargs: Any) -> Any:
+        """The result of the function, run in a worker whose GPU is `target`; errors as in `facts`.
 
-        A job may use `cross_compile.count_compilations` to say what a second launch compiled.
+        The function may call `cross_compile.count_compilations` on a second launch.
         """
-        return self._finish(_call, job, target, kwargs)
+        return self._finish(_call, function, target, kwargs)
 
     def close(self) -> None:
         """End the workers. The pool can be used again, with new ones."""
@@ -89,23 +89,23 @@ class CompilePool:
         self.close()
 
     def _start(
-        self, run: Callable[..., Any], job: str, target: str, kwargs: dict[str, Any]
+        self, run: Callable[..., Any], function: str, target: str, kwargs: dict[str, Any]
     ) -> "Future[Any]":
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(self._workers, mp_context=context)
         with _without_interpreter():
-            return self._executor.submit(run, job, target, kwargs)
+            return self._executor.submit(run, function, target, kwargs)
 
     def _finish(
-        self, run: Callable[..., Any], job: str, target: str, kwargs: dict[str, Any]
+        self, run: Callable[..., Any], function: str, target: str, kwargs: dict[str, Any]
     ) -> Any:
         try:
-            return self._start(run, job, target, kwargs).result()
+            return self._start(run, function, target, kwargs).result()
         except BrokenProcessPool:
-            # Some errors abort the compiler's process; later jobs get new ones.
+            # Some errors abort the compiler's process; later requests get new ones.
             self.close()
-            raise CrossCompileError(f"{job} for {target}: the worker process died") from None
+            raise CrossCompileError(f"{function} for {target}: the worker process died") from None
 
 
 @contextlib.contextmanager
@@ -119,19 +119,19 @@ def _without_interpreter() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = value
 
 
-def _facts(job: str, target: str, kwargs: dict[str, Any]) -> list[CompiledFacts]:
-    with _readable_errors(job, target), compiling_for(target) as launched:
-        load_job(job)(**kwargs)
+def _facts(function: str, target: str, kwargs: dict[str, Any]) -> list[CompiledFacts]:
+    with _readable_errors(function, target), compiling_for(target) as launched:
+        load_function(function)(**kwargs)
         return [describe(kernel) for kernel in launched]
 
 
-def _call(job: str, target: str, kwargs: dict[str, Any]) -> Any:
-    with _readable_errors(job, target), compiling_for(target):
-        return load_job(job)(**kwargs)
+def _call(function: str, target: str, kwargs: dict[str, Any]) -> Any:
+    with _readable_errors(function, target), compiling_for(target):
+        return load_function(function)(**kwargs)
 
 
 @contextlib.contextmanager
-def _readable_errors(job: str, target: str) -> Iterator[None]:
+def _readable_errors(function: str, target: str) -> Iterator[None]:
     """Any error as a CrossCompileError, with the start of what the compilers printed.
 
     Triton's errors hold syntax trees and modules that cannot go back to the other process.
@@ -144,7 +144,7 @@ def _readable_errors(job: str, target: str) -> Iterator[None]:
             output.seek(0)
             printed = output.read().decode(errors="replace").strip()[:_OUTPUT_SHOWN]
             reason = f"{type(error).__name__}: {error}"[:_OUTPUT_SHOWN]
-            message = f"{job} for {target}: {reason}" + (f"\n{printed}" if printed else "")
+            message = f"{function} for {target}: {reason}" + (f"\n{printed}" if printed else "")
             raise CrossCompileError(message) from None
 
 

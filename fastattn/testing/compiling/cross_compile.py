@@ -1,10 +1,10 @@
-"""Compile kernels for GPUs that are not there, and say what came out.
+"""Cross-compile kernels for absent GPUs: registers, spills, shared memory, instructions.
 
     with compiling_for("sm_90") as launched:
         launch_forward(q, k, v, ...)      # CPU or meta tensors; compiles, runs nothing
     facts = [describe(kernel) for kernel in launched]
 
-A stand-in for Triton's driver names the target and swallows the launch: everything before it,
+A stand-in for Triton's driver names the target and drops the launch: everything before it,
 specialisation included, is Triton's own. That needs a process without TRITON_INTERPRET=1, which
 `fastattn.testing.compiling.compile_pool` provides to one that has it. Valid for Triton 3.6 to 3.9.
 """
@@ -60,14 +60,14 @@ TARGETS = {
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024),
 }
 
-# What a test allows a kernel that need not spill, bytes a thread: Triton 3.6 runs ptxas with other
-# options than 3.7, for which the tiles were chosen.
+# Bytes of spills a thread that tests allow. The tiles were chosen for Triton 3.7; 3.6 runs ptxas
+# with other options.
 USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 
 
 @dataclass(frozen=True)
 class CompiledFacts:
-    """What the compilers made of one kernel for one target; nothing in it was measured."""
+    """Properties of one kernel compiled for one target. Nothing in it is measured."""
 
     name: str
     target: str
@@ -91,13 +91,13 @@ class CompiledFacts:
     def loops(self) -> tuple[Loop, ...]:
         """Innermost loops with matrix instructions; empty on AMD.
 
-        Read when asked for: to disassemble takes nearly as long as to assemble.
+        Lazy: disassembly takes nearly as long as assembly.
         """
         return () if self.cubin is None else _matrix_loops(self.cubin)
 
 
 class _Launcher:
-    """What Triton calls to launch a kernel: tells the driver which kernel it was."""
+    """Replaces Triton's launcher: reports the kernel to the driver."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.src = src
@@ -176,9 +176,9 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
 
 
 def count_compilations(function: Callable[[], Any]) -> int:
-    """How many kernels `function()` compiled, those included that Triton's disk cache held.
+    """How many kernels `function()` compiled or loaded from Triton's disk cache.
 
-    0 says that every launch found its kernel in this process: a new length compiled nothing.
+    0 means that every launch found its kernel in this process: a new length compiled nothing.
     """
     compiled = 0
 
@@ -196,7 +196,7 @@ def count_compilations(function: Callable[[], Any]) -> int:
 
 
 def describe(kernel: Any) -> CompiledFacts:
-    """The facts of a kernel from `compiling_for`, the same whether or not it came from a cache."""
+    """The facts of a kernel from `compiling_for`, whether compiled or from a cache."""
     gpu = kernel.metadata.target
     target = next(name for name, known in TARGETS.items() if known.gpu == gpu)
     is_cuda = gpu.backend == "cuda"
@@ -226,7 +226,7 @@ _reports: dict[bytes, PtxasReport] = {}  # by the digest of the PTX
 
 @contextlib.contextmanager
 def _keeping_ptxas_reports() -> Iterator[None]:
-    """What Triton's ptxas step logs in the block, and would drop, goes to `_reports`."""
+    """Keep the log of Triton's ptxas step, which Triton drops, in `_reports`."""
 
     def assemble(backend: Any, ptx: str, *arguments: Any) -> Any:
         log = io.StringIO()
@@ -249,7 +249,7 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    """From the step that made the kernel or, where that came from a cache, from running it anew."""
+    """The ptxas report of a kernel; one from a cache is assembled again."""
     ptx = kernel.asm["ptx"]
     if _digest(ptx) not in _reports:
         gpu = kernel.metadata.target

@@ -1,4 +1,4 @@
-"""Functions that other processes run, named by strings."""
+"""Functions by name, for processes that cannot be sent the function itself."""
 
 import importlib
 import importlib.util
@@ -10,28 +10,28 @@ from types import ModuleType
 from typing import Any
 
 
-def load_job(job: str) -> Callable[..., Any]:
-    """The function of a name.
+def load_function(function: str) -> Callable[..., Any]:
+    """Import a function by its name.
 
     Args:
-        job: "package.module:function", or "/path/to/file.py:function" for test files, which cannot
-            be imported by name.
+        function: "package.module:function", or "/path/to/file.py:function" for test files, which
+            cannot be imported by name.
 
     Raises:
         ValueError: the name has no colon.
-        ImportError, AttributeError: there is no such module, file or function.
+        ImportError, AttributeError: the module, file or function does not exist.
     """
-    module, separator, name = job.rpartition(":")
+    module, separator, name = function.rpartition(":")
     if not separator:
-        raise ValueError(f'job must be "module:function" or "file.py:function", got {job!r}')
+        raise ValueError(f'job must be "module:function" or "file.py:function", got {function!r}')
     imported = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
-    function: Callable[..., Any] = getattr(imported, name)
-    return function
+    found: Callable[..., Any] = getattr(imported, name)
+    return found
 
 
 def _import_file(path: str) -> ModuleType:
-    """Import a file that no package holds, once a process."""
-    # The name is part of the key of Triton's disk cache: the same in every process.
+    """Import a file outside any package, once a process."""
+    # Triton's disk cache hashes the name, so it must be the same in every process.
     name = f"_job_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""What the tools print about a compiled kernel, as data: ptxas reports, matrix ops, SASS loops."""
+"""Parsers of compiler output: ptxas reports, matrix instructions, loops of SASS."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PtxasReport:
-    """What `ptxas -v` says of a kernel; spills are bytes a thread, summed over its functions."""
+    """The `ptxas -v` report of a kernel; spills are bytes a thread, summed over its functions."""
 
     registers: int
     spill_store_bytes: int
@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Address that a direct jump may go to."""
+        """Target address of a direct jump."""
         if self.base not in ("BRA", "JMP"):
             return None
         match = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
@@ -138,7 +138,7 @@ class Loop:
 def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
     """The innermost loops of a function that hold matrix instructions, by address.
 
-    A loop is what can reach a backward jump without passing the jump's target (a natural loop).
+    A natural loop: all instructions that reach a backward jump without passing its target.
     """
     bodies: dict[int, set[int]] = {}
     predecessors = _predecessors(function)
@@ -147,7 +147,7 @@ def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
         first = index.get(-1 if instruction.target is None else instruction.target, last + 1)
         if first < last:
             bodies.setdefault(first, {first}).update(_reaching(last, first, predecessors))
-    # Nothing but its first instruction leads into a loop, so it holds the entry only as that.
+    # A loop is entered at its first instruction only, so the function's entry can only be that.
     matrix = {
         first: body
         for first, body in bodies.items()
@@ -172,7 +172,7 @@ def _predecessors(function: list[Instruction]) -> list[list[int]]:
 
 
 def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
-    """What can reach `last` without passing `first`; both included."""
+    """Instructions that reach `last` without passing `first`; both included."""
     found, pending = {first, last}, [last]
     while pending:
         new = set(predecessors[pending.pop()]) - found
@@ -190,8 +190,8 @@ def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
 def exponentials_under_wgmma(body: list[Instruction]) -> float | None:
     """Share of the MUFU.EX2 of a loop, in address order, that find a wgmma group in flight.
 
-    A group ends with the HGMMA that names a scoreboard (gsb0), and WARPGROUP.DEPBAR waits until no
-    more than so many groups are left. What is in flight at the end of the loop is so at its start.
+    A group ends with the HGMMA that names a scoreboard (gsb0). WARPGROUP.DEPBAR waits until at most
+    so many groups are in flight. Groups in flight at the loop's end are in flight at its start.
     """
     in_flight = hidden = total = 0
     for counting in (False, True):

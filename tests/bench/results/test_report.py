@@ -33,12 +33,15 @@ def report(tmp_path):
     report.data["started"] = "2000-01-01T00:00:00+00:00"
     report.data["environment"] = {
         "gpu": {
-            "name": "Imaginary GPU", "capability": "9.0", "driver": 1.0, "sm_count": 100,
+            "name": "Imaginary GPU",
+            "capability": "9.0",
+            "driver": 1.0,
+            "sm_count": 100,
             "max_sm_clock_mhz": 1000.0,
         },
         "versions": {"torch": "0"},
         "cudnn": 1,
-    }  # fmt: skip
+    }
     report.data["ceilings"] = {"matmul_tflops": 500.0, "copy_gbps": 2000.0, "empty_ms": 0.001}
     report.data["tests"] = {"status": "finished", "passed": 10, "failed": 0, "failures": []}
     results = report.data["results"]

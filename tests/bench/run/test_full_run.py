@@ -53,9 +53,13 @@ def run_tests(folder, text, *options, sleep=lambda: None, clock=None):
         sleep()
 
     return numeric_tests.run(
-        [*command, str(folder / "test_it.py")], folder / "log", folder / "tests.jsonl", 100,
-        sleep=wait, clock=clock or Clock(),
-    )  # fmt: skip
+        [*command, str(folder / "test_it.py")],
+        folder / "log",
+        folder / "tests.jsonl",
+        100,
+        sleep=wait,
+        clock=clock or Clock(),
+    )
 
 
 def names(found):
@@ -106,9 +110,14 @@ def test_tests_that_do_not_heed_an_interrupt_are_killed(tmp_path):
         clock.now += 1.0
 
     found = numeric_tests.run(
-        [], tmp_path / "log", tmp_path / "tests.jsonl", 100,
-        start=lambda command, log: process, sleep=sleep, clock=clock,
-    )  # fmt: skip
+        [],
+        tmp_path / "log",
+        tmp_path / "tests.jsonl",
+        100,
+        start=lambda command, log: process,
+        sleep=sleep,
+        clock=clock,
+    )
     assert process.heard[:2] == ["interrupt", "kill"]
     assert (found["status"], found["seconds"]) == ("the time was up", 101.0)
 
@@ -262,9 +271,16 @@ def run(tmp_path):
             clock.now += 1.0
 
     return lambda: full_run.run_all(
-        out, CHECKOUT, "quick", 1000, "command", skip=("tests",), suite=command, sleep=sleep,
+        out,
+        CHECKOUT,
+        "quick",
+        1000,
+        "command",
+        skip=("tests",),
+        suite=command,
+        sleep=sleep,
         clock=clock,
-    )  # fmt: skip
+    )
 
 
 def test_culprits_are_named_and_everything_else_is_measured(run):
@@ -276,8 +292,9 @@ def test_culprits_are_named_and_everything_else_is_measured(run):
     assert "no progress for 25 s (in forward-B1-H2:1-T8-D8-causal" in broken["forward"]["hangs"]
     assert "illegal memory access" in broken["forward"]["loses"]
     assert {kind: set(found) for kind, found in broken.items()} == {
-        "backward": {"crashes"}, "forward": {"hangs", "loses"},
-    }  # fmt: skip
+        "backward": {"crashes"},
+        "forward": {"hangs", "loses"},
+    }
     statuses = {name: job["status"] for name, job in report.data["jobs"].items()}
     assert statuses.pop("layer") == "broken off"
     assert len(statuses) == 6 and set(statuses.values()) == {"done"}

@@ -326,8 +326,9 @@ def test_training_tells_who_trains_and_leaves_out_who_is_broken(monkeypatch):
     records = training.run(BENCH, {"fastattn-triton": "hung"}, lambda *told: announced.append(told))
     assert announced == [("fastattn-torch", "prepares"), ("fastattn-torch", "runs")]
     assert {r["implementation"]: r["status"] for r in records} == {
-        "fastattn-triton": "cannot serve", "fastattn-torch": "timed",
-    }  # fmt: skip
+        "fastattn-triton": "cannot serve",
+        "fastattn-torch": "timed",
+    }
 
 
 def test_who_does_the_same_for_long_gives_a_sign_of_life_and_not_at_each_step(report, monkeypatch):

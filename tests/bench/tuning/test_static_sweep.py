@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 
 from fastattn.bench.tuning import static_sweep
-from fastattn.bench.tuning.candidates import Compilation, Place
-from fastattn.bench.tuning.static_sweep import Survivor, loop_cycles, named_places, pareto, survivor
+from fastattn.bench.tuning.candidates import Compilation, TableEntry
+from fastattn.bench.tuning.static_sweep import (
+    Survivor,
+    entries_named,
+    loop_cycles,
+    pareto,
+    survivor,
+)
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.compiling.cross_compile import CompiledFacts
 from fastattn.testing.compiling.sass import Loop
 
-PLACE = Place("forward", 2, 64)
+ENTRY = TableEntry("forward", 2, 64)
 TILE = TileConfig(128, 64, 8, 2)
 
 
@@ -34,10 +40,20 @@ def test_the_busiest_unit_counts(target: str, opcodes: dict[str, int], cycles: f
 
 def fact(name: str = "attention_forward_kernel", spilled: int = 0, fits: bool = True, loops=()):
     found = CompiledFacts(
-        name=name, target="sm_90", num_warps=8, num_stages=2, shared_bytes=1000,
-        fits_shared_memory=fits, registers=100, spill_store_bytes=spilled, spill_load_bytes=0,
-        mma=frozenset(), wgmma_register_a=0, warnings=(), cubin=None,
-    )  # fmt: skip
+        name=name,
+        target="sm_90",
+        num_warps=8,
+        num_stages=2,
+        shared_bytes=1000,
+        fits_shared_memory=fits,
+        registers=100,
+        spill_store_bytes=spilled,
+        spill_load_bytes=0,
+        mma=frozenset(),
+        wgmma_register_a=0,
+        warnings=(),
+        cubin=None,
+    )
     vars(found)["loops"] = loops
     return found
 
@@ -46,23 +62,26 @@ LOOPS = (Loop(0, {"FFMA": 4096, "FSEL": 1}), Loop(1, {"FFMA": 2048}))
 
 
 def test_a_tile_is_weighed_by_its_loop_over_full_blocks() -> None:
-    found = survivor(PLACE, TILE, [fact(loops=LOOPS), fact("other", spilled=8)])
+    found = survivor(ENTRY, TILE, [fact(loops=LOOPS), fact("other", spilled=8)])
     # Two warps a scheduler, 2048 cycles each, for 128 x 64 pairs.
     assert found == Survivor(TILE, 2 * 2048 / (128 * 64), 2 * 64 * 2 / 128, 1000)
     by_keys = survivor(
-        Place("backward_dkv", 2, 64), TILE, [fact("attention_backward_dkv_kernel", loops=LOOPS)]
+        TableEntry("backward_dkv", 2, 64),
+        TILE,
+        [fact("attention_backward_dkv_kernel", loops=LOOPS)],
     )
     assert by_keys is not None and by_keys.loaded_bytes == 2 * 64 * 2 / 64
     one_pass = survivor(
-        Place("backward_one_pass", 2, 64), TILE,
+        TableEntry("backward_one_pass", 2, 64),
+        TILE,
         [fact("attention_backward_dkv_kernel", loops=LOOPS)],
-    )  # fmt: skip
+    )
     # It loads the same, and adds rows of fp32.
     assert one_pass is not None and one_pass.loaded_bytes == (2 * 64 * 2 + 64 * 4) / 64
 
 
 def test_without_loops_there_are_no_cycles() -> None:
-    found = survivor(PLACE, TILE, [fact()])
+    found = survivor(ENTRY, TILE, [fact()])
     assert found is not None and found.cycles is None
 
 
@@ -70,7 +89,7 @@ def test_without_loops_there_are_no_cycles() -> None:
     "facts", [[fact(), fact(spilled=4)], [fact(fits=False)], [fact("other")], []], ids=str
 )
 def test_a_tile_that_does_not_compile_well_is_out(facts: list[CompiledFacts]) -> None:
-    assert survivor(PLACE, TILE, facts) is None
+    assert survivor(ENTRY, TILE, facts) is None
 
 
 def test_what_is_worse_in_everything_is_out() -> None:
@@ -88,15 +107,15 @@ class Known(Compilation):
     def __init__(self) -> None:
         super().__init__("an unknown architecture", 1)
 
-    def facts(self, place: Place, tile: TileConfig) -> list[CompiledFacts] | None:
+    def facts(self, entry: TableEntry, tile: TileConfig) -> list[CompiledFacts] | None:
         if tile.num_stages == 3:
             return None
         return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=4 * (tile.num_warps == 4))]
 
 
 def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
-    found = dict(static_sweep.sweep("sm_90", [PLACE], Known()))
-    kept = [s.tile for s in found[PLACE]]
+    found = dict(static_sweep.sweep("sm_90", [ENTRY], Known()))
+    kept = [s.tile for s in found[ENTRY]]
     assert kept[0] == TileConfig(128, 128, 8, 2, sum_parts=4)
     assert {tile.num_warps for tile in kept} == {8}
     table, sets = static_sweep.write(tmp_path, "sm_90", found)
@@ -106,22 +125,22 @@ def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
         r for r in rows if (r["kernel"], r["element_size"], r["BLOCK_D"]) == ("forward", 2, 64)
     )
     assert (row["BLOCK_M"], row["BLOCK_N"], row["source"]) == (128, 128, "modelled")
-    assert static_sweep.read(sets) == {PLACE: kept}
+    assert static_sweep.read(sets) == {ENTRY: kept}
 
 
 def test_a_place_without_tiles_keeps_its_row(tmp_path: Path) -> None:
-    table, _ = static_sweep.write(tmp_path, "sm_89", {PLACE: []})
+    table, _ = static_sweep.write(tmp_path, "sm_89", {ENTRY: []})
     assert table.name == "sm_86.json"
     assert json.loads(table.read_text())["rows"] == list(tiles.table("sm_86"))
 
 
-def test_places_are_named() -> None:
-    assert named_places(["decode:2:64", "forward:4:128"]) == [
-        Place("decode", 2, 64),
-        Place("forward", 4, 128),
+def test_entries_are_named() -> None:
+    assert entries_named(["decode:2:64", "forward:4:128"]) == [
+        TableEntry("decode", 2, 64),
+        TableEntry("forward", 4, 128),
     ]
     with pytest.raises(ValueError, match=r"places must be among forward:2:128, .*got 'forward'"):
-        named_places(["forward"])
+        entries_named(["forward"])
 
 
 def test_the_tool_sweeps_without_a_gpu(
@@ -136,4 +155,4 @@ def test_the_tool_sweeps_without_a_gpu(
     arguments = ["--out", str(tmp_path), "--static", "sm_90", "--places", "decode:2:64"]
     assert tune.main(arguments) == 0
     assert "no tile fits" in capsys.readouterr().out
-    assert static_sweep.read(tmp_path / "sm_90.survivors.json") == {Place("decode", 2, 64): []}
+    assert static_sweep.read(tmp_path / "sm_90.survivors.json") == {TableEntry("decode", 2, 64): []}

@@ -14,7 +14,7 @@ from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.tuning import timed_sweep
 from fastattn.bench.tuning.candidates import BY_KEYS
 from fastattn.bench.tuning.static_sweep import survivor
-from fastattn.bench.tuning.timed_sweep import PLACES, Compilation, Place, Tuner, candidates
+from fastattn.bench.tuning.timed_sweep import ENTRIES, Compilation, TableEntry, Tuner, candidates
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -24,40 +24,43 @@ H200_SHARED = 227 * 1024
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_place_has_candidates_that_fit(place):
-    found = candidates(place, H200_SHARED, "sm_90")
+@pytest.mark.parametrize("place", ENTRIES, ids=str)
+def test_every_entry_has_candidates_that_fit(entry):
+    found = candidates(entry, H200_SHARED, "sm_90")
     assert len(found) == len(set(found)) >= 4
     for tile in found:
         held, streamed = tile.BLOCK_M, tile.BLOCK_N
-        if place.kernel in BY_KEYS:
+        if entry.kernel in BY_KEYS:
             held, streamed = streamed, held
-        copies = 2 if place.kernel.startswith("backward") else 1
-        elements = copies * held * place.BLOCK_D + 2 * tile.num_stages * streamed * place.BLOCK_D
-        assert elements * place.element_size <= H200_SHARED
+        copies = 2 if entry.kernel.startswith("backward") else 1
+        elements = copies * held * entry.BLOCK_D + 2 * tile.num_stages * streamed * entry.BLOCK_D
+        assert elements * entry.element_size <= H200_SHARED
 
 
 def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say():
     """Sums as there; loads by TMA beside the others where there is TMA and the kernel takes it."""
-    place = Place("forward", 2, 64)
-    for arch, loads, parts in (("sm_90", {True, False}, 4), ("sm_80", {False}, 4),
-                               ("gfx942", {False}, 1)):  # fmt: skip
-        found = candidates(place, H200_SHARED, arch)
+    entry = TableEntry("forward", 2, 64)
+    for arch, loads, parts in (
+        ("sm_90", {True, False}, 4),
+        ("sm_80", {False}, 4),
+        ("gfx942", {False}, 1),
+    ):
+        found = candidates(entry, H200_SHARED, arch)
         assert {tile.descriptors for tile in found} == loads
         assert {tile.sum_parts for tile in found} == {parts}
-    backward = candidates(Place("backward_dq", 2, 64), H200_SHARED, "sm_90")
+    backward = candidates(TableEntry("backward_dq", 2, 64), H200_SHARED, "sm_90")
     assert not any(tile.descriptors for tile in backward)
 
 
 def test_places_cover_the_table_and_begin_with_what_matters():
-    assert {p.kernel for p in PLACES} == {*tiles.KERNELS, "decode", "decode_chunk"}
-    assert {(p.element_size, p.BLOCK_D) for p in PLACES} == {
+    assert {p.kernel for p in ENTRIES} == {*tiles.KERNELS, "decode", "decode_chunk"}
+    assert {(p.element_size, p.BLOCK_D) for p in ENTRIES} == {
         (size, D) for size in (2, 4) for D in (64, 128, 256)
     }
-    assert PLACES[0] == Place("forward", 2, 128)
-    case = Place("backward_dq", 2, 64).case(causal=True)
+    assert ENTRIES[0] == TableEntry("forward", 2, 128)
+    case = TableEntry("backward_dq", 2, 64).case(causal=True)
     assert (case.B * case.T_q, case.H_q * case.D, case.direction) == (16384, 2048, "backward")
-    case = Place("decode_chunk", 2, 128).case(causal=False)
+    case = TableEntry("decode_chunk", 2, 128).case(causal=False)
     assert (case.family, case.H_q // case.H_k, case.T_q, case.causal) == ("decode", 4, 64, True)
 
 
@@ -93,7 +96,7 @@ class NoCompilation(Compilation):
         super().__init__("an unknown architecture", 1)
         self.refused = refused
 
-    def why_not(self, place, tile, seconds):
+    def why_not(self, entry, tile, seconds):
         return "spills 8 bytes a thread" if tile in self.refused else None
 
 
@@ -102,27 +105,37 @@ A, B, C = (TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16))
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Places are timed on a small case that the interpreter can run, among three tiles."""
+    """Tiles are timed on a small case that the interpreter can run, among three tiles."""
 
-    def small(place, causal):
-        if place.kernel.startswith("decode"):
+    def small(entry, causal):
+        if entry.kernel.startswith("decode"):
             return Case(
-                "decode", "forward", 1, 1, 1, 1, 40, 16, True, dtype="float32", layout="bhtd",
+                "decode",
+                "forward",
+                1,
+                1,
+                1,
+                1,
+                40,
+                16,
+                True,
+                dtype="float32",
+                layout="bhtd",
                 device="cpu",
-            )  # fmt: skip
-        direction = "forward" if place.kernel == "forward" else "backward"
+            )
+        direction = "forward" if entry.kernel == "forward" else "backward"
         return Case(
             direction, direction, 1, 1, 1, 40, 40, 16, causal, dtype="float32", device="cpu"
         )
 
-    monkeypatch.setattr(Place, "case", small)
-    monkeypatch.setattr(timed_sweep, "candidates", lambda place, shared, arch: [A, B, C])
+    monkeypatch.setattr(TableEntry, "case", small)
+    monkeypatch.setattr(timed_sweep, "candidates", lambda entry, shared, arch: [A, B, C])
 
 
 def tuner(times, left=lambda: 1.0, refused=()):
     """A sweep in which tiles take the given milliseconds."""
     bench = Bench(FakeTimer(times), QUICK, sleep=lambda seconds: None)
-    return Tuner(bench, left, NoCompilation(refused), H200_SHARED, usual=lambda place: A)
+    return Tuner(bench, left, NoCompilation(refused), H200_SHARED, usual=lambda entry: A)
 
 
 class FakeTimer(HostTimer):
@@ -156,23 +169,23 @@ class FakeTimer(HostTimer):
 @pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
 def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(on_the_cpu, kernel):
     sweep = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
-    row = next(sweep.sweep((Place(kernel, 4, 16),)))
+    row = next(sweep.sweep((TableEntry(kernel, 4, 16),)))
     assert (row["BLOCK_M"], row["BLOCK_N"]) == (B.BLOCK_M, B.BLOCK_N)
     assert (row["kernel"], row["source"], row["ms"], row["ms_full"]) == (kernel, "measured", 1, 1)
     assert [entry["ms"] for entry in sweep.tried] == [3.0, 1.0, 2.0]
 
 
 def test_survivors_of_a_static_sweep_are_the_candidates(on_the_cpu):
-    place = Place("forward", 4, 16)
+    entry = TableEntry("forward", 4, 16)
     sweep = tuner({})
-    sweep.survivors = {place: [C, A]}
-    assert sweep.all_tiles(place) == [A, C]
-    assert sweep.all_tiles(Place("forward", 2, 16)) == [A, B, C]
+    sweep.survivors = {entry: [C, A]}
+    assert sweep.all_tiles(entry) == [A, C]
+    assert sweep.all_tiles(TableEntry("forward", 2, 16)) == [A, B, C]
 
 
 def test_tiles_that_spill_are_not_tried(on_the_cpu):
     sweep = tuner({("forward", A): 3.0, ("forward", C): 2.0}, refused=(B,))
-    row = next(sweep.sweep((Place("forward", 4, 16),)))
+    row = next(sweep.sweep((TableEntry("forward", 4, 16),)))
     assert row["BLOCK_M"] == C.BLOCK_M
     assert sweep.tried[1]["reason"] == "spills 8 bytes a thread"
 
@@ -187,7 +200,7 @@ def test_tiles_that_compute_something_else_are_not_timed(on_the_cpu, monkeypatch
 
     monkeypatch.setattr(timed_sweep, "prepare", prepare)
     sweep = tuner({("forward", A): 3.0, ("forward", B): 1.0, ("forward", C): 2.0})
-    row = next(sweep.sweep((Place("forward", 4, 16),)))
+    row = next(sweep.sweep((TableEntry("forward", 4, 16),)))
     assert row["BLOCK_M"] == C.BLOCK_M
     assert "exceeds the budget" in sweep.tried[1]["reason"]
 
@@ -195,7 +208,7 @@ def test_tiles_that_compute_something_else_are_not_timed(on_the_cpu, monkeypatch
 def test_a_sweep_ends_in_time(on_the_cpu):
     left = iter([1.0, 1.0, *[-1.0] * 100])
     sweep = tuner({}, left=lambda: next(left))
-    rows = list(sweep.sweep((Place("forward", 4, 16), Place("forward", 2, 16))))
+    rows = list(sweep.sweep((TableEntry("forward", 4, 16), TableEntry("forward", 2, 16))))
     assert [row["element_size"] for row in rows] == [4]
     assert len(sweep.tried) == 1
 
@@ -207,8 +220,8 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
     ]
     asked = []
 
-    def sweep(self, places):
-        asked.append(places)
+    def sweep(self, entries):
+        asked.append(entries)
         return iter(rows)
 
     monkeypatch.setattr(Tuner, "sweep", sweep)
@@ -234,7 +247,7 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
     _, both, tried = next(steps)
     assert [row["ms"] for row in both] == [3.0, 1.0]
     assert tried == [{"ms": 9.0}]
-    assert set(asked[0]) - set(asked[1]) == {Place("forward", 4, 256)}
+    assert set(asked[0]) - set(asked[1]) == {TableEntry("forward", 4, 256)}
     kept = [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
     assert sorted(row["ms"] for row in kept) == [1.0, 3.0]
 
@@ -242,20 +255,20 @@ def test_a_table_is_written_after_every_row(on_the_cpu, tmp_path, monkeypatch):
 def test_candidates_are_compiled_ahead():
     """For a GPU that is not there; the tiles' registers and shared memory come back."""
     compilation = Compilation("sm_90", 1)
-    place = Place("forward", 2, 64)
+    entry = TableEntry("forward", 2, 64)
     fits, too_large = TileConfig(64, 32, 4, 1), TileConfig(128, 128, 8, 8)
     as_long_as_it_takes = 1e6
     try:
         for tile in (fits, too_large):
-            compilation.submit(place, tile)
-        assert compilation.why_not(place, fits, as_long_as_it_takes) is None
-        assert "shared memory" in compilation.why_not(place, too_large, as_long_as_it_takes)
-        place, tile = Place("decode", 2, 64), TileConfig(16, 64, 4, 1)
-        compilation.submit(place, tile)
-        facts = compilation.facts(place, tile)
-        assert survivor(place, tile, facts).cycles > 0
-        compilation.submit(place, TileConfig(16, 48, 4, 1))  # no power of two
-        assert compilation.facts(place, TileConfig(16, 48, 4, 1)) is None
+            compilation.submit(entry, tile)
+        assert compilation.why_not(entry, fits, as_long_as_it_takes) is None
+        assert "shared memory" in compilation.why_not(entry, too_large, as_long_as_it_takes)
+        entry, tile = TableEntry("decode", 2, 64), TileConfig(16, 64, 4, 1)
+        compilation.submit(entry, tile)
+        facts = compilation.facts(entry, tile)
+        assert survivor(entry, tile, facts).cycles > 0
+        compilation.submit(entry, TileConfig(16, 48, 4, 1))  # no power of two
+        assert compilation.facts(entry, TileConfig(16, 48, 4, 1)) is None
     finally:
         compilation.close()
 
@@ -264,15 +277,15 @@ def test_a_candidate_that_is_not_compiled_in_time_is_passed_over(monkeypatch):
     """Python 3.10 has two TimeoutErrors."""
     monkeypatch.setattr(CompilePool, "submit", lambda *args, **kwargs: Future())
     compilation = Compilation("sm_90", 1)
-    compilation.submit(PLACES[0], A)
-    assert compilation.why_not(PLACES[0], A, 0) == "was not compiled in time"
+    compilation.submit(ENTRIES[0], A)
+    assert compilation.why_not(ENTRIES[0], A, 0) == "was not compiled in time"
     compilation.close()
 
 
 def test_an_unknown_architecture_is_compiled_at_the_launch():
     compilation = Compilation("sm_999", 1)
-    compilation.submit(PLACES[0], A)
-    assert compilation.why_not(PLACES[0], A, 0) is None
+    compilation.submit(ENTRIES[0], A)
+    assert compilation.why_not(ENTRIES[0], A, 0) is None
     compilation.close()
 
 

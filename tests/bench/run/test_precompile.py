@@ -9,9 +9,9 @@ import triton
 
 from fastattn.bench import cases
 from fastattn.bench.implementations.registry import IMPLEMENTATIONS, ONE_PASS, OURS
-from fastattn.bench.run import ahead
-from fastattn.bench.run.ahead import Ahead
+from fastattn.bench.run import precompile
 from fastattn.bench.run.jobs import Job, gpu_jobs
+from fastattn.bench.run.precompile import Precompiler
 from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches
@@ -44,9 +44,9 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_jobs():
     pool = Pool()
     longer = cases.sweep("forward", 64, 16384, causal=True)
     backward = cases.sweep("backward", 64, 4096, causal=True)
-    Ahead([job(FIRST), job(longer), job(backward)], "sm_90", pool=pool)
+    Precompiler([job(FIRST), job(longer), job(backward)], "sm_90", pool=pool)
     assert {(request[0], request[1]) for request in pool.requests} == {
-        ("fastattn.bench.run.ahead:launch", "sm_90")
+        ("fastattn.bench.run.precompile:launch", "sm_90")
     }
     by_triton = [(case.name, name) for _, _, case, name in pool.requests if "hopper" not in name]
     assert by_triton == [(FIRST.name, OURS), (backward.name, OURS), (backward.name, ONE_PASS)]
@@ -56,7 +56,7 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_jobs():
 def test_a_job_waits_for_its_own_and_what_does_not_compile_is_in_the_log(capsys):
     pool = Pool()
     second = cases.sweep("forward", 128, 4096, causal=True)
-    found = Ahead([job(FIRST), job(second)], "sm_90", pool=pool)
+    found = Precompiler([job(FIRST), job(second)], "sm_90", pool=pool)
     pool.futures[0].set_exception(RuntimeError("no such instruction"))
     found.ready(FIRST.name)  # would wait for ever for the second
     assert "no such instruction" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_a_job_waits_for_its_own_and_what_does_not_compile_is_in_the_log(capsys)
 
 def test_other_architectures_are_not_compiled_ahead():
     pool = Pool()
-    Ahead([job(FIRST)], "sm_999", pool=pool).ready(FIRST.name)
+    Precompiler([job(FIRST)], "sm_999", pool=pool).ready(FIRST.name)
     assert pool.requests == []
 
 
@@ -90,13 +90,13 @@ def cache_hits() -> list[tuple[str, bool]]:
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         with compiling_for("sm_90"):
-            for case in (ahead.small(FIRST), replace(FIRST, B=4, T_q=16384, T_k=16384)):
+            for case in (precompile.small(FIRST), replace(FIRST, B=4, T_q=16384, T_k=16384)):
                 forward.attention_forward_kernel.device_caches.clear()
                 call_memo.forget()
                 launches.forget()
                 triton.knobs.compilation.listener = note
                 try:
-                    ahead.launch(case, ours.name)
+                    precompile.launch(case, ours.name)
                 finally:
                     triton.knobs.compilation.listener = None
     return found
@@ -108,4 +108,4 @@ def test_what_is_compiled_ahead_is_what_is_launched(compile_pool):
 
 
 def test_who_is_compiled_ahead_exists():
-    assert {*ahead._TRITONS, *ahead._EIGHT_BITS} <= {i.name for i in IMPLEMENTATIONS}
+    assert {*precompile.TRITONS, *precompile.EIGHT_BIT_NAMES} <= {i.name for i in IMPLEMENTATIONS}

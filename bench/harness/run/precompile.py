@@ -1,7 +1,7 @@
-"""Compiles what a run launches in other processes, before it is asked for.
+"""Kernels of a run, compiled in worker processes before they are launched.
 
-What they compile lands in Triton's disk cache, under the keys that the launches look it up by: the
-tensors there have the sizes, strides and dtypes of the case, and no contents.
+The workers fill Triton's disk cache under the keys that the launches look up: their tensors have
+the sizes, strides and dtypes of the case, and uninitialised contents.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..implementations.registry import IMPLEMENTATIONS
 from ..inputs import make_inputs
 from .jobs import Job
 
-_TRITONS = ("fastattn-triton", "fastattn-one-pass", "fastattn-hopper", "fastattn-hopper-one-pass")
+TRITONS = ("fastattn-triton", "fastattn-one-pass", "fastattn-hopper", "fastattn-hopper-one-pass")
 _SMALL = 256  # tokens
 
 
 def launch(case: Case, implementation: str) -> None:
-    """Launch what measuring a case launches, for the stand-in driver of a compiling process."""
+    """Launch the kernels of a case, to be compiled only: runs in a process of `CompilePool`."""
     found = next(i for i in IMPLEMENTATIONS if i.name == implementation)
     here = replace(case, device="cpu")
     inputs = make_inputs(here, empty=True)
@@ -43,20 +43,20 @@ def launch(case: Case, implementation: str) -> None:
 
 
 def small(case: Case) -> Case:
-    """A case of fewer tokens that launches the same kernels, which no length is part of."""
+    """A case of fewer tokens that launches the same kernels: no length is compiled in."""
     if case.family == "decode":
-        return case  # it is split by its length
+        return case  # the number of splits depends on its length
     lengths = None if case.lengths is None else (_SMALL,)
     return replace(case, B=1, T_q=_SMALL, T_k=_SMALL, lengths=lengths, label="", slow_peers=True)
 
 
-class Ahead:
-    """Starts with all that jobs will launch, the first jobs first.
+class Precompiler:
+    """Compiles all kernels that the jobs launch, in the order of the jobs.
 
     Args:
-        jobs: to be run.
-        arch: name of the GPU's architecture; for others than `cross_compile.TARGETS`, nothing is
-            compiled ahead.
+        jobs: the jobs of the run.
+        arch: name of the GPU's architecture. One that `cross_compile.TARGETS` lacks compiles
+            nothing ahead.
         workers: processes; default all but four of the machine's CPUs.
         pool: compiles; default a `CompilePool` of that many.
     """
@@ -73,8 +73,8 @@ class Ahead:
                 for case, name in _launches(job):
                     key = (small(case), name)
                     if key not in started:
-                        # Queries, keys and values in 8 bits are computed, which takes their length.
-                        of = key[0] if name in _EIGHT_BITS else case
+                        # Quantising to 8 bits computes on the inputs, so it gets the smaller case.
+                        of = key[0] if name in EIGHT_BIT_NAMES else case
                         started[key] = self._pool.submit(
                             f"{__name__}:launch", arch, case=of, implementation=name
                         )
@@ -82,9 +82,9 @@ class Ahead:
                 self._by_job[job.name] = needed
 
     def ready(self, job: str, seconds: float = 60.0) -> None:
-        """Wait until what a job launches is compiled, and not for ever.
+        """Wait until a job's kernels are compiled, at most `seconds`.
 
-        What did not compile is tried again, and fails, where it is launched.
+        An error goes to the log: its launch compiles again, and raises there.
         """
         futures = self._by_job.pop(job, [])
         for future in wait(futures, timeout=seconds).done:
@@ -96,13 +96,13 @@ class Ahead:
         self._pool.close()
 
 
-_EIGHT_BITS = tuple(i.name for i in EIGHT_BITS)
+EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
 
 
 def _launches(job: Job) -> Iterator[tuple[Case, str]]:
     for case in job.compiles:
         for found in IMPLEMENTATIONS:
-            if found.name in (*_TRITONS, *_EIGHT_BITS) and found.why_not(case) is None:
+            if found.name in (*TRITONS, *EIGHT_BIT_NAMES) and found.why_not(case) is None:
                 yield case, found.name
 
 
