@@ -128,7 +128,7 @@ def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
     assert static_sweep.read(sets) == {ENTRY: kept}
 
 
-def test_a_place_without_tiles_keeps_its_row(tmp_path: Path) -> None:
+def test_an_entry_without_tiles_keeps_its_row(tmp_path: Path) -> None:
     table, _ = static_sweep.write(tmp_path, "sm_89", {ENTRY: []})
     assert table.name == "sm_86.json"
     assert json.loads(table.read_text())["rows"] == list(tiles.table("sm_86"))

@@ -24,7 +24,7 @@ H200_SHARED = 227 * 1024
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=1, pause=0)
 
 
-@pytest.mark.parametrize("place", ENTRIES, ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_every_entry_has_candidates_that_fit(entry):
     found = candidates(entry, H200_SHARED, "sm_90")
     assert len(found) == len(set(found)) >= 4
@@ -52,7 +52,7 @@ def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say():
     assert not any(tile.descriptors for tile in backward)
 
 
-def test_places_cover_the_table_and_begin_with_what_matters():
+def test_entries_cover_the_table_and_begin_with_what_matters():
     assert {p.kernel for p in ENTRIES} == {*tiles.KERNELS, "decode", "decode_chunk"}
     assert {(p.element_size, p.BLOCK_D) for p in ENTRIES} == {
         (size, D) for size in (2, 4) for D in (64, 128, 256)
