@@ -116,11 +116,14 @@ class Loop:
 
     overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
     exponentials.
+    shared_bytes: that one warp's pass moves to and from shared memory, without bank conflicts and
+    without what TMA writes there.
     """
 
     address: int
     opcodes: dict[str, int] = field(hash=False)
     overlap: float | None = None
+    shared_bytes: float = 0.0
 
     @property
     def total(self) -> int:
@@ -184,7 +187,28 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
 def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
     opcodes = Counter(function[i].opcode for i in body)
     overlap = exponentials_under_wgmma([function[i] for i in sorted(body)])
-    return Loop(function[min(body)].address, dict(sorted(opcodes.items())), overlap)
+    moved = sum(shared_bytes(function[i]) for i in body)
+    return Loop(function[min(body)].address, dict(sorted(opcodes.items())), overlap, moved)
+
+
+def shared_bytes(instruction: Instruction) -> float:
+    """What one warp moves to and from shared memory by an instruction.
+
+    A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
+    comes from registers; each warp is charged a quarter.
+    """
+    base, *modifiers = instruction.opcode.split(".")
+    if base.endswith("GMMA"):
+        rows = int(modifiers[0].split("x")[1])
+        if not re.match(r"R\d+\S*,\s*R\d+", instruction.operands):
+            rows += 64
+        return 32 * rows / 4
+    if base in ("LDSM", "STSM"):  # so many matrices of 8 by 8 numbers of 16 bits
+        return 128.0 * int(modifiers[-1] if modifiers[-1].isdigit() else 1)
+    if base in ("LDS", "STS", "LDGSTS"):
+        bits = next((int(m) for m in modifiers if m in ("64", "128")), 32)
+        return 32 * bits / 8
+    return 0.0
 
 
 def exponentials_under_wgmma(body: list[Instruction]) -> float | None:

@@ -1,0 +1,99 @@
+"""The model of speed: its counts on instructions written out, and on kernels that are compiled."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from fastattn.kernels.backward import launch_backward
+from fastattn.kernels.forward import launch_forward
+from fastattn.kernels.launch import tiles
+from fastattn.options import Options
+from fastattn.testing.compiling.compile_pool import CompilePool
+from fastattn.testing.compiling.sass import Loop, read_sass, shared_bytes
+from fastattn.testing.compiling.speed import Clocks, loop_clocks
+
+# Products of each kernel with the head dim: S, P V; S, dP, dQ; S, dP, dV, dK.
+PRODUCTS = {
+    "attention_forward_kernel": 2,
+    "attention_backward_dq_kernel": 3,
+    "attention_backward_dkv_kernel": 4,
+}
+KIND = {
+    "attention_forward_kernel": "forward",
+    "attention_backward_dq_kernel": "backward_dq",
+    "attention_backward_dkv_kernel": "backward_dkv",
+}
+
+
+def launch(D: int) -> None:
+    q = torch.empty(1, 2, 512, D, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 2, 512, device="meta")
+    options = Options(right=0, scale=0.1)
+    launch_forward(q, q, q, options)
+    launch_backward(q, None, q, q, q, q, lse, options)
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_pool: CompilePool) -> dict[int, Future]:
+    return {D: compile_pool.submit(f"{__file__}:launch", "sm_90", D=D) for D in (64, 128)}
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        # A and B from shared memory: (64 + 128) rows of 32 bytes for four warps.
+        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT", 1536),
+        ("HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88", 512),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3 R88, R24, gdesc[UR8], R88, gsb0", 512),
+        ("LDSM.16.M88.4 R24, [R31+UR22]", 512),
+        ("LDSM.16.MT88.2 R24, [R31+UR22]", 256),
+        ("LDSM.16.M88 R24, [R31+UR22]", 128),
+        ("LDS R27, [R10]", 128),
+        ("STS.64 [R5], R6", 256),
+        ("LDGSTS.E.BYPASS.128 [R16], desc[UR14][R14.64], P1", 512),
+        ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
+        ("FFMA R1, R2, R3, R4", 0),
+    ],
+)
+def test_bytes_of_shared_memory_of_a_warp(text: str, moved: int) -> None:
+    ((instruction,),) = read_sass(f"Function : f\n        /*0010*/                   {text} ;")
+    assert shared_bytes(instruction) == moved
+
+
+def test_clocks_of_a_loop_by_hand() -> None:
+    """Forward of 128 queries by 128 keys, D 128, 8 warps: the products alone take 2048 clocks."""
+    opcodes = {"HGMMA.64x128x16.F32.BF16": 16, "MUFU.EX2": 66, "FFMA": 407}
+    loop = Loop(0, opcodes, overlap=0.0, shared_bytes=8 * 1536 + 8 * 1024)
+    clocks = loop_clocks(loop, "sm_90", 8, streamed_bytes=2 * 128 * 128 * 2)
+    assert (clocks.issue, clocks.tensor, clocks.exponentials) == (489 * 2, 2048, 66 * 16)
+    assert clocks.shared == (8 * 20480 + 65536) / 128
+    assert clocks.bound == 2048
+    assert (clocks / 128**2).tensor == 0.125
+
+
+def test_a_lone_group_of_warps_waits_for_its_products() -> None:
+    loop = Loop(0, {"HGMMA.64x64x16.F32.BF16": 8, "MUFU.EX2": 32, "FADD": 60}, overlap=0.25)
+    alone = loop_clocks(loop, "sm_90", 4)
+    assert (alone.tensor, alone.issue, alone.exponentials) == (256, 100, 256)
+    assert alone.bound == 256 + 0.75 * 256
+    assert loop_clocks(loop, "sm_90", 4, programs=2).bound == 256
+    assert Clocks(1, 2, 3, 4).bound == 4
+
+
+@pytest.mark.parametrize(("target", "clocks"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64)])
+def test_products_of_single_warps(target: str, clocks: int) -> None:
+    loop = Loop(0, {"HMMA.16816.F32.BF16": 8}, overlap=None)
+    assert loop_clocks(loop, target, 4).tensor == clocks
+
+
+@pytest.mark.parametrize(("kernel", "D"), [(kernel, D) for kernel in PRODUCTS for D in (64, 128)])
+def test_kernels_multiply_what_their_formulas_have(
+    kernel: str, D: int, compiled: dict[int, Future]
+) -> None:
+    """No score is computed by two groups of warps: that doubles the products and what they read."""
+    (fact,) = [fact for fact in compiled[D].result() if fact.name == kernel]
+    tile = tiles.tile_of("sm_90", KIND[kernel], 2, D)
+    for loop in fact.loops:
+        clocks = loop_clocks(loop, "sm_90", fact.num_warps) / (tile.BLOCK_M * tile.BLOCK_N)
+        assert clocks.tensor == PRODUCTS[kernel] * D / 2048
