@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles for every GPU: no spills in loops, in shared memory, on matrix units.
+"""Every shipped kernel compiles for every GPU: no spills, fits shared memory, on matrix units.
 
 Nothing here runs on a GPU: the launchers themselves compile in worker processes.
 """
@@ -37,8 +37,6 @@ SPILL_BYTES = {
     # Two accumulators of 512 columns.
     ("sm_90", "backward", 512, "bf16"): 32,
 }
-# Once a program, outside its loops: less than what a smaller tile costs in them.
-SPILL_BYTES_OUTSIDE_LOOPS = 64
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -202,11 +200,8 @@ def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     assert all(fact.fits_shared_memory and not fact.spills for fact in simple)
     for fact in facts:
         allowed = SPILL_BYTES.get((target, kernel, D, dtype), USUAL_SPILL_BYTES)
-        if fact.spill_store_bytes > allowed and dtype != "fp32":
-            assert fact.loops, "it is not known where AMD's compiler spills"
-            assert [loop.count("LDL", "STL") for loop in fact.loops] == [0] * len(fact.loops)
-            allowed = SPILL_BYTES_OUTSIDE_LOOPS
-        assert fact.spill_store_bytes <= allowed, f"{fact.name}: {fact.spill_store_bytes} bytes"
+        fine = fact.spill_store_bytes <= allowed or fact.spills_little
+        assert fine, f"{fact.name}: {fact.spill_store_bytes} bytes"
         assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
         assert fact.warnings == ()
         if dtype != "fp32":

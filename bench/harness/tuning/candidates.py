@@ -80,22 +80,23 @@ ENTRIES: tuple[TableEntry, ...] = tuple(
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
     """Tiles worth compiling for an entry, the largest first.
 
-    Left out without a compilation: tiles whose accumulators alone would fill the registers, and
-    tiles whose operands exceed `shared_bytes`. Every tile sums in as many parts as the tile in use.
-    Forward tiles come with pointer loads and, on GPUs with TMA, with descriptors too.
+    Left out without a compilation: tiles whose accumulators alone would fill the registers, those
+    whose operands cannot fit `shared_bytes`, and those with warps that have no rows of their own.
+    Every tile sums in as many parts as the tile in use. Forward tiles come with pointer loads and,
+    on GPUs with TMA, with descriptors too.
     """
     usual = tiles.tile_of(arch, entry.kernel, entry.element_size, entry.BLOCK_D)
     rows = _ROWS.get(entry.kernel, (32, 64, 128))
     stages = (1, 2) if entry.kernel == "backward_one_pass" else (1, 2, 3)
     grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
     sizes = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
-    fitting = [t for t in sizes if _plausible(entry, t, shared_bytes)]
+    fitting = [t for t in sizes if _plausible(entry, t, shared_bytes, arch)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
     loads = (False, True) if arch in _TMA and entry.kernel == "forward" else (False,)
     return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
 
 
-def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int) -> bool:
+def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str) -> bool:
     D, threads = entry.BLOCK_D, 32 * tile.num_warps
     backward = entry.kernel.startswith("backward")
     by_keys = entry.kernel in BY_KEYS
@@ -104,7 +105,9 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int) -> bool:
     most = 224
     if entry.kernel == "backward_one_pass":
         accumulators += streamed * D
-        most = 144  # this kernel also holds the most pointers
+        most = 192  # this kernel also holds the most pointers
+    if arch == "sm_90" and 64 <= held < 16 * tile.num_warps:
+        return False  # wgmma takes 64 rows for four warps: the others would compute the same again
     operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
     return accumulators / threads <= most and operands * entry.element_size <= shared_bytes
 

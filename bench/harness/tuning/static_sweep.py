@@ -1,8 +1,9 @@
 """Tiles chosen without a GPU: the Pareto set of a cost model that reads the compiled kernels.
 
-Out are tiles that spill in any compiled call, tiles that exceed shared memory, and tiles that
-another one beats or equals in every cost: cycles of the busiest unit in the loop over full blocks,
-bytes loaded, stages of prefetch, and shared memory, which limits the programs a multiprocessor.
+Out are tiles that spill in the loops of any compiled call, tiles that exceed shared memory, and
+tiles that another one beats or equals in every cost: clocks of the loop over full blocks by the
+model of `fastattn.testing.compiling.speed`, bytes loaded, stages of prefetch, and shared memory,
+which limits the programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,17 +17,13 @@ from typing import Any
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import TileConfig
 from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
-from ...testing.compiling.sass import Loop
+from ...testing.compiling.speed import Clocks, loop_clocks
 from ..results.report import write_whole
 from .candidates import BY_KEYS, ENTRIES, KERNEL_OF, Compilation, TableEntry, candidates
 from .timed_sweep import merge, table_text
 
-# Cycles of a scheduler for one instruction of a warp: MUFU has 4 lanes of 32 (CUDA C++ Programming
-# Guide, "Arithmetic Instructions": 16 results a clock and multiprocessor).
-_MUFU_CYCLES = 8
-# For HMMA.16816, from the dense fp16 rates with fp32 sums of the GPUs' white papers: 1024 multiply-
-# adds a clock and multiprocessor on sm_80, 256 on the consumer chips.
-_HMMA_CYCLES = {"sm_80": 8, "sm_86": 32, "sm_89": 32, "sm_90": 8, "sm_100": 8}
+# Registers of a multiprocessor.
+_REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -50,38 +47,38 @@ class Survivor:
         return self.cycles or 0.0, self.loaded_bytes, -stages, float(self.shared_bytes)
 
 
-def loop_cycles(loop: Loop, target: str) -> float:
-    """Cycles of one loop pass of a warp on the busiest unit: issue, MUFU or tensor core."""
-    matrix = 0.0
-    for opcode, number in loop.opcodes.items():
-        kind, *modifiers = opcode.split(".")
-        if kind == "HGMMA":  # 64xNx16, by a warp group; 2048 multiply-adds a clock
-            matrix += number * int(modifiers[0].split("x")[1]) / 2
-        elif kind == "HMMA":
-            matrix += number * _HMMA_CYCLES.get(target, 8)
-    return max(float(loop.total), float(_MUFU_CYCLES * loop.count("MUFU")), matrix)
-
-
 def survivor(
     entry: TableEntry, tile: TileConfig, facts: Iterable[CompiledFacts]
 ) -> Survivor | None:
     """The tile with its costs, or None if it spills or does not fit in any of `facts`."""
     found = [fact for fact in facts if fact.name == KERNEL_OF[entry.kernel]]
-    if not found or any(fact.spills or not fact.fits_shared_memory for fact in found):
+    if not found or not all(fact.spills_little and fact.fits_shared_memory for fact in found):
         return None
-    # Each scheduler has a quarter of the warps.
-    full = [min(fact.loops, key=lambda loop: loop.total) for fact in found if fact.loops]
-    passes = [loop_cycles(loop, found[0].target) for loop in full]
-    pairs = tile.BLOCK_M * tile.BLOCK_N
+    bounds = [_full_block(entry, tile, fact).bound for fact in found if fact.loops]
     held = tile.BLOCK_N if entry.kernel in BY_KEYS else tile.BLOCK_M
     columns = 2 * entry.BLOCK_D * entry.element_size
     if entry.kernel == "backward_one_pass":
         columns += 4 * entry.BLOCK_D  # dQ in fp32, by atomic adds
     return Survivor(
         tile,
-        max(passes) * tile.num_warps / 4 / pairs if passes else None,
+        max(bounds) / (tile.BLOCK_M * tile.BLOCK_N) if bounds else None,
         columns / held,
         max(fact.shared_bytes for fact in found),
+    )
+
+
+def _full_block(entry: TableEntry, tile: TileConfig, fact: CompiledFacts) -> Clocks:
+    """Of the loop over full blocks, the shorter one."""
+    loop = min(fact.loops, key=lambda loop: loop.total)
+    by_registers = _REGISTERS // (32 * tile.num_warps * max(1, fact.registers))
+    by_memory = TARGETS[fact.target].shared_bytes // max(1, fact.shared_bytes)
+    streamed = 2 * tile.BLOCK_N * entry.BLOCK_D * entry.element_size
+    return loop_clocks(
+        loop,
+        fact.target,
+        tile.num_warps,
+        programs=max(1, min(by_registers, by_memory)),
+        streamed_bytes=streamed if loop.count("UTMALDG") else 0,
     )
 
 

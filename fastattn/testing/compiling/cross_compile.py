@@ -65,6 +65,10 @@ TARGETS = {
 USUAL_SPILL_BYTES = 32 if triton.__version__.startswith("3.6.") else 0
 
 
+# Bytes a thread, outside loops.
+LITTLE_SPILL_BYTES = 64
+
+
 @dataclass(frozen=True)
 class CompiledFacts:
     """Properties of one kernel compiled for one target. Nothing in it is measured."""
@@ -86,6 +90,17 @@ class CompiledFacts:
     @property
     def spills(self) -> bool:
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
+
+    @property
+    def spills_little(self) -> bool:
+        """Whether it spills nothing, or a few bytes once a program, outside its loops.
+
+        A smaller tile costs more than those do. It is not known where AMD's compiler spills.
+        """
+        if not self.spills:
+            return True
+        in_loops = sum(loop.count("LDL", "STL") for loop in self.loops)
+        return bool(self.loops) and not in_loops and self.spill_store_bytes <= LITTLE_SPILL_BYTES
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:

@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from fastattn.bench.tuning import static_sweep
-from fastattn.bench.tuning.candidates import Compilation, TableEntry
-from fastattn.bench.tuning.static_sweep import (
-    Survivor,
-    entries_named,
-    loop_cycles,
-    pareto,
-    survivor,
-)
+from fastattn.bench.tuning.candidates import Compilation, TableEntry, candidates
+from fastattn.bench.tuning.static_sweep import Survivor, entries_named, pareto, survivor
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.compiling.cross_compile import CompiledFacts
@@ -24,36 +18,18 @@ ENTRY = TableEntry("forward", 2, 64)
 TILE = TileConfig(128, 64, 8, 2)
 
 
-@pytest.mark.parametrize(
-    ("target", "opcodes", "cycles"),
-    [
-        ("sm_90", {"FFMA": 90, "MUFU.EX2": 10}, 100),  # issue
-        ("sm_90", {"FFMA": 20, "MUFU.EX2": 10, "MUFU.RCP": 2}, 96),
-        ("sm_90", {"HGMMA.64x128x16.F32.BF16": 4, "FFMA": 10}, 256),
-        ("sm_80", {"HMMA.16816.F32.BF16": 16, "FFMA": 10}, 128),
-        ("sm_89", {"HMMA.16816.F32.BF16": 16, "FFMA": 10}, 512),
-    ],
-)
-def test_the_busiest_unit_counts(target: str, opcodes: dict[str, int], cycles: float) -> None:
-    assert loop_cycles(Loop(0, opcodes), target) == cycles
-
-
-def fact(name: str = "attention_forward_kernel", spilled: int = 0, fits: bool = True, loops=()):
+def fact(
+    name: str = "attention_forward_kernel",
+    spilled: int = 0,
+    fits: bool = True,
+    loops=(),
+    shared: int = 1000,
+):
     found = CompiledFacts(
-        name=name,
-        target="sm_90",
-        num_warps=8,
-        num_stages=2,
-        shared_bytes=1000,
-        fits_shared_memory=fits,
-        registers=100,
-        spill_store_bytes=spilled,
-        spill_load_bytes=0,
-        mma=frozenset(),
-        wgmma_register_a=0,
-        warnings=(),
-        cubin=None,
-    )
+        name=name, target="sm_90", num_warps=8, num_stages=2, shared_bytes=shared,
+        fits_shared_memory=fits, registers=100, spill_store_bytes=spilled, spill_load_bytes=0,
+        mma=frozenset(), wgmma_register_a=0, warnings=(), cubin=None,
+    )  # fmt: skip
     vars(found)["loops"] = loops
     return found
 
@@ -78,6 +54,35 @@ def test_a_tile_is_weighed_by_its_loop_over_full_blocks() -> None:
     )
     # It loads the same, and adds rows of fp32.
     assert one_pass is not None and one_pass.loaded_bytes == (2 * 64 * 2 + 64 * 4) / 64
+
+
+def test_programs_that_share_a_multiprocessor_overlap() -> None:
+    """128 threads wait for their products alone, unless shared memory has room for another 128."""
+    tile = TileConfig(64, 64, 4, 2)
+    loop = Loop(0, {"HGMMA.64x64x16.F32.BF16": 8, "MUFU.EX2": 32, "FADD": 60}, overlap=0.0)
+    alone = survivor(ENTRY, tile, [fact(loops=(loop,), shared=120 * 1024)])
+    both = survivor(ENTRY, tile, [fact(loops=(loop,), shared=110 * 1024)])
+    assert alone is not None and alone.cycles == 512 / 64**2
+    assert both is not None and both.cycles == 256 / 64**2
+
+
+def test_few_bytes_may_spill_outside_loops() -> None:
+    inside = (Loop(0, {"FFMA": 9, "LDL": 1}),)
+    assert survivor(ENTRY, TILE, [fact(spilled=64, loops=LOOPS)]) is not None
+    assert survivor(ENTRY, TILE, [fact(spilled=68, loops=LOOPS)]) is None
+    assert survivor(ENTRY, TILE, [fact(spilled=4, loops=inside)]) is None
+
+
+def test_no_candidate_has_warps_without_rows() -> None:
+    """wgmma takes 64 rows for each group of four warps."""
+    for kernel in ("forward", "backward_dkv", "backward_one_pass"):
+        entry = TableEntry(kernel, 2, 128)
+        found = candidates(entry, 227 * 1024, "sm_90")
+        held = [t.BLOCK_M if kernel == "forward" else t.BLOCK_N for t in found]
+        assert all(
+            rows < 64 or rows >= 16 * t.num_warps for rows, t in zip(held, found, strict=True)
+        )
+        assert any(rows >= 128 for rows in held)
 
 
 def test_without_loops_there_are_no_cycles() -> None:
@@ -110,7 +115,7 @@ class Known(Compilation):
     def facts(self, entry: TableEntry, tile: TileConfig) -> list[CompiledFacts] | None:
         if tile.num_stages == 3:
             return None
-        return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=4 * (tile.num_warps == 4))]
+        return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=100 * (tile.num_warps == 4))]
 
 
 def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
