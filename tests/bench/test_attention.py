@@ -1,4 +1,4 @@
-"""A case through implementations that serve, refuse, fail, run out of memory or are wrong."""
+"""A case through implementations that are right, wrong, unserved, failing or out of memory."""
 
 import warnings
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_implementations_are_announced_before_they_run():
 
 
 class Fragile(HostTimer):
-    """A device that somebody breaks, and that tells so when it is waited for."""
+    """A device whose context can be lost; synchronize() raises from then on."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Fragile(HostTimer):
 
 @pytest.mark.parametrize("call", [1, 3])
 def test_who_breaks_the_device_is_named(call):
-    """In its first call, or in a later one that only the next synchronisation tells of."""
+    """In its first call, or in a later one, which raises at the next synchronisation."""
     timer = Fragile()
 
     def breaks(case, inputs):

@@ -1,4 +1,4 @@
-"""The recorded comparison of layers: its files agree with its page, and the script makes them."""
+"""bench/compare_layers.py: it writes the recorded files, and their page agrees with them."""
 
 import importlib.util
 import json

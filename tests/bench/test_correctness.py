@@ -1,4 +1,4 @@
-"""The check before the timer: what it samples, and that it sees what is wrong."""
+"""The check before timing: the heads it samples, and the faults it finds."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPU, clocks, power and versions, as nvidia-smi and NVML report them; all of it made up."""
+"""GPU, clocks, power and versions from a fake nvidia-smi."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Operations, bytes and figures of benchmark cases, against numbers worked out by hand."""
+"""FLOPs, bytes and figures of benchmark cases, against numbers computed by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the benchmark of generation times, and what it makes of the times."""
+"""The benchmark of generation: what it times, and the growth it computes."""
 
 import pytest
 import torch

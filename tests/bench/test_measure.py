@@ -145,7 +145,7 @@ def test_host_timer():
 
 
 class Fragile(HostTimer):
-    """A device that some call breaks, which every later synchronisation tells."""
+    """A device whose context a call loses; every later synchronisation raises."""
 
     lost = False
 

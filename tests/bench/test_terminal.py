@@ -1,4 +1,4 @@
-"""What `pytest bench` prints on a GPU, and how it ends when the context is lost; all made up."""
+"""`pytest bench` on a fake GPU: what it prints, and how it ends when the context is lost."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The error budget itself: right results pass it, and bugs that attention has had do not.
+"""The error budget: correct results pass it, and typical bugs of attention fail it.
 
 And the sets of options that tests draw to let every pair meet.
 """

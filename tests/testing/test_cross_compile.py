@@ -1,4 +1,4 @@
-"""The compile lab: every target compiles, and what it reports is what the compilers said."""
+"""Cross compilation: every target compiles, and its facts are those of the compilers."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The worst of several naive runs: it judges by the formula, not by the luck of one order."""
+"""The worst of several naive runs: a bound that one lucky order of summation does not narrow."""
 
 import math
 

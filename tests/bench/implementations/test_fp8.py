@@ -1,4 +1,4 @@
-"""Attention in 8 bits in the benchmarks: what it serves, what is timed, and its own check."""
+"""FP8 attention in the benchmarks: what it serves, what is timed, and its own check."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Reports, tables, the page of results and plots; all results here are made up."""
+"""Reports, tables, the page of results and plots, from fake results."""
 
 import json
 import os

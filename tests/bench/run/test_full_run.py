@@ -1,4 +1,4 @@
-"""One command on a GPU machine: its tests, its measurements, and what becomes of culprits."""
+"""A full run on a fake GPU: its tests, its measurements, and implementations that break."""
 
 import ast
 import json

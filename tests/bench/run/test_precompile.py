@@ -1,4 +1,4 @@
-"""What is compiled before it is launched: in order, each kernel once, under the launch's keys."""
+"""Kernels compiled ahead: in the order of the jobs, each once, under the launch's cache key."""
 
 import os
 import tempfile

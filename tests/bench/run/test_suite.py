@@ -1,4 +1,4 @@
-"""The measuring process and the one that watches it: budget, saving, crashes, hangs."""
+"""The measuring process and its supervisor: budget, saving, crashes, hangs."""
 
 import json
 import sys

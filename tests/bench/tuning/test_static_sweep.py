@@ -1,4 +1,4 @@
-"""What a sweep without a GPU keeps of the tiles, and the files it leaves."""
+"""The static sweep: the tiles it keeps, and the files it writes."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The sweep over tiles: candidates, checks, what is written; kernels run in the interpreter."""
+"""The timed sweep, in the interpreter: candidates, checks, and the table it writes."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_every_entry_has_candidates_that_fit(entry):
 
 
 def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say():
-    """Sums as there; loads by TMA beside the others where there is TMA and the kernel takes it."""
+    """Equal parts of sums; TMA loads too on GPUs with TMA, for kernels that take descriptors."""
     entry = TableEntry("forward", 2, 64)
     for arch, loads, parts in (
         ("sm_90", {True, False}, 4),
