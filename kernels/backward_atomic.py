@@ -21,7 +21,15 @@ from .launch.launches import Launch, launch_for
 from .launch.tiles import TileConfig
 from .rules.integers import number
 from .rules.mask import Mask, batch_row, memory_rows
-from .rules.tile import head, load_tile, load_vector, query_program, query_rows, store_tile
+from .rules.tile import (
+    first_slot,
+    head,
+    load_tile,
+    load_vector,
+    query_program,
+    query_rows,
+    store_tile,
+)
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -31,15 +39,6 @@ STATS_ROWS = 128
 # Elements of a tile that the registers of its program hold twice.
 _ELEMENTS = 128 * 128
 _WARPS = 16
-
-
-@triton.jit
-def _slot(b, first_q, mask, ROWS: tl.constexpr):
-    """First row of batch row b where a head's rows are in whole tiles."""
-    first = 0
-    if mask.cu_q_ptr is not None:
-        first = (first_q // ROWS + b) * ROWS
-    return first
 
 
 @triton.jit(do_not_specialize=["sum_rows", "H_q", "T_q"])
@@ -72,7 +71,7 @@ def start_dq_kernel(
     if delta_ptr is not None:
         tl.store(delta_ptr + first + rows, delta, mask=in_rows)
     zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    place = (batch * H_q + h).to(tl.int64) * sum_rows + _slot(b, first_q, mask, ROWS)
+    place = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
         # The weights of a row that sees nothing are 0, as are those of one that does not exist.
@@ -95,7 +94,7 @@ def finish_dq_kernel(
     row = batch_row(b, T_q, T_q, mask)
     batch, first_q, _ = memory_rows(b, mask)
     m_first, _, _, in_rows = query_rows(tile, row.T_q, ROWS)
-    place = (batch * H_q + h).to(tl.int64) * sum_rows + _slot(b, first_q, mask, ROWS)
+    place = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
     dq = load_tile(sum_ptr + place * D, D, m_first, in_rows, ROWS, BLOCK_D, D)
     dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)

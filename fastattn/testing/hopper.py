@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ..kernels.hopper import backward, forward
+from ..kernels.hopper import backward, forward, host
 from ..ops import attention as ops
 from ..ops import call
 from .compare import assert_matches_reference
@@ -55,10 +55,7 @@ def order_events(seed: int) -> None:
 @contextlib.contextmanager
 def grid_of(programs: int) -> Iterator[None]:
     """Limit persistent grids to this many programs in the block."""
-    with (
-        mock.patch.object(forward, "multiprocessors", lambda device: programs),
-        mock.patch.object(backward, "multiprocessors", lambda device: programs),
-    ):
+    with mock.patch.object(host, "multiprocessors", lambda device: programs):
         yield
 
 

@@ -26,7 +26,7 @@ from ..launch.arguments import (
 )
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
-from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
+from .host import describe, end_early, key_grid, query_grid, rows_of
 from .pipeline import ROWS
 from .tile_table import backward_config
 
@@ -35,9 +35,15 @@ if TYPE_CHECKING:
 
 
 def launch_hopper_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
 
     delta is filled where the gradient of sinks needs it, and undefined elsewhere.
@@ -57,45 +63,67 @@ def launch_hopper_backward(
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     wanted = delta if options.sinks is not None else None
+    total = None
     if options.atomic_dq:
         total = launch_start_dq(aligned(do), dlse, q, aligned(o), lse, wanted, options, stats)
-        _launch_dkv(do, q, k, v, dk, dv, total, stats, options)
-        launch_finish_dq(total, dq, options)
     else:
         _launch_dq(do, dlse, q, k, v, o, lse, dq, wanted, stats, options)
-        _launch_dkv(do, q, k, v, dk, dv, None, stats, options)
+    _launch_dkv(do, q, k, v, dk, dv, total, stats, options)
+    if total is not None:
+        launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta
 
 
 def _launch_dq(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    dq: Tensor, delta: Tensor | None, stats: Tensor, options: Options,
-) -> None:  # fmt: skip
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    delta: Tensor | None,
+    stats: Tensor,
+    options: Options,
+) -> None:
     """Fill dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
-    B, H_q, T_q, D = q.shape
-    G = H_q // k.shape[1]
-    rows = 2 * ROWS.value
-    config = backward_config("dq", D, end_early(options), options.softcap is not None)
-    order = tile_order(B * H_q, stats.shape[2] // rows, heads_in_l2(k, v) * G)
-    hopper_backward_dq_kernel[(min(order[0], multiprocessors(q.device)),)](
-        describe(q, ROWS.value), describe(k, config.BLOCK), describe(v, config.BLOCK),
-        describe(do, ROWS.value), describe(dq, ROWS.value), rows_of(dq, options),
-        (o, strides(o)), lse, dlse, delta, *stats, stats.stride(1),
-        kernel_mask(options), kernel_score(options, q.dtype), T_q, k.shape[2], H_q, G, *order,
-        D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
+    config = backward_config("dq", q.shape[3], end_early(options), options.softcap is not None)
+    grid, sizes = query_grid(q, k, config, options)
+    hopper_backward_dq_kernel[grid](
+        describe(q, ROWS.value),
+        describe(k, config.BLOCK),
+        describe(v, config.BLOCK),
+        describe(do, ROWS.value),
+        describe(dq, ROWS.value),
+        rows_of(dq, options),
+        (o, strides(o)),
+        lse,
+        dlse,
+        delta,
+        *stats,
+        stats.stride(1),
+        kernel_mask(options),
+        kernel_score(options, q.dtype),
+        *sizes,
+        config,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def _launch_dkv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, total: Tensor | None,
-    stats: Tensor, options: Options,
-) -> None:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    total: Tensor | None,
+    stats: Tensor,
+    options: Options,
+) -> None:
     """Fill dk and dv; add dQ to total, fp32 [B, H_q, whole tiles, D], if it is given."""
-    B, H_k, T_k, D = k.shape
-    G = q.shape[1] // H_k
-    tiles = tiles_of(options.cu_seqlens_k, 1, T_k, 2 * ROWS.value)
-    order = tile_order(B * H_k, tiles, max(1, heads_in_l2(q, do) // G))
+    D = k.shape[3]
     softcap = options.softcap is not None
     if total is None:
         config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap)
@@ -105,12 +133,22 @@ def _launch_dkv(
         config = backward_config("one_pass", D, end_early(options), softcap)
         piece = D // 2
         sums = describe(total, config.BLOCK, piece)
-    hopper_backward_dkv_kernel[(min(order[0], multiprocessors(q.device)),)](
-        describe(q, config.BLOCK), describe(k, ROWS.value, piece=piece), describe(v, ROWS.value),
-        describe(do, config.BLOCK), describe(dk, ROWS.value, piece=piece),
-        describe(dv, ROWS.value), rows_of(dk, options), rows_of(dv, options), sums,
-        *stats, stats.stride(1), kernel_mask(options), kernel_score(options, q.dtype),
-        q.shape[2], T_k, H_k, G, *order,
-        D, config.BLOCK, config.STAGES, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS,
+    grid, sizes = key_grid(q, k, config, options)
+    hopper_backward_dkv_kernel[grid](
+        describe(q, config.BLOCK),
+        describe(k, ROWS.value, piece=piece),
+        describe(v, ROWS.value),
+        describe(do, config.BLOCK),
+        describe(dk, ROWS.value, piece=piece),
+        describe(dv, ROWS.value),
+        rows_of(dk, options),
+        rows_of(dv, options),
+        sums,
+        *stats,
+        stats.stride(1),
+        kernel_mask(options),
+        kernel_score(options, q.dtype),
+        *sizes,
+        config,
         num_warps=4,
-    )  # fmt: skip
+    )

@@ -1,7 +1,7 @@
-"""The mask of `kernels.rules.mask` for the Hopper kernels: a tile's plan of blocks, and its rule.
+"""Mask of the Hopper kernels: which blocks a tile meets, and which scores of a block are hidden.
 
-Boundary blocks come first: those are masked, and the loop over the full blocks that follows holds
-no mask at all.
+The rule itself is in `kernels.rules.mask`. Boundary blocks come first: those are masked, and the
+loop over the full blocks that follows holds no mask at all.
 """
 
 from triton.experimental import gluon
@@ -15,28 +15,32 @@ _OUT_OF_SIGHT = gl.constexpr(3 << 29)
 
 @gluon.jit
 def plan_of_queries(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Key blocks of the TILE queries from `first` on: (boundary blocks, all blocks, their place).
+    """Key blocks of the TILE queries from `first` on: (boundary blocks, all blocks, plan).
 
     At least one, masked if need be: a tile that sees nothing still has an output to write.
     """
     last = gl.minimum(first + TILE, row.T_q) - 1
-    full, boundary, at = key_plan(tile, first, last, h, row, mask, BLOCK_N)
+    full, boundary, plan = key_plan(tile, first, last, h, row, mask, BLOCK_N)
     boundary = gl.where(full + boundary > 0, boundary, 1)
-    return boundary, full + boundary, at
+    return boundary, full + boundary, plan
 
 
 @gluon.jit
 def plan_of_keys(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_M: gl.constexpr):
     """Query blocks of the TILE keys from `first` on, as `plan_of_queries` but possibly none."""
     last = gl.minimum(first + TILE, row.end) - 1
-    full, boundary, at = query_plan(tile, first, last, h, row, mask, BLOCK_M)
-    return boundary, full + boundary, at
+    full, boundary, plan = query_plan(tile, first, last, h, row, mask, BLOCK_M)
+    return boundary, full + boundary, plan
 
 
 @gluon.jit
-def block_number(i, boundary, at, mask):
-    """Number of the i-th block of a plan."""
-    return gl.where(i < boundary, masked_block(i, at, mask), full_block(i - boundary, at, mask))
+def block_number(i, tile, mask):
+    """Number of the i-th block that a tile meets."""
+    return gl.where(
+        i < tile.boundary,
+        masked_block(i, tile.plan, mask),
+        full_block(i - tile.boundary, tile.plan, mask),
+    )
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ overlaps with P V of the block before. README.md draws it. The same step serves 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score, tiles_of
+from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from .band import block_number, sees
-from .host import describe, end_early, heads_in_l2, multiprocessors, rows_of, tile_order
+from .fp8 import head_scales, is_fp8, waiting_weights, weight_shift
+from .host import describe, end_early, query_grid, rows_of
+from .partitions import run_partitions
 from .pipeline import (
     ROWS,
+    Output,
     accumulator_layout,
     allocate_barriers,
     allocate_ring,
@@ -41,7 +44,7 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .schedule import number_of_tiles, query_tile
+from .schedule import SIZES, Work, query_tile
 from .tile_table import HopperConfig, forward_config, fp8_config
 
 if TYPE_CHECKING:
@@ -49,306 +52,254 @@ if TYPE_CHECKING:
 
     from fastattn.options import Options
 
-_SMALLEST = gl.constexpr(2.0**-126)
+
+class Forward(NamedTuple):
+    """What the partitions of forward share.
+
+    q: a slot for each consumer. k, v: rings. o_tiles: where consumers leave what TMA stores.
+    turns: see `take_turn`. scales: None, or those of q, k and v in 8 bits.
+    """
+
+    o: Any
+    lse_ptr: Any
+    q: Any
+    o_tiles: Any
+    k: Any
+    v: Any
+    turns: Any
+    score: Any
+    scales: Any
+    work: Any
+
+
+class Queries(NamedTuple):
+    """The 64 queries of a consumer: q in shared memory, their numbers, tile and score."""
+
+    q: Any
+    rows: Any
+    tile: Any
+    score: Any
 
 
 @gluon.jit
-def _produce(
-    inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
-):
-    """Load the queries of each tile, and its K and V blocks in the order they are used."""
-    _order, _T_q, _T_k, _H_q, mask, total = inputs[-1]
-    done = 0
-    n = 0
-    scrubs = 0
-    for i in range(number_of_tiles(total)):
-        tile = query_tile(i, inputs[-1], CONSUMERS * ROWS, BLOCK_N)
-        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
-            n, scrubs = _load_tile(inputs, tile, done, n, scrubs, CONSUMERS, BLOCK_N, D, STAGES)
-            done += 1
-
-
-@gluon.jit
-def _load_tile(
-    inputs, tile, i, n, scrubs,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The i-th tile that there is; n and scrubs go on, see `load_until`."""
-    q_desc, k_desc, v_desc, queries, k_ring, v_ring, landed, G, work = inputs
-    _order, _T_q, _T_k, _H_q, mask, _total = work
-    EARLY: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
-    TURNED: gl.constexpr = is_fp8(v_desc.dtype)
-    h, first, row, memory, plan = tile
-    b, first_q, first_k = memory
-    masked, blocks, at = plan
-    load_slot(queries, i, q_desc, b, h, first_q + first, 0)
-    for j in range(blocks):
-        key = block_number(j, masked, at, mask) * BLOCK_N
-        load(k_ring, n, k_desc, b, h // G, first_k + key, STAGES)
+def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
+    """Producer: the queries of a tile, and its K and V blocks in the order they are used."""
+    b, h, first = tile.b, tile.h, tile.first_q + tile.first
+    h_k = h // shared.work.G
+    CONSUMERS: gl.constexpr = config.CONSUMERS
+    TRANSPOSED: gl.constexpr = is_fp8(shared.v.desc.dtype)
+    load_slot(shared.q, i, b, h, first, 0)
+    for j in range(tile.blocks):
+        key = block_number(j, tile, shared.work.mask) * config.BLOCK
+        load(shared.k, n, b, h_k, tile.first_k + key)
         if j == 0:
             for consumer in gl.static_range(1, CONSUMERS):
-                load_slot(queries, i, q_desc, b, h, first_q + first, consumer)
-        scrubs = load_until(
-            v_ring, n, v_desc, b, h // G, first_k + key, row.end - key, landed, scrubs,
-            BLOCK_N, D, STAGES, EARLY, TURNED,
-        )  # fmt: skip
+                load_slot(shared.q, i, b, h, first, consumer)
+        end = tile.row.end - key
+        scrubs = load_until(shared.v, n, b, h_k, tile.first_k + key, end, scrubs, TRANSPOSED)
         n += 1
     return n, scrubs
 
 
-@gluon.constexpr_function
-def is_fp8(dtype):
-    """Whether q, k and v are of 8 bits, with scales: the tiles of v are [D, BLOCK_N] then."""
-    return dtype == gl.float8e4nv
-
-
-@gluon.constexpr_function
-def weight_shift(dtype):
-    """Weights reach 2 to this power. e4m3 ends at 448, and what is far below is lost to it."""
-    return 8 if is_fp8(dtype) else 0
-
-
 @gluon.jit
-def _start_scores(q, k_ring, n, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _start_scores(q, ring, n):
     """Issue Q K^T of the n-th block; its tile has arrived."""
+    k = tile_of(ring, n)
+    BLOCK_N: gl.constexpr = k.shape[0]
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N, q.dtype))
-    k = tile_of(k_ring, n, BLOCK_N, D, STAGES).permute((1, 0))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _waiting(weights, dtype: gl.constexpr, D: gl.constexpr):
-    """Weights as they wait for their product: as its operand, but in fp32 before 8 bits.
-
-    Through a loop every byte of an operand would go in a register of its own, to be packed anew.
-    """
-    p = weights
-    if not is_fp8(dtype):
-        p = as_operand(weights, dtype, D)
-    return p
-
-
-@gluon.jit
-def _start_values(
-    acc, p, v_ring, n, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Issue acc + P V of the n-th block, whose tile has arrived; p is as `_waiting` left it."""
-    dtype: gl.constexpr = v_ring[0].dtype
-    if is_fp8(dtype):
-        p = as_operand(p, dtype, D)
+def _start_values(acc, p, ring, n):
+    """Issue acc + P V of the n-th block, whose tile has arrived; p: see `waiting_weights`."""
+    v = tile_of(ring, n)
+    if is_fp8(v.dtype):
         # Of 8 bits the second operand, too, has to have contiguous columns.
-        v = tile_of(v_ring, n, D, BLOCK_N, STAGES).permute((1, 0))
-    else:
-        v = tile_of(v_ring, n, BLOCK_N, D, STAGES)
+        v = v.permute((1, 0))
+        p = as_operand(p, v.dtype, v.shape[1])
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def _scores(
-    s, rows, key, h, row, mask, score,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     """The scores of s = q.k, -inf where hidden, and the factor to log2 units: see `modified`."""
-    LAYOUT: gl.constexpr = accumulator_layout(BLOCK_N, dtype)
-    cols = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    s, factor, _before, _capped = modified(s, rows[:, None], cols[None, :], h, row, score)
+    LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK, mine.q.dtype)
+    cols = key + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    rows, cols = mine.rows[:, None], cols[None, :]
+    h, row = mine.tile.h, mine.tile.row
+    s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        s = gl.where(sees(rows[:, None], cols[None, :], h, row, mask), s, float("-inf"))
+        s = gl.where(sees(rows, cols, h, row, mask), s, float("-inf"))
     return s, factor
 
 
 @gluon.jit
+def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.constexpr):
+    """Weights of the first block of a tile, which is the n-th: nothing to overlap with."""
+    dtype: gl.constexpr = mine.q.dtype
+    wait_full(shared.k, n)
+    take_turn(shared.turns, n, CONSUMER)
+    s = _start_scores(mine.q, shared.k, n)
+    pass_turn(shared.turns, CONSUMER, config.CONSUMERS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release(shared.k, n)
+    mask = shared.work.mask
+    key = block_number(0, mine.tile, mask) * config.BLOCK
+    s, factor = _scores(s, key, mine, mask, True, config)
+    weights, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
+    p = waiting_weights(weights, dtype, config.D)
+    wait_full(shared.k, n + 1, mine.tile.blocks > 1)
+    return p, m, l
+
+
+@gluon.jit
 def _step(
-    acc, p, m, l, q, k_ring, v_ring, turns, n, more, rows, key, h, row, mask, score,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Scores of block n and values of block n - 1, whose weights are p, at the same time."""
-    dtype: gl.constexpr = q.dtype
-    take_turn(turns, n, CONSUMER, TURNS)
-    s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
-    wait_full(v_ring, n - 1, True, STAGES)
-    acc_next = _start_values(acc, p, v_ring, n - 1, BLOCK_N, D, STAGES)
-    pass_turn(turns, CONSUMER, TURNS)
+    acc,
+    p,
+    m,
+    l,
+    n,
+    more,
+    key,
+    mine,
+    shared,
+    MASKED: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    config: gl.constexpr,
+):
+    """Scores of the n-th block and values of the one before, whose weights are p, at once.
+
+    key: the first of the block. more: whether the tile has another after it.
+    """
+    dtype: gl.constexpr = mine.q.dtype
+    take_turn(shared.turns, n, CONSUMER)
+    s = _start_scores(mine.q, shared.k, n)
+    wait_full(shared.v, n - 1)
+    acc_next = _start_values(acc, p, shared.v, n - 1)
+    pass_turn(shared.turns, CONSUMER, config.CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s])
-    release(k_ring, n, STAGES)
-    s, factor = _scores(s, rows, key, h, row, mask, score, MASKED, BLOCK_N, dtype)
+    release(shared.k, n)
+    s, factor = _scores(s, key, mine, shared.work.mask, MASKED, config)
     weights, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype))
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
-    wait_full(k_ring, n + 1, more, STAGES)
+    wait_full(shared.k, n + 1, more)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    release(v_ring, n - 1, STAGES)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, accumulator_layout(D, dtype)))[:, None]
-    return acc, _waiting(weights, dtype, D), m, l
+    release(shared.v, n - 1)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.D, dtype))
+    acc = acc * gl.convert_layout(rescale, O_ROWS)[:, None]
+    return acc, waiting_weights(weights, dtype, config.D), m, l
 
 
 @gluon.jit
-def _consume(
-    outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
-):  # fmt: skip
-    """o and lse of 64 queries of each tile."""
-    _order, _T_q, _T_k, _H_q, mask, total = outputs[-1]
-    done = 0
-    n = 0
-    for i in range(number_of_tiles(total)):
-        tile = query_tile(i, outputs[-1], CONSUMERS * ROWS, BLOCK_N)
-        if mask.cu_q_ptr is None or tile[1] < tile[2].T_q:
-            n = _attend(outputs, tile, done, n, CONSUMER, TURNS, BLOCK_N, D, STAGES, O_APART)
-            done += 1
-    tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def _attend(
-    outputs, tile, i, n, CONSUMER: gl.constexpr, TURNS: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, O_APART: gl.constexpr,
-):  # fmt: skip
-    """The i-th tile that there is, whose first block is the n-th; returns the n of the next."""
-    o_desc, o_rows, lse_ptr, queries, o_tiles, k_ring, v_ring, turns, score, scales, work = outputs
-    _order, T_q, _T_k, H_q, mask, _total = work
-    dtype: gl.constexpr = queries[0].dtype
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_N, dtype))
+def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
+    """Consumer: o and lse of 64 queries of the i-th tile, whose first block is the n-th."""
+    D: gl.constexpr = config.D
+    work = shared.work
+    q_tile = shared.q.tiles.index(CONSUMER)
+    q = q_tile.reshape([ROWS, D])
+    dtype: gl.constexpr = q.dtype
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK, dtype))
     O_LAYOUT: gl.constexpr = accumulator_layout(D, dtype)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    q_tile = queries[0].index(CONSUMER)
-    q = q_tile.reshape([ROWS, D])
-    h, first, row, memory, plan = tile
-    b, first_q, _first_k = memory
-    masked, blocks, at = plan
-    first += CONSUMER * ROWS
-    rows = first + gl.arange(0, ROWS, layout=S_ROWS)
+    first = tile.first + CONSUMER * ROWS
     m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l = gl.zeros([ROWS], gl.float32, S_ROWS)
-    m, l = first_state(h, m, l, score)
+    m, l = first_state(tile.h, m, l, shared.score)
+    score = shared.score
     if is_fp8(dtype):
         m = m - weight_shift(dtype)
         l = l * (1 << weight_shift(dtype))
-        scale, v_scale = _scales(scales, score.scale, b, h, H_q)
+        scale, v_scale = head_scales(shared.scales, score.scale, tile, work)
         score = Score(scale, score.softcap, tensors=score.tensors)
+    mine = Queries(q, first + gl.arange(0, ROWS, layout=S_ROWS), tile, score)
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
-    wait_slot(queries, i, CONSUMER)
-    wait_full(k_ring, n, True, STAGES)
-    take_turn(turns, n, CONSUMER, TURNS)
-    s = _start_scores(q, k_ring, n, BLOCK_N, D, STAGES)
-    pass_turn(turns, CONSUMER, TURNS)
-    s = warpgroup_mma_wait(0, deps=[s])
-    release(k_ring, n, STAGES)
-    key = block_number(0, masked, at, mask) * BLOCK_N
-    s, factor = _scores(s, rows, key, h, row, mask, score, True, BLOCK_N, dtype)
-    weights, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
-    p = _waiting(weights, dtype, D)
-    wait_full(k_ring, n + 1, blocks > 1, STAGES)
-    for j in range(1, masked):
-        key = block_number(j, masked, at, mask) * BLOCK_N
-        acc, p, m, l = _step(
-            acc, p, m, l, q, k_ring, v_ring, turns, n + j, j + 1 < blocks, rows, key,
-            h, row, mask, score, True, CONSUMER, TURNS, BLOCK_N, D, STAGES,
-        )  # fmt: skip
-    for j in range(gl.maximum(masked, 1), blocks):
-        key = block_number(j, masked, at, mask) * BLOCK_N
-        acc, p, m, l = _step(
-            acc, p, m, l, q, k_ring, v_ring, turns, n + j, j + 1 < blocks, rows, key,
-            h, row, mask, score, False, CONSUMER, TURNS, BLOCK_N, D, STAGES,
-        )  # fmt: skip
-    n += blocks
-    wait_full(v_ring, n - 1, True, STAGES)
-    acc = _start_values(acc, p, v_ring, n - 1, BLOCK_N, D, STAGES)
-    if O_APART:
-        release_slot(queries, CONSUMER)
+    wait_slot(shared.q, i, CONSUMER)
+    p, m, l = _first_block(m, l, n, mine, shared, CONSUMER, config)
+    for j in range(1, tile.boundary):
+        key = block_number(j, tile, work.mask) * config.BLOCK
+        more = j + 1 < tile.blocks
+        acc, p, m, l = _step(acc, p, m, l, n + j, more, key, mine, shared, True, CONSUMER, config)
+    for j in range(gl.maximum(tile.boundary, 1), tile.blocks):
+        key = block_number(j, tile, work.mask) * config.BLOCK
+        more = j + 1 < tile.blocks
+        acc, p, m, l = _step(acc, p, m, l, n + j, more, key, mine, shared, False, CONSUMER, config)
+    n += tile.blocks
+    wait_full(shared.v, n - 1)
+    acc = _start_values(acc, p, shared.v, n - 1)
+    if config.APART:
+        release_slot(shared.q, CONSUMER)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    release(v_ring, n - 1, STAGES)
+    release(shared.v, n - 1)
 
     o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
     if is_fp8(dtype):
         o = o * v_scale
     rows = first + gl.arange(0, ROWS, layout=O_ROWS)
-    lse_row = lse_ptr + (b * H_q + h).to(gl.int64) * T_q + first_q
-    gl.store(lse_row + rows, lse, mask=rows < row.T_q)
+    lse_row = shared.lse_ptr + (tile.b * work.H + tile.h).to(gl.int64) * work.T_q + tile.first_q
+    gl.store(lse_row + rows, lse, mask=rows < tile.length)
     o_tile = q_tile
-    if O_APART:
-        o_tile = o_tiles.index(CONSUMER)
+    if config.APART:
+        o_tile = shared.o_tiles.index(CONSUMER)
         # The store of the tile before has had all this time.
         tma.store_wait(pendings=0)
-    o_tile.reshape([ROWS, D]).store(o.to(o_desc.dtype))
-    send(o_desc, o_tile, o_rows, b, h, first_q + first, row.T_q - first, D)
-    if not O_APART:
+    o_tile.reshape([ROWS, D]).store(o.to(shared.o.desc.dtype))
+    send(shared.o, o_tile, tile.b, tile.h, tile.first_q + first, tile.length - first)
+    if not config.APART:
         tma.store_wait(pendings=0)
-        release_slot(queries, CONSUMER)
+        release_slot(shared.q, CONSUMER)
     return n
 
 
-@gluon.jit
-def _scales(scales, scale, b, h, H_q):
-    """The scale of head h's scores, that of its q and k counted, and the scale of its v."""
-    pointers, G = scales
-    q_scale_ptr, k_scale_ptr, v_scale_ptr = pointers
-    of_keys = b * (H_q // G) + h // G
-    scale *= gl.load(q_scale_ptr + b * H_q + h) * gl.load(k_scale_ptr + of_keys)
-    # Two heads of zeros come to less than fp32 has, and 0 times -inf is NaN, as NaN should be.
-    scale = gl.where(scale < _SMALLEST, _SMALLEST, scale)
-    return scale, gl.load(v_scale_ptr + of_keys)
-
-
-@gluon.jit(do_not_specialize=[
-    "T_q", "T_k", "H_q", "G", "total", "heads", "tiles", "group", "group_tiles",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, o_rows, lse_ptr, mask, score, scales,
-    T_q, T_k, H_q, G, total, heads, tiles, group, group_tiles,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_APART: gl.constexpr,
-    PING_PONG: gl.constexpr,
-):  # fmt: skip
-    """Persistent grid of any size over `tiles` tiles of 64 * CONSUMERS queries of each head.
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    o_rows,
+    lse_ptr,
+    mask,
+    score,
+    scales,
+    T_q,
+    T_k,
+    H,
+    G,
+    total,
+    heads,
+    tiles,
+    group,
+    group_tiles,
+    config: gl.constexpr,
+):
+    """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
     o_rows: o and its strides where it holds packed sequences, else (None, None); see `send`.
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
     v as `kernels.fp8_values` packs it.
     """
+    work = Work(heads, tiles, group, group_tiles, T_q, T_k, H, mask, total, G)
     # Dimensions of shared memory are powers of two.
-    SLOTS: gl.constexpr = 4 if CONSUMERS == 3 else CONSUMERS
-    q_ring = allocate_ring(q_desc, SLOTS, 1)
-    k_ring = allocate_ring(k_desc, STAGES, CONSUMERS)
-    v_ring = allocate_ring(v_desc, STAGES, CONSUMERS)
-    landed = allocate_barriers(1, 1).index(0)  # see load_until
-    o_tiles = q_ring[0]
-    if O_APART:
-        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [SLOTS, 1, 1, ROWS, D], o_desc.layout)
-    turns = landed
-    if PING_PONG:
+    SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
+    landed: gl.constexpr = None
+    if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
+        landed = allocate_barriers(1, 1).index(0)
+    q = allocate_ring(q_desc, SLOTS, 1)
+    k = allocate_ring(k_desc, config.STAGES, config.CONSUMERS)
+    v = allocate_ring(v_desc, config.STAGES, config.CONSUMERS, landed)
+    o_tiles = q.tiles
+    if config.APART:
+        SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.D]
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, SHAPE, o_desc.layout)
+    turns: gl.constexpr = None
+    if config.PING_PONG:
         turns = allocate_barriers(SLOTS, 1)
-    TURNS: gl.constexpr = CONSUMERS if PING_PONG else 0
-    work = ((heads, tiles, group, group_tiles), T_q, T_k, H_q, mask, total)
-    inputs = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, landed, G, work)
-    outputs = (
-        o_desc,
-        o_rows,
-        lse_ptr,
-        q_ring,
-        o_tiles,
-        k_ring,
-        v_ring,
-        turns,
-        score,
-        (scales, G),
-        work,
-    )
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (outputs, 0, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 1, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
-            (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (outputs, 0, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 1, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
-            (_consume, (outputs, 2, CONSUMERS, TURNS, BLOCK_N, D, STAGES, O_APART)),
-            (_produce, (inputs, CONSUMERS, BLOCK_N, D, STAGES)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    o = Output(o_desc, o_rows[0], o_rows[1])
+    shared = Forward(o, lse_ptr, q, o_tiles, k, v, turns, score, scales, work)
+    run_partitions(query_tile, _load_tile, _attend, shared, config)
 
 
 def launch_hopper_forward(
@@ -364,9 +315,13 @@ def launch_hopper_forward(
 
 
 def launch_hopper_forward_fp8(
-    q: Tensor, k: Tensor, values: Tensor, scales: tuple[Tensor, Tensor, Tensor],
-    dtype: torch.dtype, options: Options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
     """`launch_hopper_forward` of e4m3 numbers, o in `dtype`: bfloat16 or float16.
 
     values: v as `kernels.fp8_values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
@@ -380,22 +335,30 @@ def launch_hopper_forward_fp8(
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: TensorDescriptor, o: Tensor,
-    scales: tuple[Tensor, Tensor, Tensor] | None, config: HopperConfig, options: Options,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: TensorDescriptor,
+    o: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor] | None,
+    config: HopperConfig,
+    options: Options,
+) -> Tensor:
     """Fill o; returns lse."""
-    B, H_q, T_q, D = q.shape
-    _, H_k, T_k, _ = k.shape
-    lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    tiles = tiles_of(options.cu_seqlens_q, 1, T_q, ROWS.value * config.CONSUMERS)
-    order = tile_order(B * H_q, tiles, heads_in_l2(k, k) * (H_q // H_k))
-    if order[0]:
-        hopper_forward_kernel[(min(order[0], multiprocessors(q.device)),)](
-            describe(q, ROWS.value), describe(k, config.BLOCK), v,
-            describe(o, ROWS.value), rows_of(o, options), lse, kernel_mask(options),
-            kernel_score(options, q.dtype), scales, T_q, T_k, H_q, H_q // H_k, *order,
-            D, config.BLOCK, config.STAGES, config.CONSUMERS,
-            config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS, config.APART, config.PING_PONG,
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    grid, sizes = query_grid(q, k, config, options)
+    if grid[0]:
+        hopper_forward_kernel[grid](
+            describe(q, ROWS.value),
+            describe(k, config.BLOCK),
+            v,
+            describe(o, ROWS.value),
+            rows_of(o, options),
+            lse,
+            kernel_mask(options),
+            kernel_score(options, q.dtype),
+            scales,
+            *sizes,
+            config,
             num_warps=4,
-        )  # fmt: skip
+        )
     return lse

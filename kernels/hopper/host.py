@@ -1,4 +1,4 @@
-"""What the launchers of the Hopper kernels tell them: descriptors, grid, and what they serve."""
+"""Launchers of the Hopper kernels: TMA descriptors, the persistent grid, which calls are served."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch.arguments import aligned, strides
+from ..launch.arguments import aligned, strides, tiles_of
 from ..launch.descriptors import tma_strides
-from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS
+from .pipeline import ROWS
+from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS, HopperConfig
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -113,14 +114,37 @@ def rows_of(x: Tensor, options: Options) -> tuple[Tensor | None, tuple[int | Non
     return (None, None) if options.cu_seqlens_q is None else (x, strides(x))
 
 
-def tile_order(heads: int, tiles: int, group: int) -> tuple[int, int, int, int, int]:
-    """All tiles, heads, tiles of a head, heads of a group, its tiles: `pipeline.locate`."""
-    return heads * tiles, heads, tiles, group, group * tiles
+def query_grid(
+    q: Tensor, k: Tensor, config: HopperConfig, options: Options
+) -> tuple[tuple[int], tuple[int, ...]]:
+    """Persistent grid over tiles of queries [B, H_q, T_q, D], and the kernel's sizes: `Work`."""
+    G = q.shape[1] // k.shape[1]
+    tiles = tiles_of(options.cu_seqlens_q, 1, q.shape[2], ROWS.value * config.CONSUMERS)
+    return _grid(q, k, q, G, tiles, heads_in_l2(k) * G)
 
 
-def heads_in_l2(k: Tensor, v: Tensor) -> int:
-    """How many K/V heads [B, H_k, T_k, D] fit into L2 together, at least one."""
-    head_bytes = k.element_size() * k.shape[2] * (k.shape[3] + v.shape[3])
+def key_grid(
+    q: Tensor, k: Tensor, config: HopperConfig, options: Options
+) -> tuple[tuple[int], tuple[int, ...]]:
+    """Persistent grid over tiles of keys [B, H_k, T_k, D], and the kernel's sizes: `Work`."""
+    G = q.shape[1] // k.shape[1]
+    tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], ROWS.value * config.CONSUMERS)
+    return _grid(q, k, k, G, tiles, max(1, heads_in_l2(q) // G))
+
+
+def _grid(
+    q: Tensor, k: Tensor, tiled: Tensor, G: int, tiles: int, group: int
+) -> tuple[tuple[int], tuple[int, ...]]:
+    """T_q, T_k, H, G, total, heads, tiles, group, group_tiles after the grid."""
+    B, H = tiled.shape[:2]
+    total = B * H * tiles
+    sizes = (q.shape[2], k.shape[2], H, G, total, B * H, tiles, group, group * tiles)
+    return (min(total, multiprocessors(q.device)),), sizes
+
+
+def heads_in_l2(x: Tensor) -> int:
+    """How many heads of two tensors like x [B, H, T, D] fit into L2 together, at least one."""
+    head_bytes = 2 * x.element_size() * x.shape[2] * x.shape[3]
     return max(1, _L2_BYTES // max(1, head_bytes))
 
 

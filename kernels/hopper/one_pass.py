@@ -5,10 +5,9 @@ twice. So each consumer hands its dS^T to the other, and multiplies both with on
 columns of K. That takes half the registers too, no more than the scores had.
 
     dQ[:, half] = dS_0 K_0[:, half] + dS_1 K_1[:, half]
-
-An exchange is (rings, tiles, desc): a ring for each consumer, which fills it and which the other
-empties; a tile for each, from which TMA adds to what desc describes, fp32 [B, H_q, T_q, D].
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,10 +19,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_names import async_atomic_add
-from .pipeline import ROWS, accumulator_layout, allocate_barriers, place, release, wait_full
+from .pipeline import (
+    ROWS,
+    Ring,
+    accumulator_layout,
+    allocate_barriers,
+    release,
+    stage_and_parity,
+    wait_full,
+)
 
 # One consumer may be a block ahead of the other.
 _STAGES = gl.constexpr(2)
+
+
+class Exchange(NamedTuple):
+    """Shared memory for dS^T and dQ.
+
+    rings: one for each consumer, which fills it and which the other empties. tiles: one for each
+    consumer, from which TMA adds to what desc describes, fp32 [B, H_q, T_q, D].
+    """
+
+    rings: Any
+    tiles: Any
+    desc: Any
 
 
 @gluon.jit
@@ -32,19 +51,19 @@ def allocate_exchange(desc, dtype: gl.constexpr):
     BLOCK_M: gl.constexpr = desc.block_shape[2]
     HALF: gl.constexpr = desc.block_shape[3]
     tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK_M, HALF], desc.layout)
-    return (_allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)), tiles, desc
+    return Exchange((_allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)), tiles, desc)
 
 
 @gluon.jit
 def _allocate_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     tiles = gl.allocate_shared_memory(dtype, [_STAGES, ROWS, BLOCK_M], LAYOUT)
-    return tiles, allocate_barriers(_STAGES, 1), allocate_barriers(_STAGES, 1)
+    return Ring(tiles, allocate_barriers(_STAGES, 1), allocate_barriers(_STAGES, 1))
 
 
 @gluon.jit
 def at(tiles, NUMBER: gl.constexpr, n):
-    """tiles.index(NUMBER), worked out anew for each block: n never reaches 2^30.
+    """tiles.index(NUMBER), with its address computed in each block: n never reaches 2^30.
 
     The compiler, which does not know that, would keep all addresses in a tile that stays, and all
     descriptors of its products, in registers from block to block: there are not enough.
@@ -53,67 +72,67 @@ def at(tiles, NUMBER: gl.constexpr, n):
 
 
 @gluon.jit
-def held(slots, NUMBER: gl.constexpr, n, D: gl.constexpr):
+def held(slots, NUMBER: gl.constexpr, n):
     """The tile of a consumer as a matrix in shared memory, at the n-th block."""
+    D: gl.constexpr = slots.tiles.shape[4]
     if D == 64:
-        # Its accumulators leave enough.
+        # Its accumulators leave enough registers.
         n = 0
-    return at(slots[0], NUMBER, n).reshape([ROWS, D])
+    return at(slots.tiles, NUMBER, n).reshape([ROWS, D])
 
 
 @gluon.jit
 def share(exchange, n, ds, CONSUMER: gl.constexpr):
     """dS^T of the n-th block to shared memory, when the other consumer has read what was there."""
-    tiles, full, empty = exchange[0][CONSUMER]
-    stage, parity = place(n, _STAGES)
-    mbarrier.wait(empty.index(stage), parity ^ 1)
-    tiles.index(stage).store(ds)
+    ring = exchange.rings[CONSUMER]
+    stage, parity = stage_and_parity(ring, n)
+    mbarrier.wait(ring.empty.index(stage), parity ^ 1)
+    ring.tiles.index(stage).store(ds)
     fence_async_shared()
-    mbarrier.arrive(full.index(stage), count=1)
+    mbarrier.arrive(ring.full.index(stage), count=1)
 
 
 @gluon.jit
-def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr, D: gl.constexpr):
+def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr):
     """Issue the two products of this consumer's columns of dQ, of the n-th block."""
-    rings, tiles, _desc = exchange
-    BLOCK_M: gl.constexpr = tiles.shape[3]
+    BLOCK_M: gl.constexpr = exchange.tiles.shape[3]
+    HALF: gl.constexpr = exchange.tiles.shape[4]
     OTHER: gl.constexpr = 1 - CONSUMER
-    zero = gl.zeros([BLOCK_M, D // 2], gl.float32, accumulator_layout(D // 2))
-    dq = warpgroup_mma(
-        _shared(rings[CONSUMER], n), _columns(k_slots, CONSUMER, n, CONSUMER, D), zero,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+    own, other = exchange.rings[CONSUMER], exchange.rings[OTHER]
+    dq = gl.zeros([BLOCK_M, HALF], gl.float32, accumulator_layout(HALF))
+    k = _columns(k_slots, CONSUMER, n, CONSUMER, HALF)
+    dq = warpgroup_mma(_ds(own, n), k, dq, use_acc=False, is_async=True)
     # Who shares has had the keys that it shares for.
-    wait_full(rings[OTHER], n, True, _STAGES)
-    return warpgroup_mma(
-        _shared(rings[OTHER], n), _columns(k_slots, OTHER, n, CONSUMER, D), dq, is_async=True
-    )
+    wait_full(other, n)
+    k = _columns(k_slots, OTHER, n, CONSUMER, HALF)
+    return warpgroup_mma(_ds(other, n), k, dq, is_async=True)
 
 
 @gluon.jit
-def _shared(ring, n):
-    stage, _ = place(n, _STAGES)
-    return ring[0].index(stage).permute((1, 0))
+def _ds(ring, n):
+    """dS of the n-th block, from dS^T in shared memory."""
+    stage, _parity = stage_and_parity(ring, n)
+    return ring.tiles.index(stage).permute((1, 0))
 
 
 @gluon.jit
-def _columns(k_slots, NUMBER: gl.constexpr, n, HALF: gl.constexpr, D: gl.constexpr):
-    return held(k_slots, NUMBER, n, D).slice(HALF * (D // 2), D // 2, 1)
+def _columns(k_slots, NUMBER: gl.constexpr, n, PART: gl.constexpr, COLS: gl.constexpr):
+    """K of consumer NUMBER, its columns from PART * COLS on."""
+    return held(k_slots, NUMBER, n).slice(PART * COLS, COLS, 1)
 
 
 @gluon.jit
 def add_dq(exchange, n, dq, b, h, row, CONSUMER: gl.constexpr):
     """Add dQ of the n-th block, whose products are over, to rows `row`... of head h."""
-    rings, tiles, desc = exchange
-    BLOCK_M: gl.constexpr = tiles.shape[3]
-    HALF: gl.constexpr = tiles.shape[4]
-    release(rings[1 - CONSUMER], n, _STAGES)
-    tile = at(tiles, CONSUMER, n)
+    BLOCK_M: gl.constexpr = exchange.tiles.shape[3]
+    HALF: gl.constexpr = exchange.tiles.shape[4]
+    release(exchange.rings[1 - CONSUMER], n)
+    tile = at(exchange.tiles, CONSUMER, n)
     # The block before has had all this time.
     tma.store_wait(pendings=0)
     tile.reshape([BLOCK_M, HALF]).store(dq)
     fence_async_shared()
-    async_atomic_add(desc, [b, h, row, CONSUMER * HALF], tile)
+    async_atomic_add(exchange.desc, [b, h, row, CONSUMER * HALF], tile)
 
 
 @gluon.jit
@@ -122,5 +141,6 @@ def wait_read(exchange, n, CONSUMER: gl.constexpr):
 
     Before the first block of all there is nothing to wait for, and this does not.
     """
-    stage, parity = place(n - 1, _STAGES)
-    mbarrier.wait(exchange[0][CONSUMER][2].index(stage), parity)
+    ring = exchange.rings[CONSUMER]
+    stage, parity = stage_and_parity(ring, n - 1)
+    mbarrier.wait(ring.empty.index(stage), parity)

@@ -1,10 +1,12 @@
-"""What the warp-specialised kernels share: rings of stages, loads and stores.
+"""Producer and consumers: rings of stages in shared memory, loads and stores by TMA, mbarriers.
 
-A ring is (tiles, full, empty): shared memory [STAGES, ...] and two mbarriers a stage. The producer
-waits until a stage is empty and loads it; the bytes that land complete `full`. Consumers wait for
-`full`, and arrive at `empty` when their products have read the stage. The n-th use of a ring is
-stage n mod STAGES in round n div STAGES; n counts on from tile to tile of a persistent program.
+The producer waits until a stage of a ring is empty and loads it; the bytes that land complete
+`full`. Consumers wait for `full`, and arrive at `empty` when their products have read the stage.
+The n-th use of a ring is stage n mod STAGES in round n div STAGES; n counts on from tile to tile of
+a persistent program.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,14 +22,36 @@ _PIECE_ROWS = gl.constexpr(8)
 _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 
 
+class Ring(NamedTuple):
+    """Tiles of shared memory [STAGES, 1, 1, rows, columns] and two mbarriers for each stage.
+
+    desc: of the tensor whose tiles they are. landed: see `load_until`; None where no rows have to
+    be zeroed.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+    desc: Any = None
+    landed: Any = None
+
+
+class Output(NamedTuple):
+    """A tensor that consumers write. ptr and strides: None without packed sequences; see `send`."""
+
+    desc: Any
+    ptr: Any
+    strides: Any
+
+
 @gluon.jit
-def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, landed=None):
     """A ring of the descriptor's tiles that CONSUMERS partitions read."""
     SHAPE: gl.constexpr = [STAGES, 1, 1, desc.block_shape[2], desc.block_shape[3]]
     tiles = gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
     full = allocate_barriers(STAGES, 1)
     empty = allocate_barriers(STAGES, CONSUMERS)
-    return tiles, full, empty
+    return Ring(tiles, full, empty, desc, landed)
 
 
 @gluon.jit
@@ -40,40 +64,46 @@ def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def place(n, STAGES: gl.constexpr):
-    """Stage of the n-th use of a ring (STAGES is a power of two), and the parity of its round."""
+def stage_and_parity(ring, n):
+    """Stage of the n-th use of a ring, and the parity of its round."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]  # a power of two
     return n & (STAGES - 1), (n & STAGES) // STAGES
 
 
 @gluon.jit
-def wait_full(ring, n, pred, STAGES: gl.constexpr):
+def wait_full(ring, n, pred=True):
     """Consumer: until the n-th tile is there; at once where pred is False."""
-    stage, parity = place(n, STAGES)
-    mbarrier.wait(ring[1].index(stage), parity, pred)
+    stage, parity = stage_and_parity(ring, n)
+    mbarrier.wait(ring.full.index(stage), parity, pred)
 
 
 @gluon.jit
-def tile_of(ring, n, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
+def tile_of(ring, n):
     """The n-th tile as a matrix in shared memory."""
-    stage, _ = place(n, STAGES)
-    return ring[0].index(stage).reshape([ROWS, COLS])
+    stage, _parity = stage_and_parity(ring, n)
+    return _matrix(ring, stage)
 
 
 @gluon.jit
-def release(ring, n, STAGES: gl.constexpr):
+def _matrix(ring, stage):
+    return ring.tiles.index(stage).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
+
+
+@gluon.jit
+def release(ring, n):
     """Consumer: the products that read the n-th tile are over."""
-    stage, _ = place(n, STAGES)
-    mbarrier.arrive(ring[2].index(stage), count=1)
+    stage, _parity = stage_and_parity(ring, n)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit
-def take_turn(turns, n, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+def take_turn(turns, n, CONSUMER: gl.constexpr):
     """Consumer: until it may issue the products of its n-th block.
 
-    TURNS: how many consumers take turns; with 0, nobody waits. turns: a barrier for each, at which
-    the one before it arrives. All have the same blocks, so that they count alike; the first begins.
+    turns: a barrier for each consumer, at which the one before it arrives; with None, nobody waits.
+    All consumers have the same blocks, so that they count alike; the first begins.
     """
-    if TURNS > 0:
+    if turns is not None:
         if CONSUMER == 0:
             mbarrier.wait(turns.index(0), (n & 1) ^ 1)
         else:
@@ -81,10 +111,10 @@ def take_turn(turns, n, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(turns, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+def pass_turn(turns, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Consumer: its products are issued, and the next consumer's may follow them."""
-    if TURNS > 0:
-        mbarrier.arrive(turns.index((CONSUMER + 1) % TURNS), count=1)
+    if turns is not None:
+        mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
 
 
 @gluon.constexpr_function
@@ -110,93 +140,87 @@ def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def load(ring, n, desc, b, h, first, STAGES: gl.constexpr, TURNED: gl.constexpr = False):
+def load(ring, n, b, h, first, TRANSPOSED: gl.constexpr = False):
     """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row.
 
-    TURNED: the tensor and its tiles have rows for columns.
+    TRANSPOSED: the tensor is [B, H, D, T], and its tiles have rows for columns.
     """
-    tiles, full, empty = ring
-    stage, parity = place(n, STAGES)
-    mbarrier.wait(empty.index(stage), parity ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    _copy(desc, b, h, first, full.index(stage), tiles.index(stage), TURNED)
+    stage, parity = stage_and_parity(ring, n)
+    mbarrier.wait(ring.empty.index(stage), parity ^ 1)
+    _start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
 
 
 @gluon.jit
-def _copy(desc, b, h, first, landed, tile, TURNED: gl.constexpr):
+def _start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = False):
+    """Announce the bytes of a tile to the barrier `landed`, and start the copy."""
     row = first
     col = 0
-    if TURNED:
+    if TRANSPOSED:
         row = 0
         col = first
-    async_load(desc, [b, h, row, col], landed, tile)
+    mbarrier.expect(landed, ring.desc.block_type.nbytes)
+    async_load(ring.desc, [b, h, row, col], landed, ring.tiles.index(stage))
 
 
 @gluon.jit
-def load_slot(slots, i, desc, b, h, first, NUMBER: gl.constexpr):
+def load_slot(slots, i, b, h, first, NUMBER: gl.constexpr):
     """Producer: the 64 rows of consumer NUMBER, of the tile at row `first`, for the i-th tile.
 
     slots: a ring whose stages are not used in turn but belong to a consumer each.
     """
-    tiles, full, empty = slots
-    mbarrier.wait(empty.index(NUMBER), (i & 1) ^ 1)
-    mbarrier.expect(full.index(NUMBER), desc.block_type.nbytes)
-    async_load(desc, [b, h, first + NUMBER * ROWS, 0], full.index(NUMBER), tiles.index(NUMBER))
+    mbarrier.wait(slots.empty.index(NUMBER), (i & 1) ^ 1)
+    _start_load(slots, NUMBER, b, h, first + NUMBER * ROWS, slots.full.index(NUMBER))
 
 
 @gluon.jit
 def wait_slot(slots, i, NUMBER: gl.constexpr):
     """Consumer NUMBER: until its rows of the i-th tile are there."""
-    mbarrier.wait(slots[1].index(NUMBER), i & 1)
+    mbarrier.wait(slots.full.index(NUMBER), i & 1)
 
 
 @gluon.jit
 def release_slot(slots, NUMBER: gl.constexpr):
     """Consumer NUMBER: its slot may be loaded again."""
-    mbarrier.arrive(slots[2].index(NUMBER), count=1)
+    mbarrier.arrive(slots.empty.index(NUMBER), count=1)
 
 
 @gluon.jit
-def load_until(
-    ring, n, desc, b, h, first, end, landed, scrubs,
-    ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
-    TURNED: gl.constexpr = False,
-):  # fmt: skip
+def load_until(ring, n, b, h, first, end, scrubs, TRANSPOSED: gl.constexpr = False):
     """`load`, with zeros from row first + `end` on, whatever the tensor holds there.
 
     A hidden row has weight 0, and 0 times NaN is NaN. Where rows end with the tensor TMA fills in
-    the zeros; where they may end before it (EARLY) the tile lands at a barrier of the producer's
-    own, which writes the zeros and only then calls the stage full. Returns how often it did so.
+    the zeros; where they may end before it the tile lands at a barrier of the producer's own,
+    `ring.landed`. The producer writes the zeros and only then calls the stage full. Returns scrubs,
+    the number of times it did so.
     """
-    tiles, full, empty = ring
-    stage, parity = place(n, STAGES)
-    tile = tiles.index(stage)
-    if EARLY:
-        mbarrier.wait(empty.index(stage), parity ^ 1)
-        if end < ROWS:
-            mbarrier.expect(landed, desc.block_type.nbytes)
-            _copy(desc, b, h, first, landed, tile, TURNED)
-            mbarrier.wait(landed, scrubs & 1)
-            if TURNED:
-                _zero_columns(tile.reshape([COLS, ROWS]), end, COLS, ROWS)
+    if ring.landed is None:
+        load(ring, n, b, h, first, TRANSPOSED)
+    else:
+        stage, parity = stage_and_parity(ring, n)
+        mbarrier.wait(ring.empty.index(stage), parity ^ 1)
+        ROWS_OF_TILE: gl.constexpr = ring.tiles.shape[4 if TRANSPOSED else 3]
+        if end < ROWS_OF_TILE:
+            _start_load(ring, stage, b, h, first, ring.landed, TRANSPOSED)
+            mbarrier.wait(ring.landed, scrubs & 1)
+            if TRANSPOSED:
+                _zero_columns(_matrix(ring, stage), end)
             else:
-                _zero_rows(tile.reshape([ROWS, COLS]), end, ROWS, COLS)
+                _zero_rows(_matrix(ring, stage), end)
             fence_async_shared()
-            mbarrier.arrive(full.index(stage), count=1)
+            mbarrier.arrive(ring.full.index(stage), count=1)
             scrubs += 1
         else:
-            mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-            _copy(desc, b, h, first, full.index(stage), tile, TURNED)
-    else:
-        load(ring, n, desc, b, h, first, STAGES, TURNED)
+            _start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
     return scrubs
 
 
 @gluon.jit
-def _zero_rows(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _zero_rows(tile, kept):
     """Zero all but the first `kept` rows, with one warp, in pieces that fit its few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    ROWS: gl.constexpr = tile.shape[0]
+    COLS: gl.constexpr = tile.shape[1]
     for first in gl.static_range(0, ROWS, _PIECE_ROWS):
         if first + _PIECE_ROWS > kept:
             for col in gl.static_range(0, COLS, _PIECE_COLS):
@@ -206,11 +230,13 @@ def _zero_rows(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _zero_columns(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _zero_columns(tile, kept):
     """`_zero_rows` for a tile of 8 bits whose columns are keys in the order of `key_at`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    places = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-    stays = (key_at(places) < kept)[None, :]
+    ROWS: gl.constexpr = tile.shape[0]
+    COLS: gl.constexpr = tile.shape[1]
+    positions = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    stays = (key_at(positions) < kept)[None, :]
     for first in gl.static_range(0, ROWS, _PIECE_ROWS):
         piece = tile.slice(first, _PIECE_ROWS, 0)
         values = piece.load(LAYOUT)
@@ -218,30 +244,21 @@ def _zero_columns(tile, kept, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def first_slot(b, first_q, mask):
-    """First row of batch row b in the vectors of backward, whose tiles of 128 queries are whole."""
-    first = 0
-    if mask.cu_q_ptr is not None:
-        first = (first_q // (2 * ROWS) + b) * (2 * ROWS)
-    return first
-
-
-@gluon.jit
-def send(desc, tile, rows, b, h, first, kept, COLS: gl.constexpr):
+def send(out, tile, b, h, first, kept):
     """Consumer: write a tile that it filled to rows `first`... of head h, the first `kept` of them.
 
-    TMA does it, and clips what lies past the end of the tensor. Where the rows of something else
-    may follow, rows is (pointer, strides), and a tile that is not whole goes through registers;
-    elsewhere it is (None, None). Only what went by TMA has to be waited for.
+    TMA does it, and clips what lies past the end of the tensor. Where the rows of another sequence
+    may follow, a tile that is not whole goes through registers. Only what went by TMA has to be
+    waited for.
     """
-    ptr, strides = rows
     fence_async_shared()
-    if ptr is None or kept >= ROWS:
-        async_store(desc, [b, h, first, 0], tile)
+    if out.ptr is None or kept >= ROWS:
+        async_store(out.desc, [b, h, first, 0], tile)
     else:
+        COLS: gl.constexpr = out.desc.block_shape[3]
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-        ptr, stride = head(ptr, b, h, first, strides, gl.int64)
+        ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
         pointers = ptr + (row * stride)[:, None] + cols[None, :]
         gl.store(pointers, tile.reshape([ROWS, COLS]).load(LAYOUT), mask=(row < kept)[:, None])

@@ -1,22 +1,22 @@
 """Tile shapes, stages and registers, by head dim: what compiles without spills and fits."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 HEAD_DIMS = (64, 128, 256)
 # dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice.
 BACKWARD_HEAD_DIMS = (64, 128)
 
 
-@dataclass(frozen=True)
-class HopperConfig:
-    """One way to compile a kernel.
+class HopperConfig(NamedTuple):
+    """One way to compile a kernel, and its one constexpr.
 
-    BLOCK: rows of the tiles that go through the rings. STAGES: of each ring, a power of two.
-    CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three warpgroups
-    share 64512. APART: outputs leave through shared memory of their own, so that the next tile
-    need not wait for them. PING_PONG: consumers of forward issue their products in turn.
+    D: head dim. BLOCK: rows of the tiles that go through the rings. STAGES: of each ring, a power
+    of two. CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three
+    warpgroups share 64512. APART: outputs leave through shared memory of their own, so that the
+    next tile need not wait for them. PING_PONG: consumers of forward issue their products in turn.
     """
 
+    D: int
     BLOCK: int
     STAGES: int
     CONSUMERS: int = 2
@@ -32,26 +32,27 @@ def _registers(early: bool) -> tuple[int, int]:
 
 
 def forward_config(D: int, early: bool) -> HopperConfig:
-    """early: the keys of a batch row may end before those in memory."""
+    """Tile of forward. early: the keys of a batch row may end before those in memory."""
     registers = _registers(early)
     return {
-        64: HopperConfig(128, 4, 2, *registers),
-        128: HopperConfig(128, 2, 2, *registers),
+        64: HopperConfig(D, 128, 4, 2, *registers),
+        128: HopperConfig(D, 128, 2, 2, *registers),
         # 64 more KB for the output do not fit.
-        256: HopperConfig(64, 2, 2, *registers, APART=False),
+        256: HopperConfig(D, 64, 2, 2, *registers, APART=False),
     }[D]
 
 
 def fp8_config(D: int, early: bool) -> HopperConfig:
-    """That of forward in 8 bits. Weights wait for their product in 32, so that 256 columns of
+    """Tile of forward in 8 bits. Weights wait for their product in 32, so that 256 columns of
     output leave registers for blocks of 64 keys only.
     """
-    registers = _registers(early)
-    return HopperConfig(64 if D == 256 else 128, 4, 2, *registers)
+    return HopperConfig(D, 64 if D == 256 else 128, 4, 2, *_registers(early))
 
 
 def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperConfig:
-    """kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, or "one_pass",
+    """Tile of a kernel of backward.
+
+    kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, or "one_pass",
     which is "dkv" with dQ. Its products have 64 queries at least.
 
     early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
@@ -60,9 +61,9 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
     """
     registers = _registers(early)
     if kernel == "one_pass":
-        return HopperConfig(64, 2, 2, *registers)
+        return HopperConfig(D, 64, 2, 2, *registers)
     if kernel == "dkv":
-        small = D == 128 and (early or softcap)
-        return HopperConfig(32, 4, 2, *registers) if small else HopperConfig(64, 2, 2, *registers)
+        block, stages = (32, 4) if D == 128 and (early or softcap) else (64, 2)
+        return HopperConfig(D, block, stages, 2, *registers)
     small = softcap or (D == 128 and early)
-    return HopperConfig(64 if small else 128, 2, 2, *registers)
+    return HopperConfig(D, 64 if small else 128, 2, 2, *registers)

@@ -145,6 +145,18 @@ def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_slot(b, first_q, mask, ROWS: tl.constexpr):
+    """First row of batch row b in vectors of a head that have whole tiles of ROWS rows.
+
+    first_q: where packed sequence b begins in memory. No two sequences share a tile.
+    """
+    first = 0
+    if mask.cu_q_ptr is not None:
+        first = (first_q // ROWS + b) * ROWS
+    return first
+
+
+@triton.jit
 def _slots(T, cu_ptr, sequences, BLOCK: tl.constexpr):
     slots = tl.cdiv(T, BLOCK)
     if cu_ptr is not None:

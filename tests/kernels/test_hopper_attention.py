@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from triton.experimental.gluon import language as gl
 import fastattn
 from fastattn import reference
 from fastattn.functional.arguments import dense_options, packed_options
-from fastattn.kernels.hopper import backward, forward
-from fastattn.kernels.hopper.host import tile_order, why_not_hopper
-from fastattn.kernels.hopper.schedule import locate, number_of_tiles, tile_number
+from fastattn.kernels.hopper import forward, host
+from fastattn.kernels.hopper.host import why_not_hopper
+from fastattn.kernels.hopper.schedule import Work, locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.gluon_emulator import Emulated, machine, memory, products
@@ -156,10 +155,11 @@ def test_any_grid_covers_all_tiles(programs: int) -> None:
 
 @gluon.jit
 def order_kernel(out_ptr, total, heads, tiles, group, group_tiles):
+    work = Work(heads, tiles, group, group_tiles, None, None, None, None, total, None)
     program = gl.program_id(0)
-    for i in range(number_of_tiles(total)):
+    for i in range(number_of_tiles(work)):
         number = tile_number(i)
-        tile, head = locate(number, (heads, tiles, group, group_tiles), True)
+        tile, head = locate(number, work, True)
         gl.store(out_ptr + 3 * number, program)
         gl.store(out_ptr + 3 * number + 1, tile)
         gl.store(out_ptr + 3 * number + 2, head)
@@ -168,7 +168,7 @@ def order_kernel(out_ptr, total, heads, tiles, group, group_tiles):
 def test_longest_tiles_come_first_and_are_dealt_to_and_fro() -> None:
     """3 heads of 3 tiles, two heads in L2 at a time, 4 programs."""
     out = torch.full((9, 3), -1, dtype=torch.int32)
-    Emulated(order_kernel)[(4,)](out, *tile_order(3, 3, 2))
+    Emulated(order_kernel)[(4,)](out, 9, 3, 3, 2, 6)
     programs, tiles, heads = out.T.tolist()
     assert programs == [0, 1, 2, 3, 3, 2, 1, 0, 0]
     assert tiles == [2, 2, 1, 1, 0, 0, 2, 1, 0]
@@ -182,7 +182,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def choose(turns: bool) -> None:
         monkeypatch.setattr(
-            forward, "forward_config", lambda *a: replace(configured(*a), PING_PONG=turns)
+            forward, "forward_config", lambda *a: configured(*a)._replace(PING_PONG=turns)
         )
 
     return choose
@@ -232,8 +232,7 @@ def test_turns_and_packed_sequences(in_turn: Callable[[bool], None]) -> None:
 
 
 def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "heads_in_l2", lambda k, v: 1)
+    monkeypatch.setattr(host, "heads_in_l2", lambda x: 1)
     check_on_hopper(attention, B=2, H_q=2, H_k=2, T_q=140, programs=4)
 
 

@@ -4,7 +4,6 @@ The launchers compile in worker processes; nothing runs.
 """
 
 from concurrent.futures import Future
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -65,7 +64,7 @@ def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
     options = options_of(case)
     q, k = meta(1, 4, T, D), meta(1, 2, T, D)
     if kernel == "forward":
-        config = replace(forward_config(D, end_early(options)), PING_PONG=case == "turns")
+        config = forward_config(D, end_early(options))._replace(PING_PONG=case == "turns")
         with mock.patch.object(forward, "forward_config", lambda *_: config):
             forward.launch_hopper_forward(q, k, k, options)
     else:

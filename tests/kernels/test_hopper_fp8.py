@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 import fastattn
 from fastattn import quantize_fp8, reference
 from fastattn.functional.fp8 import E4M3
-from fastattn.kernels.hopper import forward
+from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
 from fastattn.ops import attention as ops
 from fastattn.ops import fp8, schema
@@ -36,7 +36,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     seed = sum(map(ord, request.node.name))
     kernel = Emulated(forward.hopper_forward_kernel, seed)
     monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
 
 

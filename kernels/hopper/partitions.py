@@ -1,0 +1,86 @@
+"""Partitions of a persistent program: one producer warp and two or three consumer warpgroups.
+
+All of them go through the same tiles, and count them and their blocks alike. A kernel brings what
+is done for one tile: `load_tile` of the producer, `consume_tile` of a consumer.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .schedule import number_of_tiles
+
+
+@gluon.jit
+def run_partitions(
+    find_tile: gl.constexpr,
+    load_tile: gl.constexpr,
+    consume_tile: gl.constexpr,
+    shared,
+    config: gl.constexpr,
+):
+    """Start the partitions, and wait for all.
+
+    find_tile: `query_tile` or `key_tile`. shared: a record of what all partitions know, its `work`
+    among it.
+    """
+    if config.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (find_tile, consume_tile, shared, 0, config)),
+                (_consume, (find_tile, consume_tile, shared, 1, config)),
+                (_produce, (find_tile, load_tile, shared, config)),
+            ],
+            [4, 1],
+            [config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (find_tile, consume_tile, shared, 0, config)),
+                (_consume, (find_tile, consume_tile, shared, 1, config)),
+                (_consume, (find_tile, consume_tile, shared, 2, config)),
+                (_produce, (find_tile, load_tile, shared, config)),
+            ],
+            [4, 4, 1],
+            [config.CONSUMER_REGISTERS, config.CONSUMER_REGISTERS, config.PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _produce(find_tile: gl.constexpr, load_tile: gl.constexpr, shared, config: gl.constexpr):
+    """Load what every tile of this program needs.
+
+    load_tile(shared, tile, i, n, scrubs, config) is for the i-th tile that exists, whose first
+    block is the n-th; it returns n and scrubs for the next, see `load_until`.
+    """
+    i = 0
+    n = 0
+    scrubs = 0
+    for number in range(number_of_tiles(shared.work)):
+        tile = find_tile(number, shared.work, config)
+        if shared.work.mask.cu_q_ptr is None or tile.first < tile.length:
+            n, scrubs = load_tile(shared, tile, i, n, scrubs, config)
+            i += 1
+
+
+@gluon.jit
+def _consume(
+    find_tile: gl.constexpr,
+    consume_tile: gl.constexpr,
+    shared,
+    CONSUMER: gl.constexpr,
+    config: gl.constexpr,
+):
+    """The part of consumer number CONSUMER in every tile of this program.
+
+    consume_tile(shared, tile, i, n, CONSUMER, config) as load_tile of `_produce`; returns n.
+    """
+    i = 0
+    n = 0
+    for number in range(number_of_tiles(shared.work)):
+        tile = find_tile(number, shared.work, config)
+        if shared.work.mask.cu_q_ptr is None or tile.first < tile.length:
+            n = consume_tile(shared, tile, i, n, CONSUMER, config)
+            i += 1
+    tma.store_wait(pendings=0)
