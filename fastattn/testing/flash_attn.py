@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from .budget import assert_within_budget
+from .inputs import to_device
 from .orders import worst_naive
 
 _SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -31,11 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def case(name: str, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """One of CASES on a device: flash-attn's arguments, and the oracle's options."""
-    theirs, ours = (
-        {key: x.to(device) if isinstance(x, Tensor) else x for key, x in options.items()}
-        for options in CASES[name]
-    )
-    return theirs, ours
+    theirs, ours = CASES[name]
+    return to_device(theirs, device), to_device(ours, device)
 
 
 def offsets(lengths: tuple[int, ...], device: str) -> Tensor:

@@ -1,7 +1,25 @@
 """Inputs of attention tests and benchmarks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers, the same at each call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def to_device(options: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """`options` with every tensor, in tuples too, on the device."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return {name: move(x) for name, x in options.items()}
 
 
 def make_qkv(
@@ -28,10 +46,10 @@ def make_qkv(
     T_k = T_q if T_k is None else T_k
     D_v = D if D_v is None else D_v
 
-    def draw(H: int, T: int, width: int) -> Tensor:
+    def heads(H: int, T: int, width: int) -> Tensor:
         shape = (B, T, H, width) if layout == "bthd" else (B, H, T, width)
         x = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
         x = x.transpose(1, 2) if layout == "bthd" else x
         return x.detach().requires_grad_(requires_grad)
 
-    return draw(H_q, T_q, D), draw(H_k, T_k, D), draw(H_k, T_k, D_v)
+    return heads(H_q, T_q, D), heads(H_k, T_k, D), heads(H_k, T_k, D_v)

@@ -1,13 +1,14 @@
-"""A naive implementation of `CausalGQAttention`, and the layers to compare it on."""
+"""A naive `CausalGQAttention`, layers to compare it on, and a plain layer to vary."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..modules.self_attention import CausalGQAttention
 from .budget import assert_within_budget
@@ -216,3 +217,38 @@ def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Ten
     names = ("output", "x.grad", *(f"{name}.grad" for name, _ in layer.named_parameters()))
     for name, *triple in zip(names, got, ref, naive, strict=True):
         assert_within_budget(name, *triple)
+
+
+class Block(nn.Module):
+    """Attention of width WIDTH and 4 heads whose scores, weights and output a subclass may change.
+
+    `attributes` are set on it.
+    """
+
+    def __init__(self, causal: bool = False, **attributes: Any) -> None:
+        super().__init__()
+        self.num_heads, self.causal = 4, causal
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def weights(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def output(self, out: Tensor) -> Tensor:
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (part h d) -> part b h t d", part=3, h=self.num_heads)
+        scores = self.scores(q @ k.mT / math.sqrt(q.shape[-1]))
+        if self.causal:
+            T = x.shape[1]
+            unseen = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(unseen, float("-inf"))
+        return self.output(
+            self.proj(rearrange(self.weights(scores.softmax(-1)) @ v, "b h t d -> b t (h d)"))
+        )

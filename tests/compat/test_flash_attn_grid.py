@@ -11,7 +11,7 @@ from fastattn.compat.flash_attn import flash_attn_with_kvcache
 from fastattn.rotary import apply_rotary
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.flash_attn import check
-from fastattn.testing.option_pairs import sets_that_cover_pairs, together
+from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
 # What differs from a call that reads 16-bit rows of 32 in order, by axis of the grid.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from fastattn import reference
 from fastattn.kernels import backward, forward
 from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import draw, to_device
 
 SEED = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
 
@@ -28,10 +29,6 @@ def small_tiles() -> Iterator[None]:
     tile = tiles.TileConfig(16, 16)
     with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
         yield
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def triton_attention(q, k, v, **options):
@@ -67,14 +64,7 @@ def everything(B: int, H_q: int, T_q: int, T_k: int, device: str) -> dict[str, A
         "sinks": draw(H_q),
         "alibi_slopes": draw(B, H_q).abs(),
     }
-    return {
-        name: tuple(y.to(device) for y in x)
-        if isinstance(x, tuple)
-        else x.to(device)
-        if isinstance(x, torch.Tensor)
-        else x
-        for name, x in options.items()
-    }
+    return to_device(options, device)
 
 
 # B, H_q, H_k, T_q, T_k, D, D_v

@@ -2,7 +2,7 @@
 
 Outputs, lse and every gradient, within the error budget. Runs in Triton's interpreter without a GPU
 and compiled on one. Tiles are small, so that a few rows meet full blocks, boundary blocks and
-blocks that are skipped. Relative keys have tests of their own.
+blocks that are skipped.
 """
 
 import math
@@ -18,10 +18,10 @@ import fastattn
 from fastattn import reference
 from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.option_pairs import sets_that_cover_pairs, together
+from fastattn.testing.inputs import draw, to_device
+from fastattn.testing.option_examples import option_examples, sets_that_cover_pairs, together
 
 B, H_q, H_k, T_q, T_k, D, D_v, R = 2, 2, 1, 21, 37, 16, 8, 6
-EVERY = tl.constexpr(3)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,28 +32,8 @@ def small_tiles() -> Iterator[None]:
 
 
 @triton.jit
-def near_or_striped(b, h, q_pos, k_pos, table, ends):
-    # A query that stands before every key has a position below 0.
-    end = tl.load(ends + tl.maximum(q_pos, 0)) + tl.load(ends + k_pos) % 2
-    close = tl.abs(q_pos - k_pos) <= tl.load(table + h).to(tl.int32)
-    return (close | (k_pos % EVERY == b)) & (k_pos < end)
-
-
-@triton.jit
 def striped(b, h, q_pos, k_pos):
     return (k_pos // 16) % 2 == 0
-
-
-@triton.jit
-def squash(x, b, h, q_pos, k_pos, table, ends):
-    known = tl.load(ends + k_pos) - tl.load(ends + tl.maximum(q_pos, 0))
-    return tl.where(k_pos % 2 == 0, x * tl.sigmoid(x), x) + tl.load(table + h) * (b + 1) * known
-
-
-@triton.jit
-def squash_grad(dx, x, b, h, q_pos, k_pos, table, ends):
-    s = tl.sigmoid(x)
-    return dx * tl.where(k_pos % 2 == 0, s + x * s * (1 - s), 1.0)
 
 
 @triton.jit
@@ -82,66 +62,12 @@ def by_distance_grad(dx, x, b, h, q_pos, k_pos):
     return dx / (q_pos - k_pos)
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def chance(*shape: int) -> torch.Tensor:
-    return draw(*shape, seed=2) < 0.3
-
-
-def holes(x: torch.Tensor) -> torch.Tensor:
-    """A bias with -inf among its entries, and rows of nothing else."""
-    x = x.masked_fill(chance(*x.shape), -math.inf)
-    x[..., -4, :] = -math.inf
-    return x
-
-
-def ids(T: int) -> torch.Tensor:
-    ends = torch.tensor([[9, 20, T, T], [20, 25, 31, T - 2]])
-    found = (torch.arange(T)[None, :, None] >= ends[:, None, :]).sum(-1)
-    return torch.where(found == 3, -1, found).to(torch.int32)
-
-
-MOD_TENSORS = (torch.tensor([5.0, 0.5]), torch.arange(T_k) % 5 + 30)
-FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "prefix": {"causal": True, "prefix_lengths": torch.tensor([22, 3])},
-    "window": {"window": (17, 1)},
-    "window-first": {"window": 5, "keep_first": 3},
-    "first-ahead": {"window": (3, 2), "keep_first": 34, "query_offset": 0},
-    "stride": {"stride": 5},
-    "stride-window-first": {"window": (4, 4), "stride": 17, "keep_first": 2},
-    "padding": {"key_padding_mask": ~chance(B, T_k)},
-    "lengths": {"key_lengths": torch.tensor([18, 33], dtype=torch.int32)},
-    "offsets": {"query_offset": torch.tensor([2, 20]), "causal": True},
-    "documents": {"documents": (ids(T_q + 16)[:, 16:], ids(T_k))},
-    "mask": {"attn_mask": ~chance(B, H_q, T_q, T_k)},
-    "mask-of-keys": {"attn_mask": torch.arange(T_k).expand(B, 1, 1, T_k) < 20},
-    "mask-of-queries": {"attn_mask": torch.arange(T_q).expand(H_q, T_q)[..., None] % 9 > 0},
-    "mask-mod": {"mask_mod": near_or_striped, "mod_tensors": MOD_TENSORS},
-    "softcap": {"softcap": 0.7, "scale": 0.9},
-    "alibi": {"alibi_slopes": draw(H_q).abs()},
-    "alibi-rows": {"alibi_slopes": draw(B, H_q).abs()},
-    "relative-bias": {"relative_bias": draw(H_q, 2 * R + 1)},
-    "bias": {"attn_bias": draw(B, H_q, T_q, T_k)},
-    "bias-with-holes": {"attn_bias": holes(draw(1, H_q, T_q, T_k))},
-    "bias-of-pairs": {"attn_mask": draw(T_q, T_k)},
-    "bias-of-rows": {"attn_bias": draw(B, 1, 1, T_k)},
-    "bias-of-heads": {"attn_bias": draw(H_q, T_q, 1)},
-    "score-mod": {"score_mod": squash, "score_mod_grad": squash_grad, "mod_tensors": MOD_TENSORS},
-    "sinks": {"sinks": draw(H_q)},
-    "dropout": {"dropout": 0.4, "dropout_seed": torch.tensor([3 << 40 | 7, 1 << 33 | 5])},
+# Relative keys and queries have tests of their own.
+FEATURES = {
+    name: options
+    for name, options in option_examples(H_q, H_k, T_q, T_k, D, reach=R).items()
+    if "relative_keys" not in options
 }
-
-
-def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
-    def move(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(move, x))
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
-    return {name: move(x) for name, x in options.items()}
 
 
 def triton_attention(q, k, v, **options):
@@ -155,7 +81,7 @@ def triton_varlen(q, k, v, *starts, **options):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature(feature: str, device: str) -> None:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
-    assert_matches_reference(triton_attention, q, k, v, **on(device, FEATURES[feature]))
+    assert_matches_reference(triton_attention, q, k, v, **to_device(FEATURES[feature], device))
 
 
 # One of each kind: what sets the others of a kind apart is broadcasting, or how far they reach.
@@ -172,7 +98,9 @@ MEETING = {
 @pytest.mark.parametrize("names", sets_that_cover_pairs(MEETING, 8), ids="+".join)
 def test_features_that_meet(names: tuple[str, ...], device: str) -> None:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
-    assert_matches_reference(triton_attention, q, k, v, **on(device, together(MEETING, names)))
+    assert_matches_reference(
+        triton_attention, q, k, v, **to_device(together(MEETING, names), device)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -183,7 +111,7 @@ def test_features_that_meet(names: tuple[str, ...], device: str) -> None:
 )
 def test_in_16_bits(names: tuple[str, ...], dtype: torch.dtype, device: str) -> None:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, dtype=dtype, device=device)
-    options = on(device, together(FEATURES, names))
+    options = to_device(together(FEATURES, names), device)
     assert_matches_reference(
         triton_attention, q, k, v, causal=True, sinks=draw(H_q).to(device, dtype), **options
     )
@@ -229,7 +157,7 @@ def test_packed_sequences(names: tuple[str, ...], device: str) -> None:
         for x in make_qkv(1, H_q, H_k, PACKED_Q[-1], PACKED_K[-1], D, D_v, device=device)
     )
     starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in (PACKED_Q, PACKED_K)]
-    options = on(device, together(PACKED, names))
+    options = to_device(together(PACKED, names), device)
     assert_matches_reference(
         triton_varlen, q, k, v, *starts, oracle=reference.attention_varlen, **options
     )

@@ -20,16 +20,13 @@ from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compare import results
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import USUAL_SPILL_BYTES, CompiledFacts
+from fastattn.testing.inputs import draw, to_device
 
 attention = partial(fastattn.attention, backend="triton")
 
 T_q, T_k, D = 37, 45, 16
 # B, H_q, H_k.
 ONE, ROWS, HEADS = (1, 2, 1), (2, 2, 1), (1, 4, 2)
-
-
-def draw(*shape: int, seed: int = 7) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def bias(reach: int, heads: int = 2) -> dict[str, torch.Tensor]:
@@ -77,35 +74,27 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    def move(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(move, x))
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
-    return {name: move(x) for name, x in arguments.items()}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_oracle(case: str, device: str) -> None:
     sizes, arguments = CASES[case]
     q, k, v = make_qkv(*sizes, T_q, T_k, D, device=device)
-    assert_matches_reference(attention, q, k, v, **on(device, arguments))
+    assert_matches_reference(attention, q, k, v, **to_device(arguments, device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype: torch.dtype, device: str) -> None:
     q, k, v = make_qkv(*ONE, T_q, T_k, D, dtype=dtype, device=device)
-    arguments = on(device, {**keys(8), **query(*ONE)})
+    arguments = to_device({**keys(8), **query(*ONE)}, device)
     arguments = {name: x.to(dtype) for name, x in arguments.items()}
-    assert_matches_reference(attention, q, k, v, causal=True, **arguments, **on(device, bias(8)))
+    arguments |= to_device(bias(8), device)
+    assert_matches_reference(attention, q, k, v, causal=True, **arguments)
 
 
 @pytest.mark.parametrize("sizes", [(40, 8), (8, 24)], ids=str)
 def test_head_dims_that_are_no_power_of_two(sizes: tuple[int, int], device: str) -> None:
     """And more queries than keys."""
     q, k, v = make_qkv(*ONE, 80, 20, sizes[0], sizes[1], device=device)
-    assert_matches_reference(attention, q, k, v, **on(device, keys(5, D=sizes[0])))
+    assert_matches_reference(attention, q, k, v, **to_device(keys(5, D=sizes[0]), device))
 
 
 @pytest.mark.parametrize("tile", [(16, 64), (64, 16)], ids=str)
@@ -113,7 +102,7 @@ def test_tiles_that_are_not_square(tile: tuple[int, int], device: str) -> None:
     q, k, v = make_qkv(*ONE, 70, 70, D, device=device)
     arguments = {"relative_keys": draw(1, 41, D), "relative_bias": draw(2, 5), "causal": True}
     with tiles.forced(relative=TileConfig(*tile)):
-        assert_matches_reference(attention, q, k, v, **on(device, arguments))
+        assert_matches_reference(attention, q, k, v, **to_device(arguments, device))
 
 
 def test_packed_sequences(device: str) -> None:
@@ -123,7 +112,9 @@ def test_packed_sequences(device: str) -> None:
         torch.tensor(x, dtype=torch.int32) for x in ([0, 38, 38, 45, 60], [0, 40, 45, 45, 75])
     )
     own_query = draw(60, 2, D, seed=9)
-    arguments = on(device, {**bias(6), **keys(20), "relative_query": own_query, "window": (25, 4)})
+    arguments = to_device(
+        {**bias(6), **keys(20), "relative_query": own_query, "window": (25, 4)}, device
+    )
     assert_matches_reference(
         partial(fastattn.attention_varlen, backend="triton"),
         *(x.to(device).requires_grad_() for x in (q, k, v)),
@@ -136,12 +127,12 @@ def test_packed_sequences(device: str) -> None:
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)], ids=str)
 def test_no_queries_or_no_keys(sizes: tuple[int, int], device: str) -> None:
     q, k, v = make_qkv(*ROWS, *sizes, D, device=device)
-    assert_matches_reference(attention, q, k, v, **on(device, {**bias(3), **keys(3)}))
+    assert_matches_reference(attention, q, k, v, **to_device({**bias(3), **keys(3)}, device))
 
 
 def test_nan_in_padded_keys_reaches_nothing(device: str) -> None:
     q, k, v = clean = make_qkv(*ROWS, T_q, T_k, D, device=device)
-    arguments = on(device, {**bias(8), **keys(8), "key_padding_mask": HOLES})
+    arguments = to_device({**bias(8), **keys(8), "key_padding_mask": HOLES}, device)
     gone = ~arguments["key_padding_mask"][:, None, :, None]
     k, v = (x.detach().masked_fill(gone, float("nan")).requires_grad_() for x in (k, v))
     assert_matches_reference(attention, q, k, v, clean=clean, **arguments)
@@ -149,7 +140,7 @@ def test_nan_in_padded_keys_reaches_nothing(device: str) -> None:
 
 def test_gradients_are_the_same_bits_each_time(device: str) -> None:
     q, k, v = make_qkv(*ROWS, T_q, T_k, D, device=device)
-    arguments = on(device, {**bias(8), **keys(8)})
+    arguments = to_device({**bias(8), **keys(8)}, device)
     first, second = (results(attention, q, k, v, **arguments) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -167,7 +158,7 @@ def test_unaligned_vectors_are_copied(device: str) -> None:
 def test_window_on_both_sides_needs_no_offset_on_the_host(monkeypatch, device: str) -> None:
     """Reading a tensor of offsets would wait for the GPU."""
     q, k, v = make_qkv(*ROWS, T_q, T_k, D, device=device)
-    arguments = on(device, {**bias(3), "query_offset": OFFSETS // 8})
+    arguments = to_device({**bias(3), "query_offset": OFFSETS // 8}, device)
     assert_matches_reference(attention, q, k, v, window=(4, 2), **arguments)
     monkeypatch.setattr(torch, "aminmax", None)
     results(attention, q, k, v, window=(4, 2), **arguments)

@@ -17,6 +17,7 @@ from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.inputs import draw, to_device
 from fastattn.torch_backend import statistics
 
 B, H_q, H_k, T_q, T_k, D = 2, 2, 1, 21, 25, 12
@@ -38,10 +39,6 @@ def odd_or_first(b, h, q_pos, k_pos):
 @triton.jit
 def square(x, b, h, q_pos, k_pos):
     return tl.where(k_pos > q_pos - 3, x, x * x * 0.3)
-
-
-def draw(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,15 +71,6 @@ def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         else x
         for name, x in options.items()
     }
-
-
-def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
-    def moved(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(moved, x))
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    return {name: moved(x) for name, x in options.items()}
 
 
 def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +112,7 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str, options: dict[str, Any
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_kernels_match_the_oracle(name: str, device: str) -> None:
-    assert_statistics(*make(device=device), "triton", on(device, OPTIONS[name]))
+    assert_statistics(*make(device=device), "triton", to_device(OPTIONS[name], device))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -135,7 +123,7 @@ def test_torch_matches_the_oracle(name: str) -> None:
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_bf16(backend: str, device: str) -> None:
     q, k = make(torch.bfloat16, device)
-    assert_statistics(q, k, backend, on(device, OPTIONS["softcap-sinks"]))
+    assert_statistics(q, k, backend, to_device(OPTIONS["softcap-sinks"], device))
 
 
 def test_torch_keeps_fp64() -> None:

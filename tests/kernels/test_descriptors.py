@@ -13,6 +13,7 @@ from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.descriptors import descriptor_like, descriptor_of, tma_strides
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
+from fastattn.testing.inputs import to_device
 
 B, T = 2, 53  # three full blocks of 16 keys and a part
 
@@ -59,10 +60,7 @@ def test_results_are_right(n: int, described: list[Tensor], device: str) -> None
     # 24 columns, of which blocks have 32.
     layout = ("bhtd", "bthd")[n % 2]
     q, k, v = make_qkv(B, 4, 2, T, T, 24, 40, layout=layout, device=device)
-    arguments = {
-        name: x.to(device) if isinstance(x, Tensor) else x
-        for name, x in list(MASKS.values())[n].items()
-    }
+    arguments = to_device(list(MASKS.values())[n], device)
     with tiles.forced(forward=TileConfig(16, 16, descriptors=True, sum_parts=4)):
         o, lse = by_triton(q, k, v, return_lse=True, **arguments)
     wide = {

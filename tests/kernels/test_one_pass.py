@@ -17,6 +17,7 @@ from fastattn.kernels.launch import tiles
 from fastattn.ops import attention, schema
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+from fastattn.testing.inputs import draw, to_device
 
 interpreted = pytest.mark.skipif(
     not tiles._INTERPRETING, reason="atomics are counted in the interpreter"
@@ -44,10 +45,6 @@ def steeper_grad(dx, x, b, h, q_pos, k_pos, reach_ptr):
     return dx * (1 + 0.2 * x)
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
-
-
 REACH = (torch.tensor([3, 12]),)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -72,20 +69,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
-    def to(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(to, x))
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    return {name: to(x) for name, x in options.items()}
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, device: str) -> None:
     dtype = torch.bfloat16 if option in ("causal", "window-lengths", "dropout") else torch.float32
     q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
-    assert_matches_reference(one_pass, q, k, v, **moved(OPTIONS[option], device))
+    assert_matches_reference(one_pass, q, k, v, **to_device(OPTIONS[option], device))
 
 
 SHAPES = {

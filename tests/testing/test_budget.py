@@ -12,7 +12,7 @@ import torch
 from fastattn import reference
 from fastattn.testing import assert_matches_reference, assert_within_budget, error_budget, make_qkv
 from fastattn.testing.compare import results
-from fastattn.testing.option_pairs import sets_that_cover_pairs, together
+from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
 T, D, BLOCK = 96, 32, 16
 
