@@ -4,17 +4,15 @@ import random
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
-from fastattn.cli import train as cli_train
 from fastattn.cli.main import main
 from fastattn.models import model_config as model_config
 from fastattn.training.checkpoint import CheckpointError, load_checkpoint, load_model
 from fastattn.training.data.tagged_text import standard_library_sentences
-from fastattn.training.kinds import KINDS, check_tokenizer, find_kind, load_trained
+from fastattn.training.kinds import KINDS, check_tokenizer, load_trained
 from fastattn.training.metrics import read_metrics
 from fastattn.training.tasks import sources
 from fastattn.training.tokenizers import CharacterTokenizer
@@ -34,19 +32,6 @@ WORDS = "the quick brown fox jumps over the lazy dog .\n" * 30
 
 def run(*words: object) -> int:
     return main([str(word) for word in words])
-
-
-def error_line(capsys, *words: object, code: int = 1) -> str:
-    """Runs a command that must fail; its one line, but for what training says as it begins."""
-    capsys.readouterr()
-    assert run(*words) == code
-    written = capsys.readouterr()
-    assert written.out == ""
-    lines = written.err.splitlines()
-    if lines[0].startswith("training a"):
-        del lines[0]
-    assert len(lines) == 1, written.err
-    return lines[0].strip()
 
 
 def write(path: Path, text: str) -> Path:
@@ -155,7 +140,7 @@ def test_masked_words_are_named(masked):
     assert checkpoint.state["scores"]["accuracy"] > 0.8
 
 
-def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, capsys):
+def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, error_line):
     text = write(tmp_path / "a.conll", CONLL)
     out = tmp_path / "run"
     options = ["--start-from", masked, "--steps", 1, "--dropout", 0.1, "--lr", "1e-9"]
@@ -169,11 +154,11 @@ def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, capsys):
     assert run("train", "--out", out, "--resume") == 0
     new = tmp_path / "new"
     start = ["train", "--model", "encoder", "--text", text, "--out", new, "--start-from", masked]
-    line = error_line(capsys, *start, "--embed-dim", 16)
+    line = error_line(*start, "--embed-dim", 16)
     assert "is of another configuration: its embed_dim is 32, not 16" in line
-    line = error_line(capsys, *start, "--tokenizer", "char")
+    line = error_line(*start, "--tokenizer", "char")
     assert "start_from brings its own tokenizer" in line
-    line = error_line(capsys, *start[:-1], out)
+    line = error_line(*start[:-1], out)
     assert "holds a tagger, a masked-token model is needed" in line
     assert not new.exists()
 
@@ -244,7 +229,7 @@ def test_sparse_layers_and_scoring_reach_the_model(tmp_path):
     assert {name: saved[name] for name in wanted} == wanted
 
 
-def test_a_preset_is_the_base_of_a_configuration(tmp_path, capsys):
+def test_a_preset_is_the_base_of_a_configuration(tmp_path, error_line):
     text = write(tmp_path / "a.conll", CONLL)
     options = ["--tokenizer", "word", "--steps", 1, "--preset", "bert-base", *TINY]
     assert train(tmp_path / "run", "encoder", text, *options, "--context", 8) == 0
@@ -253,7 +238,7 @@ def test_a_preset_is_the_base_of_a_configuration(tmp_path, capsys):
     assert (found.config.block, found.config.norm_eps) == ("post", 1e-12)
     assert (found.config.num_layers, found.config.context_length) == (1, 8)
     command = ["train", "--text", text, "--out", tmp_path / "new", "--preset", "none"]
-    assert "GPTConfig has the presets gpt2-small" in error_line(capsys, *command)
+    assert "GPTConfig has the presets gpt2-small" in error_line(*command)
 
 
 def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
@@ -277,14 +262,6 @@ def test_a_file_to_measure_on_is_not_trained_on(tmp_path):
     assert scores["accuracy"] == pytest.approx(1 / 3)
 
 
-def test_choices_are_those_of_the_models():
-    assert set(cli_train.CHOICES) == set(model_config._CHOICES)
-    for name, kind in model_config._CHOICES.items():
-        assert cli_train.CHOICES[name] == get_args(kind), name
-    assert {kind.model for kind in KINDS.values()} == set(cli_train.MODELS)
-    assert {kind.task for kind in KINDS.values()} == set(cli_train.TASKS)
-
-
 @pytest.mark.parametrize(
     ("model", "content", "options", "message"),
     [
@@ -305,27 +282,27 @@ def test_choices_are_those_of_the_models():
         ("seq2seq", PAIRS, "--target-length 1 --truncate", "text:1: the target cut to 0 tokens"),
     ],
 )
-def test_unusable_data_and_options_are_named(model, content, options, message, tmp_path, capsys):
+def test_unusable_data_and_options_are_named(
+    model, content, options, message, tmp_path, error_line
+):
     text = write(tmp_path / "text", content)
     words = ["--tokenizer", "word", *TINY, *options.split()]
-    line = error_line(
-        capsys, "train", "--model", model, "--text", text, "--out", tmp_path / "run", *words
-    )
+    line = error_line("train", "--model", model, "--text", text, "--out", tmp_path / "run", *words)
     assert line.startswith("fastattn: error: ")
     assert message in line
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_tag_in_the_file_to_measure_on_is_named(tmp_path, capsys):
+def test_an_unknown_tag_in_the_file_to_measure_on_is_named(tmp_path, error_line):
     text = write(tmp_path / "a.conll", CONLL)
     other = write(tmp_path / "b.conll", "the O\n\ndog Y\n")
     command = ["train", "--model", "encoder", "--text", text, "--validation", other]
-    line = error_line(capsys, *command, "--out", tmp_path / "run")
+    line = error_line(*command, "--out", tmp_path / "run")
     assert f"{other}:3: unknown tag 'Y'; the run's are O, X" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, masked, capsys):
+def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, masked, error_line):
     cases = [
         (["generate"], python_tagger, "holds a tagger, a GPT is needed: see fastattn tag"),
         (["tag", "--text", "a"], masked, "holds a masked-token model, a tagger is needed"),
@@ -333,9 +310,9 @@ def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, mask
         (["tag", "--text", "a"], translator, "an encoder-decoder, a tagger is needed: see fast"),
     ]
     for command, run_dir, message in cases:
-        line = error_line(capsys, *command, "--checkpoint", run_dir, "--device", "cpu")
+        line = error_line(*command, "--checkpoint", run_dir, "--device", "cpu")
         assert message in line
-    line = error_line(capsys, "train", "--model", "gpt", "--out", translator, "--resume")
+    line = error_line("train", "--model", "gpt", "--out", translator, "--resume")
     assert "another configuration: it holds an encoder-decoder, not a GPT" in line
 
 
@@ -355,17 +332,6 @@ def test_a_tokenizer_of_another_checkpoint_is_refused(masked, translator, tmp_pa
     shutil.copy(next(translator.glob("step-*")) / "tokenizer.json", folder)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is (truncated|corrupt)"):
         load_trained(mixed)
-
-
-def test_kinds_are_found_by_model_and_task():
-    assert find_kind().name == "gpt"
-    assert find_kind("encoder").name == "tagger"
-    assert find_kind(task="masked").name == "masked"
-    assert find_kind("seq2seq", "translation").name == "seq2seq"
-    with pytest.raises(ValueError, match="model must be one of gpt, encoder, seq2seq, got 'rnn'"):
-        find_kind("rnn")
-    with pytest.raises(ValueError, match=r"task must be one of language, tagging, .* got 'none'"):
-        find_kind(task="none")
 
 
 def test_a_checkpoint_that_names_no_kind_is_a_gpt(tmp_path):
@@ -391,22 +357,22 @@ def test_a_checkpoint_that_names_no_kind_is_a_gpt(tmp_path):
         ("translate --file /dev/null", "text file /dev/null is empty"),
     ],
 )
-def test_unusable_requests_are_named(words, message, python_tagger, translator, capsys):
+def test_unusable_requests_are_named(words, message, python_tagger, translator, error_line):
     command, *options = [word.replace("|", " ") for word in words.split(" ")]
     run_dir = python_tagger if command == "tag" else translator
-    line = error_line(capsys, command, "--checkpoint", run_dir, "--device", "cpu", *options)
+    line = error_line(command, "--checkpoint", run_dir, "--device", "cpu", *options)
     assert message in line
 
 
-def test_a_line_of_a_file_is_named(translator, tmp_path, capsys):
+def test_a_line_of_a_file_is_named(translator, tmp_path, error_line):
     path = write(tmp_path / "texts.txt", "1 2\n\n3 4\n")
     command = ["translate", "--checkpoint", translator, "--file", path, "--device", "cpu"]
-    assert f"{path}:2: the source has no token" in error_line(capsys, *command)
+    assert f"{path}:2: the source has no token" in error_line(*command)
 
 
-def test_help_is_offered(capsys):
+def test_help_is_offered(capsys, error_line):
     for command in ("train", "tag", "translate", "inspect"):
         assert main([command, "--help"]) == 0
         assert f"usage: fastattn {command}" in capsys.readouterr().out
     for command in ("tag", "translate", "tag --checkpoint x", "inspect --checkpoint x"):
-        assert "--help" in error_line(capsys, *command.split(), code=2)
+        assert "--help" in error_line(*command.split(), code=2)

@@ -23,31 +23,13 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import dispatch
 from fastattn.compat import sdpa
-from fastattn.functional import attend as functional
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.torch_backend import formula
+from fastattn.testing.inputs import to_device
 
 torch_attention = F.scaled_dot_product_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOWEST = torch.finfo(torch.float32).min
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Calls as if kernels existed for the CPU, their results by the formula; lists q's shapes."""
-    calls: list[tuple[int, ...]] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, **_: Any) -> Any:
-        calls.append(tuple(q.shape))
-        return formula.attention(q, k, v, options, return_lse=True)
-
-    def why_not(q: Tensor, *_: Any) -> str | None:
-        return "float64" if q.dtype == torch.float64 else None
-
-    monkeypatch.setattr(dispatch, "why_not_triton", why_not)
-    monkeypatch.setattr(functional.ops, "attend", attend)
-    return calls
 
 
 def tensors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -212,8 +194,7 @@ KERNEL_CASES = {
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_kernels_equal_torch(monkeypatch, device, name):
     monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
-    case = {**qkv(), **KERNEL_CASES[name]}
-    case = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in case.items()}
+    case = to_device({**qkv(), **KERNEL_CASES[name]}, device)
     assert sdpa.explain(**case).backend == "triton"
     assert_equals_torch(case)
 
@@ -249,132 +230,6 @@ def test_all_weights_dropped_is_torchs():
     assert torch.equal(
         sdpa.scaled_dot_product_attention(**qkv(), dropout_p=1.0), torch.zeros(2, 4, 5, 16)
     )
-
-
-# What torch refuses. Every entry replaces arguments of qkv().
-REFUSED: dict[str, dict[str, Any]] = {
-    "list": {"query": [1.0]},
-    "one-dim": {n: x[0, 0, 0] for n, x in qkv().items()},
-    "dtypes": {"key": qkv()["key"].double()},
-    "heads": {"key": qkv(H_k=2)["key"], "value": qkv(H_k=2)["value"]},
-    "heads-not-divisible": {**qkv(H_k=3), "enable_gqa": True},
-    "width": {"key": qkv()["key"][..., :8]},
-    "int-mask": {"attn_mask": torch.ones(5, 7, dtype=torch.int32)},
-    "double-mask": {"attn_mask": torch.ones(5, 7).double()},
-    "mask-shape": {"attn_mask": torch.ones(5, 6)},
-    "mask-one-dim": {"attn_mask": torch.ones(7)},
-    "mask-more-dims": {"attn_mask": torch.ones(1, 2, 4, 5, 7)},
-    "mask-larger-batch": {
-        **{n: x[:1] for n, x in qkv().items()},
-        "attn_mask": torch.ones(2, 1, 5, 7),
-    },
-    "dropout": {"dropout_p": 2.0},
-    "is-causal": {"is_causal": 1},
-    "grouped-without-heads": {**{n: x[0, 0] for n, x in qkv().items()}, "enable_gqa": True},
-    "unknown": {"window": 3},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_errors_are_torchs(served, name):
-    arguments = {**qkv(), **REFUSED[name]}
-    errors = []
-    for attend in (torch_attention, sdpa.scaled_dot_product_attention):
-        try:
-            attend(**arguments)
-        except (TypeError, RuntimeError, IndexError) as error:
-            errors.append(type(error))
-    assert len(errors) == 2
-    assert errors[0] is errors[1]
-    assert served == []
-
-
-def test_scale_is_given_by_name_alone():
-    with pytest.raises(TypeError):
-        sdpa.scaled_dot_product_attention(*qkv().values(), None, 0.0, False, 0.5)
-
-
-TORCH_SERVES = {
-    "float64": {n: x.double() for n, x in qkv().items()},
-    "negative-scale": {"scale": -0.5},
-    "zero-scale": {"scale": 0.0},
-    "mask-and-causal": {"attn_mask": torch.zeros(5, 7), "is_causal": True},
-    "no-queries": {"query": torch.empty(2, 4, 0, 16)},
-    "mixed-dims": {"key": qkv()["key"][0], "value": qkv()["value"][0]},
-    "uneven-groups": {"key": qkv(H_k=2)["key"], "value": qkv()["value"], "enable_gqa": True},
-}
-
-
-@pytest.mark.parametrize("name", TORCH_SERVES)
-def test_the_rest_is_torchs_bit_for_bit(served, name):
-    arguments = {**qkv(), **TORCH_SERVES[name]}
-    ours = sdpa.scaled_dot_product_attention(**arguments)
-    assert torch.equal(ours, torch_attention(**arguments))
-    assert served == []
-    assert sdpa.explain(**arguments).reasons["triton"]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_nested_tensors_are_torchs(served):
-    parts = [torch.randn(n, 2, 8) for n in (3, 5)]
-    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    o = sdpa.scaled_dot_product_attention(x, x, x)
-    assert o.is_nested
-    assert served == []
-
-
-def test_tensor_subclasses_see_the_call(served):
-    class Counting(Tensor):
-        seen = 0
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            cls.seen += func is torch_attention
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    x = torch.randn(1, 2, 4, 8)
-    sdpa.scaled_dot_product_attention(x.as_subclass(Counting), x, x)
-    assert Counting.seen == 1
-    assert served == []
-
-
-def test_function_modes_see_the_call_but_for_a_default_device(served):
-    class Watching(torch.overrides.TorchFunctionMode):
-        seen = 0
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            Watching.seen += func is torch_attention
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        sdpa.scaled_dot_product_attention(**qkv())
-    assert Watching.seen == 1
-    assert served == []
-    with torch.device("cpu"):
-        sdpa.scaled_dot_product_attention(**qkv())
-    assert len(served) == 1
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_forward_mode_derivatives_are_torchs(served):
-    inputs = {n: x.double().float() for n, x in qkv().items()}
-
-    def of_query(query: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return sdpa.scaled_dot_product_attention(query, inputs["key"], inputs["value"])
-
-    query = inputs["query"]
-    o, tangent = torch.func.jvp(of_query, (query,), (torch.ones_like(query),))
-    assert served == []
-    assert tangent.isfinite().all()
-    assert o.shape == query.shape
-
-
-def test_environment_leaves_all_to_torch(served, monkeypatch):
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "torch")
-    sdpa.scaled_dot_product_attention(**qkv())
-    assert served == []
-    assert "FASTATTN_BACKEND" in sdpa.explain(**qkv()).reasons["triton"]
 
 
 def test_autocast(served):

@@ -13,41 +13,11 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.compat.swap import block_trial, blocks
+from fastattn.testing.modules import Block
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 C, H, T = 32, 4, 7
-
-
-class Block(nn.Module):
-    """Attention whose scores, weights and output a subclass may change."""
-
-    def __init__(self, causal: bool = False, **attributes: Any) -> None:
-        super().__init__()
-        self.num_heads, self.causal = H, causal
-        self.qkv = nn.Linear(C, 3 * C)
-        self.proj = nn.Linear(C, C)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def scores(self, scores: Tensor) -> Tensor:
-        return scores
-
-    def weights(self, weights: Tensor) -> Tensor:
-        return weights
-
-    def output(self, out: Tensor) -> Tensor:
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, length, _ = x.shape
-        qkv = self.qkv(x).view(B, length, 3, H, C // H).permute(2, 0, 3, 1, 4)
-        scores = self.scores(qkv[0] @ qkv[1].mT / math.sqrt(C // H))
-        if self.causal:
-            unseen = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            scores = scores.masked_fill(unseen, float("-inf"))
-        o = self.weights(scores.softmax(-1)) @ qkv[2]
-        return self.output(self.proj(o.transpose(1, 2).flatten(2)))
 
 
 def distances(scores: Tensor) -> Tensor:

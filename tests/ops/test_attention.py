@@ -5,20 +5,18 @@ import shutil
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import BlockMask, tracing
+from fastattn import tracing
 from fastattn.functional import call_memo
 from fastattn.ops import attention, schema, torch_varlen
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import results
 from fastattn.testing.compiling.compile_pool import compiled_cases
-from fastattn.torch_backend import formula
 
 SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
 
@@ -232,75 +230,6 @@ def test_kernels_run_on_the_device_of_their_tensors(
     assert entered == [inputs[0].shape] * 2
 
 
-@triton.jit
-def near_or_first(b, h, q_pos, k_pos, reach_ptr):
-    return (tl.abs(q_pos - k_pos) <= tl.load(reach_ptr + h)) | (k_pos == b)
-
-
-@triton.jit
-def steeper(x, b, h, q_pos, k_pos, reach_ptr):
-    return 1.5 * x
-
-
-@triton.jit
-def steeper_grad(dx, x, b, h, q_pos, k_pos, reach_ptr):
-    return 1.5 * dx
-
-
-def everything(device: str) -> Options:
-    """Options of every kind that an op has to carry."""
-    torch.manual_seed(4)
-    bias, relative = torch.randn(1, 4, 20, 20), torch.randn(4, 9)
-    return Options(
-        key_lengths=torch.tensor([20, 13], device=device),
-        attn_bias=bias.to(device).requires_grad_(),
-        relative_bias=relative.to(device).requires_grad_(),
-        sinks=torch.randn(4).to(device).requires_grad_(),
-        dropout_seed=torch.tensor([3, 4], device=device),
-        mod_tensors=(torch.tensor([3, 9, 2, 20], device=device),),
-        right=6,
-        scale=0.3,
-        softcap=5.0,
-        dropout=0.2,
-        mask_mod=BlockMask(near_or_first),
-        score_mod=steeper,
-        score_mod_grad=steeper_grad,
-    )
-
-
-@pytest.mark.parametrize("which", ["band", "everything"])
-def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) -> None:
-    inputs = make_qkv(**SIZES, device=device, dtype=torch.bfloat16)
-    options = everything(device) if which == "everything" else Options(left=4, right=2, scale=0.3)
-    leaves = [x for x in (*inputs, *options.differentiable) if x is not None]
-
-    def run(function, *arguments):
-        o, lse = function(*inputs, *arguments)
-        loss = o.float().sin().sum() + lse.cos().sum()
-        return (o, lse, *torch.autograd.grad(loss, leaves))
-
-    short, op = (
-        run(attention.attend, options),
-        run(attention.attention_forward.op, *schema.flat(options)),
-    )
-    for ours, theirs in zip(short, op, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_ops_with_every_option_are_registered_right(device: str) -> None:
-    q, k, v = (x.detach() for x in make_qkv(**SIZES, device=device))
-    flat = tuple(
-        x.detach() if isinstance(x, torch.Tensor) else x for x in schema.flat(everything(device))
-    )
-    torch.library.opcheck(attention.attention_forward.op, (q, k, v, *flat))
-    o, lse = attention.attention_forward.op(q, k, v, *flat)
-    do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(attention.attention_backward.op, (do, dlse, q, k, v, o, lse, *flat))
-    delta = attention.attention_backward.op(do, dlse, q, k, v, o, lse, *flat)[3]
-    for op in (attention.attention_backward_bias.op, attention.attention_backward_relative.op):
-        torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
-
-
 def test_a_traced_function_must_have_a_name(device: str) -> None:
     @triton.jit
     def local(b, h, q_pos, k_pos):
@@ -309,37 +238,6 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
         attention.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
-
-
-@pytest.mark.parametrize("way", ["short", "op"])
-@pytest.mark.parametrize("which", ["causal", "everything"])
-def test_second_derivatives(which: str, way: str, device: str) -> None:
-    """Of a gradient penalty, against those of the oracle."""
-    options = everything(device) if which == "everything" else Options(causal=True, scale=0.25)
-    inputs = make_qkv(**SIZES, device=device)
-    leaves = [x for x in (*inputs, *options.differentiable) if x is not None]
-
-    def ours(q, k, v):
-        if way == "short":
-            return attention.attend(q, k, v, options)
-        return attention.attention_forward.op(q, k, v, *schema.flat(options))
-
-    def plain(dtype):
-        return lambda q, k, v: formula.attention(
-            *(x.to(dtype) for x in (q, k, v)), options, return_lse=True
-        )
-
-    def penalty_gradients(attend):
-        o, lse = attend(*inputs)
-        loss = o.square().sum() + lse.sum()
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        penalty = sum(x.float().square().sum() for x in first)
-        return torch.autograd.grad(penalty, leaves)
-
-    exact = penalty_gradients(plain(torch.float64))
-    naive = worst_naive(exact, lambda: penalty_gradients(plain(torch.float32)))
-    for x, ref, rough in zip(penalty_gradients(ours), exact, naive, strict=True):
-        assert_within_budget("second derivative", x, ref, rough)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])

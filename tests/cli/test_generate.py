@@ -1,0 +1,133 @@
+"""`fastattn generate`: prompts, stop strings, beams, drafts, and what it refuses."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattn.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+
+def generated(capsys, run, *options) -> tuple[str, str]:
+    """What `generate` writes to stdout and to stderr."""
+    capsys.readouterr()
+    command = ["generate", "--checkpoint", run, "--device", "cpu", "--tokens", 30, *options]
+    assert main([str(word) for word in command]) == 0
+    written = capsys.readouterr()
+    return written.out, written.err
+
+
+def test_the_speed_of_a_text_is_told(finished_run, capsys):
+    _, told = generated(capsys, finished_run)
+    assert re.fullmatch(r"30 tokens in \d+\.\d\d s: [\d,]+ tokens/s\n", told)
+
+
+def test_several_prompts_get_what_they_get_alone(finished_run, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("class \n\na\n")
+    prompts = ["def ", "class ", "", "a"]
+    options = ["--seed", 5, "--min-p", 0.02, "--repetition-penalty", 1.1]
+    together, told = generated(
+        capsys,
+        finished_run,
+        *options,
+        "--prompt",
+        "def ",
+        "--prompts-file",
+        tmp_path / "prompts.txt",
+    )
+    options[1] = -1
+    alone = []
+    for i, prompt in enumerate(prompts):
+        options[1] = 5 + i
+        text, _ = generated(capsys, finished_run, *options, "--prompt", prompt)
+        alone.append(f"=== {i + 1} of 4 ===\n{text}")
+    assert together == "".join(alone)
+    assert told.startswith("120 tokens in ")
+
+
+def test_stop_strings_and_beams_reach_the_text(finished_run, capsys):
+    options = ["--prompt", "def ", "--greedy"]
+    whole, _ = generated(capsys, finished_run, *options)
+    stop = whole[10:12]
+    short, _ = generated(capsys, finished_run, *options, "--stop", "absent", "--stop", stop)
+    assert short == whole[: whole.index(stop, 4)] + "\n"
+    one, told = generated(capsys, finished_run, "--prompt", "def ", "--beams", 1, "--stop", stop)
+    assert one == short
+    assert " tokens/s" in told
+    several = ["--prompt", "def ", "--beams", 3, "--length-penalty", 0.5]
+    assert len(generated(capsys, finished_run, *several)[0]) == len("def ") + 30 + 1
+
+
+def test_a_draft_model_changes_the_speed_alone(finished_run, capsys):
+    options = ["--prompt", "def ", "--greedy"]
+    text, _ = generated(capsys, finished_run, *options)
+    drafted, told = generated(
+        capsys, finished_run, *options, "--draft", finished_run, "--draft-tokens", 3
+    )
+    assert drafted == text
+    assert re.search(r"; 100% of \d+ drafted tokens accepted\n$", told)
+
+
+def test_the_command_streams_and_bears_a_closed_pipe(finished_run):
+    command = Path(sys.executable).with_name("fastattn")
+    generate = f"'{command}' generate --checkpoint '{finished_run}' --device cpu --tokens"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{generate} 100000 | head -c 50"],
+        capture_output=True,
+        timeout=120,
+    )
+    assert len(done.stdout) == 50
+    assert done.stderr == b""
+    assert done.returncode == 1
+
+
+def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
+    def filter_scores(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastattn.models.sampling.Sampling.filter", filter_scores)
+    assert main(["generate", "--checkpoint", str(finished_run), "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "fastattn: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--checkpoint absent", "there is no checkpoint in absent"),
+        ("--prompt ß", "character 'ß' (U+00DF) does not occur in the text"),
+        ("--temperature 0", "temperature must be positive and finite, got 0.0"),
+        ("--top-k 0", "top_k must be at least 1, got 0"),
+        ("--top-p 2", "top_p must be in (0, 1], got 2.0"),
+        ("--min-p 0", "min_p must be in (0, 1], got 0.0"),
+        ("--repetition-penalty 0", "repetition_penalty must be positive and finite, got 0.0"),
+        ("--beams 0", "beams must be at least 1, got 0"),
+        ("--beams 2 --top-k 3", "--beams searches for the likeliest text: leave out --top-k"),
+        ("--beams 2 --cuda-graph", "searches for the likeliest text: leave out --cuda-graph"),
+        ("--length-penalty 1", "--length-penalty needs --beams"),
+        ("--draft-tokens 2", "--draft-tokens needs --draft"),
+        ("--draft x --cuda-graph", "--draft takes no --cuda-graph"),
+        ("--draft absent", "there is no checkpoint in absent"),
+        ("--cuda-graph", "cuda_graph needs a model on a CUDA device, got one on cpu"),
+        ("--prompts-file absent", "cannot read prompts file absent: No such file or directory"),
+        ("--prompts-file /dev/null", "prompts file /dev/null is empty"),
+        ("--tokens -1", "count must be at least 0, got -1"),
+    ],
+)
+def test_an_unusable_request_for_text_is_named(options, message, finished_run, error_line):
+    command = ["generate", "--checkpoint", finished_run, "--device", "cpu", *options.split()]
+    assert message in error_line(*command)
+
+
+def test_unusable_prompts_and_stops_are_named(finished_run, tmp_path, error_line):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"abc\xff")
+    command = ["generate", "--checkpoint", finished_run, "--device", "cpu"]
+    line = error_line(*command, "--prompts-file", path)
+    assert f"prompts file {path} is not UTF-8 text" in line
+    for more in ([], ["--beams", "2"], ["--draft", finished_run]):
+        line = error_line(*command, "--stop", "", *more)
+        assert "stop must hold strings of at least one character, got ''" in line

@@ -1,0 +1,28 @@
+"""What tests of several doors share."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.functional import attend as functional
+from fastattn.torch_backend import formula
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Calls as if kernels existed for the CPU, their results by the formula; lists q's shapes."""
+    calls: list[tuple[int, ...]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, **_: Any) -> Any:
+        calls.append(tuple(q.shape))
+        return formula.attention(q, k, v, options, return_lse=True)
+
+    def why_not(q: Tensor, *_: Any) -> str | None:
+        return "float64" if q.dtype == torch.float64 else None
+
+    monkeypatch.setattr(dispatch, "why_not_triton", why_not)
+    monkeypatch.setattr(functional.ops, "attend", attend)
+    return calls
