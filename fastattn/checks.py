@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .options import FARTHEST
 from .tracing import decided
 
+# Positions of queries are taken within this distance of the first key: no sequence is as long.
+FARTHEST = 2**28
 # Under export sizes, and what is computed from them, are symbols.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -144,17 +145,17 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def check_key_padding_mask(mask: Tensor, k: Tensor) -> None:
+def check_key_padding_mask(mask: Tensor, k: Tensor) -> Tensor:
     """bool [B, T_k] on k's device, True = attend."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be a bool tensor (True = attend), got {kind(mask)}")
-    check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
+    return check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
 
 
-def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> None:
+def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> Tensor:
     """int32 or int64 [B] on q's device."""
     check_integers("key_lengths", lengths)
-    check_placement("key_lengths", lengths, (B,), q)
+    return check_placement("key_lengths", lengths, (B,), q)
 
 
 def check_query_offset(offset: Any, q: Tensor) -> int | Tensor:
@@ -184,18 +185,17 @@ def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor
         return torch.full((B,), prefix, dtype=torch.int32, device=q.device)
     check_integers("prefix_lengths", prefix)
     assert isinstance(prefix, Tensor), "check_integers lets only tensors through"
-    check_placement("prefix_lengths", prefix, (B,), q)
-    return prefix
+    return check_placement("prefix_lengths", prefix, (B,), q)
 
 
-def check_keep_first(keep_first: Any, windowed: bool) -> int:
+def check_keep_first(x: Any, windowed: bool) -> int:
     """An int of at least 0, beside something that hides the first keys."""
-    keep_first = check_count("keep_first", keep_first, 0)
-    if keep_first and not windowed:
+    count = check_count("keep_first", x, 0)
+    if count and not windowed:
         raise ValueError(
-            f"keep_first={keep_first} keeps keys that a window or stride hides; neither is given"
+            f"keep_first={count} keeps keys that a window or stride hides; neither is given"
         )
-    return keep_first
+    return count
 
 
 def check_count(name: str, x: Any, least: int) -> int:
@@ -279,7 +279,18 @@ def check_attn_mask(
         return check_per_score("attn_mask", mask, q, k), bias
     if bias is not None:
         raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
-    return None, check_per_score("attn_mask", mask, q, k)
+    bias = check_per_score("attn_mask", mask, q, k)
+    check_floats("attn_bias", bias)
+    return None, bias
+
+
+def check_cache_mask(mask: Any, q: Tensor, bound: int) -> Tensor:
+    """bool (True = attend), as `check_per_position`."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a bool tensor, got {kind(mask)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be bool (True = attend), got {mask.dtype}")
+    return check_per_position("attn_mask", mask, q, bound)
 
 
 def check_packed(q: Any, k: Any, v: Any) -> None:
@@ -372,14 +383,15 @@ def check_floats(name: str, x: object) -> None:
     check_tensor(name, x)
 
 
-def check_device(name: str, x: Tensor, beside: Tensor) -> None:
-    """x lies on the device of `beside`."""
+def check_device(name: str, x: Tensor, beside: Tensor) -> Tensor:
+    """x, which lies on the device of `beside`."""
     if check_tensor(name, x).device != beside.device:
         raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
+    return x
 
 
-def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> None:
-    """x has `shape` and lies on the device of `beside`."""
+def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> Tensor:
+    """x, which has `shape` and lies on the device of `beside`."""
     if tuple(check_tensor(name, x).shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    check_device(name, x, beside)
+    return check_device(name, x, beside)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .checks import check_device, check_floats, check_number, check_placement, kind, type_name
-from .options import MAX_MOD_TENSORS
+
+# The places that an operator has for them.
+MAX_MOD_TENSORS = 8
 
 
-def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> None:
+def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> Tensor:
     """float32 [H_q] or [B, H_q] on q's device, without gradient."""
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind(slopes)}")
@@ -24,17 +26,18 @@ def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> None:
         raise ValueError(
             "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns"
         )
+    return slopes
 
 
-def check_relative_bias(bias: Tensor, H_q: int, q: Tensor) -> None:
+def check_relative_bias(bias: Tensor, H_q: int, q: Tensor) -> Tensor:
     """Any float dtype, [H_q, 2 R + 1], on q's device."""
     check_floats("relative_bias", bias)
     if bias.dim() != 2 or bias.shape[0] != H_q or bias.shape[1] % 2 == 0:
         raise ValueError(f"relative_bias must have shape [{H_q}, 2 R + 1], got {list(bias.shape)}")
-    check_device("relative_bias", bias, q)
+    return check_device("relative_bias", bias, q)
 
 
-def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> None:
+def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> Tensor:
     """q's dtype and device, [H_q, H_k or 1, 2 R + 1, D]; q is [..., H_q, T_q, D] or packed."""
     if not isinstance(keys, Tensor) or keys.dtype != q.dtype:
         raise TypeError(f"relative_keys must have the dtype of q ({q.dtype}), got {kind(keys)}")
@@ -50,22 +53,22 @@ def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> None:
             f"relative_keys must have shape [H, 2 R + 1, {D}] with H one of "
             f"{', '.join(map(str, sorted(set(heads))))}, got {list(keys.shape)}"
         )
-    check_device("relative_keys", keys, q)
+    return check_device("relative_keys", keys, q)
 
 
-def check_relative_query(query: Tensor, keys: Tensor | None, q: Tensor) -> None:
+def check_relative_query(query: Tensor, keys: Tensor | None, q: Tensor) -> Tensor:
     """q's dtype, device and shape, beside relative_keys."""
     if keys is None:
         raise ValueError("relative_query is multiplied by relative_keys, which is not given")
     if not isinstance(query, Tensor) or query.dtype != q.dtype:
         raise TypeError(f"relative_query must have the dtype of q ({q.dtype}), got {kind(query)}")
-    check_placement("relative_query", query, tuple(q.shape), q)
+    return check_placement("relative_query", query, tuple(q.shape), q)
 
 
-def check_sinks(sinks: Tensor, H_q: int, q: Tensor) -> None:
+def check_sinks(x: Tensor, H_q: int, q: Tensor) -> Tensor:
     """Any float dtype, [H_q], on q's device."""
-    check_floats("sinks", sinks)
-    check_placement("sinks", sinks, (H_q,), q)
+    check_floats("sinks", x)
+    return check_placement("sinks", x, (H_q,), q)
 
 
 def check_dropout(dropout: Any) -> float:
@@ -76,25 +79,31 @@ def check_dropout(dropout: Any) -> float:
     return dropout
 
 
-def check_dropout_seed(seed: Tensor, q: Tensor) -> None:
+def check_dropout_seed(seed: Tensor, q: Tensor) -> Tensor:
     """int64 [2] on q's device."""
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
         raise TypeError(f"dropout_seed must be an int64 tensor, got {kind(seed)}")
-    check_placement("dropout_seed", seed, (2,), q)
+    return check_placement("dropout_seed", seed, (2,), q)
 
 
-def check_mask_mod(mod: Any, tensors: int) -> None:
+def check_mask_mod(mod: Any, tensors: int) -> Any:
     """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one."""
     check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", tensors)
+    return mod
 
 
-def check_score_mods(score_mod: Any, score_mod_grad: Any, tensors: int) -> None:
-    """@triton.jit functions score_mod(x, ...) and score_mod_grad(dx, x, ...)."""
+def check_score_mod(mod: Any, tensors: int) -> Any:
+    """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors)."""
+    check_function("score_mod", mod, "x, b, h, q_pos, k_pos", tensors)
+    return mod
+
+
+def check_score_mod_grad(mod: Any, score_mod: Any, tensors: int) -> Any:
+    """A @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *tensors)."""
     if score_mod is None:
         raise ValueError("score_mod_grad is the gradient of score_mod, which is not given")
-    check_function("score_mod", score_mod, "x, b, h, q_pos, k_pos", tensors)
-    if score_mod_grad is not None:
-        check_function("score_mod_grad", score_mod_grad, "dx, x, b, h, q_pos, k_pos", tensors)
+    check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", tensors)
+    return mod
 
 
 def check_score_mod_gradient(score_mod_grad: Any, inputs: tuple[Tensor | None, ...]) -> None:
@@ -122,7 +131,7 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
         )
 
 
-def check_mod_tensors(tensors: tuple[Tensor, ...], q: Tensor, used: bool) -> None:
+def check_mod_tensors(tensors: Any, q: Tensor, used: bool) -> tuple[Tensor, ...]:
     """A tuple of contiguous tensors on q's device, with a function that reads them."""
     if not isinstance(tensors, tuple):
         raise TypeError(f"mod_tensors must be a tuple of tensors, got {type_name(tensors)}")
@@ -137,3 +146,4 @@ def check_mod_tensors(tensors: tuple[Tensor, ...], q: Tensor, used: bool) -> Non
         check_device(name, x, q)
     if tensors and not used:
         raise ValueError("mod_tensors are read by mask_mod or score_mod; neither is given")
+    return tensors

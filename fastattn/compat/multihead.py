@@ -319,7 +319,7 @@ def _with_weights(
             q, k, lse=lse, max_elements=2**63, backend=layer.backend, **masks
         )
         return o, weights.to(narrow)
-    q, k, v, _, _ = attend._autocast(q, k, v, None, None)
+    q, k, v, _ = attend.autocast(q, k, v, {})
     options = arguments.dense_options(q, k, v, **masks)
     return _formula_with_weights(q, k, v, options, p, narrow)
 

@@ -11,7 +11,7 @@ from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..ops import attention as ops
 from ..ops import torch_varlen
-from ..options import Options, Window
+from ..options import LIKE_Q, Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout, formula
 from . import arguments, call_memo
@@ -32,38 +32,15 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
     backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@arguments.DENSE.sign
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: Window = None,
-    prefix_lengths: int | Tensor | None = None,
-    keep_first: int = 0,
-    stride: int | None = None,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    documents: Tensor | tuple[Tensor, Tensor] | None = None,
-    attn_mask: Tensor | None = None,
-    mask_mod: Any = None,
-    query_offset: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    relative_keys: Tensor | None = None,
-    relative_query: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    score_mod: Any = None,
-    score_mod_grad: Any = None,
-    mod_tensors: tuple[Tensor, ...] = (),
-    sinks: Tensor | None = None,
-    dropout: float = 0,  # an int: torch.compile would make a default that is a float dynamic
-    dropout_seed: Tensor | None = None,
-    deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
 
@@ -164,30 +141,16 @@ def attention(
             contradict each other, a score_mod without score_mod_grad where gradients are wanted, or
             a forced backend that cannot serve the call; the message names it.
     """
-    values = (
-        window, causal, keep_first, stride, query_offset, scale, softcap, dropout, mod_tensors,
-        deterministic, backend,
-    )  # fmt: skip
-    others = (
-        prefix_lengths, key_padding_mask, key_lengths, documents, attn_mask, mask_mod,
-        alibi_slopes, relative_bias, relative_keys, relative_query, attn_bias, score_mod,
-        score_mod_grad, sinks, dropout_seed,
-    )  # fmt: skip
-    key = call_memo.key_of(q, k, v, values, others)
+    key = call_memo.key_of(q, k, v, options, backend)
     known = None if key is None else call_memo.find(key, q)
     if known is not None:
         o, lse = ops.attend_by(known.kernels, q, k, v, known.options)
         return (o, lse) if return_lse else o
+    arguments.DENSE.refuse_others(options)
     checks.check_tensors(q, k, v)
-    q, k, v, relative_keys, relative_query = _autocast(q, k, v, relative_keys, relative_query)
-    options = arguments.dense_options(
-        q, k, v, key_padding_mask, query_offset, attn_mask, attn_bias, documents,
-        # In the order of ScoreArguments.
-        causal, window, prefix_lengths, keep_first, stride, mask_mod, mod_tensors, key_lengths,
-        scale, softcap, alibi_slopes, relative_bias, relative_keys, relative_query, score_mod,
-        score_mod_grad, sinks, dropout, dropout_seed, deterministic,
-    )  # fmt: skip
-    return _compute(q, k, v, options, return_lse, backend, key if dropout_seed is None else None)
+    q, k, v, options = autocast(q, k, v, options)
+    checked = arguments.dense_options(q, k, v, **options)
+    return _compute(q, k, v, checked, return_lse, backend, key)
 
 
 @overload
@@ -202,6 +165,7 @@ def attention_varlen(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[ScoreArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@arguments.PACKED.sign
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -238,25 +202,12 @@ def attention_varlen(
             on the CPU.
     """
     checks.check_packed(q, k, v)
-    keys, query = options.get("relative_keys"), options.get("relative_query")
-    if keys is not None or query is not None:
-        q, k, v, keys, query = _autocast(q, k, v, keys, query)
-        options = {**options, "relative_keys": keys, "relative_query": query}
-    else:
-        q, k, v, _, _ = _autocast(q, k, v, None, None)
-    refused = options.keys() - arguments.SHARED
-    checked = arguments.packed_options(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        {name: options.pop(name) for name in sorted(refused)},
-        **options,
-    )
+    q, k, v, options = autocast(q, k, v, options)
+    checked = arguments.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return _compute(q, k, v, checked, return_lse, backend)
 
 
+@arguments.DENSE.sign
 def explain(
     q: Tensor,
     k: Tensor,
@@ -276,10 +227,11 @@ def explain(
         An `Explanation`: `.backend`, `.one_pass`, and `.reasons` from the name of what was passed
         over to the reason; `str()` of it is meant for people.
     """
+    given: dict[str, Any] = dict(options)
+    arguments.DENSE.refuse_others(given)
     checks.check_tensors(q, k, v)
-    keys, query = options.get("relative_keys"), options.get("relative_query")
-    q, k, v, options["relative_keys"], options["relative_query"] = _autocast(q, k, v, keys, query)
-    checked = arguments.dense_options(q, k, v, **options)
+    q, k, v, given = autocast(q, k, v, given)
+    checked = arguments.dense_options(q, k, v, **given)
     choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
     return dispatch.with_backward(choice, q, k, v, checked)
 
@@ -297,14 +249,8 @@ def _compute(
             dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    if options.relative_keys is not None:
-        options = options._replace(
-            relative_keys=_kernel_rows(options.relative_keys),
-            relative_query=None
-            if options.relative_query is None
-            else _kernel_rows(options.relative_query),
-        )
-    rows = (_kernel_rows(q), _kernel_rows(k), _kernel_rows(v))
+    options = kernel_options(options)
+    rows = (kernel_rows(q), kernel_rows(k), kernel_rows(v))
     if choice.backend == "triton" and rows[0] is q and rows[1] is k and rows[2] is v:
         call_memo.keep(key, q, k, v, options)
     o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
@@ -313,7 +259,7 @@ def _compute(
     return (o, lse) if return_lse else o
 
 
-def _kernel_rows(x: Tensor) -> Tensor:
+def kernel_rows(x: Tensor) -> Tensor:
     """x with contiguous rows of a whole number of 16 bytes; columns of zeros change no score."""
     surplus = -x.shape[-1] % (16 // x.element_size())
     if surplus:
@@ -321,19 +267,30 @@ def _kernel_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _autocast(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, query: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def kernel_options(options: Options) -> Options:
+    """options whose tensors that are multiplied by q and its like are as `kernel_rows` has them."""
+    if options.relative_keys is None:
+        return options
+    given = {name: getattr(options, name) for name in LIKE_Q}
+    rows: dict[str, Any] = {name: kernel_rows(x) for name, x in given.items() if x is not None}
+    return options._replace(**rows)
+
+
+def autocast(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
 
-    keys and query are relative_keys and relative_query, unchecked.
+    options: unchecked.
     """
     if not formula.autocasting(q.device):
-        return q, k, v, keys, query
+        return q, k, v, options
     dtype = torch.get_autocast_dtype(q.device.type)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
     q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
-    keys, query = (
-        x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x for x in (keys, query)
-    )
-    return q, k, v, keys, query
+    given = {name: options[name] for name in LIKE_Q if name in options}
+    cast = {
+        name: x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x
+        for name, x in given.items()
+    }
+    return q, k, v, options | cast

@@ -17,7 +17,7 @@ from ..ops.call import contiguous
 from ..ops.gradients import as_batch, as_packed
 from ..options import Options
 from ..torch_backend import formula
-from .attend import _kernel_rows
+from .attend import kernel_rows
 
 PartGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -54,7 +54,7 @@ def part_gradients(
             return _each_sequence(do, q, k, v, o, lse, options)
         return _by_formula(do, q, k, v, o, lse, options)
     packed = options.cu_seqlens_q is not None
-    rows = [_kernel_rows(x) for x in (do, q, k, v, o)]
+    rows = [kernel_rows(x) for x in (do, q, k, v, o)]
     if packed:
         rows, lse = [as_batch(x) for x in rows], lse[None]
     padded_do, padded_q, padded_k, padded_v, padded_o = rows

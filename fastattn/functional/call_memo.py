@@ -7,6 +7,7 @@ the key here: it is done once. The key has the types of numbers, because True is
 
 import os
 from collections.abc import Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,30 +34,35 @@ class KnownCall(NamedTuple):
 _known: dict[Hashable, KnownCall] = {}
 
 
-def key_of(
-    q: Any, k: Any, v: Any, values: tuple[Any, ...], others: tuple[Any, ...]
-) -> Hashable | None:
+def key_of(q: Any, k: Any, v: Any, options: dict[str, Any], backend: str | None) -> Hashable | None:
     """What a call is found by; None where it may not be: it is traced, cast, or no such call.
 
-    Args:
-        values: arguments of `attention` that the checks see the values of; window first.
-        others: the rest, which all calls that are kept have as None.
+    options: all that the caller gave. A call with an option that is no number is not kept.
     """
     if torch.compiler.is_compiling() or type(k) not in _TYPES or type(v) not in _TYPES:
         return None
     if tracing.may_be_traced(q) or formula.autocasting(q.device):
         return None
-    window = values[0]
-    if type(window) is tuple:
-        values = (*values, *map(type, window))
+    values = tuple(options.values())
+    kinds = tuple(map(type, values))
+    if tuple in kinds:  # the sides of a window
+        kinds = (*kinds, *(type(side) for x in values if type(x) is tuple for side in x))
+    if not all(map(_is_number, kinds)):
+        return None
     try:
         layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
     except RuntimeError:  # nested or sparse, and about to be refused
         return None
     return (
         layout, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        values, *map(type, values), *map(type, others), os.environ.get(dispatch.ENVIRONMENT),
+        *options, values, kinds, backend, os.environ.get(dispatch.ENVIRONMENT),
     )  # fmt: skip
+
+
+@cache
+def _is_number(kind: type) -> bool:
+    """Whether what is of this type never changes; a tensor's or an array's number may, in place."""
+    return not hasattr(kind, "__setitem__") and "__call__" not in dir(kind)
 
 
 def find(key: Hashable | None, q: Tensor) -> KnownCall | None:
@@ -70,19 +76,13 @@ def find(key: Hashable | None, q: Tensor) -> KnownCall | None:
 
 def keep(key: Hashable | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     """Remember a call that the Triton kernels serve, with q, k and v as the caller gave them."""
-    if key is None or not options.plain or not _lasting(key):
+    if key is None or not options.plain:
         return
     kernels = attention.prepare(q, k, v, options)
     if kernels is not None:
         if len(_known) >= _KEPT:
             _known.clear()
         _known[key] = KnownCall(options, kernels, attention.place(q.dtype))
-
-
-def _lasting(key: Hashable) -> bool:
-    """Whether no number in it is held by a tensor or an array, which may hold another next time."""
-    assert isinstance(key, tuple)
-    return not any(isinstance(x, type) and hasattr(x, "__setitem__") for x in key)
 
 
 def forget() -> None:

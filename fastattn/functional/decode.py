@@ -1,7 +1,7 @@
 """Attention of a few new tokens to a cache, as a function: check, choose a backend, call it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,31 +10,14 @@ from .. import checks, dispatch
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
-from ..options import Options, Window
+from ..options import Options
 from ..torch_backend import decode as decode_torch
 from . import arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class DecodeArguments(TypedDict, total=False):
-    """Keyword arguments of `decode_attention` that say what is computed."""
-
-    causal: bool
-    window: Window
-    keep_first: int
-    stride: int | None
-    attn_mask: Tensor | None
-    mask_mod: Any
-    mod_tensors: tuple[Tensor, ...]
-    scale: float | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    attn_bias: Tensor | None
-    score_mod: Any
-    sinks: Tensor | None
+    from ..options import DecodeArguments
 
 
 @overload
@@ -51,6 +34,7 @@ def decode_attention(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[DecodeArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@arguments.CACHE.sign
 def decode_attention(
     q: Tensor,
     cache: Any,
@@ -130,6 +114,7 @@ def decode_attention(
     return (o, lse) if return_lse else o
 
 
+@arguments.CACHE.sign
 def explain_decode(
     q: Tensor,
     cache: Any,

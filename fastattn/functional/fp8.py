@@ -17,7 +17,7 @@ a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The
 that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from einops import rearrange
@@ -26,30 +26,18 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..ops import fp8
-from ..options import Options, Window
+from ..options import Options
 from ..quantization import quantize_rows
 from . import arguments, attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..options import Fp8Arguments
+
 E4M3 = torch.float8_e4m3fn
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED_HEAD_DIMS = (64, 128, 256)
-
-
-class Fp8Arguments(TypedDict, total=False):
-    """Keyword arguments of `attention_fp8` that mean what they mean to `fastattn.attention`."""
-
-    causal: bool
-    window: Window
-    prefix_lengths: int | Tensor | None
-    keep_first: int
-    key_lengths: Tensor | None
-    query_offset: int | Tensor | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 class PackedValues(NamedTuple):
@@ -160,6 +148,7 @@ def attention_fp8(
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
     return_lse: Literal[True], backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@arguments.FP8.sign
 def attention_fp8(
     q: Tensor,
     k: Tensor,
@@ -222,6 +211,7 @@ def attention_fp8(
     return (o, lse) if return_lse else o
 
 
+@arguments.FP8.sign
 def explain_fp8(
     q: Tensor,
     k: Tensor,
@@ -273,9 +263,7 @@ def _checked(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, scales: dict[str, Tensor | None],
     out_dtype: torch.dtype, options: dict[str, Any],
 ) -> _Call:  # fmt: skip
-    for name in options:
-        if name not in Fp8Arguments.__annotations__:
-            raise TypeError(f"attention_fp8 takes no {name}")
+    arguments.FP8.refuse_others(options)
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     codes = v.codes if isinstance(v, PackedValues) else v
@@ -295,7 +283,7 @@ def _checked(
         if scale is not None:
             _check_scale(name, scale, x)
     if torch.is_grad_enabled():
-        inputs = (*rows, *scales.values(), checked.sinks)
+        inputs = (*rows, *scales.values(), *checked.differentiable)
         if any(x is not None and x.requires_grad for x in inputs):
             raise RuntimeError(
                 "attention_fp8 has no gradients, but an input requires grad: call it under "

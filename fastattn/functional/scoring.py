@@ -7,41 +7,22 @@
 Luong's "concat", u^T tanh(W [q; k]), is the additive one with W_q and W_k the halves of W.
 """
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from .. import checks, dispatch
 from ..ops import additive as additive_ops
-from ..options import Options, Window
+from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend import formula
 from . import arguments, attend
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments
-
-
-class MaskArguments(TypedDict, total=False):
-    """Keyword arguments of `attention` that say which keys a query sees; see there."""
-
-    causal: bool
-    window: Window
-    prefix_lengths: int | Tensor | None
-    keep_first: int
-    stride: int | None
-    key_padding_mask: Tensor | None
-    key_lengths: Tensor | None
-    documents: Tensor | tuple[Tensor, Tensor] | None
-    attn_mask: Tensor | None
-    mask_mod: "Any"
-    mod_tensors: tuple[Tensor, ...]
-    query_offset: int | Tensor | None
+    from ..options import AttentionArguments, MaskArguments
 
 
 def dot_product_attention(
@@ -127,6 +108,7 @@ def additive_attention(
     w_key: Tensor | None = ..., *, return_lse: Literal[True], backend: str | None = ...,
     **masks: "Unpack[MaskArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@arguments.ADDITIVE.sign
 def additive_attention(
     q: Tensor,
     k: Tensor,
@@ -137,7 +119,7 @@ def additive_attention(
     *,
     return_lse: bool = False,
     backend: str | None = None,
-    **masks: "Unpack[MaskArguments]",
+    **masks: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(u^T tanh(W_q q + W_k k)) v, fused (Bahdanau et al. 2015).
 
@@ -180,7 +162,7 @@ def additive_attention(
     if w_key is not None and exists is not None:
         k = torch.where(exists[:, None, :, None], k, 0.0)
     k = _projected("w_key", w_key, "k", k, hidden)
-    q, k, v, _, _ = attend._autocast(q, k, v, None, None)
+    q, k, v, _ = attend.autocast(q, k, v, {})
     checks.check_qkv(q, k, v)
     return _compute(q, k, v, u.expand(q.shape[1], hidden), options, return_lse, backend)
 
@@ -197,18 +179,15 @@ def _compute(
         return (o, lse.float()) if return_lse else o
     # Columns of zeros add u_d tanh(0) = 0 to every score.
     width = v.shape[-1]
-    q, k, v = (attend._kernel_rows(x) for x in (q, k, v))
+    q, k, v = (attend.kernel_rows(x) for x in (q, k, v))
     u = torch.nn.functional.pad(u, (0, q.shape[-1] - u.shape[-1]))
     o, lse = additive_ops.attend(q, k, v, u, options)
     o = o if o.shape[-1] == width else o[..., :width]
     return (o, lse) if return_lse else o
 
 
-def _refuse_others(masks: MaskArguments) -> None:
-    for name in masks.keys() - MaskArguments.__annotations__.keys():
-        raise TypeError(
-            f"additive_attention takes no {name}: of attention's options it takes the masks alone"
-        )
+def _refuse_others(masks: dict[str, Any]) -> None:
+    arguments.ADDITIVE.refuse_others(masks)
     mask = masks.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         raise TypeError(f"attn_mask must be a bool tensor (True = attend), got {mask.dtype}")

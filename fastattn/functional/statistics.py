@@ -134,11 +134,9 @@ def _prepared(
     """q, k and lse as the backend takes them, the checked options, and the backend."""
     if given.get("dropout"):
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
+    arguments.DENSE._replace(name=name).refuse_others(given)
     checks.check_tensors(q, k, k)
-    keys, query = given.get("relative_keys"), given.get("relative_query")
-    q, k, _, given["relative_keys"], given["relative_query"] = attend._autocast(
-        q, k, k, keys, query
-    )
+    q, k, _, given = attend.autocast(q, k, k, given)
     options = arguments.dense_options(q, k, k, **given)
     if lse is not None:
         checks.check_floats("lse", lse)
@@ -148,11 +146,5 @@ def _prepared(
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         return q, k, lse, options, choice.backend
-    q, k = attend._kernel_rows(q), attend._kernel_rows(k)
-    if options.relative_keys is not None:
-        query = options.relative_query
-        options = options._replace(
-            relative_keys=attend._kernel_rows(options.relative_keys),
-            relative_query=None if query is None else attend._kernel_rows(query),
-        )
-    return q, k, lse, options, choice.backend
+    q, k = attend.kernel_rows(q), attend.kernel_rows(k)
+    return q, k, lse, attend.kernel_options(options), choice.backend

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ..functional.scoring import MaskArguments
+    from ..options import MaskArguments
     from ..rotary import RotaryTables
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import tracing
-from ..options import Options
+from ..options import LEARNED, Options
 from . import transforms
 from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
 from .gradients import (
-    DIFFERENTIABLE,
     Kernels,
     as_batch,
     as_packed,
@@ -236,7 +235,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         # A plain call has q, k and v alone.
-        needed = (*needs, *(False,) * (3 + len(DIFFERENTIABLE) - len(needs)))
+        needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
         return (None, None, *gradients(ctx.kernels, ctx, needed, do, dlse)[: len(needs)])
 
 

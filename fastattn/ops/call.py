@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import tracing
-from ..options import Options
+from ..options import CONTIGUOUS, Options
 from . import schema
 
 TRITON_INSTALLED = find_spec("triton") is not None
@@ -94,20 +94,12 @@ def _schema(signature: inspect.Signature) -> tuple[str, str]:
     return tensors[1:-1], returns
 
 
-# Read by kernels with a fixed order of elements.
-_CONTIGUOUS = (
-    "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
-    "k_documents", "alibi_slopes", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "relative_bias",
-    "relative_keys", "sinks",
-)  # fmt: skip
-
-
 def contiguous(options: Options) -> Options:
     """options with copies of those tensors that kernels cannot read as they lie."""
     if options.plain:
         return options
     changed = {}
-    for name in _CONTIGUOUS:
+    for name in CONTIGUOUS:
         x = getattr(options, name)
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()

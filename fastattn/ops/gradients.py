@@ -1,6 +1,6 @@
 """Autograd of attention: saved tensors, and which kernel computes which gradient.
 
-The inputs with gradients are q, k, v and the fields of Options in DIFFERENTIABLE, in this order.
+The inputs with gradients are q, k, v and the fields of Options in LEARNED, in this order.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,17 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import LEARNED, Options
 from ..torch_backend import formula
 from ..torch_backend.double_backward import gradients_with_graph
-
-DIFFERENTIABLE = ("attn_bias", "relative_bias", "relative_keys", "relative_query", "sinks")
-
+from .schema import PLACES
 
 # Where q, k, v and these fields stand among an op's arguments.
-_PLACES = [0, 1, 2, *(3 + Options._fields.index(name) for name in DIFFERENTIABLE)]
-# Before mod_tensors, a field that takes several places.
-assert max(_PLACES) < 3 + Options._fields.index("mod_tensors")
+_PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
 
 
 class Kernels(NamedTuple):
@@ -68,7 +64,7 @@ def gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Of q, k, v and the fields in DIFFERENTIABLE; None for those that are not needed."""
+    """Of q, k, v and the fields in LEARNED; None for those that are not needed."""
     q, k, v, o, lse, options = saved(ctx)
     if torch.is_grad_enabled():
         return differentiable_gradients(q, k, v, options, needed, do, dlse)
@@ -91,21 +87,24 @@ def kernel_gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     dq, dk, dv, delta, dquery = kernels.backward(do, dlse, q, k, v, o, lse, options)
-    dbias = drelative = dkeys = dsinks = None
-    _, _, _, wants_bias, wants_relative, wants_keys, _, wants_sinks = needed
-    if options.attn_bias is not None and wants_bias:
-        dbias = kernels.backward_bias(do, q, k, v, lse, delta, options).to(options.attn_bias.dtype)
-    if wants_relative or wants_keys:
-        drelative, dkeys = kernels.backward_relative(do, q, k, v, lse, delta, options)
-        bias, keys = options.relative_bias, options.relative_keys
-        drelative = None if bias is None or not wants_relative else drelative.to(bias.dtype)
-        dkeys = None if keys is None or not wants_keys else dkeys.to(keys.dtype)
-    if options.sinks is not None and wants_sinks:
+    wanted = {
+        name: x
+        for name, x, wants in zip(LEARNED, options.differentiable, needed[3:], strict=True)
+        if wants and x is not None
+    }
+    found: dict[str, Tensor] = {"relative_query": dquery}
+    if "attn_bias" in wanted:
+        found["attn_bias"] = kernels.backward_bias(do, q, k, v, lse, delta, options)
+    if "relative_bias" in wanted or "relative_keys" in wanted:
+        found["relative_bias"], found["relative_keys"] = kernels.backward_relative(
+            do, q, k, v, lse, delta, options
+        )
+    if "sinks" in wanted:
         # A sink is one more key with value 0: its ds is its weight times (0 - delta).
-        weight = torch.exp(options.sinks.float()[:, None] - lse)
-        dsinks = -(weight * delta).sum((0, 2)).to(options.sinks.dtype)
-    dquery = dquery if options.relative_query is not None else None
-    return [dq, dk, dv, dbias, drelative, dkeys, dquery, dsinks]
+        weight = torch.exp(wanted["sinks"].float()[:, None] - lse)
+        found["sinks"] = -(weight * delta).sum((0, 2))
+    others = (found[name].to(wanted[name].dtype) if name in wanted else None for name in LEARNED)
+    return [dq, dk, dv, *others]
 
 
 def differentiable_gradients(
@@ -118,7 +117,7 @@ def differentiable_gradients(
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """What `kernel_gradients` gives, by the formula: for create_graph=True; holds all scores."""
-    inputs = (q, k, v, *(getattr(options, name) for name in DIFFERENTIABLE))
+    inputs = (q, k, v, *(getattr(options, name) for name in LEARNED))
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
         given = replaced(options, fields)
@@ -135,18 +134,18 @@ def differentiable_gradients(
 
 
 def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:
-    """options with other tensors in DIFFERENTIABLE."""
-    given: dict[str, Any] = dict(zip(DIFFERENTIABLE, fields, strict=True))
+    """options with other tensors in LEARNED."""
+    given: dict[str, Any] = dict(zip(LEARNED, fields, strict=True))
     return options._replace(**given)
 
 
 def needed_of(needs: Sequence[bool]) -> list[bool]:
-    """Which of q, k, v and the fields in DIFFERENTIABLE need a gradient, of an op's arguments."""
+    """Which of q, k, v and the fields in LEARNED need a gradient, of an op's arguments."""
     return [needs[place] for place in _PLACES]
 
 
 def placed(found: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and the fields in DIFFERENTIABLE, as those of an op's arguments."""
+    """Gradients of q, k, v and the fields in LEARNED, as those of an op's arguments."""
     grads: list[Tensor | None] = [None] * count
     for place, grad in zip(_PLACES, found, strict=True):
         grads[place] = grad

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import block_mask
-from ..options import MAX_MOD_TENSORS, Options
+from ..options import FUNCTIONS, Options
+from ..score_checks import MAX_MOD_TENSORS
 
 _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
@@ -23,40 +24,44 @@ _SCHEMA_TYPES = {
     bool: "bool",
     Any: "str",
 }
-_MOD_PLACE = Options._fields.index("mod_tensors")
+_MODS = "mod_tensors"
 
 
-def _schema_of(name: str, hint: Any) -> str:
-    if name == "mod_tensors":
-        return ", ".join(f"Tensor? {name}_{i}" for i in range(MAX_MOD_TENSORS))
-    return f"{_SCHEMA_TYPES[hint]} {name}"
+def _schema() -> dict[str, str]:
+    """The names of the arguments and their types, in the order of the fields."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(Options).items():
+        if name == _MODS:
+            found |= {f"{name}_{i}": "Tensor?" for i in range(MAX_MOD_TENSORS)}
+        else:
+            found[name] = _SCHEMA_TYPES[hint]
+    return found
 
 
-_OPTIONS_SCHEMA = ", ".join(_schema_of(*field) for field in get_type_hints(Options).items())
+_SCHEMA = _schema()
+# Where fields stand among the arguments.
+PLACES = {name: place for place, name in enumerate(_SCHEMA)}
+_MOD_PLACES = [PLACES[f"{_MODS}_{i}"] for i in range(MAX_MOD_TENSORS)]
 _Flat = tuple[Any, ...]
 
 
 def flat(options: Options) -> _Flat:
     """options as the arguments of an op, in its order."""
-    mods = options.mod_tensors
-    return (
-        *options[:_MOD_PLACE],
-        *mods,
-        *(None,) * (MAX_MOD_TENSORS - len(mods)),
-        *options[_MOD_PLACE + 1 : -3],
-        *(block_mask.name_of(mod) for mod in options[-3:]),
-    )
+    found: list[Any] = []
+    for name, x in zip(Options._fields, options, strict=True):
+        if name == _MODS:
+            found += (*x, *(None,) * (MAX_MOD_TENSORS - len(x)))
+        else:
+            found.append(block_mask.name_of(x) if name in FUNCTIONS else x)
+    return tuple(found)
 
 
 def unflat(flat: _Flat) -> Options:
     """The inverse of `flat`, for functions that can be found by name."""
-    mods = flat[_MOD_PLACE : _MOD_PLACE + MAX_MOD_TENSORS]
-    fields = (
-        *flat[:_MOD_PLACE],
-        tuple(x for x in mods if x is not None),
-        *flat[_MOD_PLACE + MAX_MOD_TENSORS : -3],
-    )
-    return Options(*fields, *map(block_mask.named, flat[-3:]))
+    fields = {name: flat[PLACES[name]] for name in Options._fields if name != _MODS}
+    fields |= {name: block_mask.named(fields[name]) for name in FUNCTIONS}
+    mods = tuple(flat[place] for place in _MOD_PLACES if flat[place] is not None)
+    return Options(**fields, mod_tensors=mods)
 
 
 def operator(name: str, function: Callable[..., Any], tensors: str, returns: str) -> Any:
@@ -66,5 +71,6 @@ def operator(name: str, function: Callable[..., Any], tensors: str, returns: str
     def call(*arguments: Any) -> Any:
         return function(*arguments[:count], unflat(arguments[count:]))
 
-    schema = f"({tensors}, {_OPTIONS_SCHEMA}) -> {returns}"
+    arguments = ", ".join(f"{kind} {name}" for name, kind in _SCHEMA.items())
+    schema = f"({tensors}, {arguments}) -> {returns}"
     return torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)

@@ -66,7 +66,7 @@ def _forward_lse(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Ten
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of those of DIFFERENTIABLE that are given, from a second forward."""
+    """Gradients of q, k, v and of those of LEARNED that are given, from a second forward."""
     # torch runs an operator below autograd, which has to record here.
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():

@@ -12,10 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import LEARNED, Options
 from ..torch_backend.double_backward import gradients_with_graph
 from .gradients import (
-    DIFFERENTIABLE,
     Kernels,
     differentiable_gradients,
     kernel_gradients,
@@ -74,7 +73,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients that are needed, of q, k, v and the fields in DIFFERENTIABLE."""
+    """The gradients that are needed, of q, k, v and the fields in LEARNED."""
 
     @staticmethod
     def forward(
@@ -99,7 +98,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
         """By the formula. o and lse depend on the inputs in its own way, so they get nothing."""
         q, k, v, do, dlse, options = saved(ctx)
-        fields = [getattr(options, name) for name in DIFFERENTIABLE]
+        fields = [getattr(options, name) for name in LEARNED]
         inputs = [do, dlse if ctx.has_dlse else None, q, k, v, *fields]
 
         def function(do: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

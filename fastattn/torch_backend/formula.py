@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import FARTHEST, Options
+from ..options import Options
 from . import dropout, triton_language
 
 
@@ -231,7 +231,7 @@ def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor
     """Position of each query among the keys, int64 [B or 1, 1, T_q, 1]."""
     rows = torch.arange(T_q, device=device)[None, None, :, None]
     if options.query_offsets is not None:
-        offsets = options.query_offsets.clamp(-FARTHEST, FARTHEST)
+        offsets = options.query_offsets.clamp(-checks.FARTHEST, checks.FARTHEST)
         return rows + offsets[:, None, None, None]
     assert options.query_offset is not None, "packed calls are taken apart before"
     return rows + options.query_offset

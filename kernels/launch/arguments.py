@@ -85,16 +85,10 @@ def tile_for(
 
     calls: what the kernel takes as many registers as, where the options take no more.
     """
-    if options.relative_keys is not None:
+    registers = options.registers
+    if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
-    o = options
-    pieces = (o.stride, o.attn_mask, o.attn_bias, o.relative_bias, o.mask_mod, o.score_mod)
-    masks = (o.left, o.key_padding_mask, o.prefix_lengths, o.q_documents, o.softcap, o.alibi_slopes)
-    if o.dropout or any(x is not None for x in pieces):
-        return tiles.lookup(kernel, q.element_size(), max(dims), "heavy")
-    if o.keep_first or any(x is not None for x in masks):
-        calls = "masked"
-    return tiles.lookup(kernel, q.element_size(), max(dims), calls)
+    return tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -85,7 +85,7 @@ def test_packed_sequences_and_dropout(dropout, backend, device):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = attention_varlen(*leaves, cu_q, cu_k, return_lse=True, backend=backend, **options)
     wanted = torch.autograd.grad(o, leaves, do)
-    checked = arguments.packed_options(q, k, v, cu_q, cu_k, {}, **options)
+    checked = arguments.packed_options(q, k, v, cu_q, cu_k, **options)
     with torch.no_grad():
         *found, delta = part_gradients(do, q, k, v, o, lse, checked, backend=backend)
     assert delta.shape == lse.shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import KVCache, attention, decode_attention, options
+from fastattn import KVCache, attention, checks, decode_attention
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.rules import mask
 from fastattn.testing import assert_matches_reference, make_qkv
@@ -171,4 +171,4 @@ def test_numbers_that_stand_too_far_are_refused():
 
 
 def test_both_backends_know_one_farthest_position():
-    assert mask.FARTHEST.value == options.FARTHEST
+    assert mask.FARTHEST.value == checks.FARTHEST

@@ -87,7 +87,7 @@ def starts(*lengths: int) -> Tensor:
 def packed(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor, **arguments: Any) -> Any:
     """`fastattn.attention_varlen` for sequences laid behind one another."""
     options = {name: x for name, x in arguments.items() if name != "return_lse"}
-    checked = packed_options(q, k, v, *offsets, {}, **options)
+    checked = packed_options(q, k, v, *offsets, **options)
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
     assert why_not_hopper(*rows, checked, backward=True) is None
     return fastattn.attention_varlen(q, k, v, *offsets, **arguments, backend="hopper")

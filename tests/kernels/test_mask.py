@@ -309,7 +309,7 @@ def test_plans_of_packed_sequences(mask: str, device: str) -> None:
         given["prefix_lengths"] = torch.tensor([9, 0, 3])
     q, k = torch.zeros(20, 1, 4), torch.zeros(29, 1, 4)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (PACKED_Q, PACKED_K))
-    options = fastattn.functional.arguments.packed_options(q, k, k, cu_q, cu_k, {}, **given)
+    options = fastattn.functional.arguments.packed_options(q, k, k, cu_q, cu_k, **given)
     options = Options(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in options))
     found = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
     for b in range(3):

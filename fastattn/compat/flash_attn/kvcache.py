@@ -13,7 +13,6 @@ from torch import Tensor
 from ... import checks
 from ...cache.append import append
 from ...functional.decode import decode_attention, view_of_tensors
-from ...options import FARTHEST
 from ...rotary import apply_rotary
 from .rotary import table_rows
 
@@ -129,7 +128,7 @@ def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor
     checks.check_integers(name, x)
     checks.check_placement(name, x, (B,) if dims == 1 else (B, x.shape[-1]), beside)
     found: Tensor = x
-    return found.clamp(-FARTHEST, FARTHEST).to(torch.int32)
+    return found.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
 
 
 def _rotated(

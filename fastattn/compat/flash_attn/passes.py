@@ -188,7 +188,7 @@ def _flash_attn_varlen_backward(
     dout, q, k, v, out = _checked_all(3, dout=dout, q=q, k=k, v=v, out=out)
     with errors_of_flash_attn(), torch.no_grad():
         _take_seed(options, rng_state)
-        given = arguments.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, {}, **options)
+        given = arguments.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
         _check_results(dout, out, softmax_lse, q, v, (q.shape[1], q.shape[0]))
         *grads, delta = part_gradients(dout, q, k, v, out, softmax_lse, given)
     _write((dq, dk, dv), grads)
