@@ -30,6 +30,12 @@ class Checking(NamedTuple):
     fields: dict[str, Any]
     reach: int | None = None
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a window or stride hides keys."""
+        sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
+        return any(side is not None for side in sides)
+
 
 class Row(NamedTuple):
     """One option.
@@ -47,11 +53,6 @@ class Row(NamedTuple):
     like_q: bool = False
     packed: str = ""
     cache: str = ""
-
-
-def _keep_first(x: Any, call: Checking) -> int:
-    near = call.fields.get("left"), call.fields.get("right"), call.given.get("stride")
-    return checks.check_keep_first(x, any(side is not None for side in near))
 
 
 def _prefix_lengths(x: Any, call: Checking) -> Tensor:
@@ -120,7 +121,7 @@ class OfAllCalls(TypedDict, total=False):
 
     causal: Annotated[bool, Row(False, lambda x, call: checks.check_flag("causal", x))]
     window: Annotated[Window, Row(None, lambda x, call: checks.check_window(x), ("left", "right"))]
-    keep_first: Annotated[int, Row(0, _keep_first)]
+    keep_first: Annotated[int, Row(0, lambda x, call: checks.check_keep_first(x, call.windowed))]
 
 
 class OfAllButFp8(TypedDict, total=False):
@@ -328,22 +329,21 @@ class Options(NamedTuple):
     Tensors lie on q's device. Those with dims of one size or another are not expanded.
     """
 
-    # bool
-    key_padding_mask: Annotated[Tensor | None, Tags("B T_k", registers="masked")] = None
-    attn_mask: Annotated[
-        Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="heavy")
-    ] = None
+    key_padding_mask: Annotated[Tensor | None, Tags("B T_k", registers="masked")] = None  # bool
     # int32 or int64
     key_lengths: Annotated[Tensor | None, Tags("B")] = None
     query_offsets: Annotated[Tensor | None, Tags("B")] = None  # in place of query_offset
     prefix_lengths: Annotated[Tensor | None, Tags("B", registers="masked")] = None
     q_documents: Annotated[Tensor | None, Tags("B T_q", registers="masked")] = None
     k_documents: Annotated[Tensor | None, Tags("B T_k")] = None
+    attn_mask: Annotated[
+        Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="heavy")
+    ] = None  # bool
+    alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked")] = None  # fp32
+    dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
     cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
-    dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
-    # float; slopes fp32, what is multiplied by q and its like in their dtype
-    alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked")] = None
+    # What follows has gradients, and any float dtype; what q is multiplied by, that of q.
     attn_bias: Annotated[
         Tensor | None,
         Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="heavy"),

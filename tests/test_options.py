@@ -1,0 +1,208 @@
+"""The table of options: what follows from it, and in how few places an option stands."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import attention, options
+from fastattn.functional import call_memo
+from fastattn.options import ROWS, TAGS, Options
+from fastattn.testing import make_qkv
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+TAKEN_BY: dict[str, Any] = {
+    "attention": options.AttentionArguments,
+    "attention_varlen": options.ScoreArguments,
+    "decode_attention": options.DecodeArguments,
+    "attention_fp8": options.Fp8Arguments,
+    "additive_attention": options.MaskArguments,
+}
+q, k, v = make_qkv(B=1, H_q=2, H_k=1, T_q=4, T_k=4, D=16, requires_grad=False)
+
+
+def cache() -> fastattn.KVCache:
+    found = fastattn.KVCache(1, 1, 8, 16)
+    found.append(k, v)
+    return found
+
+
+def packed() -> tuple[torch.Tensor, ...]:
+    return (*(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 4]))
+
+
+CALLS: dict[str, Any] = {
+    "attention": lambda **given: attention(q, k, v, **given),
+    "explain": lambda **given: fastattn.explain(q, k, v, **given),
+    "attention_varlen": lambda **given: fastattn.attention_varlen(*packed(), **given),
+    "decode_attention": lambda **given: fastattn.decode_attention(q, cache(), **given),
+    "explain_decode": lambda **given: fastattn.explain_decode(q, cache(), **given),
+    "attention_fp8": lambda **given: fastattn.attention_fp8(q, k, v, **given),
+    "explain_fp8": lambda **given: fastattn.explain_fp8(q, k, v, **given),
+    "additive_attention": lambda **given: fastattn.additive_attention(q, k, v, q[0, 0, 0], **given),
+    "attention_statistics": lambda **given: fastattn.attention_statistics(q, k, **given),
+    "dot_product_attention": lambda **given: fastattn.dot_product_attention(q, k, v, **given),
+}
+
+
+def test_rows_and_fields_agree() -> None:
+    for name, row in ROWS.items():
+        for field in row.fields or (name,):
+            assert field in Options._fields, name
+    given = {field for name, row in ROWS.items() for field in row.fields or (name,)}
+    assert set(Options._fields) - given == {"cu_seqlens_q", "cu_seqlens_k"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_who_refuses_an_option_says_why(name: str) -> None:
+    row = ROWS[name]
+    assert (name in options.ScoreArguments.__annotations__) == (not row.packed)
+    assert (name in options.DecodeArguments.__annotations__) == (not row.cache)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> None:
+    with pytest.raises(TypeError, match=r"takes no windows: there is .*; the closest is window$"):
+        CALLS[call](windows=3)
+    with pytest.raises(TypeError, match=r"takes no zzz: there is no such argument$"):
+        CALLS[call](zzz=3)
+
+
+@pytest.mark.parametrize("name", TAKEN_BY)
+def test_help_shows_every_option_with_its_default(name: str) -> None:
+    function = getattr(fastattn, name)
+    parameters = inspect.signature(function).parameters
+    taken = TAKEN_BY[name].__annotations__
+    assert taken.keys() <= parameters.keys()
+    assert not any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    for option in taken:
+        default = parameters[option].default
+        causal_by_default = name == "decode_attention" and option == "causal"
+        assert default is (True if causal_by_default else ROWS[option].default)
+        assert parameters[option].annotation == get_type_hints(TAKEN_BY[name])[option]
+
+
+def tensors_of(field: str) -> bool:
+    return get_type_hints(Options)[field] in (torch.Tensor | None, Any)
+
+
+@pytest.mark.parametrize("field", Options._fields)
+def test_only_numbers_are_plain(field: str) -> None:
+    """What kernels read through pointers, and a stride, of which launchers make a table."""
+    given = Options()._replace(**{field: 4})
+    if field not in ("mod_tensors", "score_mod_grad"):  # read by mask_mod and score_mod alone
+        assert given.plain == (field != "stride" and not tensors_of(field))
+
+
+@pytest.mark.parametrize("field", Options._fields)
+def test_the_registers_that_a_field_takes(field: str) -> None:
+    assert Options()._replace(**{field: 4}).registers == TAGS[field].registers
+    heavy = Options(dropout=0.5)._replace(**{field: 4}).registers
+    assert heavy == ("relative" if TAGS[field].registers == "relative" else "heavy")
+
+
+# Of each option that is a number, two values that are both valid beside the others.
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    "causal": (True, False), "window": (3, (2, 1)), "keep_first": (1, 2), "query_offset": (0, 1),
+    "scale": (0.5, 1), "softcap": (2.0, 3.0), "deterministic": (True, False),
+    "prefix_lengths": (1, 2), "stride": (2, 3), "dropout": (0.1, 0.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str) -> None:
+    rows = tuple(x.to(device) for x in (q, k, v))
+    without = call_memo.key_of(*rows, {}, None)
+    assert without is not None and without == call_memo.key_of(*rows, {}, None)
+    for x in NUMBERS.get(name, (None, torch.zeros(1))):
+        assert call_memo.key_of(*rows, {name: x}, None) != without
+    if name in NUMBERS:
+        first, second = (call_memo.key_of(*rows, {name: x}, None) for x in NUMBERS[name])
+        assert first != second
+
+
+# Other operations than attention, floors above it, and what serves an option only if it is told to.
+APART = {
+    "bench", "cache", "cli", "compat", "generation", "hopper", "models", "modules", "testing",
+    "training", "append.py", "cache_view.py", "decode.py", "merge.py", "pages.py", "statistics.py",
+    "warmup.py",
+}  # fmt: skip
+
+
+def words_of(node: ast.AST) -> list[str]:
+    """The names in a node itself; of a string every word."""
+    if isinstance(node, ast.Constant):
+        return re.findall(r"\w+", node.value) if isinstance(node.value, str) else []
+    found = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+    return [x for x in found if isinstance(x, str)]
+
+
+def places(source: str, option: str) -> list[int]:
+    """Lines of the functions, and of the statements of modules and classes, that name an option.
+
+    Names that have it as a part count too, such as sinks_ptr. Docstrings do not.
+    """
+    word = re.compile(rf"(^|_){option}(_|$)")
+
+    def of_body(body: list[ast.stmt]) -> list[int]:
+        found = []
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found += of_body(node.body)
+            elif not is_docstring(node) and any(map(word.search, words_below(node))):
+                found.append(node.lineno)
+        return found
+
+    return of_body(ast.parse(source).body)
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def words_below(node: ast.AST) -> list[str]:
+    below = [word for child in ast.iter_child_nodes(node) if not is_docstring(child)
+             for word in words_below(child)]  # fmt: skip
+    return words_of(node) + below
+
+
+PLANTED = '''
+"""sinks"""
+import sinks_of
+class A:
+    "sinks"
+    sinks: int
+    other: int = 1
+    def f(self):
+        "sinks"
+        return self.sinks + self.sinks
+def g(x):
+    return "a, sinks, b"
+def h(sunk, sink):
+    return sunk
+'''
+
+
+def test_places_are_found() -> None:
+    assert places(PLANTED, "sinks") == [3, 6, 8, 11]
+
+
+@pytest.mark.parametrize(
+    "option", ["keep_first", "prefix_lengths", "softcap", "alibi_slopes", "relative_bias", "sinks"]
+)
+def test_an_option_of_attention_stands_in_few_places(option: str) -> None:
+    """Row, field, check, kernels' rule and arguments, formula, gradient and oracle."""
+    found = {}
+    for folder in ("fastattn", "kernels"):
+        for path in sorted((CHECKOUT / folder).rglob("*.py")):
+            name = path.relative_to(CHECKOUT)
+            if not APART & set(name.parts):
+                found[str(name)] = places(path.read_text(encoding="utf-8"), option)
+    found = {name: lines for name, lines in found.items() if lines}
+    assert sum(map(len, found.values())) <= 14, found
+    assert len(found) <= 8, found
