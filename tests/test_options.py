@@ -126,10 +126,11 @@ def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str
         assert first != second
 
 
-# Other operations than attention, floors above it, and what serves an option only if it is told to.
+# Other operations than attention, floors above it, exports of other names that have an option in
+# them, and what serves an option only if it is told to.
 APART = {
     "bench", "cache", "cli", "compat", "generation", "hopper", "models", "modules", "testing",
-    "training", "append.py", "cache_view.py", "decode.py", "merge.py", "pages.py", "statistics.py",
+    "training", "__init__.py", "append.py", "cache_view.py", "decode.py", "merge.py", "pages.py", "statistics.py",
     "warmup.py",
 }  # fmt: skip
 
