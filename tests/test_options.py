@@ -126,12 +126,12 @@ def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str
         assert first != second
 
 
-# Other operations than attention, floors above it, exports of other names that have an option in
-# them, and what serves an option only if it is told to.
+# Other operations than attention, floors above it, exports of names that contain an option's, and
+# what serves an option only if it is told to.
 APART = {
     "bench", "cache", "cli", "compat", "generation", "hopper", "models", "modules", "testing",
-    "training", "__init__.py", "append.py", "cache_view.py", "decode.py", "merge.py", "pages.py", "statistics.py",
-    "warmup.py",
+    "training", "__init__.py", "append.py", "cache_view.py", "decode.py", "merge.py", "pages.py",
+    "statistics.py", "warmup.py",
 }  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_places_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["keep_first", "prefix_lengths", "softcap", "alibi_slopes", "relative_bias", "sinks"]
+    "option", ["keep_first", "prefix_lengths", "softcap", "alibi_slopes", "sinks"]
 )
 def test_an_option_of_attention_stands_in_few_places(option: str) -> None:
     """Row, field, check, kernels' rule and arguments, formula, gradient and oracle."""

@@ -174,7 +174,7 @@ def test_tables_of_packed_sequences(device: str) -> None:
     q = torch.zeros(14, H, 4, device=device)
     k = torch.zeros(27, 1, 4, device=device)
     options = fastattn.functional.arguments.packed_options(
-        q, k, k, starts_q.to(device), starts_k.to(device), {}, mask_mod=by_row, causal=True
+        q, k, k, starts_q.to(device), starts_k.to(device), mask_mod=by_row, causal=True
     )
     q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
     of_keys, of_queries = mask_for_queries(options, q, k, TILE), mask_for_keys(options, q, k, TILE)
