@@ -79,12 +79,22 @@ def test_scores_written_out() -> None:
     v = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).reshape(1, 1, 3, 1)
     table = torch.tensor([[0.1, 0.2, 0.4]])
     o, lse = reference.attention(
-        q, k, v, scale=0.5, query_offset=1, softcap=2.0,
-        relative_keys=torch.tensor([[[3.0], [5.0], [7.0]]]), relative_query=2 * q,
-        alibi_slopes=torch.tensor([0.3]), relative_bias=table,
-        attn_bias=torch.tensor([[0.0, 0.7, 0.0]]), sinks=torch.tensor([0.9]),
-        dropout=0.5, dropout_keep=torch.tensor([True, True, False]), return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        scale=0.5,
+        query_offset=1,
+        softcap=2.0,
+        relative_keys=torch.tensor([[[3.0], [5.0], [7.0]]]),
+        relative_query=2 * q,
+        alibi_slopes=torch.tensor([0.3]),
+        relative_bias=table,
+        attn_bias=torch.tensor([[0.0, 0.7, 0.0]]),
+        sinks=torch.tensor([0.9]),
+        dropout=0.5,
+        dropout_keep=torch.tensor([True, True, False]),
+        return_lse=True,
+    )
     scores = [
         2 * math.tanh(0.5 * (score + 2 * relative) / 2) - 0.3 * far + bias + own
         for score, relative, far, bias, own in zip(

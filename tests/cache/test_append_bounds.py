@@ -61,12 +61,16 @@ def make_pool(case: Case, quantize: str | None, device: str) -> Pool:
         return None if x is None else torch.tensor(x, device=device)
 
     view = view_of_tensors(
-        *(x[1:-1] for x in buffers), rows(case.lengths),
+        *(x[1:-1] for x in buffers),
+        rows(case.lengths),
         **{f"{name}_scale": x[1:-1] for name, x in zip("kv", scales, strict=False)},
-        block_table=rows(case.table), batch_index=rows(case.batch_index),
-        starts=rows(case.starts), window=None if case.keep_first is None else 2,
-        keep_first=case.keep_first or 0, dtype=torch.float32,
-    )  # fmt: skip
+        block_table=rows(case.table),
+        batch_index=rows(case.batch_index),
+        starts=rows(case.starts),
+        window=None if case.keep_first is None else 2,
+        keep_first=case.keep_first or 0,
+        dtype=torch.float32,
+    )
     return Pool(view, [*buffers, *scales])
 
 

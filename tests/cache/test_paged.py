@@ -75,8 +75,10 @@ class ListModel:
         longest = max(map(len, self.rows.values()))
         ids = torch.tensor([r + [-1] * (longest - len(r)) for r in self.rows.values()]).long()
         for layer in range(cache.num_layers):
-            k, v, positions = (x[..., :longest, :] if x.dim() == 4 else x[:, :longest]
-                               for x in cache.view(rows, layer).gather())  # fmt: skip
+            k, v, positions = (
+                x[..., :longest, :] if x.dim() == 4 else x[:, :longest]
+                for x in cache.view(rows, layer).gather()
+            )
             token = ids >= 0
             assert torch.equal(positions, torch.where(token, torch.arange(longest), -1).int())
             for got, width in ((k, D), (v, D_V)):
@@ -97,8 +99,18 @@ class Driver:
         self.done: dict[str, int] = {}
 
     def run(self, steps: int) -> None:
-        names = ["allocate", "free", "fork", "append", "append", "append", "append", "reserve",
-                 "truncate", "reorder"]  # fmt: skip
+        names = [
+            "allocate",
+            "free",
+            "fork",
+            "append",
+            "append",
+            "append",
+            "append",
+            "reserve",
+            "truncate",
+            "reorder",
+        ]
         for _ in range(steps):
             name = self.random.choice(names)
             if name != "allocate" and not self.model.rows:
@@ -186,8 +198,17 @@ class Driver:
         return "no room"
 
 
-OUTCOMES = {"allocate", "free", "fork", "append", "reserve", "truncate", "reorder",
-            "out of rows", "no room"}  # fmt: skip
+OUTCOMES = {
+    "allocate",
+    "free",
+    "fork",
+    "append",
+    "reserve",
+    "truncate",
+    "reorder",
+    "out of rows",
+    "no room",
+}
 
 
 @pytest.mark.parametrize(

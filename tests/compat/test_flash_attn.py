@@ -130,8 +130,13 @@ def test_varlen_with_used_keys(draw, device):
     used = torch.tensor([3, 5], dtype=torch.int32, device=device)
     o = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 2, 5, seqused_k=used)
     keys = torch.tensor([3, 5], device=device)
-    check(o.view(2, 2, 2, 8), q.view(2, 2, 2, 8), k.view(2, 5, 2, 8), v.view(2, 5, 2, 8),
-          key_lengths=keys)  # fmt: skip
+    check(
+        o.view(2, 2, 2, 8),
+        q.view(2, 2, 2, 8),
+        k.view(2, 5, 2, 8),
+        v.view(2, 5, 2, 8),
+        key_lengths=keys,
+    )
 
 
 @pytest.mark.parametrize("name", ["causal", "causal-window", "alibi"])
@@ -212,9 +217,15 @@ def test_other_errors(draw, device):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("qv", torch.zeros(1)), ("attention_chunk", 4), ("q_descale", torch.ones(1)),
-     ("score_mod", print), ("mask_mod", print), ("block_sparse_tensors", ())],
-)  # fmt: skip
+    [
+        ("qv", torch.zeros(1)),
+        ("attention_chunk", 4),
+        ("q_descale", torch.ones(1)),
+        ("score_mod", print),
+        ("mask_mod", print),
+        ("block_sparse_tensors", ()),
+    ],
+)
 def test_what_is_not_served_is_refused(name, value, draw):
     q = draw(1, 4, 2, 8)
     with pytest.raises(NotImplementedError, match=f"{name} is not served"):

@@ -45,9 +45,15 @@ def test_cache_lengths_as_a_number_and_by_default(caches, draw):
 def test_numbers_of_numpy_and_of_tensors(caches, draw):
     q, (k_cache, v_cache) = draw(3, 1, 4, D), caches
     found = flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=np.int64(6), softmax_scale=np.float32(0.3),
-        causal=np.bool_(True), window_size=torch.tensor([3, -1]), num_splits=np.int32(0),
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=np.int64(6),
+        softmax_scale=np.float32(0.3),
+        causal=np.bool_(True),
+        window_size=torch.tensor([3, -1]),
+        num_splits=np.int32(0),
+    )
     check(found, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
 
 
@@ -110,8 +116,12 @@ def test_cache_rows_that_start_late(caches, draw, device):
         torch.testing.assert_close(k_cache[b, n], rotated[b, 0])
     rotated_q = turned(q, positions, tables, True)
     for b, (start, n) in enumerate([(2, 6), (0, 12), (3, 5)]):
-        check(o[b : b + 1], rotated_q[b : b + 1], k_cache[b : b + 1, start:n],
-              v_cache[b : b + 1, start:n])  # fmt: skip
+        check(
+            o[b : b + 1],
+            rotated_q[b : b + 1],
+            k_cache[b : b + 1, start:n],
+            v_cache[b : b + 1, start:n],
+        )
 
 
 @pytest.fixture
@@ -132,9 +142,16 @@ def test_paged_cache(spelling, paged, draw, device):
     q, k, v = draw(2, 3, 4, D), draw(2, 3, 2, D), draw(2, 3, 2, D)
     lengths = lengths_of([3, 9], device)
     o, lse = flash_attn.flash_attn_with_kvcache(
-        q, k_pages, v_pages, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True,
+        q,
+        k_pages,
+        v_pages,
+        k,
+        v,
+        cache_seqlens=lengths,
+        causal=True,
+        return_softmax_lse=True,
         **{spelling: table},
-    )  # fmt: skip
+    )
     keys, values = in_order(k_pages, table), in_order(v_pages, table)
     assert torch.equal(keys[0, 3:6], k[0]) and torch.equal(values[1, 9:12], v[1])
     options = {"key_lengths": lengths + 3, "query_offset": lengths, "causal": True}
@@ -146,9 +163,17 @@ def test_varlen_over_pages(paged, draw, device):
     q = draw(5, 4, D)
     cu_q, cu_k = offsets((4, 1), device), offsets((6, 11), device)
     o, lse, _ = flash_attn.flash_attn_varlen_func(
-        q, k_pages, v_pages, cu_q, cu_k, 4, 11, causal=True, block_table=table,
+        q,
+        k_pages,
+        v_pages,
+        cu_q,
+        cu_k,
+        4,
+        11,
+        causal=True,
+        block_table=table,
         return_attn_probs=True,
-    )  # fmt: skip
+    )
     keys, values = in_order(k_pages, table), in_order(v_pages, table)
     for n, (rows, length) in enumerate([(slice(0, 4), 6), (slice(4, 5), 11)]):
         part = (o[None, rows].contiguous(), lse[None, :, rows])

@@ -41,10 +41,19 @@ B, H_q, PAGE = 2, 6, 8
 def drawn_case(names: tuple[str, ...], device: str) -> SimpleNamespace:
     """The arguments of a call, and the cache as it is to be afterwards, row by row."""
     at: dict[str, Any] = {
-        "place": None, "new": None, "rotary": 0.0, "interleaved": False, "causal_mask": False,
-        "local": False, "alibi": False, "H_k": H_q, "num_splits": 0, "D": 32, "sizes": (3, 40),
+        "place": None,
+        "new": None,
+        "rotary": 0.0,
+        "interleaved": False,
+        "causal_mask": False,
+        "local": False,
+        "alibi": False,
+        "H_k": H_q,
+        "num_splits": 0,
+        "D": 32,
+        "sizes": (3, 40),
         **together(SETTINGS, names),
-    }  # fmt: skip
+    }
     case = SimpleNamespace(**at)
     generator = torch.Generator().manual_seed(len(names) + 7 * case.D)
 
@@ -123,10 +132,17 @@ def test_grid(names, backend, device, monkeypatch):
         k_rows[written] = rotated(case, case.k, moving=True).flatten(0, 1)
         v_rows[written] = case.v.flatten(0, 1)
     found = flash_attn_with_kvcache(
-        case.q, case.k_cache, case.v_cache, case.k, case.v, causal=case.causal_mask,
-        rotary_interleaved=case.interleaved, num_splits=case.num_splits, return_softmax_lse=True,
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.k,
+        case.v,
+        causal=case.causal_mask,
+        rotary_interleaved=case.interleaved,
+        num_splits=case.num_splits,
+        return_softmax_lse=True,
         **case.options,
-    )  # fmt: skip
+    )
     assert torch.equal(rows_in_order(case, case.v_cache), v_rows)
     assert_within_budget("k_cache", rows_in_order(case, case.k_cache), k_rows, k_rows)
     options = dict(case.masks, query_offset=ends - case.q.shape[1], key_lengths=ends)

@@ -148,9 +148,14 @@ def test_version_4(draw, device):
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, None)}
     o, lse = version_4.flash_attn_varlen_func(
-        *flat, None, offsets((5, 5), device), offsets((7, 7), device), learnable_sink=sinks,
-        return_lse=True, **given,
-    )  # fmt: skip
+        *flat,
+        None,
+        offsets((5, 5), device),
+        offsets((7, 7), device),
+        learnable_sink=sinks,
+        return_lse=True,
+        **given,
+    )
     assert lse.shape == (4, 10)
     check(o.view(2, 5, 4, 8), q, k, v, **options)
     with pytest.raises(NotImplementedError, match="cu_seqlens_q=None"):

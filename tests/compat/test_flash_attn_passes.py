@@ -25,9 +25,12 @@ def filled(function, **given):
 
 
 COMMON = {
-    "dropout_p": 0, "softmax_scale": 0.3, "window_size_left": -1, "window_size_right": -1,
+    "dropout_p": 0,
+    "softmax_scale": 0.3,
+    "window_size_left": -1,
+    "window_size_right": -1,
     "alibi_slopes": None,
-}  # fmt: skip
+}
 
 
 def gradients_by_oracle(q, k, v, do, dtype, **options):
@@ -44,9 +47,14 @@ def test_a_ring_of_two(draw):
     parts = []
     for part, causal in ((own, True), (other, False)):
         result = filled(
-            passes._flash_attn_forward, q=q, k=k[:, part], v=v[:, part], causal=causal,
-            return_softmax=False, **COMMON,
-        )  # fmt: skip
+            passes._flash_attn_forward,
+            q=q,
+            k=k[:, part],
+            v=v[:, part],
+            causal=causal,
+            return_softmax=False,
+            **COMMON,
+        )
         assert len(result) == 4 and result[1].shape == (2, 4, 3)
         parts.append(result[:2])
     lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in parts]), 0)
@@ -62,10 +70,20 @@ def test_a_ring_of_two(draw):
     for part, causal in ((own, True), (other, False)):
         share, keys, values = (torch.full_like(x, 7.0) for x in (q, k[:, part], v[:, part]))
         delta = filled(
-            passes._flash_attn_backward, dout=do, q=q, k=k[:, part], v=v[:, part], out=o,
-            softmax_lse=lse, dq=share, dk=keys, dv=values, causal=causal, deterministic=False,
+            passes._flash_attn_backward,
+            dout=do,
+            q=q,
+            k=k[:, part],
+            v=v[:, part],
+            out=o,
+            softmax_lse=lse,
+            dq=share,
+            dk=keys,
+            dv=values,
+            causal=causal,
+            deterministic=False,
             **COMMON,
-        )  # fmt: skip
+        )
         naive = (do * o).sum(-1).transpose(1, 2)
         assert_within_budget("delta", delta, (do.double() * o).sum(-1).transpose(1, 2), naive)
         dq += share
@@ -79,9 +97,11 @@ def test_a_ring_of_two(draw):
 def test_packed(draw, device):
     q, k, v, do = draw(7, 4, 8), draw(9, 2, 8), draw(9, 2, 8), draw(7, 4, 8)
     lengths = {
-        "cu_seqlens_q": offsets((3, 4), device), "cu_seqlens_k": offsets((4, 5), device),
-        "max_seqlen_q": 4, "max_seqlen_k": 5,
-    }  # fmt: skip
+        "cu_seqlens_q": offsets((3, 4), device),
+        "cu_seqlens_k": offsets((4, 5), device),
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 5,
+    }
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = flash_attn.flash_attn_varlen_func(
         *leaves, *lengths.values(), softmax_scale=0.3, causal=True, return_attn_probs=True
@@ -113,9 +133,16 @@ def test_dropout_is_repeated_by_the_state(draw):
     assert torch.equal(out, again)
     grads = [torch.empty_like(q) for _ in range(3)]
     given = {
-        "dout": do, "q": q, "k": q, "v": q, "out": out, "softmax_lse": lse, "deterministic": False,
-        **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **dropping,
-    }  # fmt: skip
+        "dout": do,
+        "q": q,
+        "k": q,
+        "v": q,
+        "out": out,
+        "softmax_lse": lse,
+        "deterministic": False,
+        **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        **dropping,
+    }
     filled(passes._flash_attn_backward, rng_state=state, **given)
     (wanted,) = torch.autograd.grad(again, leaf, do)
     assert_within_budget("dq + dk + dv", sum(grads), wanted.double(), wanted)
@@ -129,12 +156,22 @@ def test_errors(draw):
     with pytest.raises(NotImplementedError, match="block_table is not served"):
         filled(passes._flash_attn_varlen_forward, q=q[0], k=q, v=q, block_table=table, **COMMON)
     given = {
-        "q": q, "k": q, "v": q, "causal": False, "dq": None, "dk": None, "dv": None, **COMMON,
-    }  # fmt: skip
+        "q": q,
+        "k": q,
+        "v": q,
+        "causal": False,
+        "dq": None,
+        "dk": None,
+        "dv": None,
+        **COMMON,
+    }
     with pytest.raises(RuntimeError, match=r"out must have shape \[1, 2, 4, 8\]"):
         filled(passes._flash_attn_backward, dout=q, out=q[..., :4], softmax_lse=q, **given)
     with pytest.raises(RuntimeError, match="softmax_lse must be float32"):
         filled(
-            passes._flash_attn_backward, dout=q, out=q, softmax_lse=q.new_zeros(1, 2, 4).half(),
+            passes._flash_attn_backward,
+            dout=q,
+            out=q,
+            softmax_lse=q.new_zeros(1, 2, 4).half(),
             **given,
-        )  # fmt: skip
+        )

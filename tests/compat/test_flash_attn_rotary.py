@@ -109,8 +109,9 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     positions = 2 + torch.arange(5, device=device).expand(2, -1)
     found.backward(dy)
     for result, dresult, q_k_v in (
-        (found, None, (q, k, v)), (qkv.grad, "conjugate", parts(dy, heads_q)),
-    ):  # fmt: skip
+        (found, None, (q, k, v)),
+        (qkv.grad, "conjugate", parts(dy, heads_q)),
+    ):
         how = {"interleaved": False, "conjugate": dresult is not None}
         for got, x, turned in zip(parts(result, heads_q), q_k_v, (tables, of_keys), strict=False):
             check("part", got, x, turned, positions, **how)

@@ -83,8 +83,10 @@ def test_generated_tokens_are_equal(name, cache, device):
         "input_ids": tokens(2, 9, device),
         "attention_mask": padded([(4, 9), (0, 9)], 9, device),
         "cache_implementation": None if cache == "dynamic" else cache,
-        "max_new_tokens": 7, "eos_token_id": None, "pad_token_id": 0,
-    }  # fmt: skip
+        "max_new_tokens": 7,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     ways = {"greedy": {}, "sampled": {"do_sample": True}, "beam": {"num_beams": 3}}
     found = {}
     for implementation in ("eager", "fastattn"):
@@ -140,9 +142,13 @@ def test_encoder_with_padding(device):
 
 def test_encoder_with_window_and_padding(device, attention_calls):
     config = tr.ModernBertConfig(
-        **{n: x for n, x in SIZES.items() if n != "initializer_range"}, initializer_range=0.1,
-        local_attention=6, layer_types=MIXED, cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
+        **{n: x for n, x in SIZES.items() if n != "initializer_range"},
+        initializer_range=0.1,
+        local_attention=6,
+        layer_types=MIXED,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
     model = build(tr.AutoModel, config, device)
     mask = padded([(0, 9), (0, 14)], 14, device)
     inputs = {"input_ids": tokens(2, 14, device), "attention_mask": mask}
@@ -153,10 +159,19 @@ def test_encoder_with_window_and_padding(device, attention_calls):
 @pytest.fixture
 def t5(device):
     config = tr.T5Config(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0,
-        pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, relative_attention_num_buckets=8,
+        vocab_size=61,
+        d_model=32,
+        d_kv=8,
+        d_ff=40,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+        relative_attention_num_buckets=8,
         relative_attention_max_distance=10,
-    )  # fmt: skip
+    )
     return build(tr.AutoModelForSeq2SeqLM, config, device)
 
 
@@ -175,8 +190,10 @@ def test_encoder_decoder_generates_equal_tokens(t5, device):
     inputs = {
         "input_ids": tokens(2, 8, device),
         "attention_mask": padded([(0, 5), (0, 8)], 8, device),
-        "max_new_tokens": 6, "eos_token_id": None, "do_sample": False,
-    }  # fmt: skip
+        "max_new_tokens": 6,
+        "eos_token_id": None,
+        "do_sample": False,
+    }
     wanted = t5.generate(**inputs).tolist()
     t5.set_attn_implementation("fastattn")
     assert t5.generate(**inputs).tolist() == wanted
@@ -184,9 +201,14 @@ def test_encoder_decoder_generates_equal_tokens(t5, device):
 
 def test_vision_model(device):
     config = tr.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40,
-        image_size=16, patch_size=4, initializer_range=0.1,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=40,
+        image_size=16,
+        patch_size=4,
+        initializer_range=0.1,
+    )
     model = build(tr.AutoModel, config, device)
     image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
     compare(model, {"pixel_values": image.float().to(device)}, lambda out: out.last_hidden_state)

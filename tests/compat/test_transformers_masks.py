@@ -19,9 +19,11 @@ def test_masks_agree_with_those_of_transformers():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     sliding = masking.sliding_window_causal_mask_function(3)
     functions = [
-        masking.causal_mask_function, masking.bidirectional_mask_function, sliding,
+        masking.causal_mask_function,
+        masking.bidirectional_mask_function,
+        sliding,
         masking.sliding_window_bidirectional_mask_function(2),
-    ]  # fmt: skip
+    ]
     sizes_of_calls = ((6, 6, 0, 0), (2, 7, 5, 0), (3, 8, 0, 0), (2, 5, 9, 6))
     cases = [(function, *sizes, None) for function in functions for sizes in sizes_of_calls]
     cases += [(*case[:5], torch.tensor([[0, 0, 1, 1, 1, 1, 1]]).bool()) for case in cases]

@@ -16,11 +16,20 @@ pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 
 SMALL = {"hidden_size": 32, "vocab_size": 61}
 TWO_HALVES = {
-    "vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 61,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
 # Each computes attention in code of its own, or has none.
 UNSERVED = {
     "bloom": lambda: tr.BloomConfig(**SMALL, n_layer=1, n_head=4),
@@ -36,7 +45,7 @@ UNSERVED = {
     ),
     "fnet": lambda: tr.FNetConfig(**SMALL, num_hidden_layers=1, intermediate_size=40),
     "mamba": lambda: tr.MambaConfig(**SMALL, num_hidden_layers=1, state_size=4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNSERVED)
@@ -80,9 +89,13 @@ def test_swap_of_a_model_that_is_served_in_part(device):
 
 def test_undo_gives_each_part_its_implementation_back(device):
     vision = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     text = {**GQA, "num_hidden_layers": 1}
     config = tr.LlavaConfig(
         vision_config=tr.CLIPVisionConfig(**vision), text_config=tr.LlamaConfig(**text)
@@ -100,9 +113,13 @@ def test_undo_gives_each_part_its_implementation_back(device):
 
 def test_swap_takes_torchs_modules_inside_a_model(device):
     config = tr.SiglipVisionConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40,
-        image_size=16, patch_size=8,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=40,
+        image_size=16,
+        patch_size=8,
+    )
     model = build(tr.AutoModel, config, device)
     done = fastattn.swap(model)
     assert done.left == {}

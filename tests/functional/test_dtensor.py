@@ -67,7 +67,7 @@ CALLS = {
         lambda: qkv(2, 2, 8, 16),
         (0, 1, 2),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

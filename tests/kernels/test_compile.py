@@ -58,14 +58,22 @@ def launch(
     per_row = meta(B, dtype=torch.int32)
     if masks == "plain":  # all that the largest tiles serve
         options = Options(
-            right=0, key_lengths=per_row, query_offsets=per_row,
-            sinks=meta(4, dtype=torch.float32), scale=0.1,
-        )  # fmt: skip
+            right=0,
+            key_lengths=per_row,
+            query_offsets=per_row,
+            sinks=meta(4, dtype=torch.float32),
+            scale=0.1,
+        )
     if masks == "all":
         options = Options(
-            meta(B, T, dtype=torch.bool), per_row, per_row,
-            left=9, right=9, query_offset=0, scale=0.1,
-        )  # fmt: skip
+            meta(B, T, dtype=torch.bool),
+            per_row,
+            per_row,
+            left=9,
+            right=9,
+            query_offset=0,
+            scale=0.1,
+        )
     if masks == "heavy":
         options = heavy(meta, B, T)
     q, k, v = meta(B, 4, T, D), meta(B, H_k, T, D), meta(B, H_k, T, D)

@@ -54,10 +54,16 @@ def options_of(case: str) -> Options:
         return Options(right=0, scale=0.1)
     offsets = meta(4, dtype=torch.int32)
     return Options(
-        left=9, right=9, key_lengths=meta(3, dtype=torch.int32), scale=0.1, query_offset=None,
-        cu_seqlens_q=offsets, cu_seqlens_k=offsets, softcap=5.0 if case == "all" else None,
+        left=9,
+        right=9,
+        key_lengths=meta(3, dtype=torch.int32),
+        scale=0.1,
+        query_offset=None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        softcap=5.0 if case == "all" else None,
         sinks=meta(4, dtype=torch.float32),
-    )  # fmt: skip
+    )
 
 
 def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:

@@ -41,9 +41,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 
 def drawn(
-    B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, *,
-    lengths: list[int] | None = None, layout: str = "bhtd",
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    B: int,
+    H_q: int,
+    H_k: int,
+    T_q: int,
+    T_k: int,
+    D: int,
+    *,
+    lengths: list[int] | None = None,
+    layout: str = "bhtd",
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Codes and scales; every head has a size of its own. What lies behind `lengths` is NaN."""
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, layout=layout, requires_grad=False)
     grow = 3.0 ** torch.arange(H_q)
@@ -66,10 +73,19 @@ def attention(codes: Any, scales: Any, **arguments: Any) -> tuple[Tensor, Tensor
 
 
 def check(
-    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64, *,
-    lengths: list[int] | None = None, layout: str = "bhtd", packed: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16, **arguments: Any,
-) -> None:  # fmt: skip
+    B: int = 1,
+    H_q: int = 2,
+    H_k: int = 1,
+    T_q: int = 150,
+    T_k: int | None = None,
+    D: int = 64,
+    *,
+    lengths: list[int] | None = None,
+    layout: str = "bhtd",
+    packed: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    **arguments: Any,
+) -> None:
     """o and lse within the bound."""
     T_k = T_q if T_k is None else T_k
     codes, scales = drawn(B, H_q, H_k, T_q, T_k, D, lengths=lengths, layout=layout)
@@ -204,9 +220,15 @@ def test_says_what_it_does_not_serve(
 
 @gluon.jit
 def product_kernel(
-    out_ptr, K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, A_TURNED: gl.constexpr,
-    B_TURNED: gl.constexpr, IN_REGISTERS: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    K: gl.constexpr,
+    DEPTH: gl.constexpr,
+    WIDTH: gl.constexpr,
+    A_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    dtype: gl.constexpr,
+):
     """A product of zeros whose operands lie as the flags say."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, DEPTH])
@@ -227,9 +249,14 @@ def product_kernel(
 
 
 RIGHT = dict(
-    K=64, DEPTH=32, WIDTH=4, A_TURNED=False, B_TURNED=False, IN_REGISTERS=False,
+    K=64,
+    DEPTH=32,
+    WIDTH=4,
+    A_TURNED=False,
+    B_TURNED=False,
+    IN_REGISTERS=False,
     dtype=gl.float8e4nv,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

@@ -283,11 +283,15 @@ def test_wrong_arguments_are_named(make, error, match):
 @pytest.mark.parametrize(
     "option",
     [
-        {"window": 4}, {"stride": 2}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True},
+        {"window": 4},
+        {"stride": 2},
+        {"alibi": True},
+        {"softcap": 2.0},
+        {"sinks": True},
         {"attention_dropout": 0.1},
     ],
     ids=lambda option: next(iter(option)),
-)  # fmt: skip
+)
 def test_what_terms_on_the_values_exclude_is_named(option):
     (name,) = option
     with pytest.raises(ValueError, match=f"{name} cannot go with relative terms on the values"):

@@ -35,12 +35,14 @@ def calls() -> None:
         stage.play("time_training_steps", time_steps)
         model = small_model().to(torch.bfloat16).eval()
         stage.play("generate", lambda: list(generate_tokens(model, [1, 2, 3], 4)))
-        stage.play("generate, graph", lambda: with_graph(
-            lambda: list(generate_tokens(model, [1, 2, 3], 4, cuda_graph=True))
-        ))  # fmt: skip
-        stage.play("generate a batch, graph", lambda: with_graph(
-            lambda: generate_batch(model, [[1, 2, 3], [4]], 4, cuda_graph=True)
-        ))  # fmt: skip
+        stage.play(
+            "generate, graph",
+            lambda: with_graph(lambda: list(generate_tokens(model, [1, 2, 3], 4, cuda_graph=True))),
+        )
+        stage.play(
+            "generate a batch, graph",
+            lambda: with_graph(lambda: generate_batch(model, [[1, 2, 3], [4]], 4, cuda_graph=True)),
+        )
         stage.play("Engine", lambda: serve(model))
         stage.play("events", time_attention)
         stage.play("environment", environment.collect, launches=False)
@@ -78,9 +80,13 @@ def resume(out: Path) -> None:
 
 def time_steps() -> None:
     timing = time_training_steps(
-        GPTConfig(vocab_size=64, **MODEL), batch_size=2, backend="triton", device="cuda",
-        steps=2, warm_up=1,
-    )  # fmt: skip
+        GPTConfig(vocab_size=64, **MODEL),
+        batch_size=2,
+        backend="triton",
+        device="cuda",
+        steps=2,
+        warm_up=1,
+    )
     assert timing.mfu is not None and timing.peak_mib is not None
 
 
@@ -101,8 +107,9 @@ def time_attention() -> None:
     q, k, v = (random(1, 2, 64, 64) for _ in range(3))
     found = compare(
         {"attention": lambda: attention(q, k, v, causal=True)},
-        device_timer(), Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0),
-    )  # fmt: skip
+        device_timer(),
+        Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0),
+    )
     timing = found["attention"]
     assert isinstance(timing, Timing), timing
     assert dataclasses.asdict(timing)["samples"] == 1

@@ -47,10 +47,19 @@ def nested() -> Any:
 
 
 VALUES: dict[str, Any] = {
-    "missing": MISSING, "null": None, "text": "x", "fraction": 0.5, "negative": -1,
-    "huge": 10**30, "many": 10**9, "nan": math.nan, "list": [], "object": {}, "nested": nested(),
+    "missing": MISSING,
+    "null": None,
+    "text": "x",
+    "fraction": 0.5,
+    "negative": -1,
+    "huge": 10**30,
+    "many": 10**9,
+    "nan": math.nan,
+    "list": [],
+    "object": {},
+    "nested": nested(),
     "true": True,
-}  # fmt: skip
+}
 
 
 def places(fields: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -124,17 +133,29 @@ def test_every_field_of_a_model(run):
     found = harmless(lambda: load_model(run.parent), run, below=("config", "model"))
     found = {name.removeprefix("config.model."): changes for name, changes in found.items()}
     optional = {field.name for field in dataclasses.fields(GPTConfig)} - {
-        "num_layers", "embed_dim", "vocab_size", "context_length",
-    }  # fmt: skip
+        "num_layers",
+        "embed_dim",
+        "vocab_size",
+        "context_length",
+    }
     assert {name for name, changes in found.items() if "missing" in changes} == optional
     left = {name: changes - {"missing"} for name, changes in found.items()}
     assert {name: changes for name, changes in left.items() if changes} == sets(
-        num_kv_heads="null", v_head_dim="null", window="null many", stride="null", sparse="null",
+        num_kv_heads="null",
+        v_head_dim="null",
+        window="null many",
+        stride="null",
+        sparse="null",
         hidden_dim="null",
-        softcap="null fraction many huge", rotary_base="fraction many huge",
-        norm_eps="fraction many huge", relative_distance="many", dropout="fraction",
-        attention_dropout="fraction", label_smoothing="fraction", tie_weights="true",
-    )  # fmt: skip
+        softcap="null fraction many huge",
+        rotary_base="fraction many huge",
+        norm_eps="fraction many huge",
+        relative_distance="many",
+        dropout="fraction",
+        attention_dropout="fraction",
+        label_smoothing="fraction",
+        tie_weights="true",
+    )
 
 
 @pytest.mark.parametrize("part", ["format", "version", "step", "files", "state"])
@@ -164,10 +185,15 @@ def test_every_field_that_a_run_goes_on_with(run):
     assert all("missing" in changes for changes in found.values())
     left = {name: changes - {"missing", "many"} for name, changes in found.items()}
     assert {name: changes for name, changes in left.items() if changes} == sets(
-        learning_rate="fraction huge", min_learning_rate="null", warmup_steps="null",
-        weight_decay="fraction huge", beta1="fraction", beta2="fraction", grad_clip="fraction huge",
+        learning_rate="fraction huge",
+        min_learning_rate="null",
+        warmup_steps="null",
+        weight_decay="fraction huge",
+        beta1="fraction",
+        beta2="fraction",
+        grad_clip="fraction huge",
         compile="true",
-    )  # fmt: skip
+    )
     found = harmless(resume, run, below=("config", "data"))
     assert {name.rpartition(".")[2]: changes for name, changes in found.items()} == sets(
         tokenizer="missing text", vocab_size="missing many negative"
@@ -286,9 +312,15 @@ def save_gpt2(folder: Path) -> None:
     run = folder.with_name("own")
     save_checkpoint(
         run,
-        Checkpoint(0, GPT(config).state_dict(), {}, CharacterTokenizer("abc"),
-                   {"model": config.to_dict()}, {}),
-    )  # fmt: skip
+        Checkpoint(
+            0,
+            GPT(config).state_dict(),
+            {},
+            CharacterTokenizer("abc"),
+            {"model": config.to_dict()},
+            {},
+        ),
+    )
     if (folder / "config.json").exists():
         (folder / "config.json").unlink()
     export_hf(run, folder)
@@ -301,10 +333,11 @@ def test_every_field_of_gpt2s_configuration(tmp_path):
     found = harmless(lambda: import_hf(folder, next(runs)), folder / "config.json")
     ignored = {name: set(VALUES) for name in ("architectures", "bos_token_id", "eos_token_id")}
     assert {name: changes for name, changes in found.items() if changes != {"missing"}} == {
-        **ignored, **sets(n_inner="missing null", attn_pdrop="missing fraction"),
+        **ignored,
+        **sets(n_inner="missing null", attn_pdrop="missing fraction"),
         "tie_word_embeddings": {"missing", "true"},
         "scale_attn_weights": {"missing", "true"},
-    }  # fmt: skip
+    }
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"wte.weight": "model.safetensors"}}))
     assert harmless(lambda: import_hf(folder, next(runs)), index) == {}

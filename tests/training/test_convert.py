@@ -297,8 +297,10 @@ def nano_checkpoint(bias: bool, prefix: str = "") -> tuple[NanoGPT, dict]:
         "model": {prefix + name: x for name, x in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
         "model_args": {**sizes, "vocab_size": V, "dropout": 0.2},
-        "iter_num": 5, "best_val_loss": torch.tensor(1.5), "config": {"dataset": "cats"},
-    }  # fmt: skip
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"dataset": "cats"},
+    }
 
 
 @pytest.mark.parametrize(("bias", "prefix"), [(False, "_orig_mod."), (True, "")])

@@ -92,8 +92,11 @@ def test_parts_of_f_strings_are_strings():
     tags = dict(zip(found.words, found.tags, strict=True))
     if sys.version_info >= (3, 12):
         assert [tags[part] for part in ('f"', "a", "x", "b")] == [
-            "string", "string", "name", "string",
-        ]  # fmt: skip
+            "string",
+            "string",
+            "name",
+            "string",
+        ]
     else:
         assert tags['f"a{x}b"'] == "string"
 

@@ -26,10 +26,20 @@ def fact(
     shared: int = 1000,
 ):
     found = CompiledFacts(
-        name=name, target="sm_90", num_warps=8, num_stages=2, shared_bytes=shared,
-        fits_shared_memory=fits, registers=100, spill_store_bytes=spilled, spill_load_bytes=0,
-        mma=frozenset(), wgmma_register_a=0, warnings=(), cubin=None,
-    )  # fmt: skip
+        name=name,
+        target="sm_90",
+        num_warps=8,
+        num_stages=2,
+        shared_bytes=shared,
+        fits_shared_memory=fits,
+        registers=100,
+        spill_store_bytes=spilled,
+        spill_load_bytes=0,
+        mma=frozenset(),
+        wgmma_register_a=0,
+        warnings=(),
+        cubin=None,
+    )
     vars(found)["loops"] = loops
     return found
 
