@@ -26,7 +26,7 @@ def add_inspect(commands: Any) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from ..training.kinds import load_trained
+    from ..training.checkpoint import load_trained
     from ..training.maps import attention_maps, draw_maps
     from ..training.train_config import resolve_device
 

@@ -52,9 +52,9 @@ def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> 
 
 
 def _tag(arguments: argparse.Namespace) -> int:
+    from ..training.checkpoint import load_trained
     from ..training.data.tagged_text import split_words
     from ..training.data.text import DataError, read_text_file
-    from ..training.kinds import load_trained
     from ..training.tasks.tagging import tag_words
     from ..training.train_config import resolve_device
 
@@ -79,7 +79,7 @@ def _tag(arguments: argparse.Namespace) -> int:
 
 
 def _translate(arguments: argparse.Namespace) -> int:
-    from ..training.kinds import load_trained
+    from ..training.checkpoint import load_trained
     from ..training.tasks.translation import encode_sources, translate_tokens
     from ..training.train_config import resolve_device
 

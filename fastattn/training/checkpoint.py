@@ -13,9 +13,6 @@ older ones removed. So a folder with such a name is complete, and the highest nu
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
+from . import checkpoint_folder
+from .checkpoint_folder import find_checkpoint as find_checkpoint
+from .checkpoint_folder import latest_checkpoint as latest_checkpoint
 from .extras import import_extra
+from .kinds import KINDS, Kind
 from .manifest import MANIFEST, MODEL, TOKENIZER, TRAINING, read_manifest, write_manifest
 from .manifest import CheckpointError as CheckpointError
 from .tokenizers import Tokenizer, TokenizerError, from_json
-
-_FOLDER = re.compile(r"step-(\d{8,})")
-_WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 @dataclass(frozen=True)
@@ -83,27 +81,7 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: it cannot be written and flushed, such as on a full disk. Older ones are
             kept.
     """
-    run_dir = Path(run_dir)
-    final = run_dir / f"step-{checkpoint.step:08d}"
-    if final.exists():
-        return final
-    temporary = run_dir / f"{_WRITING}{final.name}"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(run_dir)
-        older = _checkpoints(run_dir)
-        temporary.mkdir()
-        for name, content in _serialise(checkpoint).items():
-            _write_durably(temporary / name, content)
-        _flush_folder(temporary)
-        os.rename(temporary, final)
-        _flush_folder(run_dir)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _write_error(run_dir, final, error) from None
-    for folder in older:
-        _remove(folder)
-    return final
+    return checkpoint_folder.write(Path(run_dir), checkpoint.step, lambda: _serialise(checkpoint))
 
 
 def load_checkpoint(
@@ -150,20 +128,118 @@ def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
     return found
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds, ready for use.
+
+    Args:
+        kind: of the model.
+        model: in evaluation mode.
+        config: of the model.
+        tokenizer: of its texts.
+        data: what it was trained on, as the run has kept it.
+    """
+
+    kind: Kind
+    model: Any
+    config: Any
+    tokenizer: Tokenizer
+    data: Mapping[str, Any]
+
+
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
     """Builds the GPT of a checkpoint, in evaluation mode, and its tokenizer.
 
-    `fastattn.training.kinds.load_trained` does so for the other kinds of models.
+    `load_trained` does so for the other kinds of models.
 
     Raises:
         CheckpointError: as `load_checkpoint`, the checkpoint holds another kind of model, or its
             parts do not belong together.
     """
-    from .kinds import load_trained
-
     found = load_trained(path, "gpt", device=device)
     assert isinstance(found.model, GPT)
     return found.model, found.tokenizer
+
+
+def kind_of(checkpoint: Checkpoint) -> Kind:
+    """The kind that a checkpoint says it is of; one that says nothing is a GPT.
+
+    Raises:
+        CheckpointError: this version has no such kind.
+    """
+    name = checkpoint.config.get("kind", "gpt")
+    if name not in KINDS:
+        raise CheckpointError(
+            f"{checkpoint.source} is of kind {name!r}, this fastattn has {', '.join(KINDS)}"
+        )
+    return KINDS[name]
+
+
+def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cpu") -> Trained:
+    """Builds the model of a checkpoint, in evaluation mode.
+
+    Args:
+        path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
+        kinds: names of the kinds that will do; none = any.
+        device: where the model goes.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`, or the checkpoint is of another kind, or its parts do
+            not belong together.
+    """
+    checkpoint = load_checkpoint(path, device=device, training=False)
+    kind = kind_of(checkpoint)
+    if kinds and kind.name not in kinds:
+        wanted = " or ".join(KINDS[name].title for name in kinds)
+        raise CheckpointError(
+            f"checkpoint {path} holds {kind.title}, {wanted} is needed: see fastattn {kind.use}"
+        )
+    config = config_of(checkpoint)
+    if kind.name == "tagger":
+        for name in ("tags", "python"):
+            checkpoint.require("config", "data", name)
+    data = checkpoint.config.get("data", {})
+    check_build(lambda: kind.build(config, data), checkpoint)
+    model = kind.build(config, data).to(device)
+    check_tokenizer(checkpoint.tokenizer, config, checkpoint.source)
+    restore_model(model, checkpoint)
+    return Trained(kind, model.eval(), config, checkpoint.tokenizer, data)
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """The configuration of a checkpoint's model.
+
+    Raises:
+        CheckpointError: it is of no known kind, or its configuration is missing or unusable.
+    """
+    fields = checkpoint.require("config", "model")
+    try:
+        config = kind_of(checkpoint).config.from_dict(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source} has no usable model config: {error}") from None
+    for name in ("num_layers", "num_decoder_layers"):
+        layers = getattr(config, name, None) or 0
+        if layers > len(checkpoint.model):
+            raise CheckpointError(
+                f"{checkpoint.source} has no usable model config: {name} is {layers}, "
+                f"and there are {len(checkpoint.model)} parameters"
+            )
+    return config
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
+    """The model has an embedding for every id of the tokenizer.
+
+    Raises:
+        CheckpointError: it has not: the tokenizer belongs to another model.
+    """
+    for name in ("vocab_size", "source_vocab_size", "target_vocab_size"):
+        known = getattr(config, name, tokenizer.vocab_size)
+        if tokenizer.vocab_size > known:
+            raise CheckpointError(
+                f"{owner} has a tokenizer that does not belong to it: of {tokenizer.vocab_size} "
+                f"ids, its model's {name} is {known}"
+            )
 
 
 def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -208,27 +284,6 @@ def check_build(build: Callable[[], nn.Module], checkpoint: Checkpoint) -> None:
     check_fits(model, checkpoint)
 
 
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Folder of a run's newest checkpoint, or None."""
-    return max(_checkpoints(Path(run_dir)), key=_step_of, default=None)
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest in a run's folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(path)
-    if (path / MANIFEST).exists() or _FOLDER.fullmatch(path.name):
-        found: Path | None = path if path.is_dir() else None
-    else:
-        found = latest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(f"there is no checkpoint in {path}")
-    return found
-
-
 def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Contents of the files by name, the manifest last."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
@@ -241,14 +296,6 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {**contents, MANIFEST: manifest}
 
 
-def _write_error(run_dir: Path, final: Path, error: OSError) -> CheckpointError:
-    kept, cause = latest_checkpoint(run_dir), error.strerror or error
-    if kept == final:
-        return CheckpointError(f"checkpoint {final} may not survive a power cut: {cause}")
-    state = f"{kept} is kept" if kept else "there is no earlier one"
-    return CheckpointError(f"cannot write checkpoint {final}: {cause}; {state}")
-
-
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors as the format takes them: on the CPU, and each with memory of its own."""
     plain: dict[str, Tensor] = {}
@@ -259,47 +306,3 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain[name] = own.clone() if own.data_ptr() in seen else own
         seen.add(own.data_ptr())
     return plain
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _checkpoints(run_dir: Path) -> list[Path]:
-    if not run_dir.is_dir():
-        return []
-    return [path for path in run_dir.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
-
-
-def _step_of(folder: Path) -> int:
-    match = _FOLDER.fullmatch(folder.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _remove(folder: Path) -> None:
-    """Removes a checkpoint; it loses its name first, so that no half of it can be taken for one."""
-    doomed = folder.with_name(f"{_REMOVING}{folder.name}")
-    try:
-        os.rename(folder, doomed)
-    except OSError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _remove_leftovers(run_dir: Path) -> None:
-    for path in run_dir.iterdir():
-        if path.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(path, ignore_errors=True)

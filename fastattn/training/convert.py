@@ -22,12 +22,13 @@ from .checkpoint import (
     Checkpoint,
     CheckpointError,
     check_build,
+    config_of,
+    kind_of,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from .extras import import_extra
-from .kinds import config_of, kind_of
 from .manifest import file_in, read_json
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..modules.cross_attention import CrossGQAttention
 from ..modules.self_attention import GQAttention
 from ..modules.weights import cross_attention_weights, self_attention_weights
+from .checkpoint import Trained
 from .data.tagged_text import split_words
 from .data.text import DataError
 from .extras import import_extra
-from .kinds import Trained
 from .tasks.tagging import cut_rows
 from .tasks.translation import encode_sources, encode_targets, greedy_tokens
 from .tokenizers.base import Tokenizer

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..models.encoder import EncoderConfig, MaskedLM, Tagger
-from .checkpoint import CheckpointError
-from .kinds import load_trained
+from .checkpoint import CheckpointError, load_trained
 from .tokenizers.base import Tokenizer
 
 # What may differ from the earlier run: none of it changes the encoder's parameters.

@@ -11,8 +11,15 @@ from typing import Any
 import torch
 
 from ..models.fields import from_fields
-from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint, load_checkpoint
-from .kinds import KINDS, Kind, config_of, kind_of
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    config_of,
+    kind_of,
+    latest_checkpoint,
+    load_checkpoint,
+)
+from .kinds import KINDS, Kind
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
 from .tasks.sources import (

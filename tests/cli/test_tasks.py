@@ -10,9 +10,15 @@ import torch
 
 from fastattn.cli.main import main
 from fastattn.models import model_config as model_config
-from fastattn.training.checkpoint import CheckpointError, load_checkpoint, load_model
+from fastattn.training.checkpoint import (
+    CheckpointError,
+    check_tokenizer,
+    load_checkpoint,
+    load_model,
+    load_trained,
+)
 from fastattn.training.data.tagged_text import standard_library_sentences
-from fastattn.training.kinds import KINDS, check_tokenizer, load_trained
+from fastattn.training.kinds import KINDS
 from fastattn.training.metrics import read_metrics
 from fastattn.training.tasks import sources
 from fastattn.training.tokenizers import CharacterTokenizer
@@ -317,7 +323,7 @@ def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, mask
 
 
 def test_another_version_s_kind_is_named(masked, tmp_path, monkeypatch):
-    monkeypatch.setattr("fastattn.training.kinds.KINDS", {"gpt": KINDS["gpt"]})
+    monkeypatch.setattr("fastattn.training.checkpoint.KINDS", {"gpt": KINDS["gpt"]})
     with pytest.raises(CheckpointError, match="of kind 'masked', this fastattn has gpt"):
         load_trained(masked)
 
@@ -339,7 +345,7 @@ def test_a_checkpoint_that_names_no_kind_is_a_gpt(tmp_path):
     assert train(tmp_path / "run", "gpt", text, "--context", 8, "--steps", 1, *TINY) == 0
     checkpoint = load_checkpoint(tmp_path / "run")
     assert checkpoint.config.pop("kind") == "gpt"
-    from fastattn.training.kinds import kind_of
+    from fastattn.training.checkpoint import kind_of
 
     assert kind_of(checkpoint).name == "gpt"
     assert load_model(tmp_path / "run")[0].config.context_length == 8

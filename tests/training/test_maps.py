@@ -12,9 +12,9 @@ from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.modules.cross_attention import CrossGQAttention
 from fastattn.modules.self_attention import GQAttention
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
-from fastattn.training.checkpoint import Checkpoint, save_checkpoint
+from fastattn.training.checkpoint import Checkpoint, Trained, save_checkpoint
 from fastattn.training.data.text import DataError
-from fastattn.training.kinds import KINDS, Trained
+from fastattn.training.kinds import KINDS
 from fastattn.training.maps import Map, attention_maps, draw_maps
 from fastattn.training.tokenizers import PieceTokenizer
 
