@@ -104,7 +104,7 @@ def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the Triton kernels cannot serve this call, or None if they can."""
-    if (reason := why_no_kernel(q=q)) is not None:
+    if (reason := why_no_kernel({"q": q})) is not None:
         return reason
     widest = max(q.shape[-1], v.shape[-1])
     if widest > attention.MAX_HEAD_DIM:
@@ -119,22 +119,24 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     return None
 
 
-def why_no_kernel(**inputs: Tensor) -> str | None:
+def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
     """Why no Triton kernel takes these tensors, by name; the first tells their device."""
     name, x = next(iter(inputs.items()))
     if not call.TRITON_INSTALLED:
         return "triton is not installed"
-    if x.is_cpu and not call.interpreting():
-        return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
-    if x.device.type not in ("cpu", "cuda"):
+    if x.is_cpu:
+        if not call.interpreting():
+            return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
+    elif not x.is_cuda:
         return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
-    if torch.float64 in [x.dtype for x in inputs.values()]:
-        names = " or ".join(inputs)
-        return f"{names} is float64; kernels exist for float16, bfloat16 and float32"
+    for x in inputs.values():
+        if x.dtype == torch.float64:
+            names = " or ".join(inputs)
+            return f"{names} is float64; kernels exist for float16, bfloat16 and float32"
     return None
 
 
-def takes_kernel(task: str, backend: str | None, **inputs: Tensor) -> bool:
+def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor]) -> bool:
     """Whether the kernel does a task beside attention itself, else torch.
 
     Args:
@@ -148,11 +150,13 @@ def takes_kernel(task: str, backend: str | None, **inputs: Tensor) -> bool:
     forced = asked_for(backend)
     if forced == "torch":
         return False
-    reason = why_no_kernel(**inputs)
-    if forced == "triton" and reason is not None:
-        raise ValueError(f'backend "triton" cannot {task}: {reason}')
+    reason = why_no_kernel(inputs)
+    if forced == "triton":
+        if reason is not None:
+            raise ValueError(f'backend "triton" cannot {task}: {reason}')
+        return True
     # Interpreted, the kernel is opt-in: torch does the same at once.
-    return reason is None and (forced == "triton" or not next(iter(inputs.values())).is_cpu)
+    return reason is None and not next(iter(inputs.values())).is_cpu
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -190,7 +190,7 @@ def _train(arguments: argparse.Namespace) -> int:
             parts[part][field] = tuple(value) if isinstance(value, list) else value
     kind = None
     if "model" in given or "task" in given:
-        from ..training.kinds import find_kind
+        from ..training.tasks.kinds import find_kind
 
         kind = find_kind(given.get("model"), given.get("task"))
     out = given.get("out", os.path.join("runs", "gpt" if kind is None else kind.model))

@@ -26,9 +26,9 @@ from . import checkpoint_folder
 from .checkpoint_folder import find_checkpoint as find_checkpoint
 from .checkpoint_folder import latest_checkpoint as latest_checkpoint
 from .extras import import_extra
-from .kinds import KINDS, Kind
 from .manifest import MANIFEST, MODEL, TOKENIZER, TRAINING, read_manifest, write_manifest
 from .manifest import CheckpointError as CheckpointError
+from .tasks.kinds import KINDS, Kind
 from .tokenizers import Tokenizer, TokenizerError, from_json
 
 
@@ -42,7 +42,7 @@ class Checkpoint:
         training: further tensors by name: optimizer moments, generator states.
         tokenizer: of the run's text.
         config: the run's configuration, JSON values only; "kind" names the kind of the model (see
-            `fastattn.training.kinds`), "model" holds its config's `to_dict`.
+            `fastattn.training.tasks.kinds`), "model" holds its config's `to_dict`.
         state: further progress, JSON values only.
         source: what messages call it.
     """

@@ -19,9 +19,9 @@ from .checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from .kinds import KINDS, Kind
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
+from .tasks.kinds import KINDS, Kind
 from .tasks.sources import (
     DataConfig,
     MaskedDataConfig,
@@ -59,7 +59,7 @@ class Options:
             gives; "preset" names a published configuration, from which the others differ.
         training: fields of `TrainConfig`.
         data: fields of the kind's data configuration, such as `DataConfig`.
-        kind: of the model, see `fastattn.training.kinds`; None = that of the run that is continued,
+        kind: of the model, see `tasks.kinds`; None = that of the run that is continued,
             "gpt" for a new one.
     """
 

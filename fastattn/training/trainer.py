@@ -72,7 +72,7 @@ class Trainer:
         config: how to train.
         out_dir: folder for checkpoints, metrics.jsonl and loss.png.
         data_config: what the data was, JSON values; goes into the checkpoints.
-        kind: what the model is, for the checkpoints; see `fastattn.training.kinds`.
+        kind: what the model is, for the checkpoints; see `fastattn.training.tasks.kinds`.
         progress: where to report to.
         resume_from: a checkpoint of this run to go on from.
 

@@ -18,9 +18,9 @@ from fastattn.training.checkpoint import (
     load_trained,
 )
 from fastattn.training.data.tagged_text import standard_library_sentences
-from fastattn.training.kinds import KINDS
 from fastattn.training.metrics import read_metrics
 from fastattn.training.tasks import sources
+from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")

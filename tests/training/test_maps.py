@@ -14,8 +14,8 @@ from fastattn.modules.self_attention import GQAttention
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.training.checkpoint import Checkpoint, Trained, save_checkpoint
 from fastattn.training.data.text import DataError
-from fastattn.training.kinds import KINDS
 from fastattn.training.maps import Map, attention_maps, draw_maps
+from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")

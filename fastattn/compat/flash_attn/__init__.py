@@ -1,6 +1,8 @@
 """The functions of the flash-attn package, in its layout and with its conventions."""
 
-from .version_2 import __all__ as __all__
+from . import installation, version_2
+from .installation import install as install
+from .installation import uninstall as uninstall
 from .version_2 import __version__ as __version__
 from .version_2 import flash_attn_func as flash_attn_func
 from .version_2 import flash_attn_kvpacked_func as flash_attn_kvpacked_func
@@ -9,5 +11,5 @@ from .version_2 import flash_attn_varlen_func as flash_attn_varlen_func
 from .version_2 import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
 from .version_2 import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
 from .version_2 import flash_attn_with_kvcache as flash_attn_with_kvcache
-from .version_2 import install as install
-from .version_2 import uninstall as uninstall
+
+__all__ = [*version_2.__all__, *installation.__all__]

@@ -13,13 +13,12 @@ Two results differ where flash-attn's are an accident of its kernels: the lse of
 no key is -inf, not inf, and that of a causal call with ALiBi counts distances, not columns.
 """
 
-import sys
 from typing import Any
 
 from torch import Tensor
 
 from ...functional.attend import attention, attention_varlen
-from . import bert_padding, package_alias, packed
+from . import packed
 from .conventions import (
     Result,
     Window,
@@ -41,8 +40,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
-    "install",
-    "uninstall",
 ]
 
 # Their overloads take return_lse as a literal only.
@@ -285,35 +282,3 @@ def flash_attn_with_kvcache(
             return_lse=with_lse,
         )
     return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
-
-
-def install() -> None:
-    """Make `import flash_attn` find these functions, in this process, until `uninstall`.
-
-    Of flash_attn resolve flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and
-    cute; beside it flash_attn_interface, which is version 3's. importlib.metadata reports
-    flash_attn's version, so call this before a library that looks for it is imported. Modules of
-    the real packages that were imported before are put aside; code that took functions from them
-    keeps those.
-    """
-    # These serve their functions by those above.
-    from . import passes, rotary, version_3, version_4
-
-    this = sys.modules[__name__]
-    modules = {
-        "": (this,),
-        "flash_attn_interface": (this, passes),
-        "bert_padding": (bert_padding,),
-        "layers.rotary": (rotary,),
-        "ops.triton.rotary": (rotary,),
-        "cute": (version_4,),
-        "cute.interface": (version_4,),
-    }
-    package_alias.install("flash_attn", modules, __version__)
-    package_alias.install("flash_attn_interface", {"": (version_3,)})
-
-
-def uninstall() -> None:
-    """Undo `install`: what was imported before is back. Nothing happens if it is not in force."""
-    package_alias.uninstall("flash_attn_interface")
-    package_alias.uninstall("flash_attn")

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..models.encoder import EncoderConfig, MaskedLM, Tagger
-from ..models.gpt import GPT, GPTConfig
-from ..models.seq2seq import Seq2Seq, Seq2SeqConfig
+from ...models.encoder import EncoderConfig, MaskedLM, Tagger
+from ...models.gpt import GPT, GPTConfig
+from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 
 @dataclass(frozen=True)
