@@ -6,7 +6,7 @@ import pytest
 
 from fastattn.cli import train as cli_train
 from fastattn.models import model_config as model_config
-from fastattn.training.kinds import KINDS, find_kind
+from fastattn.training.tasks.kinds import KINDS, find_kind
 
 
 def test_choices_are_those_of_the_models():
