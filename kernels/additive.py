@@ -15,7 +15,7 @@ fixed order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -37,45 +37,45 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import mask_for_keys, mask_for_queries
 from .launch.tiles import TileConfig
-from .rules.mask import (
-    any_key,
-    batch_row,
-    full_block,
-    key_plan,
-    masked_block,
-    query_plan,
-    valid_keys,
-    visible,
-    worth_loading,
+from .rules.blocks import (
+    key_head,
+    key_tile,
+    load_keys,
+    load_queries,
+    over_key_blocks,
+    over_query_blocks,
+    query_tile,
+    store_keys,
+    store_queries,
 )
+from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.score import tanh
+from .rules.score_gradient import store_delta
 from .rules.softmax import LOG2E, finish, online_step, weights
-from .rules.tile import (
-    head,
-    key_program,
-    load_tile,
-    load_vector,
-    query_program,
-    query_rows,
-    store_tile,
-)
+from .rules.tile import Constants, head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
 
 
-@triton.jit
-def _bent(down_ptr, T_down, down, across_ptr, T_across, across, in_down, in_across, d):
-    """tanh of column d, [DOWN, ACROSS]: of queries and keys, or of keys and queries.
+class _Columns(NamedTuple):
+    """The columns of a head, [D, T], and rows of the tile that is met: which exist, None = all."""
 
-    *_ptr: columns of a head, each of T_* positions. in_*: which positions exist, None = all.
-    """
+    ptr: Any
+    T: Any
+    rows: Any
+    exist: Any
+
+
+@triton.jit
+def _tanh_of_column(d, down, across):
+    """tanh of column d, [DOWN, ACROSS]: of queries and keys, or of keys and queries."""
     d = tl.cast(d, tl.int64)
-    x = load_vector(down_ptr + d * T_down + down, in_down, 0.0).to(tl.float32)
-    y = load_vector(across_ptr + d * T_across + across, in_across, 0.0).to(tl.float32)
+    x = load_vector(down.ptr + d * down.T + down.rows, down.exist, 0.0).to(tl.float32)
+    y = load_vector(across.ptr + d * across.T + across.rows, across.exist, 0.0).to(tl.float32)
     x = x[:, None] + y[None, :]
-    EXACT: tl.constexpr = down_ptr.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = down.ptr.dtype.element_ty == tl.float32
     if EXACT:
         bent = tanh(x)
     else:
@@ -87,14 +87,10 @@ def _bent(down_ptr, T_down, down, across_ptr, T_across, across, in_down, in_acro
 
 
 @triton.jit
-def _scores(
-    u_ptr, down_ptr, T_down, down, across_ptr, T_across, across, in_down, in_across,
-    D: tl.constexpr,
-):  # fmt: skip
-    s = tl.zeros([down.shape[0], across.shape[0]], tl.float32)
+def _scores(u_ptr, down, across, D: tl.constexpr):
+    s = tl.zeros([down.rows.shape[0], across.rows.shape[0]], tl.float32)
     for d in range(0, D):
-        u = tl.load(u_ptr + d).to(tl.float32)
-        s += u * _bent(down_ptr, T_down, down, across_ptr, T_across, across, in_down, in_across, d)
+        s += tl.load(u_ptr + d).to(tl.float32) * _tanh_of_column(d, down, across)
     return s
 
 
@@ -104,78 +100,72 @@ def _columns(ptr, b, h, heads, T, D: tl.constexpr):
     return ptr + (b * heads + h).to(tl.int64) * D * T
 
 
+class _Operands(NamedTuple):
+    """What key blocks meet: columns of queries and keys, u of the head, and v."""
+
+    queries: _Columns
+    b_ptr: Any
+    u_ptr: Any
+    v_ptr: Any
+    v_stride: Any
+
+
 @triton.jit
-def _attend(
-    acc, m, l, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, T_q, T_k, rows, in_rows, n_first, valid, keep,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one key block into the state of the rows; valid = keep = None for a full block."""
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    s = _scores(u_ptr, a_ptr, T_q, rows, b_ptr, T_k, k_pos, in_rows, valid, D)
+def _operands(a_ptr, b_ptr, u_ptr, v_ptr, v_strides, tile, G, T_q, T_k, const: tl.constexpr):
+    a_ptr = _columns(a_ptr, tile.batch, tile.h, tile.H_q, T_q, const.D)
+    b_ptr = _columns(b_ptr, tile.batch, tile.h_k, tile.H_q // G, T_k, const.D)
+    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
+    queries = _Columns(a_ptr, T_q, tile.rows, tile.in_rows)
+    return _Operands(queries, b_ptr, u_ptr + tile.h * const.D, v_ptr, v_stride)
+
+
+@triton.jit
+def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    acc, m, l = state
+    queries, b_ptr, u_ptr, v_ptr, v_stride = operands
+    k_pos = n_first + tl.arange(0, const.BLOCK_N)
+    keys = _Columns(b_ptr, tile.row.T_k, k_pos, valid)
+    s = _scores(u_ptr, queries, keys, const.D)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None
     p, rescale, m, l = online_step(s, m, l, LOG2E, MASKED)
-    v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)
+    v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, const.PRECISION)
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def additive_forward_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, o_ptr, lse_ptr, v_strides, o_strides, mask, H_q, G, T_q, T_k,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_DV: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    const: tl.constexpr,
 ):  # fmt: skip
     """o and lse of a tile of queries. Grid and loops as forward's."""
-    tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
-    row = batch_row(b, T_q, T_k, mask)
-    m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
-    a_ptr = _columns(a_ptr, b, h_q, H_q, T_q, D)
-    b_ptr = _columns(b_ptr, b, h_k, H_q // G, T_k, D)
-    u_ptr += h_q * D
-    v_ptr, v_stride = head(v_ptr, b, h_k, 0, v_strides, INDEX)
-
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
-    for i in range(0, full):
-        acc, m, l = _attend(
-            acc, m, l, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, T_q, T_k, rows, in_rows,
-            full_block(i, place, mask) * BLOCK_N, None, None,
-            D, D_V, BLOCK_N, BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    for i in range(0, boundary):
-        n_first = masked_block(i, place, mask) * BLOCK_N
-        k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask)
-        if worth_loading(valid, mask):
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            acc, m, l = _attend(
-                acc, m, l, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, T_q, T_k, rows, in_rows,
-                n_first, valid, keep, D, D_V, BLOCK_N, BLOCK_DV, PRECISION,
-            )  # fmt: skip
-
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
+    operands = _operands(a_ptr, b_ptr, u_ptr, v_ptr, v_strides, tile, G, T_q, T_k, const)
+    state = (
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    acc, m, l = over_key_blocks(_attend, state, tile, operands, mask, None, const)
     o, lse = finish(acc, m, l)
-    o_ptr, o_stride = head(o_ptr, b, h_q, 0, o_strides, INDEX)
-    store_tile(o_ptr, o_stride, m_first, o, in_rows, BLOCK_M, BLOCK_DV, D_V)
-    tl.store(lse_ptr + (b * H_q + h_q).to(tl.int64) * T_q + rows, lse, mask=in_rows)
+    store_queries(o_ptr, o_strides, tile, o, BLOCK_DV, const.D_V, const)
+    tl.store(lse_ptr + tile.statistics + tile.rows, lse, mask=tile.in_rows)
 
 
 @triton.jit
-def _column_sums(
-    sums, sums_of_u, ds, u_ptr, down_ptr, T_down, down, across_ptr, T_across, across, in_down,
-    in_across, D: tl.constexpr, WITH_U: tl.constexpr,
-):  # fmt: skip
+def _column_sums(sums, sums_of_u, ds, u_ptr, down, across, D: tl.constexpr, WITH_U: tl.constexpr):
     """What gradients ds [DOWN, ACROSS] of scores add to those of the rows down and of u.
 
     sums [DOWN, BLOCK_D]; sums_of_u, if WITH_U, the same, to be summed over its rows.
     """
     cols = tl.arange(0, sums.shape[1])[None, :]
     for d in range(0, D):
-        t = _bent(down_ptr, T_down, down, across_ptr, T_across, across, in_down, in_across, d)
+        t = _tanh_of_column(d, down, across)
         u = tl.load(u_ptr + d).to(tl.float32)
         grown = u * tl.sum(ds * (1 - t * t), 1)
         sums += tl.where(cols == d, grown[:, None], 0.0)
@@ -185,159 +175,105 @@ def _column_sums(
 
 
 @triton.jit
-def _grow_da(
-    da, du, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, do, lse, delta, T_q, T_k, rows, in_rows, n_first,
-    valid, keep,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one key block into da and du; valid = keep = None for a full block."""
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    s = _scores(u_ptr, a_ptr, T_q, rows, b_ptr, T_k, k_pos, in_rows, valid, D)
+def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Take one key block into da and du: see `blocks.over_key_blocks`."""
+    da, du = state
+    columns, do, lse, delta = operands
+    queries, b_ptr, u_ptr, v_ptr, v_stride = columns
+    k_pos = n_first + tl.arange(0, const.BLOCK_N)
+    keys = _Columns(b_ptr, tile.row.T_k, k_pos, valid)
+    s = _scores(u_ptr, queries, keys, const.D)
     p = weights(s, lse[:, None], LOG2E)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    ds = p * (rows_by_rows(do, v, PRECISION) - delta[:, None])
-    return _column_sums(
-        da, du, ds, u_ptr, a_ptr, T_q, rows, b_ptr, T_k, k_pos, in_rows, valid, D, True
-    )
+    v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    ds = p * (rows_by_rows(do, v, const.PRECISION) - delta[:, None])
+    return _column_sums(da, du, ds, u_ptr, queries, keys, const.D, True)
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def additive_backward_da_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, da_ptr, du_ptr, delta_ptr,
-    v_strides, o_strides, do_strides, da_strides, mask, H_q, G, T_q, T_k,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    v_strides, o_strides, do_strides, da_strides, mask, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """da of a tile of queries, its part of du, and the delta of its rows, which db/dv reads.
 
     du is [tiles, B, H_q, D], a part for each program.
     """
-    tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
-    row = batch_row(b, T_q, T_k, mask)
-    m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
-    a_ptr = _columns(a_ptr, b, h_q, H_q, T_q, D)
-    b_ptr = _columns(b_ptr, b, h_k, H_q // G, T_k, D)
-    u_ptr += h_q * D
-    v_ptr, v_stride = head(v_ptr, b, h_k, 0, v_strides, INDEX)
-    o_ptr, o_stride = head(o_ptr, b, h_q, 0, o_strides, INDEX)
-    do_ptr, do_stride = head(do_ptr, b, h_q, 0, do_strides, INDEX)
-    da_ptr, da_stride = head(da_ptr, b, h_q, 0, da_strides, INDEX)
-    stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
-    do = load_tile(do_ptr, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V)
-    o = load_tile(o_ptr, o_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        delta -= load_vector(dlse_ptr + stats, in_rows, 0.0)
-    tl.store(delta_ptr + stats, delta, mask=in_rows)
-    lse = load_vector(lse_ptr + stats, in_rows, float("inf"))
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
+    operands = _operands(a_ptr, b_ptr, u_ptr, v_ptr, v_strides, tile, G, T_q, T_k, const)
+    do = load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const)
+    o = load_queries(o_ptr, o_strides, tile, const.BLOCK_DV, const.D_V, const)
+    stats = tile.statistics + tile.rows
+    delta = store_delta(o, do, dlse_ptr, delta_ptr, stats, tile.in_rows)
+    lse = load_vector(lse_ptr + stats, tile.in_rows, float("inf"))
 
-    da = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    du = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
-    for i in range(0, full):
-        da, du = _grow_da(
-            da, du, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, do, lse, delta, T_q, T_k, rows, in_rows,
-            full_block(i, place, mask) * BLOCK_N, None, None,
-            D, D_V, BLOCK_N, BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    for i in range(0, boundary):
-        n_first = masked_block(i, place, mask) * BLOCK_N
-        k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask)
-        if worth_loading(valid, mask):
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            da, du = _grow_da(
-                da, du, a_ptr, b_ptr, u_ptr, v_ptr, v_stride, do, lse, delta, T_q, T_k, rows,
-                in_rows, n_first, valid, keep, D, D_V, BLOCK_N, BLOCK_DV, PRECISION,
-            )  # fmt: skip
-    store_tile(da_ptr, da_stride, m_first, da, in_rows, BLOCK_M, BLOCK_D, D)
+    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    da, du = over_key_blocks(
+        _grow_da, (zeros, zeros), tile, (operands, do, lse, delta), mask, None, const
+    )
+    store_queries(da_ptr, da_strides, tile, da, BLOCK_D, const.D, const)
     batches = tl.num_programs(0) // (tl.cdiv(T_q, BLOCK_M) * H_q)
     cols = tl.arange(0, BLOCK_D)
-    du_ptr += ((tile * batches + b) * H_q + h_q).to(tl.int64) * D
-    tl.store(du_ptr + cols, tl.sum(du, 0), mask=cols < D)
+    part = (tile.number * batches + tile.batch) * H_q + tile.h
+    tl.store(du_ptr + part.to(tl.int64) * const.D + cols, tl.sum(du, 0), mask=cols < const.D)
 
 
 @triton.jit
-def _grow_db(
-    db, dv, a_ptr, b_ptr, u_ptr, v, do_ptr, do_stride, lse_ptr, delta_ptr, T_q, T_k, m_first, k_pos,
-    in_rows, valid, keep,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one query block into db and dv, transposed: keys down, queries across."""
-    rows = m_first + tl.arange(0, BLOCK_M)
-    do = load_tile(do_ptr, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V)
+def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
+    """Take one query block into db and dv: see `blocks.over_query_blocks`.
+
+    Transposed: keys down, queries across. operands: columns of the keys, their v, u of the head,
+    then what the queries have.
+    """
+    db, dv = state
+    keys, v, u_ptr, a_ptr, do_ptr, do_stride, lse_ptr, delta_ptr = operands
+    rows = m_first + tl.arange(0, const.BLOCK_M)
+    queries = _Columns(a_ptr, tile.row.T_q, rows, in_rows)
+    do = load_tile(do_ptr, do_stride, m_first, in_rows, const.BLOCK_M, const.BLOCK_DV, const.D_V)
     lse = load_vector(lse_ptr + rows, in_rows, float("inf"))
     delta = load_vector(delta_ptr + rows, in_rows, 0.0)
-    s = _scores(u_ptr, b_ptr, T_k, k_pos, a_ptr, T_q, rows, valid, in_rows, D)
+    s = _scores(u_ptr, keys, queries, const.D)
     p = weights(s, lse[None, :], LOG2E)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dv = add_weighted_rows(dv, p, do, PRECISION)
-    ds = p * (rows_by_rows(v, do, PRECISION) - delta[None, :])
-    db, _ = _column_sums(
-        db, db, ds, u_ptr, b_ptr, T_k, k_pos, a_ptr, T_q, rows, valid, in_rows, D, False
-    )
+    dv = add_weighted_rows(dv, p, do, const.PRECISION)
+    ds = p * (rows_by_rows(v, do, const.PRECISION) - delta[None, :])
+    db, _ = _column_sums(db, db, ds, u_ptr, keys, queries, const.D, False)
     return db, dv
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def additive_backward_dbv_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, db_ptr, dv_ptr,
-    v_strides, do_strides, db_strides, dv_strides, mask, H_q, G, T_q, T_k,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    v_strides, do_strides, db_strides, dv_strides, mask, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """db and dv of a tile of keys, over the queries of all G heads. Grid as dK/dV's."""
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
     H_k = H_q // G
-    tile, b, h_k = key_program(T_k, H_k, mask, BLOCK_N)
-    n_first = tile * BLOCK_N
-    row = batch_row(b, T_q, T_k, mask)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    valid = valid_keys(k_pos, row, mask)
-    b_ptr = _columns(b_ptr, b, h_k, H_k, T_k, D)
-    v_ptr, v_stride = head(v_ptr, b, h_k, 0, v_strides, INDEX)
-    v = load_tile(v_ptr, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-
+    tile = key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N)
+    b_ptr = _columns(b_ptr, tile.batch, tile.h_k, H_k, T_k, const.D)
+    keys = _Columns(b_ptr, T_k, tile.k_pos, tile.valid)
+    v = load_keys(v_ptr, v_strides, tile, const.BLOCK_DV, const.D_V, const)
     db = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    k_first = tl.maximum(n_first, row.start)
-    k_last = tl.minimum(n_first + BLOCK_N, row.end) - 1
-    heads = tl.where(any_key(valid), G, 0)
+    heads = tl.where(any_key(tile.valid), G, 0)
     for g in range(0, heads):
-        h_q = h_k * G + g
-        a_head = _columns(a_ptr, b, h_q, H_q, T_q, D)
-        do_head, do_stride = head(do_ptr, b, h_q, 0, do_strides, INDEX)
-        stats = (b * H_q + h_q).to(tl.int64) * T_q
-        full, boundary, place = query_plan(tile, k_first, k_last, h_q, row, mask, BLOCK_M)
-        for i in range(0, full):
-            db, dv = _grow_db(
-                db, dv, a_head, b_ptr, u_ptr + h_q * D, v, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, T_q, T_k, full_block(i, place, mask) * BLOCK_M, k_pos, None,
-                valid, None, D, D_V, BLOCK_M, BLOCK_DV, PRECISION,
-            )  # fmt: skip
-        for i in range(0, boundary):
-            m_first = masked_block(i, place, mask) * BLOCK_M
-            rows = m_first + tl.arange(0, BLOCK_M)
-            keep = visible(rows[None, :], k_pos[:, None], h_q, row, mask)
-            db, dv = _grow_db(
-                db, dv, a_head, b_ptr, u_ptr + h_q * D, v, do_head, do_stride, lse_ptr + stats,
-                delta_ptr + stats, T_q, T_k, m_first, k_pos, rows < row.T_q, valid, keep,
-                D, D_V, BLOCK_M, BLOCK_DV, PRECISION,
-            )  # fmt: skip
-    # Keys that no query may see met the blocks without a mask too.
-    db = tl.where(valid[:, None], db, 0.0)
-    dv = tl.where(valid[:, None], dv, 0.0)
-    in_keys = k_pos < row.T_k
-    db_ptr, db_stride = head(db_ptr, b, h_k, 0, db_strides, INDEX)
-    dv_ptr, dv_stride = head(dv_ptr, b, h_k, 0, dv_strides, INDEX)
-    store_tile(db_ptr, db_stride, n_first, db, in_keys, BLOCK_N, BLOCK_D, D)
-    store_tile(dv_ptr, dv_stride, n_first, dv, in_keys, BLOCK_N, BLOCK_DV, D_V)
+        h = tile.h_k * G + g
+        a_head = _columns(a_ptr, tile.batch, h, H_q, T_q, const.D)
+        do_head, do_stride = head(do_ptr, tile.batch, h, 0, do_strides, const.INDEX)
+        stats = (tile.batch * H_q + h).to(tl.int64) * T_q
+        operands = (
+            keys, v, u_ptr + h * const.D, a_head, do_head, do_stride, lse_ptr + stats,
+            delta_ptr + stats,
+        )  # fmt: skip
+        db, dv = over_query_blocks(_grow_db, (db, dv), h, tile, operands, None, mask, None, const)
+    store_keys(db_ptr, db_strides, tile, db, BLOCK_D, const.D, const)
+    store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
 
 
 def _by_columns(x: Tensor) -> Tensor:
@@ -383,8 +319,11 @@ def launch_additive_forward(
         additive_forward_kernel[(programs,)](
             _by_columns(q), _by_columns(k), u, v, o, lse, strides(v), strides(o),
             mask_for_queries(options, q, k, tile), *sizes(q, k),
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D_v), index_type(v, o),
-            dot_precision(v.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            Constants(
+                D, D_v, tile.BLOCK_M, tile.BLOCK_N, 0, block_dim(D_v), index_type(v, o),
+                dot_precision(v.dtype),
+            ),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return o, lse
 
@@ -414,7 +353,7 @@ def launch_additive_backward(
         additive_backward_da_kernel[(programs,)](
             a, b, u, v, o, do, lse, dlse, dq, du, delta, *map(strides, (v, o, do, dq)),
             mask_for_queries(options, q, k, tile), *sizes(q, k),
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
+            Constants(D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     tile = _tile("dbv", v.element_size(), max(dims))
@@ -422,7 +361,7 @@ def launch_additive_backward(
         additive_backward_dbv_kernel[(programs,)](
             a, b, u, v, do, lse, delta, dk, dv, *map(strides, (v, do, dk, dv)),
             mask_for_keys(options, q, k, tile), *sizes(q, k),
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises,
+            Constants(D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dq, dk, dv, du.sum((0, 1))

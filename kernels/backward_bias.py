@@ -26,10 +26,11 @@ from .launch.arguments import (
     strides,
     tile_for,
 )
-from .rules.mask import any_key, batch_row, key_blocks, valid_keys, visible
+from .rules.blocks import key_head, load_queries, query_tile_at
+from .rules.mask import any_key, key_blocks, valid_keys, visible
 from .rules.relative import relative_query, vectors_of_tile
-from .rules.score_gradient import load_lse, tile_gradient
-from .rules.tile import head, load_tile, load_vector, query_rows
+from .rules.score_gradient import Rows, load_lse, tile_gradient
+from .rules.tile import Constants, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -44,11 +45,11 @@ def attention_backward_bias_kernel(
     q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
     bias_heads, bias_tiles_q, bias_tiles_k, bias_T_q, bias_T_k,
     sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    const: tl.constexpr,
 ):  # fmt: skip
     """bias_*: the bias as a grid of tiles; sum_*: how many tiles of scores each of them meets."""
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_N: tl.constexpr = const.BLOCK_N
     pid = tl.program_id(0)
     bias_n = pid % bias_tiles_k
     bias_m = pid // bias_tiles_k % bias_tiles_q
@@ -60,36 +61,36 @@ def attention_backward_bias_kernel(
         m_tile = bias_m + i // sum_tiles_k % sum_tiles_q
         h_q = bias_row % bias_heads + i // (sum_tiles_k * sum_tiles_q) % sum_heads
         b = bias_row // bias_heads + i // (sum_tiles_k * sum_tiles_q * sum_heads)
-        row = batch_row(b, T_q, T_k, mask)
-        m_first, m_last, rows, in_rows = query_rows(m_tile, T_q, BLOCK_M)
-        lo, _full_lo, _full_hi, hi, first_blocks = key_blocks(m_first, m_last, row, mask, BLOCK_N)
+        tile = query_tile_at(m_tile, b, h_q, h_q // G, H_q, T_q, T_k, mask, BLOCK_M)
+        row = tile.row
+        lo, _full_lo, _full_hi, hi, first_blocks = key_blocks(
+            tile.first, tile.last, row, mask, BLOCK_N
+        )
         n_first = n_tile * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, row, mask)
         in_range = ((n_tile >= lo) & (n_tile < hi)) | (n_tile < first_blocks)
         if in_range & any_key(valid):
-            q_head, q_stride = head(q_ptr, b, h_q, 0, q_strides, INDEX)
-            k_head, k_stride = head(k_ptr, b, h_q // G, 0, k_strides, INDEX)
-            v_head, v_stride = head(v_ptr, b, h_q // G, 0, v_strides, INDEX)
-            do_head, do_stride = head(do_ptr, b, h_q, 0, do_strides, INDEX)
-            q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-            query = relative_query(q, b, h_q, 0, m_first, in_rows, score, D, BLOCK_D, INDEX)
+            k_head, k_stride = key_head(k_ptr, k_strides, tile, const)
+            v_head, v_stride = key_head(v_ptr, v_strides, tile, const)
+            q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+            query = relative_query(q, b, h_q, 0, tile.first, tile.in_rows, score, const)
             vectors = None
             if score.keys_ptr is not None:
-                vectors = vectors_of_tile(
-                    m_first, n_first, h_q, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
-                )
-            stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            dbias, _ds = tile_gradient(
+                vectors = vectors_of_tile(tile.first, n_first, h_q, H_q, row, score, const)
+            stats = tile.statistics + tile.rows
+            seen = visible(tile.rows[:, None], k_pos[None, :], h_q, row, mask)
+            queries = Rows(
                 q,
-                load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
-                load_lse(lse_ptr + stats, in_rows, score),
-                load_vector(delta_ptr + stats, in_rows, 0.0),
-                load_tile(k_head, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D),
-                load_tile(v_head, v_stride, n_first, valid, BLOCK_N, BLOCK_DV, D_V),
-                query, vectors, m_first, n_first, keep, h_q, H_q, row, score, PRECISION,
-            )  # fmt: skip
+                query,
+                load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const),
+                load_lse(lse_ptr + stats, tile.in_rows, score),
+                load_vector(delta_ptr + stats, tile.in_rows, 0.0),
+            )
+            k = load_tile(k_head, k_stride, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+            v = load_tile(v_head, v_stride, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+            keep = valid[None, :] & seen
+            dbias, _ds = tile_gradient(queries, k, v, vectors, n_first, keep, tile, score, const)
             total += dbias
     # A bias of one row or one key, broadcast or not, has the sum in the first place of its tile.
     if bias_T_q == 1:
@@ -129,8 +130,11 @@ def launch_backward_bias(
     attention_backward_bias_kernel[(programs,)](
         q, k, v, do, lse, delta, dbias, *map(strides, (q, k, v, do)),
         kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
-        *own[1:], *shape[2:], *sums, D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
-        index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+        *own[1:], *shape[2:], *sums,
+        Constants(
+            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
+            index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+        ),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dbias

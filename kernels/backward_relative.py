@@ -35,7 +35,7 @@ from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import head, load_tile, load_vector
+from .rules.tile import Constants, head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -57,7 +57,7 @@ def _gradient_by_distance(
     q, query, do, lse, delta, k, v, vectors, rows, d_first, h, H_q, row, mask, score,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dbias, ds) [BLOCK_M, BLOCK], as `gradient.tile_gradient`, with a column for each distance.
+    """(dbias, ds) [BLOCK_M, BLOCK] as `tile_gradient` gives them, a column for each distance.
 
     Keys of column 0 and row 0 stand last in k and v, so `skewed` brings each under its distance.
     """
@@ -116,12 +116,17 @@ def _store_keys(
 def attention_backward_relative_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
     dkeys_ends_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
-    rows_of_batch, d_start,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows_of_batch, d_start, const: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK distances from d_start, H_q)."""
+    """Grid (tiles of BLOCK_N distances from d_start, H_q)."""
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK: tl.constexpr = const.BLOCK_N
+    D: tl.constexpr = const.D
+    D_V: tl.constexpr = const.D_V
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    INDEX: tl.constexpr = const.INDEX
+    PRECISION: tl.constexpr = const.PRECISION
     W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
     d_first = d_start + tl.program_id(0) * BLOCK
     h = tl.program_id(1)
@@ -146,7 +151,7 @@ def attention_backward_relative_kernel(
             valid = valid_keys(n_first + tl.arange(0, W), row, mask)
             stats = (batch * H_q + h).to(tl.int64) * T_q + first_q + rows
             q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-            query = relative_query(q, batch, h, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
+            query = relative_query(q, batch, h, first_q, m_first, in_rows, score, const)
             d_bias, ds = _gradient_by_distance(
                 q, query,
                 load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
@@ -193,8 +198,10 @@ def launch_backward_relative(
             q, k, v, do, lse, delta, *bias, *keys, *map(strides, (q, k, v, do)),
             kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
             B if cu_seqlens is None else cu_seqlens.shape[0] - 1, d_start,
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
-            index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+            Constants(
+                D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
+                index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
+            ),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     dbias, dkeys = _folded(options.relative_bias, *bias), _folded(options.relative_keys, *keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -23,21 +23,12 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import mask_for_queries
 from .launch.launches import Launch, launch_for
-from .rules.mask import (
-    batch_row,
-    full_block,
-    key_plan,
-    masked_block,
-    memory_rows,
-    valid_keys,
-    visible,
-    worth_loading,
-)
+from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, first_state, kept, modified
 from .rules.softmax import finish, in_parts, online_step
-from .rules.tile import head, load_rows, load_tile, query_program, query_rows, store_tile
+from .rules.tile import Constants, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,32 +38,38 @@ if TYPE_CHECKING:
     Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
+class _Operands(NamedTuple):
+    """What key blocks meet: q, the rows that relative keys are multiplied by, and K/V as
+    `tile.load_rows` takes them.
+    """
+
+    q: Any
+    query: Any
+    k: Any
+    v: Any
+
+
 @triton.jit
-def _attend(
-    acc, m, l, q, query, keys, values, m_first, n_first, valid, keep, h, H_q, row, score,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one key block into the state of the rows; valid = keep = None for a full block."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    k = load_rows(keys, n_first, valid, BLOCK_N, BLOCK_D, D)
-    s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    acc, m, l = state
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    h = tile.h
+    k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+    s = rows_by_rows(operands.q, k, const.PRECISION)  # [BLOCK_M, BLOCK_N]
     if score.keys_ptr is not None:
-        vectors = vectors_of_tile(
-            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
-        )
-        s += relative_products(query, vectors, BLOCK_N, PRECISION)
-    rows = m_first + tl.arange(0, BLOCK_M)
+        vectors = vectors_of_tile(tile.first, n_first, h, tile.H_q, tile.row, score, const)
+        s += relative_products(operands.query, vectors, BLOCK_N, const.PRECISION)
     k_pos = n_first + tl.arange(0, BLOCK_N)
-    s, factor, _, _ = modified(s, rows[:, None], k_pos[None, :], h, row, score)
+    s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h, tile.row, score)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, MASKED)
     if score.dropout is not None:
-        p = dropped(p, kept(m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N), score)
-    v = load_rows(values, n_first, valid, BLOCK_N, BLOCK_DV, D_V)
-    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
+        p = dropped(p, kept(tile.first, n_first, h, tile.H_q, tile.row, score, const), score)
+    v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, const.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 
@@ -80,53 +77,33 @@ def _attend(
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_desc, v_desc,
     q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    const: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Full key blocks first, unmasked; then the boundary blocks. 1-D grid: see `query_program`."""
-    tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
-    row = batch_row(b, T_q, T_k, mask)
-    batch, first_q, first_k = memory_rows(b, mask)
-    m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
-    q_ptr, q_stride = head(q_ptr, batch, h_q, first_q, q_strides, INDEX)
-    k_ptr, k_stride = head(k_ptr, batch, h_k, first_k, k_strides, INDEX)
-    v_ptr, v_stride = head(v_ptr, batch, h_k, first_k, v_strides, INDEX)
-    keys = (k_ptr, k_stride, k_desc, batch, h_k, first_k)
-    values = (v_ptr, v_stride, v_desc, batch, h_k, first_k)
-    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-    query = relative_query(q, batch, h_q, first_q, m_first, in_rows, score, D, BLOCK_D, INDEX)
+    """o and lse of a tile of queries. PARTS: of each row's sum, see `softmax.in_parts`."""
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
+    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
+    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
+    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    query = relative_query(
+        q, tile.batch, tile.h, tile.first_q, tile.first, tile.in_rows, score, const
+    )
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    m, l = first_state(h_q, m, l, score)
+    m, l = first_state(tile.h, m, l, score)
     if PARTS > 1:
         l = in_parts(l, PARTS)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-
-    full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
-    for i in range(0, full):
-        acc, m, l = _attend(
-            acc, m, l, q, query, keys, values, m_first,
-            full_block(i, place, mask) * BLOCK_N, None, None, h_q, H_q, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    for i in range(0, boundary):
-        n_first = masked_block(i, place, mask) * BLOCK_N
-        k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask)
-        if worth_loading(valid, mask):
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            acc, m, l = _attend(
-                acc, m, l, q, query, keys, values, m_first, n_first, valid,
-                keep, h_q, H_q, row, score, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-            )  # fmt: skip
+    keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
+    values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
+    operands = _Operands(q, query, keys, values)
+    acc, m, l = over_key_blocks(_attend, (acc, m, l), tile, operands, mask, score, const)
 
     o, lse = finish(acc, m, l)
-    o_ptr, o_stride = head(o_ptr, batch, h_q, first_q, o_strides, INDEX)
-    store_tile(o_ptr, o_stride, m_first, o, in_rows, BLOCK_M, BLOCK_DV, D_V)
-    stats = (batch * H_q + h_q).to(tl.int64) * T_q + first_q + rows
-    tl.store(lse_ptr + stats, lse, mask=in_rows)
+    store_queries(o_ptr, o_strides, tile, o, BLOCK_DV, const.D_V, const)
+    tl.store(lse_ptr + tile.statistics + tile.rows, lse, mask=tile.in_rows)
 
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
@@ -138,8 +115,10 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         strides(q), strides(k), strides(v), strides(o),
         mask_for_queries(options, q, k, tile) if programs else None,
         kernel_score(options, q.dtype), *sizes(q, k),
-        q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-        index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype), tile.sum_parts,
+        Constants(
+            q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
+            index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
+        ), tile.sum_parts,
         streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ is small, the weights themselves. All are computed again from scores and lse, as
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -29,23 +29,21 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import mask_for_keys, mask_for_queries
 from .launch.tiles import TileConfig
-from .rules.mask import (
-    any_key,
-    batch_row,
-    full_block,
-    key_plan,
-    masked_block,
-    query_plan,
-    valid_keys,
-    visible,
-    worth_loading,
+from .rules.blocks import (
+    key_head,
+    key_tile,
+    load_queries,
+    over_key_blocks,
+    over_query_blocks,
+    query_tile,
 )
+from .rules.mask import any_key
 from .rules.product import rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import head, key_program, load_tile, query_program, query_rows
+from .rules.tile import Constants, head, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -54,23 +52,36 @@ if TYPE_CHECKING:
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 
+class _Operands(NamedTuple):
+    """What key blocks meet: q, its lse, and what relative keys are multiplied by."""
+
+    q: Any
+    query: Any
+    lse: Any
+    k_ptr: Any
+    k_stride: Any
+
+
 @triton.jit
-def _block_weights(
-    q, query, lse, k_ptr, k_stride, m_first, n_first, valid, keep, h, H_q, row, score,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const: tl.constexpr):
+    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    query = relative_query(q, tile.batch, tile.h, 0, tile.first, tile.in_rows, score, const)
+    lse = load_lse(lse_ptr + tile.statistics + tile.rows, tile.in_rows, score)
+    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
+    return _Operands(q, query, lse, k_ptr, k_stride)
+
+
+@triton.jit
+def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Scores in log2 units, -inf where hidden, and weights [BLOCK_M, BLOCK_N] of one key block."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
-    s = rows_by_rows(q, k, PRECISION)
+    q, query, lse, k_ptr, k_stride = operands
+    k = load_tile(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
+    s = rows_by_rows(q, k, const.PRECISION)
     if score.keys_ptr is not None:
-        vectors = vectors_of_tile(
-            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
-        )
-        s += relative_products(query, vectors, BLOCK_N, PRECISION)
-    rows = m_first + tl.arange(0, BLOCK_M)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    x, factor, _, _ = modified(s, rows[:, None], k_pos[None, :], h, row, score)
+        vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
+        s += relative_products(query, vectors, const.BLOCK_N, const.PRECISION)
+    k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
+    x, factor, _, _ = modified(s, tile.rows[:, None], k_pos, tile.h, tile.row, score)
     p = weights(x, lse[:, None], factor)
     x = x * factor
     if keep is not None:
@@ -114,21 +125,15 @@ def _into_top(x, k_pos, top_x, top_pos):
 
 
 @triton.jit
-def _into_rows(
-    entropy, top_x, top_pos, q, query, lse, k_ptr, k_stride, m_first, n_first, valid, keep, h, H_q,
-    row, score,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one key block into what is told of the rows; valid = keep = None for a full block."""
-    x, p = _block_weights(
-        q, query, lse, k_ptr, k_stride, m_first, n_first, valid, keep, h, H_q, row, score,
-        D, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
+def _into_rows(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Take one key block into what is told of the rows: see `blocks.over_key_blocks`."""
+    entropy, top_x, top_pos = state
+    x, p = _block_weights(n_first, valid, keep, tile, operands, score, const)
     # A weight of 0 adds nothing, though its logarithm is -inf.
-    surprise = tl.where(p > 0, lse[:, None] - x * LN2, 0.0)
+    surprise = tl.where(p > 0, operands.lse[:, None] - x * LN2, 0.0)
     entropy += tl.sum(p * surprise, 1)
     if top_x.shape[1] > 1:
-        k_pos = n_first + tl.arange(0, BLOCK_N)
+        k_pos = n_first + tl.arange(0, const.BLOCK_N)
         top_x, top_pos = _into_top(x, k_pos[None, :], top_x, top_pos)
     return entropy, top_x, top_pos
 
@@ -136,82 +141,59 @@ def _into_rows(
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "top"])
 def attention_row_statistics_kernel(
     q_ptr, k_ptr, lse_ptr, entropy_ptr, top_ptr, position_ptr, q_strides, k_strides, mask, score,
-    H_q, G, T_q, T_k, top,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    INDEX: tl.constexpr, PRECISION: tl.constexpr, PLACES: tl.constexpr,
+    H_q, G, T_q, T_k, top, const: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Entropy and the `top` largest weights of a tile of queries. Grid and loops as forward's.
 
     PLACES: of the list of each row, a power of two; 1 leaves the lists out.
     """
-    tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
-    row = batch_row(b, T_q, T_k, mask)
-    m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
-    q_ptr, q_stride = head(q_ptr, b, h_q, 0, q_strides, INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h_k, 0, k_strides, INDEX)
-    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-    query = relative_query(q, b, h_q, 0, m_first, in_rows, score, D, BLOCK_D, INDEX)
-    stats = (b * H_q + h_q).to(tl.int64) * T_q + rows
-    lse = load_lse(lse_ptr + stats, in_rows, score)
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
+    operands = _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const)
+    lse = operands.lse
 
     entropy = tl.zeros([BLOCK_M], tl.float32)
     # Places past the first `top` are full for good.
     places = tl.arange(0, PLACES)[None, :] + tl.zeros([BLOCK_M, PLACES], tl.int32)
     top_x = tl.where(places < top, float("-inf"), float("inf"))
     top_pos = _NOWHERE - places
-    full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
-    for i in range(0, full):
-        entropy, top_x, top_pos = _into_rows(
-            entropy, top_x, top_pos, q, query, lse, k_ptr, k_stride, m_first,
-            full_block(i, place, mask) * BLOCK_N, None, None, h_q, H_q, row, score,
-            D, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for i in range(0, boundary):
-        n_first = masked_block(i, place, mask) * BLOCK_N
-        k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask)
-        if worth_loading(valid, mask):
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            entropy, top_x, top_pos = _into_rows(
-                entropy, top_x, top_pos, q, query, lse, k_ptr, k_stride, m_first, n_first, valid,
-                keep, h_q, H_q, row, score, D, BLOCK_N, BLOCK_D, PRECISION,
-            )  # fmt: skip
+    entropy, top_x, top_pos = over_key_blocks(
+        _into_rows, (entropy, top_x, top_pos), tile, operands, mask, score, const
+    )
 
     if score.sinks_ptr is not None:
-        sink = tl.load(score.sinks_ptr + h_q).to(tl.float32)
+        sink = tl.load(score.sinks_ptr + tile.h).to(tl.float32)
         p = weights(sink, lse, LOG2E)
         entropy += tl.where(p > 0, p * (lse - sink), 0.0)
-    tl.store(entropy_ptr + stats, entropy, mask=in_rows)
+    stats = tile.statistics + tile.rows
+    tl.store(entropy_ptr + stats, entropy, mask=tile.in_rows)
     top_x = tl.where(places < top, top_x, float("-inf"))
     for i in range(0, top):
         best, best_pos = _largest(top_x, top_pos)
         found = best > float("-inf")
         weight = tl.where(found, weights(best, lse, 1.0), 0.0)
-        tl.store(top_ptr + stats * top + i, weight, mask=in_rows)
-        tl.store(position_ptr + stats * top + i, tl.where(found, best_pos, -1), mask=in_rows)
+        tl.store(top_ptr + stats * top + i, weight, mask=tile.in_rows)
+        tl.store(position_ptr + stats * top + i, tl.where(found, best_pos, -1), mask=tile.in_rows)
         top_x = tl.where(top_pos == best_pos[:, None], float("-inf"), top_x)
 
 
 @triton.jit
-def _into_keys(
-    received, k, q_ptr, q_stride, lse_ptr, b, m_first, n_first, in_rows, keep, h, H_q, row, score,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """received += the weights of one query block, transposed as in dK/dV: keys down."""
-    BLOCK_N: tl.constexpr = k.shape[0]
+def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
+    """received += the weights of one query block: see `blocks.over_query_blocks`.
+
+    Transposed as in dK/dV: keys down. operands: (k, q_ptr, q_stride, lse_ptr).
+    """
+    k, q_ptr, q_stride, lse_ptr = operands
+    BLOCK_M: tl.constexpr = const.BLOCK_M
     rows = m_first + tl.arange(0, BLOCK_M)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     lse = load_lse(lse_ptr + rows, in_rows, score)
-    s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+    s = rows_by_rows(k, q, const.PRECISION)  # [BLOCK_N, BLOCK_M]
     if score.keys_ptr is not None:
-        query = relative_query(q, b, h, 0, m_first, in_rows, score, D, BLOCK_D, INDEX)
-        vectors = vectors_of_tile(
-            m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N, D, BLOCK_D
-        )
-        s += tl.trans(relative_products(query, vectors, BLOCK_N, PRECISION))
-    x, factor, _, _ = modified(s, rows[None, :], k_pos[:, None], h, row, score)
+        query = relative_query(q, tile.batch, h, 0, m_first, in_rows, score, const)
+        vectors = vectors_of_tile(m_first, tile.first, h, tile.H_q, tile.row, score, const)
+        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, const.PRECISION))
+    x, factor, _, _ = modified(s, rows[None, :], tile.k_pos[:, None], h, tile.row, score)
     p = weights(x, lse[None, :], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
@@ -221,96 +203,53 @@ def _into_keys(
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_received_kernel(
     q_ptr, k_ptr, lse_ptr, received_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    const: tl.constexpr,
 ):  # fmt: skip
     """What a tile of keys receives from one query head. Grid as dK/dV's, for every query head."""
-    tile, b, h_q = key_program(T_k, H_q, mask, BLOCK_N)
-    n_first = tile * BLOCK_N
-    row = batch_row(b, T_q, T_k, mask)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    valid = valid_keys(k_pos, row, mask)
-    q_ptr, q_stride = head(q_ptr, b, h_q, 0, q_strides, INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h_q // G, 0, k_strides, INDEX)
-    k = load_tile(k_ptr, k_stride, n_first, valid, BLOCK_N, BLOCK_D, D)
-    lse_ptr += (b * H_q + h_q).to(tl.int64) * T_q
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    tile = key_tile(H_q, H_q, T_q, T_k, mask, BLOCK_N)
+    h = tile.h_k
+    b = tile.batch
+    q_ptr, q_stride = head(q_ptr, b, h, 0, q_strides, const.INDEX)
+    k_ptr, k_stride = head(k_ptr, b, h // G, 0, k_strides, const.INDEX)
+    k = load_tile(k_ptr, k_stride, tile.first, tile.valid, BLOCK_N, const.BLOCK_D, const.D)
+    lse_ptr += (b * H_q + h).to(tl.int64) * T_q
 
     received = tl.zeros([BLOCK_N], tl.float32)
-    k_first = tl.maximum(n_first, row.start)
-    k_last = tl.minimum(n_first + BLOCK_N, row.end) - 1
-    if any_key(valid):
-        full, boundary, place = query_plan(tile, k_first, k_last, h_q, row, mask, BLOCK_M)
-        for i in range(0, full):
-            received = _into_keys(
-                received, k, q_ptr, q_stride, lse_ptr, b, full_block(i, place, mask) * BLOCK_M,
-                n_first, None, None, h_q, H_q, row, score, D, BLOCK_M, BLOCK_D, INDEX, PRECISION,
-            )  # fmt: skip
-        for i in range(0, boundary):
-            m_first = masked_block(i, place, mask) * BLOCK_M
-            rows = m_first + tl.arange(0, BLOCK_M)
-            keep = visible(rows[None, :], k_pos[:, None], h_q, row, mask)
-            received = _into_keys(
-                received, k, q_ptr, q_stride, lse_ptr, b, m_first, n_first, rows < row.T_q, keep,
-                h_q, H_q, row, score, D, BLOCK_M, BLOCK_D, INDEX, PRECISION,
-            )  # fmt: skip
+    if any_key(tile.valid):
+        operands = (k, q_ptr, q_stride, lse_ptr)
+        received = over_query_blocks(
+            _into_keys, received, h, tile, operands, None, mask, score, const
+        )
     # A block without a mask reads keys that do not exist as 0: those have a weight too.
-    received = tl.where(valid, received, 0.0)
-    stats = (b * H_q + h_q).to(tl.int64) * T_k + k_pos
-    tl.store(received_ptr + stats, received, mask=k_pos < T_k)
+    received = tl.where(tile.valid, received, 0.0)
+    stats = (b * H_q + h).to(tl.int64) * T_k + tile.k_pos
+    tl.store(received_ptr + stats, received, mask=tile.k_pos < T_k)
 
 
 @triton.jit
-def _store_block(
-    weights_ptr, q, query, lse, k_ptr, k_stride, m_first, n_first, in_rows, valid, keep, h, H_q,
-    row, score,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the weights of one key block into the rows [T_q, T_k] of a head."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    _, p = _block_weights(
-        q, query, lse, k_ptr, k_stride, m_first, n_first, valid, keep, h, H_q, row, score,
-        D, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    rows = (m_first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    pointers = weights_ptr + rows[:, None] * row.T_k + k_pos[None, :]
-    tl.store(pointers, p, mask=in_rows[:, None] & (k_pos < row.T_k)[None, :])
+def _store_block(weights_ptr, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Write the weights of one key block into the rows [T_q, T_k] of a head.
+
+    The state of `blocks.over_key_blocks` is the pointer to them.
+    """
+    _, p = _block_weights(n_first, valid, keep, tile, operands, score, const)
+    k_pos = n_first + tl.arange(0, const.BLOCK_N)
+    pointers = weights_ptr + tile.rows.to(tl.int64)[:, None] * tile.row.T_k + k_pos[None, :]
+    tl.store(pointers, p, mask=tile.in_rows[:, None] & (k_pos < tile.row.T_k)[None, :])
+    return weights_ptr
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_weights_kernel(
     q_ptr, k_ptr, lse_ptr, weights_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    const: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile of queries; blocks that no query sees are not written. Grid as forward."""
-    tile, b, h_q, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
-    row = batch_row(b, T_q, T_k, mask)
-    m_first, m_last, rows, in_rows = query_rows(tile, row.T_q, BLOCK_M)
-    q_ptr, q_stride = head(q_ptr, b, h_q, 0, q_strides, INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h_k, 0, k_strides, INDEX)
-    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-    query = relative_query(q, b, h_q, 0, m_first, in_rows, score, D, BLOCK_D, INDEX)
-    first_row = (b * H_q + h_q).to(tl.int64) * T_q
-    lse = load_lse(lse_ptr + first_row + rows, in_rows, score)
-    weights_ptr += first_row * T_k
-    full, boundary, place = key_plan(tile, m_first, m_last, h_q, row, mask, BLOCK_N)
-    for i in range(0, full):
-        _store_block(
-            weights_ptr, q, query, lse, k_ptr, k_stride, m_first,
-            full_block(i, place, mask) * BLOCK_N, in_rows, None, None, h_q, H_q, row, score,
-            D, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for i in range(0, boundary):
-        n_first = masked_block(i, place, mask) * BLOCK_N
-        k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, row, mask)
-        if worth_loading(valid, mask):
-            keep = valid[None, :] & visible(rows[:, None], k_pos[None, :], h_q, row, mask)
-            _store_block(
-                weights_ptr, q, query, lse, k_ptr, k_stride, m_first, n_first, in_rows, valid,
-                keep, h_q, H_q, row, score, D, BLOCK_N, BLOCK_D, PRECISION,
-            )  # fmt: skip
+    tile = query_tile(H_q, G, T_q, T_k, mask, const.BLOCK_M)
+    operands = _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const)
+    weights_ptr += tile.statistics * T_k
+    over_key_blocks(_store_block, weights_ptr, tile, operands, mask, score, const)
 
 
 def launch_lse(q: Tensor, k: Tensor, options: Options) -> Tensor:
@@ -337,17 +276,17 @@ def launch_row_statistics(
         attention_row_statistics_kernel[(programs,)](
             q, k, lse, entropy, largest, positions, strides(q), strides(k),
             mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            top, *_constants(q, k, tile, options), _places(top),
+            top, _constants(q, k, tile, options), _places(top),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return entropy, largest, positions
 
 
-def _constants(q: Tensor, k: Tensor, tile: TileConfig, options: Options) -> tuple[Any, ...]:
-    """From D to PRECISION, in the kernels' order."""
+def _constants(q: Tensor, k: Tensor, tile: TileConfig, options: Options) -> Constants:
     D = q.shape[3]
     index = index_type(q, k, options.relative_query)
-    return D, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), index, dot_precision(q.dtype)
+    precision = dot_precision(q.dtype)
+    return Constants(D, 0, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), 0, index, precision)
 
 
 def _places(top: int) -> int:
@@ -364,7 +303,7 @@ def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tens
         attention_received_kernel[(programs,)](
             q, k, lse, received, strides(q), strides(k),
             mask_for_keys(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            *_constants(q, k, tile, options),
+            _constants(q, k, tile, options),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return received
@@ -381,7 +320,7 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tenso
         attention_weights_kernel[(programs,)](
             q, k, lse, found, strides(q), strides(k),
             mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            *_constants(q, k, tile, options),
+            _constants(q, k, tile, options),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return found

@@ -17,16 +17,15 @@ from .tile import head, load_tile
 
 
 @triton.jit
-def relative_query(
-    q, batch, h, first_q, m_first, in_rows, score,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.constexpr):
     """The rows that relative keys are multiplied by: those of q where no others are given."""
     BLOCK_M: tl.constexpr = q.shape[0]
     query = q
     if score.query_ptr is not None:
-        query_ptr, stride = head(score.query_ptr, batch, h, first_q, score.query_strides, INDEX)
-        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
+        query_ptr, stride = head(
+            score.query_ptr, batch, h, first_q, score.query_strides, const.INDEX
+        )
+        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     return query
 
 
@@ -46,14 +45,11 @@ def vectors_at(distances, h, H_q, score, D: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def vectors_of_tile(
-    m_first, n_first, h, H_q, row, score,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def vectors_of_tile(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     """Relative keys [W, BLOCK_D] of the distances of a tile, from the smallest one."""
-    W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK_N - 1)
-    smallest = m_first + row.offset - n_first - (BLOCK_N - 1)
-    return vectors_at(smallest + tl.arange(0, W), h, H_q, score, D, BLOCK_D)
+    W: tl.constexpr = triton.next_power_of_2(const.BLOCK_M + const.BLOCK_N - 1)
+    smallest = m_first + row.offset - n_first - (const.BLOCK_N - 1)
+    return vectors_at(smallest + tl.arange(0, W), h, H_q, score, const.D, const.BLOCK_D)
 
 
 @triton.jit

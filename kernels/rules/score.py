@@ -169,13 +169,15 @@ def first_state(h, m, l, score):
 
 
 @triton.jit
-def kept(m_first, n_first, h, H_q, row, score, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
     (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
     its place alone, not on tiles, kernels or the batch beside it.
     """
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_N: tl.constexpr = const.BLOCK_N
     rows = m_first + tl.arange(0, BLOCK_M)[:, None]
     fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)

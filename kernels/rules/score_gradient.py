@@ -1,5 +1,7 @@
 """The gradient of the scores of one tile, from which every other gradient follows."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,30 +25,50 @@ def load_lse(pointers, in_rows, score):
 
 
 @triton.jit
-def tile_gradient(
-    q, do, lse, delta, k, v, query, vectors, m_first, n_first, keep, h, H_q, row, score,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def store_delta(o, do, dlse_ptr, delta_ptr, places, in_rows):
+    """delta = rowsum(o * do) - dlse of the rows of a tile, written to delta_ptr if it is given."""
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= load_vector(dlse_ptr + places, in_rows, 0.0)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + places, delta, mask=in_rows)
+    return delta
+
+
+class Rows(NamedTuple):
+    """What the gradients of a tile's scores take from its queries.
+
+    q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what relative keys are multiplied by.
+    """
+
+    q: Any
+    query: Any
+    do: Any
+    lse: Any
+    delta: Any
+
+
+@triton.jit
+def tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const: tl.constexpr):
     """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function, and of
     scale * q.k.
 
-    q, do, lse, delta: rows from m_first; k, v: rows from n_first. keep: what the mask shows, or
-    None where it shows all. query, vectors: for relative keys, see `relative`; vectors is None
-    without them.
+    k, v: rows from n_first. keep: what the mask shows, or None where it shows all. vectors: of
+    relative keys, see `relative`; None without them.
     """
-    BLOCK_M: tl.constexpr = q.shape[0]
-    BLOCK_N: tl.constexpr = k.shape[0]
-    rows = (m_first + tl.arange(0, BLOCK_M))[:, None]
-    k_pos = (n_first + tl.arange(0, BLOCK_N))[None, :]
-    s = rows_by_rows(q, k, PRECISION)
+    h = tile.h
+    row = tile.row
+    m_pos = tile.rows[:, None]
+    k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
+    s = rows_by_rows(rows.q, k, const.PRECISION)
     if vectors is not None:
-        s += relative_products(query, vectors, BLOCK_N, PRECISION)
-    x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
-    p = weights(x, lse[:, None], factor)
+        s += relative_products(rows.query, vectors, const.BLOCK_N, const.PRECISION)
+    x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score)
+    p = weights(x, rows.lse[:, None], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dp = rows_by_rows(do, v, PRECISION)
+    dp = rows_by_rows(rows.do, v, const.PRECISION)
     if score.dropout is not None:
-        dp = dropped(dp, kept(m_first, n_first, h, H_q, row, score, BLOCK_M, BLOCK_N), score)
-    dx = p * (dp - delta[:, None])
-    return gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
+        dp = dropped(dp, kept(tile.first, n_first, h, tile.H_q, row, score, const), score)
+    dx = p * (dp - rows.delta[:, None])
+    return gradient(dx, before, capped, m_pos, k_pos, h, row, keep, score)

@@ -1,10 +1,29 @@
 """Tiles of rows in memory, and which tile a program works on."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from .integers import value
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for.
+
+    D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. INDEX: of offsets inside a tile.
+    PRECISION: of fp32 products.
+    """
+
+    D: int
+    D_V: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    INDEX: tl.dtype
+    PRECISION: str
 
 
 @triton.jit

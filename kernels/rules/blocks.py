@@ -1,0 +1,193 @@
+"""The loop nest of attention: a tile of queries meets key blocks, a tile of keys query blocks.
+
+Full blocks come first, in which nothing is hidden and nothing is compared; then the boundary
+blocks. BODY is the kernel's own function of one block. It takes the state that the loops carry, the
+block, its mask, the tile, and what the kernel hands through: its operands, the score and its
+constants; and it returns the next state.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .mask import (
+    batch_row,
+    full_block,
+    key_plan,
+    masked_block,
+    memory_rows,
+    query_plan,
+    valid_keys,
+    visible,
+    worth_loading,
+)
+from .tile import head, key_program, load_tile, query_program, query_rows, store_tile
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of head h, which reads K/V head h_k.
+
+    number: which tile of its row. first, last: its first row and its last one that exists. rows,
+    in_rows [BLOCK_M]: its rows, and which of them exist. batch, first_q, first_k: see
+    `mask.memory_rows`. statistics: index of row 0 in tensors [B, H_q, T_q].
+    """
+
+    number: Any
+    h: Any
+    h_k: Any
+    H_q: Any
+    row: Any
+    first: Any
+    last: Any
+    rows: Any
+    in_rows: Any
+    batch: Any
+    first_q: Any
+    first_k: Any
+    statistics: Any
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys of K/V head h_k.
+
+    number: which tile of its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and which
+    of them some query may see. batch, first_q, first_k: see `mask.memory_rows`.
+    """
+
+    number: Any
+    h_k: Any
+    H_q: Any
+    row: Any
+    first: Any
+    k_pos: Any
+    valid: Any
+    batch: Any
+    first_q: Any
+    first_k: Any
+
+
+@triton.jit
+def query_tile(H_q, G, T_q, T_k, mask, BLOCK_M: tl.constexpr):
+    """The tile of this program. 1-D grid: see `tile.query_program`."""
+    number, b, h, h_k = query_program(T_q, H_q, G, mask, BLOCK_M)
+    return query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M)
+
+
+@triton.jit
+def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr):
+    """Tile `number` of batch row b and head h."""
+    row = batch_row(b, T_q, T_k, mask)
+    batch, first_q, first_k = memory_rows(b, mask)
+    first, last, rows, in_rows = query_rows(number, row.T_q, BLOCK_M)
+    statistics = (batch * H_q + h).to(tl.int64) * T_q + first_q
+    return QueryTile(
+        number, h, h_k, H_q, row, first, last, rows, in_rows, batch, first_q, first_k, statistics
+    )
+
+
+@triton.jit
+def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr):
+    """The tile of this program. 1-D grid: see `tile.key_program`."""
+    number, b, h_k = key_program(T_k, H_k, mask, BLOCK_N)
+    first = number * BLOCK_N
+    row = batch_row(b, T_q, T_k, mask)
+    batch, first_q, first_k = memory_rows(b, mask)
+    k_pos = first + tl.arange(0, BLOCK_N)
+    valid = valid_keys(k_pos, row, mask)
+    return KeyTile(number, h_k, H_q, row, first, k_pos, valid, batch, first_q, first_k)
+
+
+@triton.jit
+def load_queries(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
+    """Rows of a tile of queries, [BLOCK_M, COLS], from a tensor like q."""
+    ptr, stride = head(ptr, tile.batch, tile.h, tile.first_q, strides, const.INDEX)
+    return load_tile(ptr, stride, tile.first, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
+
+
+@triton.jit
+def store_queries(
+    ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
+    """Write x [BLOCK_M, COLS] where `load_queries` reads."""
+    ptr, stride = head(ptr, tile.batch, tile.h, tile.first_q, strides, const.INDEX)
+    store_tile(ptr, stride, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
+
+
+@triton.jit
+def key_head(ptr, strides, tile, const: tl.constexpr):
+    """`tile.head` of a tensor like k, for a tile of queries or of keys."""
+    return head(ptr, tile.batch, tile.h_k, tile.first_k, strides, const.INDEX)
+
+
+@triton.jit
+def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
+    """Rows of a tile of keys, [BLOCK_N, COLS], from a tensor like k; 0 for those not valid."""
+    ptr, stride = key_head(ptr, strides, tile, const)
+    return load_tile(ptr, stride, tile.first, tile.valid, const.BLOCK_N, COLS, WIDTH)
+
+
+@triton.jit
+def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
+    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for keys that no query may see.
+
+    In full blocks those keys were met without a mask too.
+    """
+    ptr, stride = key_head(ptr, strides, tile, const)
+    x = tl.where(tile.valid[:, None], x, 0.0)
+    in_keys = tile.k_pos < tile.row.T_k
+    store_tile(ptr, stride, tile.first, x, in_keys, const.BLOCK_N, COLS, WIDTH)
+
+
+@triton.jit
+def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, const: tl.constexpr):
+    """The state after every key block that a tile of queries visits.
+
+    BODY(state, n_first, valid, keep, tile, operands, score, const): valid [BLOCK_N], keys that
+    exist, and keep [BLOCK_M, BLOCK_N], pairs that see each other, are None for a full block.
+    """
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    full, boundary, plan = key_plan(
+        tile.number, tile.first, tile.last, tile.h, tile.row, mask, BLOCK_N
+    )
+    for i in range(0, full):
+        n_first = full_block(i, plan, mask) * BLOCK_N
+        state = BODY(state, n_first, None, None, tile, operands, score, const)
+    for i in range(0, boundary):
+        n_first = masked_block(i, plan, mask) * BLOCK_N
+        k_pos = n_first + tl.arange(0, BLOCK_N)
+        valid = valid_keys(k_pos, tile.row, mask)
+        if worth_loading(valid, mask):
+            seen = visible(tile.rows[:, None], k_pos[None, :], tile.h, tile.row, mask)
+            keep = valid[None, :] & seen
+            state = BODY(state, n_first, valid, keep, tile, operands, score, const)
+    return state
+
+
+@triton.jit
+def over_query_blocks(
+    BODY: tl.constexpr, state, h, tile, operands, there, mask, score, const: tl.constexpr
+):
+    """The state after every query block of head h that a tile of keys visits.
+
+    BODY(state, m_first, in_rows, keep, h, tile, operands, score, const): in_rows [BLOCK_M], queries
+    that exist, and keep [BLOCK_N, BLOCK_M], pairs that see each other, are None for a full block.
+    there: what every keep includes, [BLOCK_N, 1], or None.
+    """
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    k_first = tl.maximum(tile.first, tile.row.start)
+    k_last = tl.minimum(tile.first + BLOCK_N, tile.row.end) - 1
+    full, boundary, plan = query_plan(tile.number, k_first, k_last, h, tile.row, mask, BLOCK_M)
+    for i in range(0, full):
+        m_first = full_block(i, plan, mask) * BLOCK_M
+        state = BODY(state, m_first, None, there, h, tile, operands, score, const)
+    for i in range(0, boundary):
+        m_first = masked_block(i, plan, mask) * BLOCK_M
+        rows = m_first + tl.arange(0, BLOCK_M)
+        keep = visible(rows[None, :], tile.k_pos[:, None], h, tile.row, mask)
+        if there is not None:
+            keep = keep & there
+        in_rows = rows < tile.row.T_q
+        state = BODY(state, m_first, in_rows, keep, h, tile, operands, score, const)
+    return state
