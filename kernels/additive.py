@@ -27,9 +27,8 @@ from .launch.arguments import (
     aligned,
     block_dim,
     blocks,
-    dot_precision,
+    constants,
     empty_in_layout,
-    index_type,
     key_programs,
     query_programs,
     sizes,
@@ -53,7 +52,7 @@ from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.score import tanh
 from .rules.score_gradient import store_delta
 from .rules.softmax import LOG2E, finish, online_step, weights
-from .rules.tile import Constants, head, load_tile, load_vector
+from .rules.tile import head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -319,10 +318,7 @@ def launch_additive_forward(
         additive_forward_kernel[(programs,)](
             _by_columns(q), _by_columns(k), u, v, o, lse, strides(v), strides(o),
             mask_for_queries(options, q, k, tile), *sizes(q, k),
-            Constants(
-                D, D_v, tile.BLOCK_M, tile.BLOCK_N, 0, block_dim(D_v), index_type(v, o),
-                dot_precision(v.dtype),
-            ),
+            constants(tile, D, D_v, v.dtype, v, o),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return o, lse
@@ -345,7 +341,6 @@ def launch_additive_backward(
     delta = torch.empty_like(lse)
     a, b = _by_columns(q), _by_columns(k)
     dims = (block_dim(D), block_dim(D_v))
-    promises = (index_type(v, o, do, dq, dk, dv), dot_precision(v.dtype))
 
     tile = _tile("da", v.element_size(), max(dims))
     du = torch.empty(blocks(T_q, tile.BLOCK_M), B, H_q, D, dtype=torch.float32, device=q.device)
@@ -353,7 +348,7 @@ def launch_additive_backward(
         additive_backward_da_kernel[(programs,)](
             a, b, u, v, o, do, lse, dlse, dq, du, delta, *map(strides, (v, o, do, dq)),
             mask_for_queries(options, q, k, tile), *sizes(q, k),
-            Constants(D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises),
+            constants(tile, D, D_v, v.dtype, v, o, do, dq, dk, dv),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     tile = _tile("dbv", v.element_size(), max(dims))
@@ -361,7 +356,7 @@ def launch_additive_backward(
         additive_backward_dbv_kernel[(programs,)](
             a, b, u, v, do, lse, delta, dk, dv, *map(strides, (v, do, dk, dv)),
             mask_for_keys(options, q, k, tile), *sizes(q, k),
-            Constants(D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims, *promises),
+            constants(tile, D, D_v, v.dtype, v, o, do, dq, dk, dv),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dq, dk, dv, du.sum((0, 1))

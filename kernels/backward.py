@@ -25,9 +25,8 @@ from .backward_atomic import launch_finish_dq, launch_start_dq
 from .launch.arguments import (
     aligned,
     block_dim,
-    dot_precision,
+    constants,
     empty_in_layout,
-    index_type,
     kernel_score,
     key_programs,
     query_programs,
@@ -54,7 +53,7 @@ from .rules.relative import relative_products, relative_query, unskewed, vectors
 from .rules.score import dropped, gradient, kept, modified
 from .rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
 from .rules.softmax import weights
-from .rules.tile import Constants, add_tile, head, load_tile, load_vector
+from .rules.tile import add_tile, head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -231,18 +230,15 @@ def _plan_dq(
     options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
     dq: Tensor, dquery: Tensor | None,
 ) -> Launch:  # fmt: skip
-    dims = (block_dim(q.shape[3]), block_dim(v.shape[3]))
-    tile = tile_for("backward_dq", options, q, *dims)
+    query = options.relative_query
+    tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = query_programs(options, q, tile.BLOCK_M)
     return Launch(
         attention_backward_dq_kernel, programs, tile,
         *map(strides, (q, k, v, o, do, dq)), None if dquery is None else strides(dquery),
         mask_for_queries(options, q, k, tile) if programs else None,
         kernel_score(options, q.dtype), *sizes(q, k),
-        Constants(
-            q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, *dims,
-            index_type(q, k, v, o, do, dq, options.relative_query, dquery), dot_precision(q.dtype),
-        ),
+        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, do, dq, query, dquery),
     )  # fmt: skip
 
 
@@ -250,17 +246,14 @@ def _plan_dkv(
     options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
     kernel: str = "backward_dkv",
 ) -> Launch:  # fmt: skip
-    dims = (block_dim(q.shape[3]), block_dim(v.shape[3]))
-    tile = tile_for(kernel, options, q, *dims)
+    query = options.relative_query
+    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = key_programs(options, k, tile.BLOCK_N)
     return Launch(
         attention_backward_dkv_kernel, programs, tile, *map(strides, (q, k, v, do, dk, dv)),
         mask_for_keys(options, q, k, tile) if programs else None,
         kernel_score(options, q.dtype), *sizes(q, k),
-        Constants(
-            q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, *dims,
-            index_type(q, k, v, do, dk, dv, options.relative_query), dot_precision(q.dtype),
-        ),
+        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, do, dk, dv, query),
     )  # fmt: skip
 
 

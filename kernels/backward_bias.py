@@ -18,8 +18,7 @@ from .launch.arguments import (
     aligned,
     block_dim,
     blocks,
-    dot_precision,
-    index_type,
+    constants,
     kernel_mask,
     kernel_score,
     sizes,
@@ -30,7 +29,7 @@ from .rules.blocks import key_head, load_queries, query_tile_at
 from .rules.mask import any_key, key_blocks, valid_keys, visible
 from .rules.relative import relative_query, vectors_of_tile
 from .rules.score_gradient import Rows, load_lse, tile_gradient
-from .rules.tile import Constants, load_tile, load_vector
+from .rules.tile import load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -117,8 +116,7 @@ def launch_backward_bias(
     T_k, D_v = v.shape[2:]
     shape = options.attn_bias.shape
     dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
-    dims = (block_dim(D), block_dim(D_v))
-    tile = tile_for("backward_dq", options, q, *dims)
+    tile = tile_for("backward_dq", options, q, block_dim(D), block_dim(D_v))
     tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))
     own = tuple(1 if size == 1 else count for size, count in zip(shape, tiles, strict=True))
     sums = tuple(count if size == 1 else 1 for size, count in zip(shape, tiles, strict=True))
@@ -131,10 +129,7 @@ def launch_backward_bias(
         q, k, v, do, lse, delta, dbias, *map(strides, (q, k, v, do)),
         kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
         *own[1:], *shape[2:], *sums,
-        Constants(
-            D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
-            index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
-        ),
+        constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dbias

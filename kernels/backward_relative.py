@@ -21,8 +21,7 @@ from .launch.arguments import (
     aligned,
     block_dim,
     blocks,
-    dot_precision,
-    index_type,
+    constants,
     kernel_mask,
     kernel_score,
     sizes,
@@ -35,7 +34,7 @@ from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import Constants, head, load_tile, load_vector
+from .rules.tile import head, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -198,10 +197,7 @@ def launch_backward_relative(
             q, k, v, do, lse, delta, *bias, *keys, *map(strides, (q, k, v, do)),
             kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
             B if cu_seqlens is None else cu_seqlens.shape[0] - 1, d_start,
-            Constants(
-                D, D_v, tile.BLOCK_M, tile.BLOCK_N, *dims,
-                index_type(q, k, v, do, options.relative_query), dot_precision(q.dtype),
-            ),
+            constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     dbias, dkeys = _folded(options.relative_bias, *bias), _folded(options.relative_keys, *keys)

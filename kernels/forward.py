@@ -12,9 +12,8 @@ from torch import Tensor
 from .launch.arguments import (
     aligned,
     block_dim,
-    dot_precision,
+    constants,
     empty_in_layout,
-    index_type,
     kernel_score,
     query_programs,
     sizes,
@@ -28,7 +27,7 @@ from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, first_state, kept, modified
 from .rules.softmax import finish, in_parts, online_step
-from .rules.tile import Constants, load_rows
+from .rules.tile import load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,10 +114,8 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         strides(q), strides(k), strides(v), strides(o),
         mask_for_queries(options, q, k, tile) if programs else None,
         kernel_score(options, q.dtype), *sizes(q, k),
-        Constants(
-            q.shape[3], v.shape[3], tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV,
-            index_type(q, k, v, o, options.relative_query), dot_precision(q.dtype),
-        ), tile.sum_parts,
+        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, options.relative_query),
+        tile.sum_parts,
         streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
     )  # fmt: skip
 

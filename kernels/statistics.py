@@ -18,8 +18,7 @@ from .forward import launch_forward
 from .launch.arguments import (
     aligned,
     block_dim,
-    dot_precision,
-    index_type,
+    constants,
     kernel_score,
     key_programs,
     query_programs,
@@ -28,7 +27,6 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import mask_for_keys, mask_for_queries
-from .launch.tiles import TileConfig
 from .rules.blocks import (
     key_head,
     key_tile,
@@ -43,7 +41,7 @@ from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import Constants, head, load_tile
+from .rules.tile import head, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -276,17 +274,11 @@ def launch_row_statistics(
         attention_row_statistics_kernel[(programs,)](
             q, k, lse, entropy, largest, positions, strides(q), strides(k),
             mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            top, _constants(q, k, tile, options), _places(top),
+            top, constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
+            _places(top),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return entropy, largest, positions
-
-
-def _constants(q: Tensor, k: Tensor, tile: TileConfig, options: Options) -> Constants:
-    D = q.shape[3]
-    index = index_type(q, k, options.relative_query)
-    precision = dot_precision(q.dtype)
-    return Constants(D, 0, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), 0, index, precision)
 
 
 def _places(top: int) -> int:
@@ -303,7 +295,7 @@ def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tens
         attention_received_kernel[(programs,)](
             q, k, lse, received, strides(q), strides(k),
             mask_for_keys(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            _constants(q, k, tile, options),
+            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return received
@@ -320,7 +312,7 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tenso
         attention_weights_kernel[(programs,)](
             q, k, lse, found, strides(q), strides(k),
             mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            _constants(q, k, tile, options),
+            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return found

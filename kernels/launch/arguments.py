@@ -11,6 +11,7 @@ from torch import Tensor
 from ..rules.integers import number
 from ..rules.mask import Mask
 from ..rules.score import Score
+from ..rules.tile import Constants
 from . import tiles
 from .key_extents import launch_padding_extents
 from .tiles import TileConfig
@@ -96,6 +97,22 @@ def dot_precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
+
+
+def constants(
+    tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None
+) -> Constants:
+    """What a kernel is compiled for; tensors: those that it addresses by rows."""
+    return Constants(
+        D,
+        D_v,
+        tile.BLOCK_M,
+        tile.BLOCK_N,
+        block_dim(D),
+        block_dim(D_v),
+        index_type(*tensors) == tl.int64,
+        dot_precision(dtype),
+    )
 
 
 def empty_in_layout(

@@ -12,8 +12,8 @@ from .integers import value
 class Constants(NamedTuple):
     """What a kernel is compiled for.
 
-    D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. INDEX: of offsets inside a tile.
-    PRECISION: of fp32 products.
+    D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
+    64 bits; INDEX is their type. PRECISION: of fp32 products.
     """
 
     D: int
@@ -22,8 +22,12 @@ class Constants(NamedTuple):
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_DV: int
-    INDEX: tl.dtype
+    FAR: bool
     PRECISION: str
+
+    @property
+    def INDEX(self) -> tl.dtype:
+        return tl.int64 if self.FAR else tl.int32
 
 
 @triton.jit
