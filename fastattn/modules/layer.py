@@ -99,8 +99,9 @@ class AttentionLayer(nn.Module):
 
     def score_options(self) -> dict[str, Any]:
         """Options of `attention` that say what the scores are."""
-        found = {name: getattr(self, name) for name in _SCORE_OPTIONS}
-        found["scale"], found["sinks"] = self.score_scale, self.sinks
+        found: dict[str, Any] = {"scale": self.score_scale, "sinks": self.sinks}
+        for name in _SCORE_OPTIONS:
+            found[name] = getattr(self, name)
         return found
 
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:

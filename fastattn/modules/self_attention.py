@@ -302,8 +302,9 @@ class GQAttention(SelfProjection):
         if isinstance(window, int):
             # Open ahead where causal: there causal and prefix_lengths say what is seen.
             window = (window - 1, None if self.causal else window - 1)
-        found = {name: getattr(self, name) for name in _MASK_OPTIONS}
-        found["causal"], found["window"] = self.causal, window
+        found = {"causal": self.causal, "window": window}
+        for name in _MASK_OPTIONS:
+            found[name] = getattr(self, name)
         return found
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 
 from fastattn import KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
-from fastattn.modules import layer_cache, self_attention
+from fastattn.modules import layer_cache, projection, self_attention
 from fastattn.modules.layer_cache import decodes
 from fastattn.testing import assert_within_budget
 from fastattn.testing.modules import WIDTH, exact_and_naive, make_layer
@@ -99,7 +99,7 @@ def test_decoding_rotates_as_it_appends(
     exact, naive = exact_and_naive(layer, x)
     cache = KVCache(2, 2, 8, layer.head_dim, device=device)
     with torch.no_grad():
-        monkeypatch.delattr(self_attention, "apply_rotary")
+        monkeypatch.delattr(projection, "apply_rotary")
         steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
     assert_within_budget("steps", torch.cat(steps, 1), exact, naive)
 
