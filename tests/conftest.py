@@ -249,10 +249,6 @@ def on_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None
 @pytest.fixture
 def draw(device: str) -> Callable[..., torch.Tensor]:
     """draw(*shape): normal numbers on the device, the next ones at each call."""
-    generator = torch.Generator().manual_seed(0)
+    from fastattn.testing.inputs import draws
 
-    def drawn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-        x = torch.randn(shape, generator=generator)
-        return x.to(device, dtype).requires_grad_(grad)
-
-    return drawn
+    return draws(device=device)

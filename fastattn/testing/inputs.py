@@ -1,5 +1,6 @@
 """Inputs of attention tests and benchmarks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,18 @@ from torch import Tensor
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers, the same at each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(
+    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Callable[..., Tensor]:
+    """draw(*shape): normal numbers on the device, the next ones at each call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(grad)
+
+    return draw
 
 
 def to_device(options: dict[str, Any], device: torch.device | str) -> dict[str, Any]:

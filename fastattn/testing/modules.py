@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..modules.self_attention import CausalGQAttention
 from .budget import assert_within_budget
@@ -198,6 +199,21 @@ def exact_and_naive(
     with torch.no_grad():
         exact = naive_layer(copy.deepcopy(layer).double(), x.double(), **kwargs)
         return exact, worst_naive(exact, lambda: naive_layer(layer, x, **kwargs))
+
+
+def assert_checkpointing_changes_nothing(layer: nn.Module, x: Tensor) -> None:
+    """Activation checkpointing recomputes the same gradients, bit for bit, dropout included."""
+
+    def recomputing(x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False)
+
+    grads = []
+    forwards: tuple[Callable[[Tensor], Any], ...] = (layer, recomputing)
+    for run in forwards:
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
+    for direct, recomputed in zip(*grads, strict=True):
+        assert torch.equal(direct, recomputed)
 
 
 def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from fastattn import KVCache, PagedKVCache, cascade_attention, decode_attention, merge, reference
 from fastattn.ops.merge import merge_forward
 from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.inputs import draws
 
 BACKENDS = ("triton", "torch")
 
@@ -135,12 +136,9 @@ def prompt_and_rows(
     device: str, lengths: tuple[int, ...] = (5, 2, 3)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of a prefix of 10 tokens, and of those that follow it in each row."""
-    generator = torch.Generator().manual_seed(2)
-
-    def draw(B: int, T: int) -> torch.Tensor:
-        return torch.randn(B, 1, T, 16, generator=generator).to(device)
-
-    return draw(1, 10), draw(1, 10), draw(len(lengths), 5), draw(len(lengths), 5)
+    draw, B = draws(2, device), len(lengths)
+    prefix, rows = (1, 1, 10, 16), (B, 1, 5, 16)
+    return draw(*prefix), draw(*prefix), draw(*rows), draw(*rows)
 
 
 def whole_attention(

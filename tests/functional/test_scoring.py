@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fastattn
 from fastattn import reference
 from fastattn.testing import assert_matches_reference, make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.inputs import draws, to_device
 from fastattn.torch_backend import additive
 
 B, H_q, H_k, T_q, T_k, HIDDEN = 2, 2, 1, 18, 21, 3
@@ -39,12 +41,7 @@ def inputs(
     per_head: bool = False,
 ) -> list[Tensor]:
     """q, k, v, u, and where they are not projected already w_query and w_key."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        x = torch.randn(shape, generator=generator).to(device, dtype)
-        return x.detach().requires_grad_()
-
+    draw = partial(draws(0, device, dtype), grad=True)
     if projected:
         q, k = draw(B, H_q, T_q, HIDDEN), draw(B, H_k, T_k, HIDDEN)
         return [q, k, draw(B, H_k, T_k, 3), draw(H_q, HIDDEN)]
@@ -85,9 +82,7 @@ def results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tens
 
 
 def assert_additive(tensors: list[Tensor], backend: str, masks: dict[str, Any]) -> None:
-    masks = {
-        name: x.to(tensors[0].device) if isinstance(x, Tensor) else x for name, x in masks.items()
-    }
+    masks = to_device(masks, tensors[0].device)
     ours = results(fastattn.additive_attention, tensors, return_lse=True, backend=backend, **masks)
     ref = results(naive, [x.double() for x in tensors], **masks)
     plain = worst_naive(ref, lambda: results(naive, tensors, **masks))
