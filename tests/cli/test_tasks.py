@@ -103,8 +103,15 @@ def test_a_tagger_learns_python_s_tokens(python_tagger, capsys):
     assert run(*command, "--text", "import os  # why\n\nx = 3") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == [
-        "import", "os", "# why", "", "x", "=", "3", "",
-    ]  # fmt: skip
+        "import",
+        "os",
+        "# why",
+        "",
+        "x",
+        "=",
+        "3",
+        "",
+    ]
     assert "# why\tcomment" in lines
     assert "=\toperator" in lines
 
@@ -206,10 +213,18 @@ def test_a_stopped_run_ends_bit_for_bit_as_an_uninterrupted_one(
 def test_options_reach_the_model(tmp_path):
     text = write(tmp_path / "pairs.tsv", PAIRS)
     values = {
-        "positions": "transformer_xl", "relative-distance": 3, "relative-table": "sinusoidal",
-        "ffn": "swiglu", "norm": "rmsnorm", "block": "post", "label-smoothing": 0.1,
-        "hidden-dim": 24, "decoder-layers": 2, "source-length": 6, "target-length": 7,
-    }  # fmt: skip
+        "positions": "transformer_xl",
+        "relative-distance": 3,
+        "relative-table": "sinusoidal",
+        "ffn": "swiglu",
+        "norm": "rmsnorm",
+        "block": "post",
+        "label-smoothing": 0.1,
+        "hidden-dim": 24,
+        "decoder-layers": 2,
+        "source-length": 6,
+        "target-length": 7,
+    }
     words = [word for name, value in values.items() for word in (f"--{name}", value)]
     flags = ["--share-embeddings", "--embedding-norm", "--untied", "--bias"]
     out = tmp_path / "run"

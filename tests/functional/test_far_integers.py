@@ -11,6 +11,7 @@ from fastattn import KVCache, attention, checks, decode_attention
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.rules import mask
 from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,10 +25,6 @@ def tensor(*values: int) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {key: x.to(device) if torch.is_tensor(x) else x for key, x in given.items()}
-
-
 def far_and_near() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Options with a far integer, and those with a near one that means the same."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -37,24 +34,27 @@ def far_and_near() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         cases |= {
             f"prefix {x}": ({"causal": True, "prefix_lengths": far}, {"causal": True, **prefix}),
             f"prefix int {x}": (
-                {"causal": True, "prefix_lengths": x}, {"causal": True, "prefix_lengths": T_K},
+                {"causal": True, "prefix_lengths": x},
+                {"causal": True, "prefix_lengths": T_K},
             ),
             f"lengths {x}": ({"key_lengths": far}, {"key_lengths": tensor(T_K, 0)}),
             f"offset {x}": (
-                {"causal": True, "query_offset": far}, {"causal": True, "query_offset": near},
+                {"causal": True, "query_offset": far},
+                {"causal": True, "query_offset": near},
             ),
             f"offset and window {x}": (
                 {"window": (3, 2), "query_offset": far},
                 {"window": (3, 2), "query_offset": tensor(T_K + 3, -T_Q - 2)},
             ),
             f"offset, first keys and prefix {x}": (
-                {**kept, "query_offset": far}, {**kept, "query_offset": tensor(T_K + 3, -T_Q)},
+                {**kept, "query_offset": far},
+                {**kept, "query_offset": tensor(T_K + 3, -T_Q)},
             ),
             f"window {x}": ({"window": (x, 1)}, {"window": (None, 1)}),
             f"window int {x}": ({"window": x}, {"causal": True}),
             f"keep_first {x}": ({"window": (1, 0), "keep_first": x}, {}),
             f"stride {x}": ({"stride": x}, {"stride": T_K}),
-        }  # fmt: skip
+        }
     return cases
 
 
@@ -65,7 +65,7 @@ CASES = far_and_near()
 @pytest.mark.parametrize("name", CASES)
 def test_attention_of_far_integers(name, backend, device):
     q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
-    given = on(device, CASES[name][0])
+    given = to_device(CASES[name][0], device)
     assert_matches_reference(partial(attention, backend=backend), q, k, v, **given)
 
 
@@ -76,9 +76,13 @@ def test_bias_by_distance_from_far_away(x, entries, backend, device):
     """All distances are past an end of the table, whose gradient there sums them up."""
     q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
     assert_matches_reference(
-        partial(attention, backend=backend), q, k, v, query_offset=tensor(x, x).to(device),
+        partial(attention, backend=backend),
+        q,
+        k,
+        v,
+        query_offset=tensor(x, x).to(device),
         relative_bias=torch.randn(H, entries, device=device),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +120,7 @@ def test_other_calls_take_far_integers_as_near_ones(function, backend, device):
     for name, given in CASES.items():
         if str(FAR[0]) not in name or any(x in given[0] for x in NOT_TAKEN.get(function, ())):
             continue
-        far, near = (call(**on(device, one)) for one in given)
+        far, near = (call(**to_device(one, device)) for one in given)
         far, near = (x if isinstance(x, tuple) else (x,) for x in (far, near))
         assert all(map(torch.equal, far, near)), name
 

@@ -61,23 +61,33 @@ def attention_calls() -> Calls:
     seen = gpu(B, T, dtype=torch.bool)
     documents = gpu(B, T, dtype=torch.int32)
     options: dict[str, dict[str, Any]] = {
-        "causal": {}, "full": {"causal": False}, "window": {"window": 16, "keep_first": 4},
-        "stride": {"window": 8, "stride": 8}, "prefix": {"prefix_lengths": ones(B)},
-        "documents": {"documents": documents}, "key_lengths": {"key_lengths": ones(B)},
-        "padding": {"key_padding_mask": seen}, "attn_mask": {"attn_mask": gpu(H, 1, T) > 0},
-        "mask_mod": {"mask_mod": checkered}, "query_offset": {"query_offset": ones(B)},
-        "softcap": {"softcap": 30.0}, "alibi": {"alibi_slopes": gpu(H)},
+        "causal": {},
+        "full": {"causal": False},
+        "window": {"window": 16, "keep_first": 4},
+        "stride": {"window": 8, "stride": 8},
+        "prefix": {"prefix_lengths": ones(B)},
+        "documents": {"documents": documents},
+        "key_lengths": {"key_lengths": ones(B)},
+        "padding": {"key_padding_mask": seen},
+        "attn_mask": {"attn_mask": gpu(H, 1, T) > 0},
+        "mask_mod": {"mask_mod": checkered},
+        "query_offset": {"query_offset": ones(B)},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": gpu(H)},
         "relative_bias": {"relative_bias": zeros(H, 33)},
         "relative_keys": {"relative_keys": random(H, 33, D, grad=True)},
-        "attn_bias": {"attn_bias": zeros(1, H, 1, T)}, "sinks": {"sinks": zeros(H)},
+        "attn_bias": {"attn_bias": zeros(1, H, 1, T)},
+        "sinks": {"sinks": zeros(H)},
         "score_mod": {
-            "score_mod": far_keys, "score_mod_grad": far_keys_grad, "mod_tensors": (gpu(H),)
+            "score_mod": far_keys,
+            "score_mod_grad": far_keys_grad,
+            "mod_tensors": (gpu(H),),
         },
-        "dropout": {"dropout": 0.1}, "deterministic": {"deterministic": False},
-        "hopper": {"backend": "hopper"}, "hopper,one_pass": {
-            "backend": "hopper", "deterministic": False
-        },
-    }  # fmt: skip
+        "dropout": {"dropout": 0.1},
+        "deterministic": {"deterministic": False},
+        "hopper": {"backend": "hopper"},
+        "hopper,one_pass": {"backend": "hopper", "deterministic": False},
+    }
     calls: Calls = {
         f"attention {name}": partial(train, B, T, **{"causal": True, **given})
         for name, given in options.items()
