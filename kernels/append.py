@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import block_dim, blocks, empty_in_layout
-from .rules.integers import number, value
+from .rules.integers import runtime_int, value
 from .rules.mask import int32_within
 from .rules.pages import (
     CacheTensors,
@@ -37,7 +37,7 @@ _TILE = 2048
 
 
 class _Tokens(NamedTuple):
-    """[B, H, T, D] in memory; integers in the form of `number`."""
+    """[B, H, T, D] in memory; integers in the form of `runtime_int`."""
 
     ptr: Any
     stride_b: int | None
@@ -97,13 +97,13 @@ def _load_rotated(
 
 @triton.jit
 def _store_rows(
-    store, x, place, keep,
+    store, x, slots, keep,
     WIDTH: tl.constexpr, COLS: tl.constexpr, E4M3: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Write rows [R, COLS] to the slots at `place`, as codes where the buffer has scales."""
+    """Write rows [R, COLS] to their slots, as codes where the buffer has scales."""
     if store.scale_ptr is not None:
         scale = row_scale(x, 448.0 if E4M3 else 127.0)
-        tl.store(store.scale_ptr + place, scale, mask=keep)
+        tl.store(store.scale_ptr + slots, scale, mask=keep)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         numbers = to_e4m3(ratio) if E4M3 else to_int8(ratio)
     else:
@@ -111,7 +111,7 @@ def _store_rows(
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
     width = tl.multiple_of(value(store.row_width).to(tl.int64), ALIGN)
     cols = tl.arange(0, COLS)
-    pointers = store.ptr + (place * width)[:, None] + cols[None, :]
+    pointers = store.ptr + (slots * width)[:, None] + cols[None, :]
     tl.store(pointers, numbers, mask=keep[:, None] & (cols < WIDTH)[None, :])
 
 
@@ -155,8 +155,8 @@ def _append(
     x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
     # Codes are made of the rounded number, which is what attention would read otherwise.
     x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
-    place = slot_rows(page, head, slot, pages)
-    _store_rows(store, x, place, keep, WIDTH, COLS, E4M3, ROW_BYTES)
+    slots = slot_rows(page, head, slot, pages)
+    _store_rows(store, x, slots, keep, WIDTH, COLS, E4M3, ROW_BYTES)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def launch_append(
     append_kernel[programs, B](
         _tokens(q), _tokens(o), _tokens(k), _tokens(v),
         stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
-        None if cos is None else _Rotary(cos, sin, number(cos.shape[0])), pages_of(cache),
+        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])), pages_of(cache),
         cache.lengths, new_lengths, cache.batch_index, cache.counters, T, cache.lengths.shape[0],
         D, D_v, BLOCK_D, BLOCK_DV,
         0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
@@ -269,8 +269,8 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _tokens(x: Tensor | None) -> _Tokens | None:
     if x is None:
         return None
-    stride_b, stride_h, stride_t, _ = map(number, x.stride())
-    return _Tokens(x, stride_b, stride_h, stride_t, number(x.shape[1]))
+    stride_b, stride_h, stride_t, _ = map(runtime_int, x.stride())
+    return _Tokens(x, stride_b, stride_h, stride_t, runtime_int(x.shape[1]))
 
 
 def _alignment(tensors: list[Tensor]) -> int:

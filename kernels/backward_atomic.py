@@ -19,7 +19,7 @@ from torch import Tensor
 from .launch.arguments import block_dim, index_type, strides, tiles_of
 from .launch.launches import Launch, launch_for
 from .launch.tiles import TileConfig
-from .rules.integers import number
+from .rules.integers import runtime_int
 from .rules.mask import Mask, batch_row, memory_rows
 from .rules.tile import (
     first_slot,
@@ -71,17 +71,17 @@ def start_dq_kernel(
     if delta_ptr is not None:
         tl.store(delta_ptr + first + rows, delta, mask=in_rows)
     zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    place = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
+    sum_row = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
         # The weights of a row that sees nothing are 0, as are those of one that does not exist.
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
         # A slot that its sequence leaves empty belongs to nobody, or to the next one.
         there = m_first < row.T_q
-        tl.store(minus_lse_ptr + place + rows, -lse / scale, mask=there)
-        tl.store(minus_delta_ptr + place + rows, -delta, mask=there)
+        tl.store(minus_lse_ptr + sum_row + rows, -lse / scale, mask=there)
+        tl.store(minus_delta_ptr + sum_row + rows, -delta, mask=there)
         in_rows = in_rows | there
-    store_tile(sum_ptr + place * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
+    store_tile(sum_ptr + sum_row * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
 
 
 @triton.jit(do_not_specialize=["sum_rows", "H_q", "T_q"])
@@ -94,8 +94,8 @@ def finish_dq_kernel(
     row = batch_row(b, T_q, T_q, mask)
     batch, first_q, _ = memory_rows(b, mask)
     m_first, _, _, in_rows = query_rows(tile, row.T_q, ROWS)
-    place = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
-    dq = load_tile(sum_ptr + place * D, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    sum_row = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
+    dq = load_tile(sum_ptr + sum_row * D, D, m_first, in_rows, ROWS, BLOCK_D, D)
     dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
@@ -109,7 +109,7 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
     """What tells rows of one packed sequence from those of another, where they are given."""
     if cu_seqlens is None:
         return Mask()
-    sequences = number(cu_seqlens.shape[0] - 1)
+    sequences = runtime_int(cu_seqlens.shape[0] - 1)
     return Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
 
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import tiles as config
 from .launch.arguments import (
     UNBOUNDED,
     aligned,
@@ -27,6 +26,7 @@ from .launch.arguments import (
     sizes,
     strides,
 )
+from .launch.tiles import lookup
 from .rules.integers import value
 from .rules.mask import FARTHEST, batch_row, memory_rows, valid_keys, visible
 from .rules.product import add_weighted_rows, rows_by_rows
@@ -80,19 +80,19 @@ def _gradient_by_distance(
 
 
 @triton.jit
-def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, place):
+def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, part):
     """The sums within the reach to their entries, and those beyond it, summed, to `ends`."""
     entries = h * (2 * reach + 1) + distances + reach
     within = (distances >= -reach) & (distances <= reach)
     tl.store(table_ptr + entries, sums, mask=within)
-    ends_ptr += 2 * place
+    ends_ptr += 2 * part
     tl.store(ends_ptr, tl.sum(tl.where(distances < -reach, sums, 0.0), 0))
     tl.store(ends_ptr + 1, tl.sum(tl.where(distances > reach, sums, 0.0), 0))
 
 
 @triton.jit
 def _store_keys(
-    table_ptr, ends_ptr, sums, distances, reach, h, place,
+    table_ptr, ends_ptr, sums, distances, reach, h, part,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """As `_store_bias`, for a vector a distance."""
@@ -106,7 +106,7 @@ def _store_keys(
     )
     below = tl.sum(tl.where((distances < -reach)[:, None], sums, 0.0), 0)
     above = tl.sum(tl.where((distances > reach)[:, None], sums, 0.0), 0)
-    ends_ptr += 2 * place.to(tl.int64) * D
+    ends_ptr += 2 * part.to(tl.int64) * D
     tl.store(ends_ptr + cols, below, mask=cols < D)
     tl.store(ends_ptr + D + cols, above, mask=cols < D)
 
@@ -164,13 +164,13 @@ def attention_backward_relative_kernel(
                 dbias += tl.sum(d_bias, 0)
             if score.keys_ptr is not None:
                 dkeys = add_weighted_rows(dkeys, tl.trans(ds), query, PRECISION)
-    place = h * tl.num_programs(0) + tl.program_id(0)
+    part = h * tl.num_programs(0) + tl.program_id(0)
     if score.relative_ptr is not None:
-        _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, place)
+        _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, part)
     if score.keys_ptr is not None:
         _store_keys(
             dkeys_ptr, dkeys_ends_ptr, dkeys * score.scale, distances, value(score.keys_reach),
-            h, place, D, BLOCK_D,
+            h, part, D, BLOCK_D,
         )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def launch_backward_relative(
     B, H_q, _, D = q.shape
     D_v = v.shape[3]
     dims = (block_dim(D), block_dim(D_v))
-    tile = config.lookup("relative", q.element_size(), max(dims))
+    tile = lookup("relative", q.element_size(), max(dims))
     d_start, d_end = _distances(options, q, k)
     tiles = blocks(max(d_end - d_start, 0), tile.BLOCK_N)
     bias = _sums(options.relative_bias, H_q, tiles, q)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import block_dim
-from .rules.integers import number, value
+from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
 
 # Parts that are loaded at a time.
@@ -28,8 +28,8 @@ def combine_kernel(
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for first in range(0, splits, BLOCK_S):
         part = first + tl.arange(0, BLOCK_S)
-        place = part_lse_ptr + part.to(tl.int64) * rows + n
-        lse = tl.load(place, mask=part < splits, other=float("-inf"))
+        pointer = part_lse_ptr + part.to(tl.int64) * rows + n
+        lse = tl.load(pointer, mask=part < splits, other=float("-inf"))
         # A part that saw nothing has no output.
         within = (lse > float("-inf"))[:, None] & (cols < D_V)[None, :]
         pointers = parts_ptr + (part * step)[:, None] + cols[None, :]
@@ -51,9 +51,9 @@ def launch_combine(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v:
     """
     B, H, T = lse.shape
     rows = B * H * T
-    stride_b, stride_h, stride_t, _ = map(number, o.stride())
+    stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
     combine_kernel[(rows,)](
-        parts, part_lse, o, lse, (stride_b, stride_h, stride_t), number(parts.stride(2)),
+        parts, part_lse, o, lse, (stride_b, stride_h, stride_t), runtime_int(parts.stride(2)),
         part_lse.shape[0] // B, rows, H, T, D_v, block_dim(D_v), _BLOCK_S,
         num_warps=4,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def merge_kernel(
     """Merge the two parts of one row."""
     n = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     cols = tl.arange(0, COLS)[None, :]
-    place = n[:, None] * width + cols
+    index = n[:, None] * width + cols
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, COLS], tl.float32)
@@ -74,10 +74,10 @@ def merge_kernel(
         lse = tl.load((lse1_ptr if part == 0 else lse2_ptr) + n)
         # A part that saw nothing has no output.
         within = (lse > float("-inf"))[:, None] & (cols < width)
-        o = tl.load((o1_ptr if part == 0 else o2_ptr) + place, mask=within, other=0.0)
+        o = tl.load((o1_ptr if part == 0 else o2_ptr) + index, mask=within, other=0.0)
         acc, m, l = merge_states(acc, m, l, o.to(tl.float32), lse)
     o, lse = finish(acc, m, l)
-    tl.store(o_ptr + place, o.to(o_ptr.dtype.element_ty), mask=cols < width)
+    tl.store(o_ptr + index, o.to(o_ptr.dtype.element_ty), mask=cols < width)
     tl.store(lse_ptr + n, lse)
 
 

@@ -34,7 +34,7 @@ from .launch.arguments import (
     kernel_mask,
     kernel_score,
 )
-from .rules.integers import number, value
+from .rules.integers import runtime_int, value
 from .rules.mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
 from .rules.pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
 from .rules.product import add_weighted_rows, rows_by_rows
@@ -62,7 +62,7 @@ _FEW_ROWS = 16
 
 
 class _Rows(NamedTuple):
-    """[B, H, T, width] in memory; strides in the form of `number`."""
+    """[B, H, T, width] in memory; strides in the form of `runtime_int`."""
 
     ptr: Any
     stride_b: int | None
@@ -77,7 +77,7 @@ class _Lengths(NamedTuple):
     new_ptr: Any
     starts_ptr: Any
     batch_index_ptr: Any
-    rows: int | None  # this and what follows in the form of `number`
+    rows: int | None  # this and what follows in the form of `runtime_int`
     capacity: int | None
 
 
@@ -313,8 +313,8 @@ def launch_decode(
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
         stored(cache.v, cache.v_scale), pages_of(cache),
         _Lengths(
-            cache.lengths, new_lengths, starts, cache.batch_index, number(cache.lengths.shape[0]),
-            number(capacity),
+            cache.lengths, new_lengths, starts, cache.batch_index,
+            runtime_int(cache.lengths.shape[0]), runtime_int(capacity),
         ),
         mask, kernel_score(options),
         B, H_q, G, T_q, tiles, INVARIANT_SPLIT // tile.BLOCK_N if invariant else 0,
@@ -342,7 +342,7 @@ def _reads_e4m3() -> bool:
 
 
 def _rows(x: Tensor) -> _Rows:
-    stride_b, stride_h, stride_t, _ = map(number, x.stride())
+    stride_b, stride_h, stride_t, _ = map(runtime_int, x.stride())
     return _Rows(x, stride_b, stride_h, stride_t)
 
 

@@ -114,9 +114,9 @@ def _into_top(x, k_pos, top_x, top_pos):
     """
     best, best_pos, worst, worst_pos, enters = _contest(x, k_pos, top_x, top_pos)
     while tl.max(enters.to(tl.int32), 0) != 0:
-        place = (top_x == worst[:, None]) & (top_pos == worst_pos[:, None]) & enters[:, None]
-        top_x = tl.where(place, best[:, None], top_x)
-        top_pos = tl.where(place, best_pos[:, None], top_pos)
+        worst_entry = (top_x == worst[:, None]) & (top_pos == worst_pos[:, None]) & enters[:, None]
+        top_x = tl.where(worst_entry, best[:, None], top_x)
+        top_pos = tl.where(worst_entry, best_pos[:, None], top_pos)
         x = tl.where(k_pos == best_pos[:, None], float("-inf"), x)
         best, best_pos, worst, worst_pos, enters = _contest(x, k_pos, top_x, top_pos)
     return top_x, top_pos
@@ -124,7 +124,7 @@ def _into_top(x, k_pos, top_x, top_pos):
 
 @triton.jit
 def _into_rows(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into what is told of the rows: see `blocks.over_key_blocks`."""
+    """Take one key block into the statistics of the rows: see `blocks.over_key_blocks`."""
     entropy, top_x, top_pos = state
     x, p = _block_weights(n_first, valid, keep, tile, operands, score, const)
     # A weight of 0 adds nothing, though its logarithm is -inf.

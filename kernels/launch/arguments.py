@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..rules.integers import number
+from ..rules.integers import runtime_int
 from ..rules.mask import Mask
 from ..rules.score import Score
 from ..rules.tile import Constants
@@ -28,15 +28,15 @@ _MAX_ROWS = 256
 
 
 def strides(x: Tensor) -> tuple[int | None, ...]:
-    """Batch, head and row stride of [B, H, T, D], in the form of `number`."""
+    """Batch, head and row stride of [B, H, T, D], in the form of `runtime_int`."""
     stride_b, stride_h, stride_t, _ = x.stride()
     return 4 * stride_b + 3, 4 * stride_h + 3, 4 * stride_t + 3
 
 
 def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
-    """Strides in the form of `number`, 0 for every dim of size 1."""
+    """Strides in the form of `runtime_int`, 0 for every dim of size 1."""
     steps = zip(x.shape, x.stride(), strict=True)
-    return tuple(number(0 if size == 1 else stride) for size, stride in steps)
+    return tuple(runtime_int(0 if size == 1 else stride) for size, stride in steps)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -166,17 +166,17 @@ def kernel_mask(options: Options) -> Mask:
         right = 0 if right is None else min(right, 0)
     padding = f.key_padding_mask
     return Mask(
-        query_offset=number(f.query_offset),
+        query_offset=runtime_int(f.query_offset),
         left=_distance(f.left),
         right=_distance(right),
-        causal=number(0) if f.causal and not bare else None,
+        causal=runtime_int(0) if f.causal and not bare else None,
         keep_first=_distance(f.keep_first) if f.keep_first else None,
         stride=_distance(f.stride),
         offsets_ptr=f.query_offsets,
         lengths_ptr=f.key_lengths,
         prefix_ptr=f.prefix_lengths,
         padding_ptr=padding,
-        padding_stride=None if padding is None else number(padding.stride(0)),
+        padding_stride=None if padding is None else runtime_int(padding.stride(0)),
         extents_ptr=None if padding is None else launch_padding_extents(padding),
         q_documents_ptr=f.q_documents,
         k_documents_ptr=f.k_documents,
@@ -185,21 +185,21 @@ def kernel_mask(options: Options) -> Mask:
         attn_mask_strides=None if f.attn_mask is None else broadcast_strides(f.attn_mask),
         cu_q_ptr=f.cu_seqlens_q,
         cu_k_ptr=f.cu_seqlens_k,
-        sequences=None if f.cu_seqlens_q is None else number(f.cu_seqlens_q.shape[0] - 1),
+        sequences=None if f.cu_seqlens_q is None else runtime_int(f.cu_seqlens_q.shape[0] - 1),
         mod=getattr(f.mask_mod, "mask_mod", f.mask_mod),
         tensors=f.mod_tensors if f.mask_mod is not None else (),
     )
 
 
 def _distance(x: int | None) -> int | None:
-    """In the form of `number`, at most what is as good as unbounded."""
-    return None if x is None else number(min(x, UNBOUNDED))
+    """In the form of `runtime_int`, at most what is as good as unbounded."""
+    return None if x is None else runtime_int(min(x, UNBOUNDED))
 
 
 def _documents_strides(f: Options) -> tuple[int | None, ...] | None:
     if f.q_documents is None or f.k_documents is None:
         return None
-    return number(f.q_documents.stride(0)), number(f.k_documents.stride(0))
+    return runtime_int(f.q_documents.stride(0)), runtime_int(f.k_documents.stride(0))
 
 
 def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
@@ -214,11 +214,11 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         slopes_ptr=slopes,
         slopes_strides=None if slopes is None else _slopes_strides(slopes),
         relative_ptr=table,
-        relative_stride=None if table is None else number(table.stride(0)),
-        reach=None if table is None else number(table.shape[1] // 2),
+        relative_stride=None if table is None else runtime_int(table.stride(0)),
+        reach=None if table is None else runtime_int(table.shape[1] // 2),
         keys_ptr=None if keys is None else aligned(keys[None]),
-        keys_heads=None if keys is None else number(keys.shape[0]),
-        keys_reach=None if keys is None else number(keys.shape[1] // 2),
+        keys_heads=None if keys is None else runtime_int(keys.shape[0]),
+        keys_reach=None if keys is None else runtime_int(keys.shape[1] // 2),
         query_ptr=query,
         query_strides=None if query is None else strides(query),
         bias_ptr=bias,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rules.integers import number
+from ..rules.integers import runtime_int
 from ..rules.mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
 from .arguments import kernel_mask
 from .tiles import TileConfig
@@ -40,7 +40,7 @@ def _note(full, boundary, block, keep, exist, queries, blocks_ptr, width):
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k", "H", "width"])
-def block_table_kernel(
+def block_sparsity_kernel(
     mask, counts_ptr, blocks_ptr, T_q, T_k, H, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +49,8 @@ def block_table_kernel(
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     row = batch_row(b, T_q, T_k, mask)
-    number_of = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
-    blocks_ptr += number_of * width
+    table_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    blocks_ptr += table_row * width
     full = 0
     boundary = 0
     if OF_KEYS:
@@ -84,8 +84,8 @@ def block_table_kernel(
             keep = keep & (rows < row.T_q)[:, None]
             # Keys that do not exist are stored as 0: nothing of them has to be hidden.
             full, boundary = _note(full, boundary, block, keep, valid, BLOCK_M, blocks_ptr, width)
-    tl.store(counts_ptr + 2 * number_of, full)
-    tl.store(counts_ptr + 2 * number_of + 1, boundary)
+    tl.store(counts_ptr + 2 * table_row, full)
+    tl.store(counts_ptr + 2 * table_row + 1, boundary)
 
 
 def with_table(
@@ -105,12 +105,12 @@ def with_table(
     blocks = torch.empty(rows, tiles, width, dtype=torch.int32, device=device)
     heads = H if per_head else 1
     if rows and tiles:
-        block_table_kernel[(tiles, rows)](
+        block_sparsity_kernel[(tiles, rows)](
             mask, counts, blocks, T_q, T_k, heads, width, BLOCK_M, BLOCK_N, of_keys, num_warps=8
         )
     strides = (heads * tiles if per_batch else 0, tiles if per_head else 0, width)
     return mask._replace(
-        counts_ptr=counts, blocks_ptr=blocks, table_strides=tuple(map(number, strides))
+        counts_ptr=counts, blocks_ptr=blocks, table_strides=tuple(map(runtime_int, strides))
     )
 
 

@@ -15,7 +15,7 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
 rows of keys, dK/dV the transpose. `key_plan` and `query_plan` state it for tiles, in both
 directions: which blocks are full (nothing in them is hidden) and which are boundary blocks. Where
 ranges cannot tell (a stride, documents, a mask tensor, a mask_mod) a table of blocks does, which
-`block_table` makes with the same `visible`.
+`block_sparsity` makes with the same `visible`.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ from .integers import value
 
 
 class Mask(NamedTuple):
-    """The mask as kernels take it: pointers, and integers in the form of `number`; None = absent.
+    """The mask as kernels take it: pointers, and integers as `runtime_int`s; None = absent.
 
     left, right, keep_first, stride, query_offset: integers. causal: 0 where `right` does not say
     it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
-    are the batch rows. extents_ptr: see `padding`. tables: see `block_table`. mod: the user's
-    function, tensors: its further arguments.
+    are the batch rows. extents_ptr: see `key_extents`. tables: see `block_sparsity`. mod: the
+    user's function, tensors: its further arguments.
     """
 
     query_offset: Any = None
@@ -228,7 +228,7 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
 
     Blocks lo..hi-1, and 0..kept-1 before them, hold every key that one of these queries sees. In
     full_lo..full_hi-1 every query sees every key, so nothing is masked there; the others are
-    boundary blocks. Documents, mask tensors and functions are left to `block_table`.
+    boundary blocks. Documents, mask tensors and functions are left to `block_sparsity`.
     """
     end = row.end
     q_first = m_first + row.offset
@@ -304,25 +304,25 @@ def _table_row(tile, b, h, mask):
 
     table_strides: rows of the table to the next b and to the next h, and blocks in a row.
     """
-    number_of = tl.cast(b, tl.int64) * value(mask.table_strides[0])
-    number_of += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
-    counts_ptr = mask.counts_ptr + 2 * number_of
-    blocks_ptr = mask.blocks_ptr + number_of * value(mask.table_strides[2])
+    table_row = tl.cast(b, tl.int64) * value(mask.table_strides[0])
+    table_row += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
+    counts_ptr = mask.counts_ptr + 2 * table_row
+    blocks_ptr = mask.blocks_ptr + table_row * value(mask.table_strides[2])
     return tl.load(counts_ptr), tl.load(counts_ptr + 1), blocks_ptr
 
 
 @triton.jit
 def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
-    """Which key blocks a query tile visits: (full blocks, boundary blocks, where they stand)."""
+    """Which key blocks a query tile visits: (full blocks, boundary blocks, plan)."""
     if mask.blocks_ptr is not None:
         full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        place = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
     else:
         lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         full = full_hi - full_lo
         boundary = kept + (full_lo - lo) + (hi - full_hi)
-        place = (lo, full_lo, full_hi, kept)
-    return full, boundary, place
+        plan = (lo, full_lo, full_hi, kept)
+    return full, boundary, plan
 
 
 @triton.jit
@@ -330,28 +330,28 @@ def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
     """Which query blocks of head h a key tile visits, as `key_plan`."""
     if mask.blocks_ptr is not None:
         full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        place = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
     else:
         lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
         full = full_hi - full_lo
         boundary = (full_lo - lo) + (hi - full_hi)
-        place = (lo, full_lo, full_hi, 0)
-    return full, boundary, place
+        plan = (lo, full_lo, full_hi, 0)
+    return full, boundary, plan
 
 
 @triton.jit
-def full_block(i, place, mask):
+def full_block(i, plan, mask):
     """Number of the i-th full block of a plan."""
-    block = place[1] + i
+    block = plan[1] + i
     if mask.blocks_ptr is not None:
         block = tl.load(block)
     return block
 
 
 @triton.jit
-def masked_block(i, place, mask):
+def masked_block(i, plan, mask):
     """Number of the i-th boundary block of a plan."""
-    lo, full_lo, full_hi, kept = place
+    lo, full_lo, full_hi, kept = plan
     if mask.blocks_ptr is not None:
         block = tl.load(lo + value(mask.table_strides[2]) - 1 - i)
     else:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .integers import number, value
+from .integers import runtime_int, value
 from .tile import load_at, load_tile
 
 
@@ -39,7 +39,7 @@ class CacheTensors(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where positions are kept; integers in the form of `number`."""
+    """Where positions are kept; integers in the form of `runtime_int`."""
 
     block_table_ptr: Any
     table_width: int | None  # columns
@@ -54,14 +54,16 @@ class Store(NamedTuple):
 
     ptr: Any
     scale_ptr: Any
-    row_width: int | None  # in the form of `number`
+    row_width: int | None  # in the form of `runtime_int`
 
 
 def stored(buffer: Tensor, scale: Tensor | None) -> Store:
     """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes."""
     # Some GPUs know no fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
-    return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, number(buffer.stride(2)))
+    return Store(
+        buffer.view(torch.uint8) if is_fp8 else buffer, scale, runtime_int(buffer.stride(2))
+    )
 
 
 def row_bytes(cache: CacheTensors) -> int:
@@ -74,8 +76,15 @@ def pages_of(cache: CacheTensors) -> Pages:
     """`Pages` of a cache, for a kernel."""
     table = cache.block_table
     P, H_k, S, _ = cache.k.shape
-    width = None if table is None else number(table.shape[1])
-    return Pages(table, width, number(P), number(S), number(cache.keep_first), number(H_k))
+    width = None if table is None else runtime_int(table.shape[1])
+    return Pages(
+        table,
+        width,
+        runtime_int(P),
+        runtime_int(S),
+        runtime_int(cache.keep_first),
+        runtime_int(H_k),
+    )
 
 
 @triton.jit

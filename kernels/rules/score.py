@@ -22,7 +22,7 @@ from .softmax import LOG2E
 
 
 class Score(NamedTuple):
-    """The score as kernels take it: pointers, floats, and integers in the form of `number`.
+    """The score as kernels take it: pointers, floats, and integers in the form of `runtime_int`.
 
     slopes_strides: (batch, head). bias_strides: four, 0 where broadcast. relative_ptr: relative
     bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
@@ -174,7 +174,7 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
     (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
-    its place alone, not on tiles, kernels or the batch beside it.
+    its position alone, not on tiles, kernels or the batch beside it.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -191,8 +191,8 @@ def kept_at(rows, k_pos, h, H_q, row, score):
     """`kept` for keys in any order: rows and k_pos broadcast. Four times its price."""
     zeros = (rows + k_pos) * 0
     w0, w1, w2, w3 = _random_words(zeros + k_pos // 4, zeros + rows, h, H_q, row, score)
-    place = k_pos % 4
-    words = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    word = k_pos % 4
+    words = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
     return _survives(words, score)
 
 

@@ -25,13 +25,16 @@ def load_lse(pointers, in_rows, score):
 
 
 @triton.jit
-def store_delta(o, do, dlse_ptr, delta_ptr, places, in_rows):
-    """delta = rowsum(o * do) - dlse of the rows of a tile, written to delta_ptr if it is given."""
+def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
+    """delta = rowsum(o * do) - dlse of a tile's rows, written to delta_ptr if it is given.
+
+    stats: where the rows stand in lse and delta.
+    """
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse_ptr is not None:
-        delta -= load_vector(dlse_ptr + places, in_rows, 0.0)
+        delta -= load_vector(dlse_ptr + stats, in_rows, 0.0)
     if delta_ptr is not None:
-        tl.store(delta_ptr + places, delta, mask=in_rows)
+        tl.store(delta_ptr + stats, delta, mask=in_rows)
     return delta
 
 

@@ -34,7 +34,7 @@ class Constants(NamedTuple):
 def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
     """Pointer to row `first` of head h in batch row b, and the stride between rows.
 
-    strides are (batch, head, row) in elements, each in the form of `number`, so that no length
+    strides are (batch, head, row) in elements, each in the form of `runtime_int`, so that no length
     compiles anything; that 16 bytes divide each, which vector loads need, is the launcher's
     promise. INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
     """

@@ -185,8 +185,8 @@ def test_what_is_launched_beside_attention_compiles_well(
 ) -> None:
     facts = compile_pool.facts(f"{__file__}:launch_others", target, D=D)
     assert [fact.name for fact in facts] == [
-        "block_table_kernel",
-        "block_table_kernel",
+        "block_sparsity_kernel",
+        "block_sparsity_kernel",
         "attention_weights_kernel",
         "attention_backward_bias_kernel",
     ]
