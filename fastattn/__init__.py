@@ -11,6 +11,7 @@ from .compat.patch import patch_sdpa as patch_sdpa
 from .compat.patch import unpatch_sdpa as unpatch_sdpa
 from .compat.swap.model import swap as swap
 from .dispatch import Explanation as Explanation
+from .functional.additive import additive_attention as additive_attention
 from .functional.attend import attention as attention
 from .functional.attend import attention_varlen as attention_varlen
 from .functional.attend import explain as explain
@@ -24,7 +25,6 @@ from .functional.fp8 import pack_values as pack_values
 from .functional.fp8 import quantize_fp8 as quantize_fp8
 from .functional.merge import cascade_attention as cascade_attention
 from .functional.merge import merge as merge
-from .functional.scoring import additive_attention as additive_attention
 from .functional.scoring import dot_product_attention as dot_product_attention
 from .functional.scoring import multiplicative_attention as multiplicative_attention
 from .functional.statistics import AttentionStatistics as AttentionStatistics

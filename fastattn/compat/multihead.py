@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import checks
-from ..functional import arguments, attend, statistics
+from ..functional import attend, call_options, statistics
+from ..functional.inputs import autocast
 from ..options import Options
 from ..torch_backend import formula
 from .fused_block import Calls
@@ -319,8 +320,8 @@ def _with_weights(
             q, k, lse=lse, max_elements=2**63, backend=layer.backend, **masks
         )
         return o, weights.to(narrow)
-    q, k, v, _ = attend.autocast(q, k, v, {})
-    options = arguments.dense_options(q, k, v, **masks)
+    q, k, v, _ = autocast(q, k, v, {})
+    options = call_options.dense_options(q, k, v, **masks)
     return _formula_with_weights(q, k, v, options, p, narrow)
 
 

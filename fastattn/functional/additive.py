@@ -1,10 +1,7 @@
-"""Attention with the scoring functions of its literature, in place of the scaled dot product.
+"""Additive attention, whose scores are u^T tanh(W_q q + W_k k): Bahdanau et al. 2015.
 
-    dot product      q . k                        Luong et al. 2015 (arXiv 1508.04025), "dot"
-    multiplicative   k^T W q                      the same, "general"
-    additive         u^T tanh(W_q q + W_k k)      Bahdanau et al. 2015 (arXiv 1409.0473)
-
-Luong's "concat", u^T tanh(W [q; k]), is the additive one with W_q and W_k the halves of W.
+arXiv 1409.0473. The "concat" of Luong et al. 2015 (arXiv 1508.04025), u^T tanh(W [q; k]), is the
+same with W_q and W_k the halves of W.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -17,83 +14,12 @@ from ..ops import additive as additive_ops
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend import formula
-from . import arguments, attend
+from . import call_options, inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments, MaskArguments
-
-
-def dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool = False,
-    backend: str | None = None,
-    **options: "Unpack[AttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` with the score q . k, not scaled (Luong et al. 2015, "dot").
-
-    Args:
-        q: [B, H_q, T_q, D].
-        k: [B, H_k, T_k, D].
-        v: [B, H_k, T_k, D_v].
-        return_lse, backend, options: as for `attention`; scale is not among them.
-
-    Returns:
-        As `attention`; differentiable likewise.
-
-    Raises:
-        TypeError, ValueError: as `attention`.
-    """
-    return _unscaled("dot_product_attention", q, k, v, return_lse, backend, options)
-
-
-def multiplicative_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    return_lse: bool = False,
-    backend: str | None = None,
-    **options: "Unpack[AttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` with the score k^T W q (Luong et al. 2015, "general").
-
-    Queries are projected by W to the width of the keys; then the kernels take their dot product.
-
-    Args:
-        q: [B, H_q, T_q, D_q].
-        k: [B, H_k, T_k, D_k].
-        v: [B, H_k, T_k, D_v].
-        weight: W in q's dtype, [D_k, D_q] as an nn.Linear(D_q, D_k) has it, or [H_q, D_k, D_q], one
-            for each head; differentiable.
-        return_lse, backend, options: as for `attention`; scale is not among them.
-
-    Returns:
-        As `attention`; differentiable in q, k, v and weight.
-
-    Raises:
-        TypeError, ValueError: as `attention`, or a weight of another dtype, shape or device.
-    """
-    checks.check_tensors(q, k, v)
-    q = _projected("weight", weight, "q", q, k.shape[-1])
-    return _unscaled("multiplicative_attention", q, k, v, return_lse, backend, options)
-
-
-def _unscaled(
-    name: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, backend: str | None,
-    options: "AttentionArguments",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    if "scale" in options:
-        raise TypeError(f"{name} takes no scale: its score is not scaled")
-    options["scale"] = 1.0
-    if return_lse:
-        return attend.attention(q, k, v, return_lse=True, backend=backend, **options)
-    return attend.attention(q, k, v, backend=backend, **options)
+    from ..options import MaskArguments
 
 
 @overload
@@ -108,7 +34,7 @@ def additive_attention(
     w_key: Tensor | None = ..., *, return_lse: Literal[True], backend: str | None = ...,
     **masks: "Unpack[MaskArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@arguments.ADDITIVE.sign
+@call_options.ADDITIVE.sign
 def additive_attention(
     q: Tensor,
     k: Tensor,
@@ -154,15 +80,15 @@ def additive_attention(
     checks.check_tensors(q, k, v)
     _refuse_others(masks)
     hidden = _check_u(u, q)
-    q = _projected("w_query", w_query, "q", q, hidden)
+    q = inputs.projected("w_query", w_query, "q", q, hidden)
     # Options first, without gradients: a NaN in keys that are padded out would reach those of W_k.
     keys = k.detach().new_empty(()).expand(*k.shape[:3], hidden)
-    options = arguments.dense_options(q, keys.to(q.dtype), v.to(q.dtype), **masks)
+    options = call_options.dense_options(q, keys.to(q.dtype), v.to(q.dtype), **masks)
     exists = formula.existing_keys(options, k.shape[2], k.device)
     if w_key is not None and exists is not None:
         k = torch.where(exists[:, None, :, None], k, 0.0)
-    k = _projected("w_key", w_key, "k", k, hidden)
-    q, k, v, _ = attend.autocast(q, k, v, {})
+    k = inputs.projected("w_key", w_key, "k", k, hidden)
+    q, k, v, _ = inputs.autocast(q, k, v, {})
     checks.check_qkv(q, k, v)
     return _compute(q, k, v, u.expand(q.shape[1], hidden), options, return_lse, backend)
 
@@ -179,7 +105,7 @@ def _compute(
         return (o, lse.float()) if return_lse else o
     # Columns of zeros add u_d tanh(0) = 0 to every score.
     width = v.shape[-1]
-    q, k, v = (attend.kernel_rows(x) for x in (q, k, v))
+    q, k, v = (inputs.kernel_rows(x) for x in (q, k, v))
     u = torch.nn.functional.pad(u, (0, q.shape[-1] - u.shape[-1]))
     o, lse = additive_ops.attend(q, k, v, u, options)
     o = o if o.shape[-1] == width else o[..., :width]
@@ -187,7 +113,7 @@ def _compute(
 
 
 def _refuse_others(masks: dict[str, Any]) -> None:
-    arguments.ADDITIVE.refuse_others(masks)
+    call_options.ADDITIVE.refuse_others(masks)
     mask = masks.get("attn_mask")
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         raise TypeError(f"attn_mask must be a bool tensor (True = attend), got {mask.dtype}")
@@ -201,26 +127,3 @@ def _check_u(u: Tensor, q: Tensor) -> int:
         raise ValueError(f"u must have shape [hidden] or [{H_q}, hidden], got {list(u.shape)}")
     checks.check_device("u", u, q)
     return u.shape[-1]
-
-
-def _projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:
-    """x [B, H, T, D] times w^T, w being [width, D] or [H, width, D]; x itself without w.
-
-    name, of: what messages call w and x.
-    """
-    H, D = x.shape[1], x.shape[3]
-    if w is None:
-        if width != D:
-            raise ValueError(
-                f"{name} must be given where {of} is not as wide as u, got widths {D} and {width}"
-            )
-        return x
-    checks.check_floats(name, w)
-    if w.dtype != x.dtype and not formula.autocasting(x.device):
-        raise TypeError(f"{name} must have the dtype of {of} ({x.dtype}), got {w.dtype}")
-    if tuple(w.shape) not in ((width, D), (H, width, D)):
-        raise ValueError(
-            f"{name} must have shape [{width}, {D}] or [{H}, {width}, {D}], got {list(w.shape)}"
-        )
-    checks.check_device(name, w, x)
-    return x @ w.mT

@@ -3,18 +3,16 @@
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..ops import attention as ops
 from ..ops import torch_varlen
-from ..options import LIKE_Q, Options
+from ..options import Options
 from ..torch_backend import attend as torch_backend
-from ..torch_backend import dropout, formula
-from . import arguments, call_memo
+from ..torch_backend import dropout
+from . import call_memo, call_options, inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,7 +30,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
     backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@arguments.DENSE.sign
+@call_options.DENSE.sign
 def attention(
     q: Tensor,
     k: Tensor,
@@ -146,10 +144,10 @@ def attention(
     if known is not None:
         o, lse = ops.attend_by(known.kernels, q, k, v, known.options)
         return (o, lse) if return_lse else o
-    arguments.DENSE.refuse_others(options)
+    call_options.DENSE.refuse_others(options)
     checks.check_tensors(q, k, v)
-    q, k, v, options = autocast(q, k, v, options)
-    checked = arguments.dense_options(q, k, v, **options)
+    q, k, v, options = inputs.autocast(q, k, v, options)
+    checked = call_options.dense_options(q, k, v, **options)
     return _compute(q, k, v, checked, return_lse, backend, key)
 
 
@@ -165,7 +163,7 @@ def attention_varlen(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[ScoreArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@arguments.PACKED.sign
+@call_options.PACKED.sign
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -202,12 +200,12 @@ def attention_varlen(
             on the CPU.
     """
     checks.check_packed(q, k, v)
-    q, k, v, options = autocast(q, k, v, options)
-    checked = arguments.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    q, k, v, options = inputs.autocast(q, k, v, options)
+    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return _compute(q, k, v, checked, return_lse, backend)
 
 
-@arguments.DENSE.sign
+@call_options.DENSE.sign
 def explain(
     q: Tensor,
     k: Tensor,
@@ -228,10 +226,10 @@ def explain(
         over to the reason; `str()` of it is meant for people.
     """
     given: dict[str, Any] = dict(options)
-    arguments.DENSE.refuse_others(given)
+    call_options.DENSE.refuse_others(given)
     checks.check_tensors(q, k, v)
-    q, k, v, given = autocast(q, k, v, given)
-    checked = arguments.dense_options(q, k, v, **given)
+    q, k, v, given = inputs.autocast(q, k, v, given)
+    checked = call_options.dense_options(q, k, v, **given)
     choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
     return dispatch.with_backward(choice, q, k, v, checked)
 
@@ -249,48 +247,11 @@ def _compute(
             dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    options = kernel_options(options)
-    rows = (kernel_rows(q), kernel_rows(k), kernel_rows(v))
+    options = inputs.kernel_options(options)
+    rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     if choice.backend == "triton" and rows[0] is q and rows[1] is k and rows[2] is v:
         call_memo.keep(key, q, k, v, options)
     o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o
-
-
-def kernel_rows(x: Tensor) -> Tensor:
-    """x with contiguous rows of a whole number of 16 bytes; columns of zeros change no score."""
-    surplus = -x.shape[-1] % (16 // x.element_size())
-    if surplus:
-        return F.pad(x, (0, surplus))
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def kernel_options(options: Options) -> Options:
-    """options whose tensors that are multiplied by q and its like are as `kernel_rows` has them."""
-    if options.relative_keys is None:
-        return options
-    given = {name: getattr(options, name) for name in LIKE_Q}
-    rows: dict[str, Any] = {name: kernel_rows(x) for name, x in given.items() if x is not None}
-    return options._replace(**rows)
-
-
-def autocast(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
-
-    options: unchecked.
-    """
-    if not formula.autocasting(q.device):
-        return q, k, v, options
-    dtype = torch.get_autocast_dtype(q.device.type)
-    narrow = (torch.float16, torch.bfloat16, torch.float32)
-    q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
-    given = {name: options[name] for name in LIKE_Q if name in options}
-    cast = {
-        name: x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x
-        for name, x in given.items()
-    }
-    return q, k, v, options | cast

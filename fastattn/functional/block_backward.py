@@ -17,7 +17,7 @@ from ..ops.call import contiguous
 from ..ops.gradients import as_batch, as_packed
 from ..options import Options
 from ..torch_backend import formula
-from .attend import kernel_rows
+from .inputs import kernel_rows
 
 PartGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 

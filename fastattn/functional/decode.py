@@ -12,7 +12,7 @@ from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import decode as decode_torch
-from . import arguments
+from . import call_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +34,7 @@ def decode_attention(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[DecodeArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@arguments.CACHE.sign
+@call_options.CACHE.sign
 def decode_attention(
     q: Tensor,
     cache: Any,
@@ -114,7 +114,7 @@ def decode_attention(
     return (o, lse) if return_lse else o
 
 
-@arguments.CACHE.sign
+@call_options.CACHE.sign
 def explain_decode(
     q: Tensor,
     cache: Any,
@@ -265,7 +265,7 @@ def _checked(
         checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
-    checked = arguments.cache_options(q, view.k, view.v, view.length_bound, options)
+    checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)
     if torch.is_grad_enabled():
         inputs = (q, *checked.differentiable)
         if any(x is not None and x.requires_grad for x in inputs):

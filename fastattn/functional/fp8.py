@@ -28,7 +28,7 @@ from ..dispatch import Explanation
 from ..ops import fp8
 from ..options import Options
 from ..quantization import quantize_rows
-from . import arguments, attend
+from . import attend, call_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,7 +148,7 @@ def attention_fp8(
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
     return_lse: Literal[True], backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@arguments.FP8.sign
+@call_options.FP8.sign
 def attention_fp8(
     q: Tensor,
     k: Tensor,
@@ -211,7 +211,7 @@ def attention_fp8(
     return (o, lse) if return_lse else o
 
 
-@arguments.FP8.sign
+@call_options.FP8.sign
 def explain_fp8(
     q: Tensor,
     k: Tensor,
@@ -263,7 +263,7 @@ def _checked(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, scales: dict[str, Tensor | None],
     out_dtype: torch.dtype, options: dict[str, Any],
 ) -> _Call:  # fmt: skip
-    arguments.FP8.refuse_others(options)
+    call_options.FP8.refuse_others(options)
     if out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     codes = v.codes if isinstance(v, PackedValues) else v
@@ -278,7 +278,7 @@ def _checked(
             )
         codes = codes.mT[:, :, : v.length]
     rows = (q, k, codes)
-    checked = arguments.fp8_options(*rows, **options)
+    checked = call_options.fp8_options(*rows, **options)
     for (name, scale), x in zip(scales.items(), rows, strict=True):
         if scale is not None:
             _check_scale(name, scale, x)

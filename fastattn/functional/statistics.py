@@ -9,7 +9,7 @@ from .. import checks, dispatch
 from ..ops import statistics as kernels
 from ..options import Options
 from ..torch_backend import statistics as formula
-from . import arguments, attend
+from . import call_options, inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,10 +134,10 @@ def _prepared(
     """q, k and lse as the backend takes them, the checked options, and the backend."""
     if given.get("dropout"):
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
-    arguments.DENSE._replace(name=name).refuse_others(given)
+    call_options.DENSE._replace(name=name).refuse_others(given)
     checks.check_tensors(q, k, k)
-    q, k, _, given = attend.autocast(q, k, k, given)
-    options = arguments.dense_options(q, k, k, **given)
+    q, k, _, given = inputs.autocast(q, k, k, given)
+    options = call_options.dense_options(q, k, k, **given)
     if lse is not None:
         checks.check_floats("lse", lse)
         checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
@@ -146,5 +146,5 @@ def _prepared(
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         return q, k, lse, options, choice.backend
-    q, k = attend.kernel_rows(q), attend.kernel_rows(k)
-    return q, k, lse, attend.kernel_options(options), choice.backend
+    q, k = inputs.kernel_rows(q), inputs.kernel_rows(k)
+    return q, k, lse, inputs.kernel_options(options), choice.backend

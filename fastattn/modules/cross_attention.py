@@ -7,9 +7,9 @@ from einops import repeat
 from torch import Tensor, nn
 
 from .. import checks
+from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention, view_of_tensors
-from ..functional.scoring import additive_attention
 from .layer import AttentionLayer
 from .options import SharedOptions, complete, shows_options
 

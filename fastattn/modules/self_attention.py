@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention
-from ..functional.scoring import additive_attention
 from ..options import Window
 from ..positions import alibi_slopes, t5_relative_bias
 from ..rotary import RotaryPositions, RotaryTables

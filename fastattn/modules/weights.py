@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.scoring import additive_attention
+from ..functional.additive import additive_attention
 from ..functional.statistics import attention_weights
 from ..rotary import RotaryTables
 from .checks import checked_tables

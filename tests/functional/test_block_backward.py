@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastattn import attention, attention_varlen, reference
-from fastattn.functional import arguments
+from fastattn.functional import call_options
 from fastattn.functional.block_backward import part_gradients
 from fastattn.testing import assert_within_budget, worst_naive
 
@@ -56,7 +56,7 @@ def test_two_parts_add_up(options, D, D_v, dtype, backend, device):
     shares = []
     for part, given in zip((slice(CUT), slice(CUT, None)), parts_of(options), strict=True):
         keys, values = k[:, :, part], v[:, :, part]
-        checked = arguments.dense_options(q, keys, values, **given)
+        checked = call_options.dense_options(q, keys, values, **given)
         *grads, delta = part_gradients(do, q, keys, values, o, lse, checked, backend=backend)
         assert all(x.dtype == dtype for x in grads)
         naive = (do.float() * o.float()).sum(-1)
@@ -85,7 +85,7 @@ def test_packed_sequences_and_dropout(dropout, backend, device):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = attention_varlen(*leaves, cu_q, cu_k, return_lse=True, backend=backend, **options)
     wanted = torch.autograd.grad(o, leaves, do)
-    checked = arguments.packed_options(q, k, v, cu_q, cu_k, **options)
+    checked = call_options.packed_options(q, k, v, cu_q, cu_k, **options)
     with torch.no_grad():
         *found, delta = part_gradients(do, q, k, v, o, lse, checked, backend=backend)
     assert delta.shape == lse.shape

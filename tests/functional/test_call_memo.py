@@ -9,7 +9,7 @@ import torch
 
 from fastattn import attention
 from fastattn.bench import overhead
-from fastattn.functional import arguments, call_memo
+from fastattn.functional import call_memo, call_options
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches as plan
 from fastattn.kernels.launch import tiles
@@ -34,13 +34,13 @@ def nothing_known() -> Iterator[None]:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every call whose arguments are checked."""
     found: list[int] = []
-    check = arguments.dense_options
+    check = call_options.dense_options
 
     def counting(*args, **kwargs):
         found.append(1)
         return check(*args, **kwargs)
 
-    monkeypatch.setattr(arguments, "dense_options", counting)
+    monkeypatch.setattr(call_options, "dense_options", counting)
     return found
 
 

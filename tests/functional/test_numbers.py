@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.functional import arguments, call_memo
+from fastattn.functional import call_memo, call_options
 from fastattn.models.gpt import GPTConfig
 from fastattn.options import Options
 from fastattn.testing import make_qkv
@@ -40,7 +40,7 @@ def forms(x: Any) -> list[Any]:
 
 
 def checked(**options: Any) -> Options:
-    return arguments.dense_options(*inputs(), **options)
+    return call_options.dense_options(*inputs(), **options)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

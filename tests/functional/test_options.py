@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import reference
-from fastattn.functional import arguments
+from fastattn.functional import call_options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import option_examples, sets_that_cover_pairs, together
@@ -119,7 +119,7 @@ def test_second_derivatives_of_the_formula(name: str) -> None:
 
     def call(q, k, v, *xs):
         options = {**given, **dict(zip(leaves, xs, strict=True))}
-        checked = arguments.dense_options(q, k, v, causal=True, **options)
+        checked = call_options.dense_options(q, k, v, causal=True, **options)
         return formula.attention(q, k, v, checked, return_lse=True)
 
     assert torch.autograd.gradgradcheck(call, (*inputs, *leaves.values()), fast_mode=True)

@@ -151,7 +151,7 @@ def test_tables_list_what_is_seen(case: str, device: str) -> None:
     given, per_batch, per_head = CASES[case]
     q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
     moved = {name: on(device, x) for name, x in given.items()}
-    options = fastattn.functional.arguments.dense_options(q, k, v, **moved)
+    options = fastattn.functional.call_options.dense_options(q, k, v, **moved)
     of_keys = mask_for_queries(options, q, k, TILE)
     of_queries = mask_for_keys(options, q, k, TILE)
     for mask in (of_keys, of_queries):
@@ -173,7 +173,7 @@ def test_tables_of_packed_sequences(device: str) -> None:
     starts_q, starts_k = torch.tensor([0, 5, 5, 14]), torch.tensor([0, 18, 22, 27])
     q = torch.zeros(14, H, 4, device=device)
     k = torch.zeros(27, 1, 4, device=device)
-    options = fastattn.functional.arguments.packed_options(
+    options = fastattn.functional.call_options.packed_options(
         q, k, k, starts_q.to(device), starts_k.to(device), mask_mod=by_row, causal=True
     )
     q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
@@ -204,7 +204,7 @@ def test_a_block_mask_keeps_its_tables(device: str) -> None:
     mod = fastattn.BlockMask(by_head, per_batch=False)
 
     def table(T_q: int = T_q, **given: Any) -> torch.Tensor:
-        options = fastattn.functional.arguments.dense_options(
+        options = fastattn.functional.call_options.dense_options(
             q[:, :, :T_q], k, v, mask_mod=mod, mod_tensors=(heads,), **given
         )
         return mask_for_queries(options, q[:, :, :T_q], k, LARGE_TILE).blocks_ptr
@@ -219,7 +219,7 @@ def test_a_block_mask_keeps_its_tables(device: str) -> None:
     changed = table()
     assert changed is not first
     assert not torch.equal(changed, first)
-    options = fastattn.functional.arguments.dense_options(
+    options = fastattn.functional.call_options.dense_options(
         q, k, v, mask_mod=mod, mod_tensors=(heads,)
     )
     assert mask_for_keys(options, q, k, LARGE_TILE).blocks_ptr.shape != changed.shape
@@ -231,7 +231,7 @@ def test_tables_that_a_graph_records_are_not_kept(
     q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
     heads = HEADS[0].to(device, copy=True)
     mod = fastattn.BlockMask(by_head, per_batch=False)
-    options = fastattn.functional.arguments.dense_options(
+    options = fastattn.functional.call_options.dense_options(
         q, k, v, mask_mod=mod, mod_tensors=(heads,)
     )
     with monkeypatch.context() as patched:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 import fastattn
 from fastattn import reference
-from fastattn.functional.arguments import dense_options, packed_options
+from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.hopper.schedule import Work, locate, number_of_tiles, tile_number

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.functional.arguments import dense_options
+from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward
 from fastattn.ops import attention as ops
 from fastattn.testing import assert_matches_reference, make_qkv

@@ -127,7 +127,7 @@ def seen(T_q: int, T_k: int, b: int, mask: dict[str, Any]) -> torch.Tensor:
 def options_of(mask: dict[str, Any], T_q: int, T_k: int, B: int, device: str) -> Options:
     q, k, v = make_qkv(B, 1, 1, T_q, T_k, 4, device=device, requires_grad=False)
     mask = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in mask.items()}
-    return fastattn.functional.arguments.dense_options(q, k, v, **mask)
+    return fastattn.functional.call_options.dense_options(q, k, v, **mask)
 
 
 def hand_count(keep: torch.Tensor, exists: torch.Tensor, BLOCK: int) -> tuple[list, list]:
@@ -309,7 +309,7 @@ def test_plans_of_packed_sequences(mask: str, device: str) -> None:
         given["prefix_lengths"] = torch.tensor([9, 0, 3])
     q, k = torch.zeros(20, 1, 4), torch.zeros(29, 1, 4)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (PACKED_Q, PACKED_K))
-    options = fastattn.functional.arguments.packed_options(q, k, k, cu_q, cu_k, **given)
+    options = fastattn.functional.call_options.packed_options(q, k, k, cu_q, cu_k, **given)
     options = Options(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in options))
     found = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
     for b in range(3):
@@ -345,7 +345,7 @@ def test_visible_of_tensors_and_functions(device: str) -> None:
     attn_mask = torch.rand(B, H, T_q, T_k, generator=generator) < 0.8
     table = torch.tensor([0, 2], dtype=torch.int32)
     q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
-    options = fastattn.functional.arguments.dense_options(
+    options = fastattn.functional.call_options.dense_options(
         q, k, v, documents=tuple(x.to(device) for x in ids), attn_mask=attn_mask.to(device),
         mask_mod=of_places, mod_tensors=(table.to(device),), query_offset=4,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...functional import arguments
+from ...functional import call_options
 from ...functional.attend import attention, attention_varlen
 from ...functional.block_backward import part_gradients
 from ...torch_backend import dropout
@@ -146,7 +146,7 @@ def _flash_attn_backward(
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
     with errors_of_flash_attn(), torch.no_grad():
         _take_seed(options, rng_state)
-        given = arguments.dense_options(q, k, v, **options)
+        given = call_options.dense_options(q, k, v, **options)
         _check_results(do, o, softmax_lse, q, v, tuple(q.shape[:3]))
         *grads, delta = part_gradients(do, q, k, v, o, softmax_lse, given)
     _write((dq, dk, dv), [x.transpose(1, 2) for x in grads])
@@ -188,7 +188,7 @@ def _flash_attn_varlen_backward(
     dout, q, k, v, out = _checked_all(3, dout=dout, q=q, k=k, v=v, out=out)
     with errors_of_flash_attn(), torch.no_grad():
         _take_seed(options, rng_state)
-        given = arguments.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        given = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
         _check_results(dout, out, softmax_lse, q, v, (q.shape[1], q.shape[0]))
         *grads, delta = part_gradients(dout, q, k, v, out, softmax_lse, given)
     _write((dq, dk, dv), grads)

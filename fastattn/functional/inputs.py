@@ -1,0 +1,71 @@
+"""q, k and v as a backend takes them: projected, cast under autocast, padded for the kernels."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from ..options import LIKE_Q, Options
+from ..torch_backend import formula
+
+
+def kernel_rows(x: Tensor) -> Tensor:
+    """x with contiguous rows of a whole number of 16 bytes; columns of zeros change no score."""
+    surplus = -x.shape[-1] % (16 // x.element_size())
+    if surplus:
+        return F.pad(x, (0, surplus))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def kernel_options(options: Options) -> Options:
+    """options whose tensors that are multiplied by q and its like are as `kernel_rows` has them."""
+    if options.relative_keys is None:
+        return options
+    given = {name: getattr(options, name) for name in LIKE_Q}
+    rows: dict[str, Any] = {name: kernel_rows(x) for name, x in given.items() if x is not None}
+    return options._replace(**rows)
+
+
+def autocast(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
+
+    options: unchecked.
+    """
+    if not formula.autocasting(q.device):
+        return q, k, v, options
+    dtype = torch.get_autocast_dtype(q.device.type)
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
+    given = {name: options[name] for name in LIKE_Q if name in options}
+    cast = {
+        name: x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x
+        for name, x in given.items()
+    }
+    return q, k, v, options | cast
+
+
+def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:
+    """x [B, H, T, D] times w^T, w being [width, D] or [H, width, D]; x itself without w.
+
+    name, of: what messages call w and x.
+    """
+    H, D = x.shape[1], x.shape[3]
+    if w is None:
+        if width != D:
+            raise ValueError(
+                f"{name} must be given where {of} is not as wide as u, got widths {D} and {width}"
+            )
+        return x
+    checks.check_floats(name, w)
+    if w.dtype != x.dtype and not formula.autocasting(x.device):
+        raise TypeError(f"{name} must have the dtype of {of} ({x.dtype}), got {w.dtype}")
+    if tuple(w.shape) not in ((width, D), (H, width, D)):
+        raise ValueError(
+            f"{name} must have shape [{width}, {D}] or [{H}, {width}, {D}], got {list(w.shape)}"
+        )
+    checks.check_device(name, w, x)
+    return x @ w.mT
