@@ -32,7 +32,7 @@ def interpreting() -> bool:
 
 @cache
 def kernel(name: str) -> Any:
-    """The module fastattn.kernels.`name`, imported on first use and good to be interpreted."""
+    """The module fastattn.kernels.`name`, imported on first use; a mended interpreter runs it."""
     package = f"{__package__.rpartition('.')[0]}.kernels"
     if interpreting():
         import_module(f"{package}.launch.interpreter").mend()
@@ -68,8 +68,12 @@ class Operator:
         """By the operator where something traces, else directly; options need no order."""
         if self._takes_options:
             arguments = (*arguments[:-1], contiguous(arguments[-1]))
-        traced = tracing.may_be_traced(arguments[self._first])
-        return self.by_op(*arguments) if traced else self.direct(*arguments)
+        x = arguments[self._first]
+        if tracing.may_be_traced(x):
+            return self.by_op(*arguments)
+        # As `direct`, whose own call would cost as much as the choice does.
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            return self._launch(*arguments)
 
     def by_op(self, *arguments: Any) -> Any:
         """By the operator."""
