@@ -15,6 +15,8 @@ from fastattn.bench import overhead
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALLS = ("bare launch", "fastattn", "fastattn with grad")
+DECODES = [(row, call) for row in overhead.ROWS for call in CALLS[:2] if "decode" in row]
+COSTS = [(row, call) for row in overhead.ROWS for call in CALLS if "decode" not in row] + DECODES
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,9 @@ def device():
         yield DEVICE
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_host_cost_of_a_call(benchmark, device, call):
-    calls = overhead.calls(device)
+@pytest.mark.parametrize(("row", "call"), COSTS)
+def test_host_cost_of_a_call(benchmark, device, row, call):
+    calls = overhead.calls(device, row)
     calls[call]()
     least = overhead.least_costs(calls)
     over = least[call] - least["bare launch"]

@@ -388,8 +388,7 @@ class Options(NamedTuple):
     def plain(self) -> bool:
         """Whether numbers say it all: there are no tensors, and no functions.
 
-        Nor a stride, of which launchers make a table: a call under the capture of a CUDA graph only
-        records the making, and the table must not be taken for one that is filled.
+        Nor a stride, of which launchers make a table.
         """
         for place in _NOT_PLAIN:  # noqa: SIM110  a generator would be slower
             if self[place] is not None:
@@ -397,9 +396,20 @@ class Options(NamedTuple):
         return True
 
     @property
+    def launched_anew(self) -> bool:
+        """Whether a launch serves no other call: users' functions read globals, and Triton looks at
+        those again at each launch.
+        """
+        for place in _LAUNCHED_ANEW:  # noqa: SIM110  a generator would be slower
+            if self[place] is not None:
+                return True
+        return False
+
+    @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The tensors beside q, k and v that have gradients, in the order of LEARNED."""
-        return tuple(getattr(self, name) for name in LEARNED)
+        fields: tuple[Any, ...] = self
+        return tuple([fields[place] for place in _LEARNED])
 
     @property
     def registers(self) -> Literal["", "masked", "heavy", "relative"]:
@@ -429,6 +439,8 @@ _NOT_PLAIN = tuple(
     for name, tags in TAGS.items()
     if name in TENSORS or name in FUNCTIONS or tags.table
 )
+_LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
+_LEARNED = tuple(map(_place, LEARNED))
 _KINDS: tuple[Literal["relative", "heavy", "masked"], ...] = ("relative", "heavy", "masked")
 _REGISTERS = {
     kind: [

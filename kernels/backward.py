@@ -34,7 +34,7 @@ from .launch.arguments import (
     strides,
     tile_for,
 )
-from .launch.block_sparsity import mask_for_keys, mask_for_queries
+from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, launch_for
 from .rules.blocks import (
     key_head,
@@ -233,12 +233,13 @@ def _plan_dq(
     query = options.relative_query
     tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = query_programs(options, q, tile.BLOCK_M)
+    mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
         attention_backward_dq_kernel, programs, tile,
         *map(strides, (q, k, v, o, do, dq)), None if dquery is None else strides(dquery),
-        mask_for_queries(options, q, k, tile) if programs else None,
-        kernel_score(options, q.dtype), *sizes(q, k),
+        mask, kernel_score(options, q.dtype), *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, do, dq, query, dquery),
+        tables=tables,
     )  # fmt: skip
 
 
@@ -249,11 +250,12 @@ def _plan_dkv(
     query = options.relative_query
     tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = key_programs(options, k, tile.BLOCK_N)
+    mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
     return Launch(
         attention_backward_dkv_kernel, programs, tile, *map(strides, (q, k, v, do, dk, dv)),
-        mask_for_keys(options, q, k, tile) if programs else None,
-        kernel_score(options, q.dtype), *sizes(q, k),
+        mask, kernel_score(options, q.dtype), *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, do, dk, dv, query),
+        tables=tables,
     )  # fmt: skip
 
 
@@ -279,9 +281,9 @@ def launch_backward(
     dquery = None if query is None else empty_in_layout(query, *query.shape[1:])
 
     launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
-    launch(q, k, v, o, do, lse, dlse, dq, delta, dquery)
+    launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
     launch = launch_for(_plan_dkv, options, (q, k, v, do), dk, dv)
-    launch(q, k, v, do, lse, delta, dk, dv, None)
+    launch(options, q, k, v, do, lse, delta, dk, dv, None)
     return dq, dk, dv, delta, q.new_empty(0) if dquery is None else dquery
 
 
@@ -301,6 +303,6 @@ def launch_backward_one_pass(
     delta = torch.empty_like(lse)
     total = launch_start_dq(do, dlse, q, o, lse, delta, options)
     launch = launch_for(_plan_one_pass, options, (q, k, v, do), dk, dv)
-    launch(q, k, v, do, lse, delta, dk, dv, total)
+    launch(options, q, k, v, do, lse, delta, dk, dv, total)
     launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta, q.new_empty(0)

@@ -151,7 +151,7 @@ def launch_start_dq(
         launch = launch_for(_plan_start, options, (q, o, do, dlse))
     else:
         launch = _plan_start(options, q, o, do, dlse, stats)
-    launch(o, do, lse, dlse, delta, total, minus_lse, minus_delta)
+    launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)
     return total
 
 
@@ -174,4 +174,4 @@ def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
         launch = launch_for(_plan_finish, options, (dq,), rows)
     else:
         launch = _plan_finish(options, dq, rows, options.cu_seqlens_q)
-    launch(total, dq)
+    launch(options, total, dq)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import block_dim
+from .launch.launches import Launch
 from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
 
@@ -43,8 +44,8 @@ def combine_kernel(
     tl.store(lse_ptr + n + tl.arange(0, 1), lse)
 
 
-def launch_combine(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v: int) -> None:
-    """Write o [B, H, T, D_v or wider] and lse fp32 [B, H, T] from the parts of every row.
+def combine_launch(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v: int) -> Launch:
+    """The launch that writes o [B, H, T, D_v or wider] and lse fp32 [B, H, T] from all parts.
 
     parts fp32 [splits * B, H, T, width] and part_lse fp32 [splits * B, H, T], contiguous: split s
     of batch row b is row s B + b. parts are not read where part_lse is -inf.
@@ -52,10 +53,10 @@ def launch_combine(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v:
     B, H, T = lse.shape
     rows = B * H * T
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
-    combine_kernel[(rows,)](
-        parts, part_lse, o, lse, (stride_b, stride_h, stride_t), runtime_int(parts.stride(2)),
+    return Launch(
+        combine_kernel, rows, {"num_warps": 4},
+        (stride_b, stride_h, stride_t), runtime_int(parts.stride(2)),
         part_lse.shape[0] // B, rows, H, T, D_v, block_dim(D_v), _BLOCK_S,
-        num_warps=4,
     )  # fmt: skip
 
 

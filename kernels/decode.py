@@ -13,9 +13,6 @@ take only when they run: a launch recorded in a CUDA graph serves lengths that g
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .combine import launch_combine
-from .launch import tiles as config
+from .combine import combine_launch
 from .launch.arguments import (
-    UNBOUNDED,
     block_dim,
     blocks,
     dot_precision,
@@ -34,6 +29,9 @@ from .launch.arguments import (
     kernel_mask,
     kernel_score,
 )
+from .launch.decode_splits import Split, decode_tile, in_one_page, reads_e4m3, split_keys
+from .launch.launches import Launch, cached, signature
+from .launch.tiles import TileConfig
 from .rules.integers import runtime_int, value
 from .rules.mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
 from .rules.pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
@@ -45,20 +43,6 @@ from .rules.tile import load_at, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
-
-# Tokens of a split that does not depend on the batch: the unit of batch-invariant decoding. A
-# multiple of every BLOCK_N.
-INVARIANT_SPLIT = 512
-# Partial results are written and read again: more splits than this cost more than they bring.
-_MOST_SPLITS = 128
-# Programs that share a multiprocessor, enough for its memory requests to overlap.
-_PROGRAMS_AT_ONCE = 2
-# Rows that start at multiples of 2 or 4 bytes are loaded in pieces of as many: of so few keys the
-# registers hold all addresses.
-_SMALL_PIECES = 4
-_KEYS_IN_SMALL_PIECES = 16
-# A tile of these rows serves all but chunks of a prompt.
-_FEW_ROWS = 16
 
 
 class _Rows(NamedTuple):
@@ -282,63 +266,122 @@ def launch_decode(
         new_lengths: int [B], taken within [0, T_q]: later queries are padding; None: all T_q count.
         options: masks and scores; those of its fields that place queries and keys are not read.
         splits: into how many parts the keys of every row are split; None: as the device needs.
-        invariant: split them by INVARIANT_SPLIT positions instead.
+        invariant: split them by positions instead, see `decode_splits`.
     """
-    B, H_q, T_q, D = q.shape
-    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
-    G = H_q // H_k
+    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return found(q, cache, starts, new_lengths, options)
+
+
+def prepare_decode(
+    q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
+    options: Options, *, splits: int | None = None, invariant: bool = False,
+) -> PreparedDecode | None:  # fmt: skip
+    """`launch_decode` for calls with the signature of this one, ready to launch.
+
+    None where it has users' functions. It depends on `device_key` too, and takes the current device
+    for theirs.
+    """
+    if options.launched_anew:
+        return None
+    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+
+
+class PreparedDecode(NamedTuple):
+    """The launches of a decode call, and the shapes of what they write.
+
+    parts: (rows, width) of the results of splits, which `combine` merges; None: there is one split.
+    """
+
+    launch: Launch | None
+    combine: Launch | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    parts: tuple[int, int] | None
+
+    def __call__(
+        self, q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
+        options: Options,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `launch_decode`."""
+        o = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
+        if self.launch is None:
+            return o, lse
+        out, out_lse = (o, lse) if self.parts is None else _split_results(o, self.parts)
+        cache = _as_bytes(cache)
+        self.launch((q, out, out_lse, starts, new_lengths, *cache, *options))
+        if self.combine is not None:
+            self.combine((), out, out_lse, o, lse)
+        return o, lse
+
+
+def _prepared(
+    q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
+    options: Options, splits: int | None, invariant: bool,
+) -> PreparedDecode:  # fmt: skip
+    """The launches of a call whose cache holds codes as bytes."""
+    B, H_q, T_q, _ = q.shape
+    D_v = cache.v.shape[3]
     elements = 16 // q.element_size()
     o = empty_in_layout(q, H_q, T_q, -(-D_v // elements) * elements)
+    if B * H_q * T_q == 0:
+        return PreparedDecode(None, None, o.shape, o.stride(), None)
+    tile = decode_tile(q, cache)
+    split = split_keys(q, cache, options, tile, splits, invariant)
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
-    kind = "decode" if T_q * G <= _FEW_ROWS else "decode_chunk"
-    tile = config.lookup(kind, q.element_size(), max(BLOCK_D, BLOCK_DV))
-    if row_bytes(cache) <= _SMALL_PIECES:
-        tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
-    tiles = blocks(T_q * G, tile.BLOCK_M)
-    programs = B * H_k * tiles
-    capacity = _capacity(cache, options)
-    if invariant:
-        splits = max(1, blocks(capacity, INVARIANT_SPLIT))
-    elif splits is None:
-        splits = _split_count(programs, _visits(capacity, T_q, options, tile.BLOCK_N), q.device)
-    out, out_lse = o, lse
-    if splits > 1 or invariant:
-        out = torch.empty(splits * B, H_q, T_q, o.shape[3], dtype=torch.float32, device=q.device)
-        out_lse = torch.empty(splits * B, H_q, T_q, dtype=torch.float32, device=q.device)
+    parts = (split.parts * B, o.shape[3]) if split.parts > 1 or invariant else None
+    out, out_lse = (o, lse) if parts is None else _split_results(o, parts)
+    given = (q, out, out_lse, starts, new_lengths, *cache, *options)
+
+    def plan(given: list[Any]) -> Launch:
+        q, out, out_lse, starts, new_lengths, *others = given
+        own = len(cache)
+        return _plan(
+            q, out, out_lse, starts, new_lengths, CacheTensors._make(others[:own]),
+            type(options)._make(others[own:]), tile, split,
+        )  # fmt: skip
+
+    key = None if options.launched_anew else (_plan, signature(given), split)
+    launch = cached(key, given, plan, q.dtype)
+    combine = None if parts is None else combine_launch(out, out_lse, o, lse, D_v)
+    return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
+
+
+def _split_results(o: Tensor, parts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Empty fp32 o and lse of the splits, one behind the other as if of more batch rows."""
+    rows, width = parts
+    out = torch.empty(rows, o.shape[1], o.shape[2], width, dtype=torch.float32, device=o.device)
+    return out, torch.empty(out.shape[:3], dtype=torch.float32, device=o.device)
+
+
+def _plan(
+    q: Tensor, out: Tensor, out_lse: Tensor, starts: Tensor | None, new_lengths: Tensor | None,
+    cache: CacheTensors, options: Options, tile: TileConfig, split: Split,
+) -> Launch:  # fmt: skip
+    B, H_q, T_q, D = q.shape
+    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
+    rows = T_q * H_q // H_k
     mask = kernel_mask(options)
-    decode_kernel[(programs, splits)](
+    cached_rows, capacity = runtime_int(cache.lengths.shape[0]), runtime_int(split.capacity)
+    lengths = _Lengths(cache.lengths, new_lengths, starts, cache.batch_index, cached_rows, capacity)
+    tiles_of_rows = blocks(rows, tile.BLOCK_M)
+    return Launch(
+        decode_kernel, (B * H_k * tiles_of_rows, split.parts), tile,
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
-        stored(cache.v, cache.v_scale), pages_of(cache),
-        _Lengths(
-            cache.lengths, new_lengths, starts, cache.batch_index,
-            runtime_int(cache.lengths.shape[0]), runtime_int(capacity),
-        ),
-        mask, kernel_score(options),
-        B, H_q, G, T_q, tiles, INVARIANT_SPLIT // tile.BLOCK_N if invariant else 0,
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, BLOCK_D, BLOCK_DV, _alignment(q),
-        _in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
+        stored(cache.v, cache.v_scale), pages_of(cache), lengths, mask, kernel_score(options),
+        B, H_q, H_q // H_k, T_q, tiles_of_rows, split.blocks,
+        D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v), _alignment(q),
+        in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
         mask.stride is None and mask.attn_mask_ptr is None and mask.mod is None,
-        dot_precision(q.dtype), cache.k_scale is not None and _reads_e4m3(),
-        num_warps=tile.num_warps, num_stages=_stages(cache, tile),
+        dot_precision(q.dtype), cache.k_scale is not None and reads_e4m3(),
     )  # fmt: skip
-    if out is not o:
-        launch_combine(out, out_lse, o, lse, D_v)
-    return o, lse
 
 
-def _stages(cache: CacheTensors, tile: config.TileConfig) -> int:
-    """Stages of the load pipeline, of which NVIDIA's gives a block table half."""
-    deeper = cache.block_table is not None and config.current_arch().startswith("sm_")
-    return 2 * tile.num_stages - 1 if deeper else tile.num_stages
-
-
-def _reads_e4m3() -> bool:
-    """Whether the device converts e4m3 numbers by itself, which is the faster way."""
-    arch = config.current_arch()
-    return arch.startswith("sm_") and int(re.sub(r"\D", "", arch)) >= 89
+def _as_bytes(cache: CacheTensors) -> CacheTensors:
+    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
+    if cache.k.dtype != torch.float8_e4m3fn:
+        return cache
+    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))
 
 
 def _rows(x: Tensor) -> _Rows:
@@ -352,49 +395,3 @@ def _alignment(q: Tensor) -> int:
     steps = zip(q.shape[:3], q.stride()[:3], strict=True)
     whole = all(size == 1 or stride % elements == 0 for size, stride in steps)
     return elements if whole and q.data_ptr() % 16 == 0 else 1
-
-
-def _in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:
-    """Whether the slots of a block of positions follow one another in one page."""
-    if cache.block_table is None:
-        return cache.keep_first is None
-    return cache.k.shape[2] % BLOCK_N == 0
-
-
-def _capacity(cache: CacheTensors, options: Options) -> int:
-    """What no position of a key reaches: the end of the cache, or of a tensor that it indexes."""
-    S = cache.k.shape[2]
-    ends = [x.shape[3] for x in (options.attn_mask, options.attn_bias) if x is not None]
-    if cache.block_table is not None:
-        ends.append(S * cache.block_table.shape[1])
-    elif cache.keep_first is None:
-        ends.append(S)
-    return min(ends, default=UNBOUNDED)
-
-
-def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
-    """The most key blocks that a tile of rows may need."""
-    keys = capacity
-    if options.left is not None and options.stride is None:
-        keys = min(keys, options.left + T_q + options.keep_first)
-    return blocks(keys, BLOCK_N) + 2 * (keys < capacity)
-
-
-@cache
-def _split_count(programs: int, visits: int, device: torch.device) -> int:
-    """The smallest number of splits that keeps the device about as busy as any other would."""
-    at_once = _PROGRAMS_AT_ONCE * _multiprocessors(device)
-    most = max(1, min(visits, _MOST_SPLITS, blocks(2 * at_once, programs)))
-
-    def busy(splits: int) -> float:
-        waves = programs * splits / at_once
-        return waves / -(-programs * splits // at_once)
-
-    best = max(map(busy, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if busy(n) >= 0.85 * best)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

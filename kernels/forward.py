@@ -20,7 +20,7 @@ from .launch.arguments import (
     strides,
     tile_for,
 )
-from .launch.block_sparsity import mask_for_queries
+from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, launch_for
 from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.product import add_weighted_rows, rows_by_rows
@@ -109,14 +109,15 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV)
     programs = query_programs(options, q, tile.BLOCK_M)
+    mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
         attention_forward_kernel, programs, tile,
         strides(q), strides(k), strides(v), strides(o),
-        mask_for_queries(options, q, k, tile) if programs else None,
-        kernel_score(options, q.dtype), *sizes(q, k),
+        mask, kernel_score(options, q.dtype), *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, options.relative_query),
         tile.sum_parts,
         streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
+        tables=tables,
     )  # fmt: skip
 
 
@@ -130,29 +131,41 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     B, H_q, T_q, _ = q.shape
     o = empty_in_layout(q, H_q, T_q, v.shape[3])
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    launch_for(_plan, options, (q, k, v), o)(q, k, v, o, lse)
+    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
     return o, lse
 
 
-def prepare_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Forward | None:
-    """`launch_forward` for tensors of the same shapes, strides, dtype and device and the same
-    options, worked out; None where copies of these tensors have to be launched.
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
+) -> Forward | None:
+    """`launch_forward` for calls with the signature of this one, ready to launch.
 
-    It depends on `device_key` and `dot_precision` too, and takes the current device for theirs.
+    Packed sequences have no batch dim: q [total_q, H_q, D], and so on. None where tensors have to
+    be copied for each call, and with users' functions. It depends on `device_key` too, and takes
+    the current device for theirs.
+
+    otherwise: serves calls whose rows start elsewhere than at multiples of 16 bytes.
     """
+    packed = q.dim() == 3
+    if packed:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if any(aligned(x) is not x for x in (q, k, v)):
         return None
     like = empty_in_layout(q, q.shape[1], q.shape[2], v.shape[3])
     launch = launch_for(_plan, options, (q, k, v), like)
+    if not launch.reusable:
+        return None
+    rows = like.shape[:3]
+    if packed:
+        like, rows = like[0].transpose(0, 1), rows[1:]
     shape, steps, dtype, device = like.shape, like.stride(), q.dtype, q.device
-    rows = shape[:3]
 
     def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            return launch_forward(q, k, v, options)
+            return otherwise(q, k, v, options)
         o = torch.empty_strided(shape, steps, dtype=dtype, device=device)
         lse = torch.empty(rows, dtype=torch.float32, device=device)
-        launch(q, k, v, o, lse)
+        launch(options, q, k, v, o, lse)
         return o, lse
 
     return forward

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import dispatch
-from ..functional import attend, call_memo
-from ..kernels import forward
+from ..functional import attend, call_memo, decode
 from ..kernels.launch import launches, tiles
 from ..testing.compiling.cross_compile import compiling_for
 from .measure import Function
@@ -61,30 +60,75 @@ def host_cost(
     return statistics.median(means)
 
 
-def calls(device: str) -> dict[str, Function]:
-    """Attention calls on tensors so small that they cost host time only.
+def calls(device: str, row: str = "plain") -> dict[str, Function]:
+    """Calls on tensors so small that they cost host time only.
 
     Args:
         device: "cuda", or "cpu" inside `stand_in_gpu`.
+        row: one of ROWS.
 
     Returns:
-        "bare launch": Triton's launch of the forward kernel with prepared arguments. "fastattn":
-        `attention` without gradients. "fastattn with grad": with a graph recorded. On a GPU also
-        "sdpa" and "sdpa with grad", torch's own function, to be called with flash pinned.
+        "bare launch": Triton's launch of the kernels of the call with prepared arguments.
+        "fastattn": the call without gradients. "fastattn with grad": with a graph recorded, where
+        it has gradients. On a GPU "plain" also has "sdpa" and "sdpa with grad", torch's own
+        function, to be called with flash pinned.
     """
-    q, k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    ours = partial(attend.attention, causal=True, backend="triton")
+    call, tensors = ROWS[row](device)
+    leaves = [x.clone().requires_grad_() for x in tensors]
     found: dict[str, Function] = {
-        "bare launch": bare_launch(lambda: ours(q, k, v)),
-        "fastattn": lambda: ours(q, k, v),
-        "fastattn with grad": lambda: ours(*leaves),
+        "bare launch": bare_launch(lambda: call(*tensors)),
+        "fastattn": lambda: call(*tensors),
     }
-    if device == "cuda":
+    if not row.startswith("decode"):
+        found["fastattn with grad"] = lambda: call(*leaves)
+    if device == "cuda" and row == "plain":
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
-        found["sdpa"] = lambda: sdpa(q, k, v)
+        found["sdpa"] = lambda: sdpa(*tensors)
         found["sdpa with grad"] = lambda: sdpa(*leaves)
     return found
+
+
+Row: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
+
+
+def _dense(device: str, **options: Tensor) -> Row:
+    on_device = {name: x.to(device) for name, x in options.items()}
+    tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
+
+
+def _packed(device: str) -> Row:
+    call, tensors = _dense(device)
+    offsets = torch.tensor([0, 30, _SHAPE[2]], dtype=torch.int32, device=device)
+    call = partial(attend.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton")
+    return call, [x[0].transpose(0, 1).contiguous() for x in tensors]
+
+
+def _decode(device: str, paged: bool) -> Row:
+    """One new token to a cache of 64, its keys not split."""
+    k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([60], dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device) if paged else None
+    view = decode.view_of_tensors(k, v, lengths, block_table=table)
+    call = partial(decode.decode_attention, cache=view, num_splits=1, backend="triton")
+    return call, [k[:, :, :1].contiguous()]
+
+
+# By what is given beside q, k and v.
+ROWS: dict[str, Callable[[str], Row]] = {
+    "plain": _dense,
+    "key_lengths": lambda device: _dense(device, key_lengths=torch.tensor([60])),
+    "sinks": lambda device: _dense(device, sinks=torch.zeros(_SHAPE[1])),
+    "alibi_slopes": lambda device: _dense(device, alibi_slopes=torch.ones(_SHAPE[1])),
+    "attn_bias": lambda device: _dense(device, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
+    "key_padding_mask": lambda device: _dense(
+        device, key_padding_mask=torch.ones(1, _SHAPE[2], dtype=torch.bool)
+    ),
+    "documents": lambda device: _dense(device, documents=torch.zeros(1, 64, dtype=torch.int32)),
+    "packed": _packed,
+    "decode": partial(_decode, paged=False),
+    "decode, paged": partial(_decode, paged=True),
+}
 
 
 def call_costs(device: str, **options: Any) -> dict[str, float]:
@@ -97,9 +141,9 @@ def call_costs(device: str, **options: Any) -> dict[str, float]:
         return {name: host_cost(call, **options) for name, call in calls(device).items()}
 
 
-def over_bare_launch(device: str, rounds: int = 20) -> dict[str, float]:
+def over_bare_launch(device: str, row: str = "plain", rounds: int = 20) -> dict[str, float]:
     """Host time of each of `calls` as a multiple of the bare launch's."""
-    least = least_costs(calls(device), rounds)
+    least = least_costs(calls(device, row), rounds)
     return {name: cost / least["bare launch"] for name, cost in least.items()}
 
 
@@ -117,10 +161,12 @@ def least_costs(found: dict[str, Function], rounds: int = 20) -> dict[str, float
 
 
 def bare_launch(call: Function) -> Function:
-    """The last kernel launch of `call`, alone: the same kernel with the same arguments."""
-    kernel = forward.attention_forward_kernel
+    """The kernel launches that `call` makes, alone: the same kernels with the same arguments.
+
+    Returns the compiled kernel of the last one.
+    """
     launched: list[Function] = []
-    run = kernel.run
+    run = triton.JITFunction.run
 
     def remember(*args: Any, **kwargs: Any) -> Any:
         launched.append(partial(run, *args, **kwargs))
@@ -129,9 +175,11 @@ def bare_launch(call: Function) -> Function:
     # A memoised launch would bypass `run`.
     launches.forget()
     call_memo.forget()
-    with mock.patch.object(kernel, "run", remember):
+    with mock.patch.object(triton.JITFunction, "run", remember):
         call()
-    return launched[-1]
+    if len(launched) == 1:
+        return launched[0]
+    return lambda: [launch() for launch in launched][-1]
 
 
 @contextmanager
@@ -228,3 +276,19 @@ def _python(code: str, *arguments: str, environment: dict[str, str] | None = Non
     if done.returncode:
         raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
     return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Print what each of ROWS costs the host, as multiples of its bare launch."""
+    on_gpu = torch.cuda.is_available()
+    with contextlib.nullcontext() if on_gpu else stand_in_gpu():
+        for row in ROWS:
+            least = least_costs(calls("cuda" if on_gpu else "cpu", row))
+            bare = least.pop("bare launch")
+            costs = [f"{name} {us:.1f} us, {us / bare:.2f}x" for name, us in least.items()]
+            costs = [f"{row:17}", f"bare launch {bare:.1f} us", *costs]
+            sys.stdout.write("   ".join(costs) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Attention as a function: check the arguments, choose a backend, call it."""
 
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -139,16 +140,17 @@ def attention(
             contradict each other, a score_mod without score_mod_grad where gradients are wanted, or
             a forced backend that cannot serve the call; the message names it.
     """
-    key = call_memo.key_of(q, k, v, options, backend)
-    known = None if key is None else call_memo.find(key, q)
+    given: dict[str, Any] = options
+    key = call_memo.key_of((q, k, v), given, backend)
+    known = call_memo.find(key, q)
     if known is not None:
-        o, lse = ops.attend_by(known.kernels, q, k, v, known.options)
+        o, lse = ops.attend_by(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     call_options.DENSE.refuse_others(options)
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.dense_options(q, k, v, **options)
-    return _compute(q, k, v, checked, return_lse, backend, key)
+    return _compute(q, k, v, checked, return_lse, backend, key, given)
 
 
 @overload
@@ -199,10 +201,20 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. The values of the offsets are checked where they lie
             on the CPU.
     """
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
+    key = call_memo.key_of((q, k, v), given, backend)
+    known = call_memo.find(key, q)
+    if known is not None:
+        if q.is_cpu:  # what they say is no part of the key
+            checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+            if cu_seqlens_k is not None:
+                checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        o, lse = ops.attend_by(known.run, q, k, v, known.options_of(given))
+        return (o, lse) if return_lse else o
     checks.check_packed(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return _compute(q, k, v, checked, return_lse, backend)
+    return _compute(q, k, v, checked, return_lse, backend, key, given)
 
 
 @call_options.DENSE.sign
@@ -236,9 +248,12 @@ def explain(
 
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None,
-    key: Hashable | None = None,
+    key: list[Hashable] | None, given: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """o, or (o, lse), from the backend that serves the checked call; key: what to know it by."""
+    """o, or (o, lse), from the backend that serves the checked call.
+
+    key, given: what to know the call by, and the options that came with it, unchecked.
+    """
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, hopper=True)
@@ -250,7 +265,7 @@ def _compute(
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     if choice.backend == "triton" and rows[0] is q and rows[1] is k and rows[2] is v:
-        call_memo.keep(key, q, k, v, options)
+        call_memo.keep(key, q, given, options, partial(ops.prepare, q, k, v, options))
     o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]

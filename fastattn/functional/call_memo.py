@@ -1,12 +1,13 @@
-"""Calls of `attention` that were checked and worked out before, found again by what was looked at.
+"""Memo of eager calls: checked options and prepared launches, keyed by what the checks look at.
 
-Most calls of a program are like an earlier one but for the contents of q, k and v, and without
-other tensors. Everything that the host does for such a call up to the launch depends on what is in
-the key here: it is done once. The key has the types of numbers, because True is not 1 to a check.
+Most calls of a program are like an earlier one but for the contents of their tensors. All that the
+host does for such a call up to the launch follows from the key here: shapes, strides, dtypes,
+devices and alignment of tensors, values and types of numbers (True is not 1 to a check). It is done
+once. Tensors are not kept: each call brings its own.
 """
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,76 +16,177 @@ from torch import Tensor
 
 from .. import dispatch, tracing
 from ..ops import attention
-from ..ops.gradients import Kernels
 from ..options import Options
-from ..torch_backend import formula
+from ..torch_backend import dropout, formula
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
 
 
+class _Source(NamedTuple):
+    """A field of `Options` that holds a tensor, and the option that gives it.
+
+    option: its name; None: the seed of dropout, drawn at each call. leading: dims of 1 to be added.
+    """
+
+    field: int
+    option: str | None
+    leading: int = 0
+
+
 class KnownCall(NamedTuple):
-    """Its checked options, its kernels, and `ops.place` as it was."""
+    """Checked options without their tensors, where those come from, and the prepared launch.
+
+    device_key: `ops.attention.device_key` as it was.
+    """
 
     options: Options
-    kernels: Kernels
-    place: Hashable
+    sources: tuple[_Source, ...]
+    run: Any
+    device: torch.device
+    device_key: Hashable
+
+    def options_of(self, given: Mapping[str, Any]) -> Options:
+        """The checked options of a call that was given these."""
+        if not self.sources:
+            return self.options
+        fields = list(self.options)
+        for field, option, leading in self.sources:
+            if option is None:
+                fields[field] = dropout.draw_seed(self.device)
+            else:
+                x = given[option]
+                fields[field] = x[(None,) * leading] if leading else x
+        # As `_make`, in half of its time.
+        return tuple.__new__(Options, fields)
 
 
 _known: dict[Hashable, KnownCall] = {}
 
 
-def key_of(q: Any, k: Any, v: Any, options: dict[str, Any], backend: str | None) -> Hashable | None:
+def key_of(
+    inputs: tuple[Any, ...], given: Mapping[str, Any], backend: str | None
+) -> list[Any] | None:
     """What a call is found by; None where it may not be: it is traced, cast, or no such call.
 
-    options: all that the caller gave. A call with an option that is no number is not kept.
+    Args:
+        inputs: tensors that every such call has, q first. The launch looks at their alignment.
+        given: all that the caller gave beside them, under the names that `keep` is told.
+        backend: as the caller asked for it.
     """
-    if torch.compiler.is_compiling() or type(k) not in _TYPES or type(v) not in _TYPES:
+    for x in inputs:
+        if type(x) not in _TYPES:
+            return None
+    if tracing.may_be_traced(inputs[0]) or formula.autocasting(inputs[0].device):
         return None
-    if tracing.may_be_traced(q) or formula.autocasting(q.device):
-        return None
-    values = tuple(options.values())
-    kinds = tuple(map(type, values))
-    if tuple in kinds:  # the sides of a window
-        kinds = (*kinds, *(type(side) for x in values if type(x) is tuple for side in x))
-    if not all(map(_is_number, kinds)):
-        return None
+    key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT)]
     try:
-        layout = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+        for x in inputs:
+            key += (x.shape, x.stride(), x.dtype, x.device)
+        for name, x in given.items():
+            kind: Any = type(x)
+            key += (name, kind)
+            if kind in _TYPES:
+                key += layout(x)
+            elif kind is tuple and all(map(_is_number, map(type, x))):  # as a window is
+                key += (x, *map(type, x))
+            elif _is_number(kind):
+                key.append(x)
+            else:
+                return None
     except RuntimeError:  # nested or sparse, and about to be refused
         return None
-    return (
-        layout, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        *options, values, kinds, backend, os.environ.get(dispatch.ENVIRONMENT),
-    )  # fmt: skip
+    return key
+
+
+def layout(x: Tensor) -> tuple[Hashable, ...]:
+    """What the checks and launches may look at of a tensor."""
+    aligned = x.data_ptr() & 15 == 0
+    return x.shape, x.stride(), x.dtype, x.device, aligned, x.requires_grad
 
 
 @cache
 def _is_number(kind: type) -> bool:
     """Whether what is of this type never changes; a tensor's or an array's number may, in place."""
-    return not hasattr(kind, "__setitem__") and "__call__" not in dir(kind)
+    return kind is not tuple and not hasattr(kind, "__setitem__") and "__call__" not in dir(kind)
 
 
-def find(key: Hashable | None, q: Tensor) -> KnownCall | None:
+def find(key: list[Any] | None, q: Tensor) -> KnownCall | None:
     """The known call of this key, if it still holds."""
+    if key is None:
+        return None
     try:
-        known = _known.get(key)
+        known = _known.get(tuple(key))
     except TypeError:  # an argument that has no hash, and is about to be refused
         return None
-    return known if known is not None and known.place == attention.place(q.dtype) else None
+    if known is None or known.device_key != attention.device_key(q.dtype):
+        return None
+    return known
 
 
-def keep(key: Hashable | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
-    """Remember a call that the Triton kernels serve, with q, k and v as the caller gave them."""
-    if key is None or not options.plain:
+def keep(
+    key: list[Any] | None, q: Tensor, given: Mapping[str, Any], options: Options,
+    prepare: Callable[[], Any],
+) -> None:  # fmt: skip
+    """Remember a call that the Triton kernels serve with the caller's own tensors.
+
+    Args:
+        given: as `key_of` had it.
+        options: what came of it.
+        prepare: makes what runs such calls, or None where each is another.
+    """
+    if key is None:
         return
-    kernels = attention.prepare(q, k, v, options)
-    if kernels is not None:
-        if len(_known) >= _KEPT:
-            _known.clear()
-        _known[key] = KnownCall(options, kernels, attention.place(q.dtype))
+    sources = _sources(given, options)
+    run = None if sources is None else prepare()
+    if sources is None or run is None:
+        return
+    fields = list(options)
+    for source in sources:
+        fields[source.field] = None
+    if len(_known) >= _KEPT:
+        _known.clear()
+    _known[tuple(key)] = KnownCall(
+        Options(*fields), sources, run, q.device, attention.device_key(q.dtype)
+    )
+
+
+def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] | None:
+    """Where the tensors in options come from.
+
+    None where one was made for a single call, or a number was read from a tensor.
+    """
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    found = []
+    for field, (name, x) in enumerate(zip(options._fields, options, strict=True)):
+        if not isinstance(x, Tensor):
+            continue
+        if name == "dropout_seed" and given.get(name) is None:
+            found.append(_Source(field, None))
+            continue
+        options_like_it = [option for option, y in tensors.items() if _is_it(x, y)]
+        # One tensor may be given twice; what is named as the field is meant by it.
+        if name in options_like_it:
+            options_like_it = [name]
+        if len(options_like_it) != 1:
+            return None
+        (option,) = options_like_it
+        found.append(_Source(field, option, x.dim() - tensors[option].dim()))
+    if set(tensors) != {source.option for source in found} - {None}:
+        return None
+    return tuple(found)
+
+
+def _is_it(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, perhaps with leading dims of size 1."""
+    if x is y:
+        return True
+    leading = x.dim() - y.dim()
+    like = y[(None,) * leading] if leading > 0 else y
+    same = (x.data_ptr(), x.dtype) == (y.data_ptr(), y.dtype)
+    return same and x.shape == like.shape and x.stride() == like.stride()
 
 
 def forget() -> None:
-    """Check and work out every call anew: for tests and for measuring."""
+    """Check every call anew: for tests and for measuring."""
     _known.clear()

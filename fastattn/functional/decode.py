@@ -1,6 +1,7 @@
 """Attention of a few new tokens to a cache, as a function: check, choose a backend, call it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -12,7 +13,7 @@ from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import decode as decode_torch
-from . import call_options
+from . import call_memo, call_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,6 +103,20 @@ def decode_attention(
         RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
     """
     view, uniform = _view(cache)
+    given = {
+        "new_lengths": new_lengths,
+        "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+        **options,
+    }
+    key = call_memo.key_of((q,), given, backend)
+    if key is not None:
+        key += _seen_of(view, given)
+        key += (q.data_ptr() & 15 == 0, torch.is_grad_enabled(), q.requires_grad)
+    known = call_memo.find(key, q)
+    if known is not None:
+        o, lse = known.run(q, view, new_lengths, known.options_of(given))
+        return (o, lse) if return_lse else o
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
     choice = dispatch.choose(q, view.k, view.v, checked, backend)
@@ -110,7 +125,10 @@ def decode_attention(
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
             return decode_torch.attend(q, view, new_lengths, checked, return_lse, uniform)
-        o, lse = decode_ops.attend(q, view, new_lengths, checked, num_splits, batch_invariant)
+        call = (q, view, new_lengths, checked, num_splits, batch_invariant)
+        given = {name: x for name, x in given.items() if name != "new_lengths"}
+        call_memo.keep(key, q, given, checked, partial(decode_ops.prepare, *call))
+        o, lse = decode_ops.attend(*call)
     return (o, lse) if return_lse else o
 
 
@@ -244,6 +262,17 @@ def _view(cache: Any) -> tuple[CacheView, int | None]:
         return view(cache.rows), None
     whole = view()
     return whole, cache.uniform_length if whole.starts is None else None
+
+
+def _seen_of(view: CacheView, given: dict[str, Any]) -> list[Any]:
+    """What the checks and the launch look at of a cache. Its length is known on the device."""
+    found: list[Any] = [view.page_size, view.keep_first, view.window, view.dtype]
+    if "attn_mask" in given or "attn_bias" in given:  # which have to reach as far
+        found.append(view.length_bound)
+    tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
+    for x in (*tensors, view.starts, view.batch_index):
+        found.append(None if x is None else call_memo.layout(x))
+    return found
 
 
 def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:

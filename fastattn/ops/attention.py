@@ -293,18 +293,31 @@ def kernels_for(q: Tensor, *, hopper: bool = False) -> Kernels:
     return HOPPER_DIRECT if hopper else DIRECT
 
 
-def place(dtype: torch.dtype) -> Hashable:
+def device_key(dtype: torch.dtype) -> Hashable:
     """What kernels for this dtype go by beside their arguments: equal where they are the same."""
-    return kernel("launch.tiles").device_key(), kernel("launch.arguments").dot_precision(dtype)
+    key: Hashable = kernel("launch.tiles").device_key(dtype)
+    return key
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Kernels | None:
-    """The kernels for calls that differ from this one in the contents of q, k and v alone.
+    """The kernels for calls with the signature of this one, the forward ready to launch.
 
-    They are good as long as `place` is the same. None where such a call needs a launch of its own:
-    on a device that is not the current one, and for tensors that kernels cannot read as they lie.
+    They are good as long as `device_key` is the same. None where such a call needs a launch of its
+    own: on a device that is not the current one, with users' functions, and for tensors that
+    kernels cannot read as they lie.
     """
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None
-    forward = kernel("forward").prepare_forward(q, k, v, options)
+    packed = options.cu_seqlens_q is not None
+    if options.launched_anew or contiguous(options) is not options:
+        return None
+    if packed and options.relative_query is not None:
+        return None
+    otherwise = _packed_forward if packed else DIRECT.forward
+    forward = kernel("forward").prepare_forward(q, k, v, options, otherwise)
     return None if forward is None else DIRECT._replace(forward=forward)
+
+
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    o, lse = DIRECT.forward(as_batch(q), as_batch(k), as_batch(v), options)
+    return as_packed(o), lse[0]

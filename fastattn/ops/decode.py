@@ -1,10 +1,14 @@
 """Attention to a cache by its kernel, as an operator of torch.library."""
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
 from torch import Tensor
 
 from ..cache_view import CacheView
 from ..options import Options
-from .call import Operator, fake_output, kernel
+from .call import Operator, contiguous, fake_output, kernel
 
 
 @Operator
@@ -66,3 +70,50 @@ def attend(
         options,
     )
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
+
+
+Decode: TypeAlias = Callable[[Tensor, CacheView, Tensor | None, Options], tuple[Tensor, Tensor]]
+
+
+def prepare(
+    q: Tensor,
+    view: CacheView,
+    new_lengths: Tensor | None,
+    options: Options,
+    splits: int | None,
+    invariant: bool,
+) -> Decode | None:
+    """`attend` for calls with the signature of this one, ready to launch.
+
+    It is good as long as `attention.device_key` is the same. None where such a call needs a launch
+    of its own: on a device that is not the current one, for tensors that kernels cannot read as
+    they lie, and with users' functions.
+    """
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return None
+    if q.stride(-1) != 1 or contiguous(options) is not options:
+        return None
+    tensors = kernel("rules.pages").CacheTensors
+    launch = kernel("decode").prepare_decode(
+        q, _tensors(tensors, view), view.starts, new_lengths, options,
+        splits=splits, invariant=invariant,
+    )  # fmt: skip
+    if launch is None:
+        return None
+    width = view.v.shape[3]
+
+    def decode(
+        q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = launch(q, _tensors(tensors, view), view.starts, new_lengths, options)
+        return o if o.shape[3] == width else o[..., :width], lse
+
+    return decode
+
+
+def _tensors(cls: Any, view: CacheView) -> Any:
+    """What launchers take of a view."""
+    return cls(
+        view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
+        view.batch_index, view.keep_first,
+    )  # fmt: skip

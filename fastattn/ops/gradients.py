@@ -9,13 +9,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..options import LEARNED, Options
+from ..options import LEARNED, TENSORS, Options
 from ..torch_backend import formula
 from ..torch_backend.double_backward import gradients_with_graph
 from .schema import PLACES
 
 # Where q, k, v and these fields stand among an op's arguments.
 _PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
+# Where tensors stand in `Options`.
+_TENSORS = tuple(map(Options._fields.index, TENSORS))
+_MOD_TENSORS = Options._fields.index("mod_tensors")
 
 
 class Kernels(NamedTuple):
@@ -36,25 +39,27 @@ def save(
     """Keeps what the backward pass reads."""
     ctx.set_materialize_grads(False)
     if options.plain:  # each training step waits for this: nothing is searched for tensors
-        ctx.tensor_fields = ()
+        ctx.places = ()
         ctx.options = options
         ctx.save_for_backward(q, k, v, *output)
         return
-    ctx.tensor_fields = [
-        name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
-    ]
-    tensors = (getattr(options, name) for name in ctx.tensor_fields)
+    fields: list[Any] = list(options)
+    ctx.places = [place for place in _TENSORS if fields[place] is not None]
+    tensors = [fields[place] for place in ctx.places]
     ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
-    without: dict[str, Any] = dict.fromkeys(ctx.tensor_fields)
-    ctx.options = options._replace(**without, mod_tensors=())
+    for place in (*ctx.places, _MOD_TENSORS):
+        fields[place] = None
+    ctx.options = Options._make(fields)
 
 
 def saved(ctx: Any) -> Saved:
     """What `save` has put into a context."""
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    count = len(ctx.tensor_fields)
-    fields = dict(zip(ctx.tensor_fields, tensors[:count], strict=True))
-    return q, k, v, o, lse, ctx.options._replace(**fields, mod_tensors=tuple(tensors[count:]))
+    fields = list(ctx.options)
+    for place in ctx.places:
+        fields[place] = tensors.pop(0)
+    fields[_MOD_TENSORS] = tuple(tensors)
+    return q, k, v, o, lse, Options._make(fields)
 
 
 def gradients(
@@ -64,11 +69,23 @@ def gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Of q, k, v and the fields in LEARNED; None for those that are not needed."""
+    """Of q, k, v and the fields in LEARNED; None for those that are not needed.
+
+    Packed sequences have a batch dim here or, where they were launched without one, none.
+    """
     q, k, v, o, lse, options = saved(ctx)
+    packed = q.dim() == 3
+    if packed:
+        q, k, v, o, lse = as_batch(q), as_batch(k), as_batch(v), as_batch(o), lse[None]
+        do = None if do is None else as_batch(do)
+        dlse = None if dlse is None else dlse[None]
     if torch.is_grad_enabled():
-        return differentiable_gradients(q, k, v, options, needed, do, dlse)
-    return kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
+        found = differentiable_gradients(q, k, v, options, needed, do, dlse)
+    else:
+        found = kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
+    if packed:
+        found[:3] = [None if x is None else as_packed(x) for x in found[:3]]
+    return found
 
 
 def kernel_gradients(

@@ -94,9 +94,7 @@ def tile_for(
 
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 products are IEEE unless torch's own matmul may use TF32; others have no choice."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype == torch.float32 and tiles.tf32() else "ieee"
 
 
 def constants(
@@ -157,14 +155,19 @@ def tiles_of(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
     return T // BLOCK + sequences if T and sequences else 0
 
 
-def kernel_mask(options: Options) -> Mask:
-    """The mask for the kernels, without the table of blocks that some masks need."""
+def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
+    """The mask for the kernels, without the table of blocks that some masks need.
+
+    extents: of the key padding, to be filled before the launch; None: they are made here.
+    """
     f = options
     bare = f.prefix_lengths is None and not f.keep_first and f.stride is None
     right = f.right
     if f.causal and bare:
         right = 0 if right is None else min(right, 0)
     padding = f.key_padding_mask
+    if extents is None and padding is not None:
+        extents = launch_padding_extents(padding)
     return Mask(
         query_offset=runtime_int(f.query_offset),
         left=_distance(f.left),
@@ -177,7 +180,7 @@ def kernel_mask(options: Options) -> Mask:
         prefix_ptr=f.prefix_lengths,
         padding_ptr=padding,
         padding_stride=None if padding is None else runtime_int(padding.stride(0)),
-        extents_ptr=None if padding is None else launch_padding_extents(padding),
+        extents_ptr=extents,
         q_documents_ptr=f.q_documents,
         k_documents_ptr=f.k_documents,
         documents_strides=_documents_strides(f),
@@ -216,7 +219,7 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         relative_ptr=table,
         relative_stride=None if table is None else runtime_int(table.stride(0)),
         reach=None if table is None else runtime_int(table.shape[1] // 2),
-        keys_ptr=None if keys is None else aligned(keys[None]),
+        keys_ptr=None if keys is None else _aligned_keys(keys),
         keys_heads=None if keys is None else runtime_int(keys.shape[0]),
         keys_reach=None if keys is None else runtime_int(keys.shape[1] // 2),
         query_ptr=query,
@@ -233,6 +236,13 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         exact=1 if dtype == torch.float32 else None,
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
     )
+
+
+def _aligned_keys(keys: Tensor) -> Tensor:
+    """`aligned` for [H, 2 R + 1, D]."""
+    batch = keys[None]
+    rows = aligned(batch)
+    return keys if rows is batch else rows[0]
 
 
 def _slopes_strides(slopes: Tensor) -> tuple[int | None, ...]:

@@ -7,6 +7,7 @@ so nothing is stated twice, and only over the range that window, length and padd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
-from .arguments import kernel_mask
+from .arguments import blocks, kernel_mask
+from .key_extents import extents_launch
+from .launches import Launch
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -88,30 +91,68 @@ def block_sparsity_kernel(
     tl.store(counts_ptr + 2 * table_row + 1, boundary)
 
 
-def with_table(
-    mask: Mask, B: int, H: int, T_q: int, T_k: int, BLOCK_M: int, BLOCK_N: int, *, of_keys: bool,
-    per_batch: bool, per_head: bool, device: torch.device,
-) -> Mask:  # fmt: skip
-    """The mask with a table for tiles of BLOCK_M queries and BLOCK_N keys.
+class CallTables:
+    """Tensors that a call's mask is read from beside the options, and the launches that fill them.
 
-    of_keys: a row of the table is a tile of queries and lists key blocks, else the reverse.
-    per_batch, per_head: whether rows of the batch, and heads, differ in what they see.
+    Args:
+        empty: extents of the key padding (see `key_extents`), then counts and blocks of the block
+            sparsity; None where the mask has no such thing. They are forgotten by `bind`.
+        fill_extents, fill_blocks: their launches.
+        padding: the place of the key padding among the options.
     """
-    tiles, width = -(-T_q // BLOCK_M), -(-T_k // BLOCK_N)
-    if not of_keys:
-        tiles, width = width, tiles
-    rows = (B if per_batch else 1) * (H if per_head else 1)
-    counts = torch.empty(rows, tiles, 2, dtype=torch.int32, device=device)
-    blocks = torch.empty(rows, tiles, width, dtype=torch.int32, device=device)
-    heads = H if per_head else 1
-    if rows and tiles:
-        block_sparsity_kernel[(tiles, rows)](
-            mask, counts, blocks, T_q, T_k, heads, width, BLOCK_M, BLOCK_N, of_keys, num_warps=8
-        )
-    strides = (heads * tiles if per_batch else 0, tiles if per_head else 0, width)
-    return mask._replace(
-        counts_ptr=counts, blocks_ptr=blocks, table_strides=tuple(map(runtime_int, strides))
-    )
+
+    def __init__(
+        self, empty: tuple[Tensor | None, ...], fill_extents: Launch | None,
+        fill_blocks: Launch | None, padding: int,
+    ) -> None:  # fmt: skip
+        self.empty = empty
+        self._fill_extents = fill_extents
+        self._fill_blocks = fill_blocks
+        self._padding = padding
+
+    def bind(self, given: Sequence[Any]) -> None:
+        """As `Launch.bind`; given: the options, and `empty`."""
+        if self._fill_blocks is not None:
+            self._fill_blocks.bind(given)
+        self._shapes = [None if x is None else x.shape for x in self.empty]
+        self._device = next(x.device for x in self.empty if x is not None)
+        self.empty = ()
+
+    def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
+        """Those of a call with these options, filled."""
+        made = [
+            None if shape is None else torch.empty(shape, dtype=torch.int32, device=self._device)
+            for shape in self._shapes
+        ]
+        if self._fill_extents is not None:
+            self._fill_extents((), options[self._padding], made[0])
+        if self._fill_blocks is not None:
+            self._fill_blocks((*options, *made))
+        return made
+
+
+def launch_mask(
+    options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool
+) -> tuple[Mask, CallTables | None]:
+    """The mask for a `Launch`, and its tables where every call has its own.
+
+    of_keys: the kernel works on tiles of queries and visits key blocks, else the reverse.
+    """
+    if options.launched_anew:
+        return _complete(options, q, k, tile, of_keys=of_keys), None
+    extents = fill_extents = fill_blocks = None
+    if options.key_padding_mask is not None:
+        extents, fill_extents = extents_launch(options.key_padding_mask)
+    mask = kernel_mask(options, extents)
+    if _irregular(options):
+        table = _empty_table(options, q, k, tile, of_keys=of_keys)
+        fill_blocks = _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)
+        mask = mask._replace(**table)
+    if extents is None and fill_blocks is None:
+        return mask, None
+    empty = (extents, mask.counts_ptr, mask.blocks_ptr)
+    padding = options._fields.index("key_padding_mask")
+    return mask, CallTables(empty, fill_extents, fill_blocks, padding)
 
 
 def mask_for_queries(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:
@@ -126,56 +167,94 @@ def mask_for_keys(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> M
 
 def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool) -> Mask:
     mask = kernel_mask(options)
-    mod = options.mask_mod
-    irregular = (options.stride, options.q_documents, options.attn_mask, mod)
-    if all(x is None for x in irregular):
+    if not _irregular(options):
         return mask
-    B, H_q, T_q, _ = q.shape
-    T_k = k.shape[2]
+    mod = options.mask_mod
+    kept: dict[Any, Any] = getattr(mod, "tables", {})
+    key = None
+    if hasattr(mod, "tables"):
+        sizes = (*q.shape[:3], k.shape[2], tile.BLOCK_M, tile.BLOCK_N)
+        key = _table_key(mask, sizes, of_keys, q.device)
+    if key in kept:
+        found, _ = kept[key]
+        return mask._replace(**found)
+    table = _empty_table(options, q, k, tile, of_keys=of_keys)
+    _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)(())
+    if key is not None and mod.may_keep(q.device):
+        if len(kept) >= _TABLES_KEPT:
+            del kept[next(iter(kept))]
+        # With the tensors that it was made from, whose addresses are part of its key.
+        kept[key] = (table, mask)
+    return mask._replace(**table)
+
+
+def _irregular(options: Options) -> bool:
+    masks = (options.stride, options.q_documents, options.attn_mask, options.mask_mod)
+    return any(x is not None for x in masks)
+
+
+def _per_head(options: Options) -> bool:
+    """Whether heads differ in what they see."""
+    of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_head", True)
+    return of_mod or (options.attn_mask is not None and options.attn_mask.shape[1] > 1)
+
+
+def _per_batch(options: Options) -> bool:
+    """Whether rows of the batch differ in what they see."""
     own = (
         options.query_offsets, options.key_lengths, options.key_padding_mask,
         options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
     )  # fmt: skip
-    shape = (1, 1) if options.attn_mask is None else options.attn_mask.shape[:2]
-    per_batch = shape[0] > 1 or any(x is not None for x in own)
-    per_head = shape[1] > 1
-    if mod is not None:
-        per_batch = per_batch or getattr(mod, "per_batch", True)
-        per_head = per_head or getattr(mod, "per_head", True)
+    of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_batch", True)
+    of_mask = options.attn_mask is not None and options.attn_mask.shape[0] > 1
+    return of_mod or of_mask or any(x is not None for x in own)
+
+
+def _empty_table(
+    options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool
+) -> dict[str, Any]:
+    """Fields of `Mask`: for each tile of the kernel the blocks that it visits."""
+    B, H_q, T_q, _ = q.shape
     if options.cu_seqlens_q is not None:
         B = options.cu_seqlens_q.shape[0] - 1
-    sizes = (B, H_q, T_q, T_k, tile.BLOCK_M, tile.BLOCK_N)
-    kept: dict[Any, Any] = getattr(mod, "tables", {})
-    place = _place(mask, sizes, of_keys, q.device) if hasattr(mod, "tables") else None
-    if place in kept:
-        found, _ = kept[place]
-        return mask._replace(**found)
-    complete = with_table(
-        mask, *sizes, of_keys=of_keys, per_batch=per_batch, per_head=per_head, device=q.device
-    )
-    if place is not None and mod.may_keep(q.device):
-        table = {name: getattr(complete, name) for name in _TABLE_FIELDS}
-        if len(kept) >= _TABLES_KEPT:
-            del kept[next(iter(kept))]
-        # With the tensors that it was made from, whose addresses are part of its place.
-        kept[place] = (table, mask)
-    return complete
+    per_batch, heads = _per_batch(options), H_q if _per_head(options) else 1
+    tiles, width = blocks(T_q, tile.BLOCK_M), blocks(k.shape[2], tile.BLOCK_N)
+    if not of_keys:
+        tiles, width = width, tiles
+    rows = (B if per_batch else 1) * heads
+    strides = (heads * tiles if per_batch else 0, tiles if heads > 1 else 0, width)
+    return {
+        "counts_ptr": torch.empty(rows, tiles, 2, dtype=torch.int32, device=q.device),
+        "blocks_ptr": torch.empty(rows, tiles, width, dtype=torch.int32, device=q.device),
+        "table_strides": tuple(map(runtime_int, strides)),
+    }
 
 
-_TABLE_FIELDS = ("counts_ptr", "blocks_ptr", "table_strides")
+def _blocks_launch(
+    mask: Mask, table: dict[str, Any], options: Options, q: Tensor, k: Tensor, tile: TileConfig,
+    *, of_keys: bool,
+) -> Launch:  # fmt: skip
+    rows, tiles, width = table["blocks_ptr"].shape
+    return Launch(
+        block_sparsity_kernel, (tiles if rows else 0, rows), {"num_warps": 8},
+        mask, table["counts_ptr"], table["blocks_ptr"], q.shape[2], k.shape[2],
+        q.shape[1] if _per_head(options) else 1, width, tile.BLOCK_M, tile.BLOCK_N, of_keys,
+    )  # fmt: skip
+
+
 # A mask that is used with a few shapes and other options has three tables for each.
 _TABLES_KEPT = 24
 
 
-def _place(
+def _table_key(
     mask: Mask, sizes: tuple[int, ...], of_keys: bool, device: torch.device
 ) -> tuple[Any, ...] | None:
     """What a table depends on, or None where a change of it could go unnoticed."""
-    place: list[Any] = [sizes, of_keys, device]
+    key: list[Any] = [sizes, of_keys, device]
     for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
         if isinstance(x, Tensor):
             if x.is_inference():
                 return None
             x = (x.data_ptr(), x._version, x.dtype, x.shape, x.stride())
-        place.append(x)
-    return tuple(place)
+        key.append(x)
+    return tuple(key)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launches import Launch
+
 _BLOCK = 1024
 
 
@@ -27,12 +29,16 @@ def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, BLOCK: tl.cons
     tl.store(extents_ptr + 3 * b + 2, tl.maximum(end - first, 0) - count)
 
 
-def launch_padding_extents(key_padding_mask: Tensor) -> Tensor:
-    """int32 [B, 3] from a mask bool [B, T_k] with contiguous rows."""
+def extents_launch(key_padding_mask: Tensor) -> tuple[Tensor, Launch]:
+    """Empty extents, int32 [B, 3], and what fills them: launch((), key_padding_mask, extents)."""
     B, T_k = key_padding_mask.shape
     extents = torch.empty(B, 3, dtype=torch.int32, device=key_padding_mask.device)
-    if B:
-        padding_extents_kernel[(B,)](
-            key_padding_mask, extents, T_k, key_padding_mask.stride(0), BLOCK=_BLOCK, num_warps=4
-        )
+    stride = key_padding_mask.stride(0)
+    return extents, Launch(padding_extents_kernel, B, {"num_warps": 4}, T_k, stride, _BLOCK)
+
+
+def launch_padding_extents(key_padding_mask: Tensor) -> Tensor:
+    """int32 [B, 3] from a mask bool [B, T_k] with contiguous rows."""
+    extents, launch = extents_launch(key_padding_mask)
+    launch((), key_padding_mask, extents)
     return extents

@@ -1,19 +1,20 @@
-"""Launches that are worked out: a call like an earlier one finds its kernel and arguments ready.
+"""Cached launches: the compiled kernel and its arguments for a call signature.
 
-A call without tensors but q, k, v and what comes of them is settled by its shapes, strides, dtype
-and options: the tile, all the numbers that its kernel gets, and the compiled kernel. To find that
-again takes the host less time than Triton takes to look at every argument.
+A signature holds shapes, strides and dtypes of tensors, whether those of the options start at a
+multiple of 16 bytes, and the options' numbers: all that a launcher goes by. To find the arguments
+again takes the host less time than to make them, and than Triton takes to look at each of them.
+Tensors are the call's own: none is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import tiles
-from .arguments import dot_precision
 from .descriptors import descriptor_like, descriptor_of
 from .tiles import TileConfig
 
@@ -22,64 +23,147 @@ if TYPE_CHECKING:
 
     from fastattn.options import Options
 
+    from .block_sparsity import CallTables
+
 _KEPT = 1024
 _known: dict[Hashable, Launch] = {}
 
 
 class Launch:
-    """A launch of a kernel with all of its arguments but the tensors, which are its first ones.
+    """A launch of a kernel with all of its arguments but its first ones, which are tensors.
+
+    reusable: whether calls may bring tensors of their own in place of those in the arguments.
 
     Args:
         kernel: a function of triton.jit.
-        programs: of a grid of one dimension; with none, nothing is launched.
-        tile: says the warps and the stages.
+        programs: of a grid of one dimension, or of two; with none, nothing is launched.
+        tile: says the warps and the stages, or what is said to Triton in their place.
         arguments: what follows the tensors, in the order of the kernel's parameters.
         streams: of the tensors that kernels load block by block, which of the first arguments each
             is, the tensor, and rows and columns of its blocks. Their descriptors come between the
             tensors and the arguments; None where the tile does without or TMA cannot walk one.
+        tables: further tensors among the arguments, which are made anew for each call.
     """
 
-    __slots__ = ("_arguments", "_compiled", "_descriptors", "_grid", "_kernel", "_tile")
+    __slots__ = (
+        "_arguments",
+        "_bound",
+        "_descriptors",
+        "_grid",
+        "_kernel",
+        "_meta",
+        "_run_compiled",
+        "_tables",
+        "reusable",
+    )
 
     def __init__(
-        self, kernel: Any, programs: int, tile: TileConfig, *arguments: Any,
-        streams: Sequence[tuple[int, Tensor, int, int]] = (),
+        self, kernel: Any, programs: int | tuple[int, int], tile: TileConfig | dict[str, Any],
+        *arguments: Any, streams: Sequence[tuple[int, Tensor, int, int]] = (),
+        tables: CallTables | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
-        self._grid = (programs, 1, 1)
-        self._tile = tile
+        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        by_descriptors = False
+        if isinstance(tile, TileConfig):
+            by_descriptors = tile.descriptors
+            tile = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        self._meta = tile
         self._descriptors = [
-            (place, descriptor_like(x, rows, cols) if tile.descriptors else None)
+            (place, descriptor_like(x, rows, cols) if by_descriptors else None)
             for place, x, rows, cols in streams
         ]
         if not any(like for _, like in self._descriptors):
             arguments = (*[None] * len(self._descriptors), *arguments)
             self._descriptors = []
         self._arguments = arguments
-        self._compiled: Any = None
+        self._bound: list[_Bound] = []
+        self._tables = tables
+        self.reusable = False
+        self._run_compiled: Callable[..., None] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on these; any two calls agree in which are None and in all dtypes."""
+    def bind(self, given: Sequence[Any]) -> None:
+        """Let every call bring its own in place of the tensors in `given`.
+
+        The launch is not reusable where its arguments hold another, made for a single call.
+        """
+        if self._tables is not None:
+            given = (*given, *self._tables.empty)
+            self._tables.bind(given)
+        places = {id(x): place for place, x in enumerate(given) if _of_a_call(x)}
+        arguments = list(self._arguments)
+        self.reusable = True
+        for at, argument in enumerate(arguments):
+            record = type(argument) if isinstance(argument, tuple) else None
+            fields = [argument] if record is None else list(argument)
+            held = [(n, id(x)) for n, x in enumerate(fields) if _of_a_call(x)]
+            tensors = [(n, places[x]) for n, x in held if x in places]
+            self.reusable = self.reusable and len(tensors) == len(held)
+            for n, _ in tensors:
+                fields[n] = None
+            if tensors:
+                arguments[at] = None
+                self._bound.append(_Bound(at, record, fields, tensors))
+        self._arguments = tuple(arguments)
+
+    def __call__(self, given: Sequence[Any], *tensors: Tensor | None) -> None:
+        """Launch on these; any two calls agree in which are None and in all dtypes.
+
+        given: as the one of `bind`, in tensors of the same signature.
+        """
         if not self._grid[0]:
             return
         # Triton compiles tensors that start at a multiple of 16 bytes apart from others.
-        aligned = True
+        pointers = 0
         for x in tensors:
-            if x is not None and x.data_ptr() & 15:
-                aligned = False
+            if x is not None:
+                pointers |= x.data_ptr()
+        if self._tables is not None:
+            given = (*given, *self._tables(given))
+        arguments = self._arguments if not self._bound else self._with(given)
         descriptors = [_described(tensors[place], like) for place, like in self._descriptors]
-        if aligned and self._compiled is not None:
-            self._compiled[self._grid](*tensors, *descriptors, *self._arguments)
+        if self._run_compiled is not None and not pointers & 15:
+            self._run_compiled(*tensors, *descriptors, *arguments)
             return
         compiled = self._kernel[self._grid](
             *tensors,
             *descriptors,
-            *self._arguments,
-            num_warps=self._tile.num_warps,
-            num_stages=self._tile.num_stages,
+            *arguments,
+            **self._meta,
         )
-        if aligned:
-            self._compiled = compiled  # None from the interpreter
+        if compiled is not None and not pointers & 15:  # the interpreter compiles nothing
+            self._run_compiled = compiled[self._grid]
+
+    def _with(self, given: Sequence[Any]) -> list[Any]:
+        """The arguments with the tensors of a call."""
+        arguments = list(self._arguments)
+        for at, record, fields, places in self._bound:
+            if record is None:
+                arguments[at] = given[places[0][1]]
+                continue
+            values = fields.copy()
+            for n, place in places:
+                values[n] = given[place]
+            # As a NamedTuple's own `_make`, in half of its time.
+            arguments[at] = tuple.__new__(record, values)
+        return arguments
+
+
+class _Bound(NamedTuple):
+    """An argument that holds tensors: its number, its fields, and whence each tensor comes.
+
+    record: its type where it is a tuple. places: (field, place in what is given).
+    """
+
+    at: int
+    record: type[tuple[Any, ...]] | None
+    fields: list[Any]
+    places: list[tuple[int, int]]
+
+
+def _of_a_call(x: Any) -> bool:
+    """Whether it is a tensor, or a tuple of them."""
+    return isinstance(x, Tensor) or (type(x) is tuple and any(isinstance(y, Tensor) for y in x))
 
 
 def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescriptor | None:
@@ -92,29 +176,63 @@ def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescrip
 def launch_for(
     plan: Callable[..., Launch], options: Options, tensors: tuple[Tensor | None, ...], *rest: Any
 ) -> Launch:
-    """plan(options, *tensors, *rest), or what it came to for a call that it cannot tell from this.
+    """plan(options, *tensors, *rest), cached where launches with such options can be.
 
     Args:
         tensors: q first. Of each, plan may ask for nothing but shape, strides, dtype and device.
         rest: what follows from options and the tensors.
     """
-    if not options.plain:
+    if options.launched_anew:
         return plan(options, *tensors, *rest)
     q = tensors[0]
     assert q is not None
     key = (
-        plan, options, tiles.device_key(), q.dtype, dot_precision(q.dtype),
+        plan, options if options.plain else signature(options), q.dtype,
         *[None if x is None else (x.shape, x.stride()) for x in tensors],
     )  # fmt: skip
-    launch = _known.get(key)
-    if launch is None:
-        launch = plan(options, *tensors, *rest)
+    return cached(
+        key, options, lambda given: plan(type(options)._make(given), *tensors, *rest), q.dtype
+    )
+
+
+def cached(
+    key: Hashable | None, given: Sequence[Any], plan: Callable[[list[Any]], Launch],
+    dtype: torch.dtype,
+) -> Launch:  # fmt: skip
+    """plan(given), found again by its key and `device_key`.
+
+    key: says all that plan asks of the tensors and numbers in `given`; None: nothing may be kept.
+    """
+    if key is not None:
+        key = (key, tiles.device_key(dtype))
+        launch = _known.get(key)
+        if launch is not None:
+            return launch
+    # One object for each place, even where a call has one tensor in two of them.
+    views = [_viewed(x) for x in given]
+    launch = plan(views)
+    launch.bind(views)
+    if key is not None and launch.reusable:
         if len(_known) >= _KEPT:
             _known.clear()
         _known[key] = launch
     return launch
 
 
+def _viewed(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.detach()
+    return tuple(map(_viewed, x)) if _of_a_call(x) else x
+
+
+def signature(given: Sequence[Any]) -> tuple[Any, ...]:
+    """What launchers may ask of tensors and numbers, without the tensors."""
+    return tuple(
+        (x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x
+        for x in given
+    )
+
+
 def forget() -> None:
-    """Work out every launch anew: for tests and for measuring."""
+    """Make every launch anew: for tests and for measuring."""
     _known.clear()

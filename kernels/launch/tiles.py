@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+import torch
 import triton
 
 KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_one_pass")
@@ -80,10 +81,15 @@ def forced(**configs: TileConfig) -> Iterator[None]:
         _forced.update(saved)
 
 
-def device_key() -> Hashable:
-    """What `lookup` goes by beside its arguments: equal where it gives the same."""
+def device_key(dtype: torch.dtype) -> Hashable:
+    """What kernels of a dtype go by beside their arguments: equal where they are the same."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
-    return device, tuple(_forced.items()) if _forced else ()
+    return device, tuple(_forced.items()) if _forced else (), dtype == torch.float32 and tf32()
+
+
+def tf32() -> bool:
+    """Whether torch's own matmul of fp32 may use TF32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def current_arch() -> str:

@@ -10,9 +10,9 @@ import triton.language as tl
 
 import fastattn
 from fastattn import KVCache, PagedKVCache, decode_attention, reference
+from fastattn.functional import call_memo
 from fastattn.functional.decode import view_of_tensors
-from fastattn.kernels import decode
-from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.quantization import quantize_rows
 from fastattn.testing import assert_within_budget, worst_naive
@@ -225,7 +225,8 @@ def test_pages_change_no_bit(kind: str, device: str) -> None:
 
 def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row alone, in batches, in larger caches and in pages: the same bits."""
-    monkeypatch.setattr(decode, "INVARIANT_SPLIT", 32)
+    monkeypatch.setattr(decode_splits, "INVARIANT_SPLIT", 32)
+    call_memo.forget()
     q, k, v, lengths = tokens(device, (70, 40), H_q=2, H_k=1, dtype=torch.bfloat16)
     invariant = {"backend": "triton", "batch_invariant": True, "return_lse": True}
     in_batch = decode_attention(q, fill("contiguous", k, v, lengths).view, **invariant)
@@ -243,7 +244,8 @@ def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_invariant_results_are_right(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "INVARIANT_SPLIT", 16)
+    monkeypatch.setattr(decode_splits, "INVARIANT_SPLIT", 16)
+    call_memo.forget()
     q, k, v, lengths = tokens(device, (70, 5))
     how = {"backend": "triton", "batch_invariant": True}
     assert_decodes(q, fill("contiguous", k, v, lengths), how=how, window=20, keep_first=2)
@@ -253,7 +255,7 @@ def test_every_tile_divides_the_invariant_split() -> None:
     for name in tiles.TABLES:
         for row in tiles.table(name):
             if row["kernel"].startswith("decode"):
-                assert decode.INVARIANT_SPLIT % row["BLOCK_N"] == 0
+                assert decode_splits.INVARIANT_SPLIT % row["BLOCK_N"] == 0
 
 
 def test_one_launch_serves_lengths_that_grow(device: str) -> None:

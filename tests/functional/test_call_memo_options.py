@@ -1,0 +1,397 @@
+"""Known calls with options: no option is left out of the key, tensors are those of each call."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import triton
+
+from fastattn import attention, attention_varlen, decode_attention
+from fastattn.functional import call_memo, call_options
+from fastattn.functional.decode import view_of_tensors
+from fastattn.kernels.launch import launches
+from fastattn.options import LEARNED, ROWS, AttentionArguments, DecodeArguments, ScoreArguments
+
+B, H_Q, H_K, T, D = 2, 2, 1, 8, 16
+CALLS = {
+    "attention": AttentionArguments,
+    "attention_varlen": ScoreArguments,
+    "decode_attention": DecodeArguments,
+}
+# Users' functions read globals, and Triton looks at those again at each launch.
+FUNCTIONS = {"mask_mod", "mod_tensors", "score_mod", "score_mod_grad"}
+NOT_KNOWN = {
+    "attention": FUNCTIONS,
+    # They get their batch dim at each call.
+    "attention_varlen": FUNCTIONS | {"relative_query"},
+    "decode_attention": FUNCTIONS,
+}
+EACH = [(call, name) for call, options in CALLS.items() for name in get_type_hints(options)]
+
+
+@triton.jit
+def doubled(x, b, h, q_pos, k_pos, factor_ptr):
+    return x * triton.language.load(factor_ptr)
+
+
+@triton.jit
+def doubled_grad(dx, x, b, h, q_pos, k_pos, factor_ptr):
+    return dx * triton.language.load(factor_ptr)
+
+
+@triton.jit
+def halved(x, b, h, q_pos, k_pos):
+    return x * 0.5
+
+
+@triton.jit
+def even(b, h, q_pos, k_pos):
+    return k_pos % 2 == 0
+
+
+@triton.jit
+def odd(b, h, q_pos, k_pos):
+    return k_pos % 2 == 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    call_memo.forget()
+    launches.forget()
+    yield
+    call_memo.forget()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every call whose arguments are checked."""
+    found: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        check = getattr(call_options, name)
+        return lambda *args, **kwargs: found.append(name) or check(*args, **kwargs)
+
+    for name in ("dense_options", "packed_options", "cache_options"):
+        monkeypatch.setattr(call_options, name, counting(name))
+    return found
+
+
+def values(call: str, device: str, seed: int) -> dict[str, Any]:
+    """A value of every option, another one for another seed; each changes the result."""
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=make).to(device)
+
+    def integers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (B,), generator=make).to(device)
+
+    T_q = 1 if call == "decode_attention" else T
+    return {
+        "causal": call == "decode_attention",
+        "window": (2 + seed, 0),
+        "keep_first": 1 + seed,
+        "stride": 2 + seed,
+        "mod_tensors": (normal(1),),
+        "mask_mod": (even, odd)[seed],
+        "prefix_lengths": torch.tensor([3 + seed, 5], device=device),
+        "key_lengths": torch.tensor([3 + seed, 5], device=device),
+        "query_offset": integers(0, 3) - seed,
+        "attn_mask": normal(B, 1, T_q, T) + 3 * torch.eye(T_q, T, device=device) > 0,
+        "key_padding_mask": torch.arange(T, device=device).expand(B, T) > seed,
+        "documents": torch.arange(T, device=device).expand(B, T).contiguous() // (2 + seed),
+        "scale": 0.5 + seed,
+        "softcap": 1.0 + seed,
+        "sinks": normal(H_Q),
+        "attn_bias": normal(T_q, T),
+        "relative_keys": normal(H_Q, 5, D),
+        "relative_query": normal(*shape_of_q(call)),
+        "score_mod_grad": doubled_grad,
+        "dropout": 0.25 + seed / 4,
+        "dropout_seed": torch.tensor([seed, 1], device=device),
+        "deterministic": False,
+        "alibi_slopes": normal(H_Q).abs(),
+        "relative_bias": normal(H_Q, 5),
+        "score_mod": halved,
+    }
+
+
+def base(name: str, call: str, device: str) -> dict[str, Any]:
+    """What an option needs beside it."""
+    seed = torch.tensor([7, 7], device=device)
+    factor = (torch.full((1,), 2.0, device=device),)
+    found: dict[str, dict[str, Any]] = {
+        "keep_first": {"window": 2},
+        "prefix_lengths": {"causal": True},
+        "query_offset": {"causal": True},
+        "relative_query": {"relative_keys": torch.ones(H_Q, 5, D, device=device)},
+        "dropout": {"dropout_seed": seed},
+        "dropout_seed": {"dropout": 0.5},
+        "score_mod_grad": {"mod_tensors": factor, "score_mod": doubled},
+        "mod_tensors": {"score_mod": doubled},
+    }
+    return found.get(name, {})
+
+
+def shape_of_q(call: str) -> tuple[int, ...]:
+    if call == "attention_varlen":
+        return B * T, H_Q, D
+    return B, H_Q, 1 if call == "decode_attention" else T, D
+
+
+def inputs(call: str, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k, v, and offsets or lengths."""
+    make = torch.Generator().manual_seed(50 + seed)
+    rows = (B * T, H_K, D) if call == "attention_varlen" else (B, H_K, T, D)
+    shapes = (shape_of_q(call), rows, rows)
+    q, k, v = (torch.randn(shape, generator=make).to(device) for shape in shapes)
+    if call == "attention_varlen":
+        return q, k, v, torch.tensor([0, T + seed, 2 * T], device=device)
+    if call == "decode_attention":
+        return q, k, v, torch.tensor([T - 1, T - seed], dtype=torch.int32, device=device)
+    return q, k, v
+
+
+def run(call: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
+    options["backend"] = "triton"
+    if call == "attention":
+        return attention(*tensors, **options)
+    if call == "attention_varlen":
+        return attention_varlen(*tensors, **options)
+    q, *cache = tensors
+    return decode_attention(q, view_of_tensors(*cache), **options)
+
+
+def test_every_option_is_tried(device: str) -> None:
+    assert set(values("attention", device, 0)) == set(ROWS)
+
+
+def wrong(call: str, name: str, device: str, checked: list[str]) -> str:
+    """What is wrong with known calls that have and have not an option; empty if nothing is."""
+    tensors, options = inputs(call, device), base(name, call, device)
+    one, other = (values(call, device, seed)[name] for seed in (0, 1))
+    if name == "mod_tensors":  # the function that reads them needs some
+        options["mod_tensors"] = (torch.zeros(1, device=device),)
+    else:
+        run(call, tensors, **options)
+    if name == "score_mod_grad":
+        run(call, tensors, **options, score_mod_grad=one)
+        return "" if len(checked) == 2 else "the option is no part of the key"
+    del checked[:]
+    run(call, tensors, **{**options, name: one})
+    if len(checked) != 1:
+        return "the option is no part of the key"
+    found = run(call, tensors, **{**options, name: other})
+    known = name not in NOT_KNOWN[call] and (isinstance(other, torch.Tensor) or other == one)
+    if len(checked) != (1 if known else 2):
+        return f"checked {len(checked)} times"
+    call_memo.forget()
+    launches.forget()
+    fresh = run(call, tensors, **{**options, name: other})
+    return "" if torch.equal(found, fresh) else "a known call has another result"
+
+
+@pytest.mark.parametrize(("call", "name"), EACH)
+def test_no_option_is_forgotten(call: str, name: str, device: str, checked: list[str]) -> None:
+    assert wrong(call, name, device, checked) == ""
+
+
+# These go with a score_mod, for which no call is kept.
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - {"mod_tensors", "score_mod_grad"}))
+def test_that_finds_an_option_that_is_forgotten(
+    name: str, device: str, checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its value is left out of the key, whatever it is."""
+    key_of = call_memo.key_of
+
+    def forgetful(inputs: Any, given: dict[str, Any], backend: str | None) -> Any:
+        return key_of(inputs, {x: given[x] for x in given if x != name}, backend)
+
+    monkeypatch.setattr(call_memo, "key_of", forgetful)
+    assert wrong("attention", name, device, checked)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_tensors_are_those_of_the_call(call: str, device: str, checked: list[str]) -> None:
+    first, second = inputs(call, device), inputs(call, device, 1)
+    before = run(call, first)
+    found = run(call, second)
+    assert len(checked) == 1
+    call_memo.forget()
+    assert torch.equal(found, run(call, second)) and not torch.equal(found, before)
+
+
+def gradients(call: str, name: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
+    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], options.pop(name))]
+    o = run(call, (*leaves[:3], *tensors[3:]), **options, **{name: leaves[3]})
+    return torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(call, name) for call, name in EACH if "decode" not in call and name in LEARNED],
+)
+def test_a_known_call_has_gradients(call: str, name: str, device: str, checked: list[str]) -> None:
+    tensors, options = inputs(call, device), base(name, call, device)
+    one, other = (values(call, device, seed)[name] for seed in (0, 1))
+    gradients(call, name, tensors, **options, **{name: one})
+    found = gradients(call, name, tensors, **options, **{name: other})
+    assert len(checked) == (2 if name in NOT_KNOWN[call] else 1)
+    call_memo.forget()
+    launches.forget()
+    fresh = gradients(call, name, tensors, **options, **{name: other})
+    assert all(torch.equal(x, y) for x, y in zip(found, fresh, strict=True))
+    assert all(x.abs().sum() > 0 for x in found)
+
+
+def test_lse_of_a_known_packed_call_has_gradients(device: str) -> None:
+    q, k, v, offsets = inputs("attention_varlen", device)
+    found = []
+    for _ in range(2):
+        leaf = q.clone().requires_grad_()
+        o, lse = attention_varlen(leaf, k, v, offsets, return_lse=True, backend="triton")
+        assert o.shape == q.shape and lse.shape == (H_Q, B * T)
+        found.append(torch.autograd.grad(lse.sum() + o.sum(), leaf)[0])
+    assert torch.equal(*found)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda x: x.int(),
+    "strides": lambda x: torch.stack([x, x], 1)[:, 0],
+    "alignment": lambda x: torch.cat([x[:1], x])[1:],
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_layout_is_another_call(change: str, device: str, checked: list[str]) -> None:
+    tensors = inputs("attention", device)
+    lengths = torch.tensor([3, 6], device=device)
+    expected = run("attention", tensors, key_lengths=lengths)
+    for _ in range(2):
+        changed = CHANGES[change](lengths)
+        assert torch.equal(run("attention", tensors, key_lengths=changed), expected)
+    # A copy in order is made at each call.
+    assert len(checked) == (3 if change == "strides" else 2)
+
+
+def test_none_is_another_call(device: str, checked: list[str]) -> None:
+    tensors = inputs("attention", device)
+    lengths = torch.tensor([3, 6], device=device)
+    found = [run("attention", tensors, key_lengths=x) for x in (lengths, None, lengths, None)]
+    assert len(checked) == 2
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("call", ["attention", "attention_varlen"])
+def test_one_tensor_for_two_options(call: str, device: str) -> None:
+    """The next call has two, which lie as it did."""
+    tensors = inputs(call, device)
+    names = ("cu_seqlens_q", "cu_seqlens_k") if call == "attention_varlen" else (
+        "key_lengths", "query_offset"
+    )  # fmt: skip
+    one, other = (torch.tensor(x, device=device) for x in ([0, 9, 16], [0, 6, 16]))
+    if call == "attention":
+        one, other = one[:2] + 4, other[:2] + 1
+    for x, y in ((one, one), (one, other), (other, one)):
+        given = {names[0]: x, names[1]: y, "causal": True}
+        found = run(call, tensors[:3], **given)
+        call_memo.forget() if x is not y else None
+        fresh = run(call, tensors[:3], **given)
+        assert torch.equal(found, fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("key_lengths", torch.tensor([3, 4]), torch.tensor([3])),
+        ("key_lengths", torch.tensor([3, 4]), torch.tensor([3.0, 4.0])),
+        ("alibi_slopes", torch.ones(H_Q), torch.ones(H_Q, requires_grad=True)),
+        ("sinks", torch.ones(H_Q), [1.0, 1.0]),
+        ("query_offset", torch.tensor([0, 1]), torch.tensor([0, 1, 2])),
+    ],
+    ids=str,
+)
+def test_a_wrong_tensor_is_refused(name: str, value: Any, wrong: Any, device: str) -> None:
+    tensors = inputs("attention", device)
+    run("attention", tensors, **{name: value.to(device)})
+    wrong = wrong.detach().to(device).requires_grad_(wrong.requires_grad) if isinstance(
+        wrong, torch.Tensor
+    ) else wrong  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=name):
+        run("attention", tensors, **{name: wrong})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="values are read on the CPU alone")
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_offsets_are_read_at_each_call(name: str) -> None:
+    q, k, v, offsets = inputs("attention_varlen", "cpu")
+    given = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets.clone()}
+    for _ in range(2):
+        attention_varlen(q, k, v, **given, backend="triton")
+    with pytest.raises(ValueError, match=f"{name} must not fall, got 99 then 16"):
+        attention_varlen(q, k, v, **{**given, name: torch.tensor([0, 99, 16])}, backend="triton")
+
+
+def test_a_number_in_a_tensor_is_read_at_each_call(device: str) -> None:
+    tensors, cap = inputs("attention", device), torch.tensor(1.0)
+    first = run("attention", tensors, softcap=cap)
+    cap.fill_(0.1)
+    assert not torch.equal(run("attention", tensors, softcap=cap), first)
+
+
+def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[str]) -> None:
+    tensors = inputs("attention", device)
+    torch.manual_seed(3)
+    first, second = (run("attention", tensors, dropout=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(run("attention", tensors, dropout=0.5), first)
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("learned", ["q", "sinks"])
+def test_grad_mode_is_seen_by_decode(learned: str, device: str) -> None:
+    q, *cache = inputs("decode_attention", device)
+    sinks = torch.zeros(H_Q, device=device)
+    (q if learned == "q" else sinks).requires_grad_()
+    with torch.no_grad():
+        run("decode_attention", (q, *cache), sinks=sinks)
+    with pytest.raises(RuntimeError, match="decode_attention has no gradients"):
+        run("decode_attention", (q, *cache), sinks=sinks)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
+    names = set(get_type_hints(CALLS[call])) - NOT_KNOWN[call]
+    given = {name: x for name, x in values(call, device, 0).items() if name in names}
+    given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    given.pop("dropout_seed", None)  # needs dropout
+    given["causal"] = True
+    tensors = inputs(call, device)
+    for _ in range(2):
+        o = run(call, tensors, **given)
+    held = [x for x in (*tensors, *given.values(), o) if isinstance(x, torch.Tensor)]
+    tracked = [weakref.ref(x) for x in held] + [weakref.ref(x.untyped_storage()) for x in held]
+    assert len(call_memo._known) == 1
+    del tensors, given, held, o
+    gc.collect()
+    assert [x() for x in tracked] == [None] * len(tracked)
+
+
+def test_decoding_as_rows_grow_is_one_call(device: str, checked: list[str]) -> None:
+    """What bounds the lengths is no part of the key, unless a mask has to reach as far."""
+    q, k, v, lengths = inputs("decode_attention", device)
+    bias = torch.zeros(1, T, device=device)
+    for bound in (5, 6):
+        view = view_of_tensors(k, v, lengths, length_bound=bound)
+        decode_attention(q, view, backend="triton")
+    assert len(checked) == 1
+    for bound in (5, 6):
+        view = view_of_tensors(k, v, lengths, length_bound=bound)
+        decode_attention(q, view, attn_bias=bias, backend="triton")
+    assert len(checked) == 3
