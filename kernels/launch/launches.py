@@ -9,7 +9,7 @@ Tensors are the call's own: none is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,20 @@ if TYPE_CHECKING:
 
     from fastattn.options import Options
 
-    from .block_sparsity import CallTables
-
 _KEPT = 1024
 _known: dict[Hashable, Launch] = {}
+
+
+class Tables(Protocol):
+    """Tensors that are made anew for each call; see `block_sparsity.CallTables`."""
+
+    empty: tuple[Tensor | None, ...]
+
+    def bind(self, given: Sequence[Any]) -> None:
+        """As `Launch.bind`."""
+
+    def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
+        """Those of a call with these options, filled."""
 
 
 class Launch:
@@ -60,7 +70,7 @@ class Launch:
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], tile: TileConfig | dict[str, Any],
         *arguments: Any, streams: Sequence[tuple[int, Tensor, int, int]] = (),
-        tables: CallTables | None = None,
+        tables: Tables | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
