@@ -5,52 +5,30 @@ take: its type, its default, its check, and why another call refuses it. In the 
 stands what backends read once it is checked, and what they have to know of that.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from torch import Tensor
 
 from . import checks, score_checks
+from .score_checks import Checking
 
 Window = int | tuple[int | None, int | None] | None
-
-
-class Checking(NamedTuple):
-    """A call whose options are being checked, in the order of the table.
-
-    B: batch rows, or packed sequences. given: all options. fields: of the record, so far. reach:
-    over a cache, how many positions a mask has to reach over.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    B: int
-    given: Mapping[str, Any]
-    fields: dict[str, Any]
-    reach: int | None = None
-
-    @property
-    def windowed(self) -> bool:
-        """Whether a window or stride hides keys."""
-        sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
-        return any(side is not None for side in sides)
 
 
 class Row(NamedTuple):
     """One option.
 
-    default: its value where it is not given, which is not checked.
     check: the value for the record's field; raises what `attention` raises.
+    default: its value where it is not given, which is not checked.
     fields: names of the fields, if not one of the option's own name; check makes as many values.
-    like_q: torch.autocast casts it as it casts q.
     packed: why `attention_varlen` refuses it. cache: why `decode_attention` does.
     """
 
-    default: Any
     check: Callable[[Any, Checking], Any]
+    default: Any = None
     fields: tuple[str, ...] = ()
-    like_q: bool = False
     packed: str = ""
     cache: str = ""
 
@@ -78,36 +56,6 @@ def _attn_bias(x: Any, call: Checking) -> Tensor:
     return checks.check_per_score("attn_bias", x, call.q, call.k)
 
 
-def _mod_tensors(x: Any, call: Checking) -> tuple[Tensor, ...]:
-    used = call.given.get("mask_mod") is not None or call.given.get("score_mod") is not None
-    return score_checks.check_mod_tensors(x, call.q, used)
-
-
-def _mask_mod(x: Any, call: Checking) -> Any:
-    return score_checks.check_mask_mod(x, len(call.fields.get("mod_tensors", ())))
-
-
-def _score_mod(x: Any, call: Checking) -> Any:
-    score_checks.check_score_mod(x, len(call.fields.get("mod_tensors", ())))
-    inputs = (call.q, call.k, call.v, *(call.fields.get(name) for name in LEARNED))
-    score_checks.check_score_mod_gradient(call.given.get("score_mod_grad"), inputs)
-    return x
-
-
-def _score_mod_grad(x: Any, call: Checking) -> Any:
-    tensors = len(call.fields.get("mod_tensors", ()))
-    return score_checks.check_score_mod_grad(x, call.given.get("score_mod"), tensors)
-
-
-def _relative_query(x: Any, call: Checking) -> Tensor:
-    return score_checks.check_relative_query(x, call.fields.get("relative_keys"), call.q)
-
-
-def _dropout_seed(x: Any, call: Checking) -> Tensor | None:
-    seed = score_checks.check_dropout_seed(x, call.q)
-    return seed if call.fields.get("dropout") else None
-
-
 _NO_TRAINING = "there is no training from a cache"
 _NO_GRADIENTS = "there are no gradients"
 
@@ -119,26 +67,24 @@ class OfAllCalls(TypedDict, total=False):
     `additive_attention`.
     """
 
-    causal: Annotated[bool, Row(False, lambda x, call: checks.check_flag("causal", x))]
-    window: Annotated[Window, Row(None, lambda x, call: checks.check_window(x), ("left", "right"))]
-    keep_first: Annotated[int, Row(0, lambda x, call: checks.check_keep_first(x, call.windowed))]
+    causal: Annotated[bool, Row(lambda x, call: checks.check_flag("causal", x), False)]
+    window: Annotated[Window, Row(lambda x, call: checks.check_window(x), fields=("left", "right"))]
+    keep_first: Annotated[int, Row(lambda x, call: checks.check_keep_first(x, call.windowed), 0)]
 
 
 class OfAllButFp8(TypedDict, total=False):
-    stride: Annotated[int | None, Row(None, lambda x, call: checks.check_count("stride", x, 1))]
-    mod_tensors: Annotated[tuple[Tensor, ...], Row((), _mod_tensors)]
-    mask_mod: Annotated[Any, Row(None, _mask_mod)]
+    stride: Annotated[int | None, Row(lambda x, call: checks.check_count("stride", x, 1))]
+    mod_tensors: Annotated[tuple[Tensor, ...], Row(score_checks.check_mod_tensors, ())]
+    mask_mod: Annotated[Any, Row(score_checks.check_mask_mod)]
 
 
 class OfAllButCaches(TypedDict, total=False):
     prefix_lengths: Annotated[
-        int | Tensor | None,
-        Row(None, _prefix_lengths, cache="new tokens stand behind every prefix"),
+        int | Tensor | None, Row(_prefix_lengths, cache="new tokens stand behind every prefix")
     ]
     key_lengths: Annotated[
         Tensor | None,
         Row(
-            None,
             lambda x, call: checks.check_key_lengths(x, call.B, call.q),
             cache="the cache knows the lengths of its rows",
         ),
@@ -149,9 +95,8 @@ class OfDenseFp8AndAdditive(TypedDict, total=False):
     query_offset: Annotated[
         int | Tensor | None,
         Row(
-            None,
             _query_offset,
-            ("query_offset", "query_offsets"),
+            fields=("query_offset", "query_offsets"),
             packed="the last query of each sequence stands at its last key",
             cache="the last query of each row stands at its last key",
         ),
@@ -162,9 +107,8 @@ class OfDenseCachesAndAdditive(TypedDict, total=False):
     attn_mask: Annotated[
         Tensor | None,
         Row(
-            None,
             _attn_mask,
-            ("attn_mask", "attn_bias"),
+            fields=("attn_mask", "attn_bias"),
             packed="mask_mod computes a mask inside the kernels",
         ),
     ]
@@ -174,7 +118,6 @@ class OfDenseAndAdditive(TypedDict, total=False):
     key_padding_mask: Annotated[
         Tensor | None,
         Row(
-            None,
             lambda x, call: checks.check_key_padding_mask(x, call.k),
             packed="key_lengths [N] says how many keys of each sequence exist",
             cache="the cache's starts say where rows are padded",
@@ -183,9 +126,8 @@ class OfDenseAndAdditive(TypedDict, total=False):
     documents: Annotated[
         Tensor | tuple[Tensor, Tensor] | None,
         Row(
-            None,
             lambda x, call: checks.check_documents(x, call.q, call.k),
-            ("q_documents", "k_documents"),
+            fields=("q_documents", "k_documents"),
             packed="cu_seqlens separates the sequences",
             cache="a row of a cache is one document; attn_mask and mask_mod hide parts of it",
         ),
@@ -193,22 +135,15 @@ class OfDenseAndAdditive(TypedDict, total=False):
 
 
 class OfAllButAdditive(TypedDict, total=False):
-    scale: Annotated[float | None, Row(None, lambda x, call: checks.check_positive("scale", x))]
-    softcap: Annotated[float | None, Row(None, lambda x, call: checks.check_positive("softcap", x))]
-    sinks: Annotated[
-        Tensor | None,
-        Row(None, lambda x, call: score_checks.check_sinks(x, call.q.shape[1], call.q)),
-    ]
+    scale: Annotated[float | None, Row(lambda x, call: checks.check_positive("scale", x))]
+    softcap: Annotated[float | None, Row(lambda x, call: checks.check_positive("softcap", x))]
+    sinks: Annotated[Tensor | None, Row(score_checks.check_sinks)]
 
 
 class OfDenseAndCaches(TypedDict, total=False):
     attn_bias: Annotated[
         Tensor | None,
-        Row(
-            None,
-            _attn_bias,
-            packed="relative_bias and score_mod compute a bias inside the kernels",
-        ),
+        Row(_attn_bias, packed="relative_bias and score_mod compute a bias inside the kernels"),
     ]
 
 
@@ -216,27 +151,23 @@ class OfDenseAndPacked(TypedDict, total=False):
     relative_keys: Annotated[
         Tensor | None,
         Row(
-            None,
-            lambda x, call: score_checks.check_relative_keys(x, call.k.shape[1], call.q),
-            like_q=True,
+            score_checks.check_relative_keys,
             cache="there is no kernel for them",
         ),
     ]
     relative_query: Annotated[
         Tensor | None,
-        Row(None, _relative_query, like_q=True, cache="there is no kernel for relative keys"),
+        Row(score_checks.check_relative_query, cache="there is no kernel for relative keys"),
     ]
-    score_mod_grad: Annotated[Any, Row(None, _score_mod_grad, cache=_NO_GRADIENTS)]
+    score_mod_grad: Annotated[Any, Row(score_checks.check_score_mod_grad, cache=_NO_GRADIENTS)]
     # An int: torch.compile would make a default that is a float dynamic.
-    dropout: Annotated[
-        float, Row(0, lambda x, call: score_checks.check_dropout(x), cache=_NO_TRAINING)
-    ]
-    dropout_seed: Annotated[Tensor | None, Row(None, _dropout_seed, cache=_NO_TRAINING)]
+    dropout: Annotated[float, Row(score_checks.check_dropout, 0, cache=_NO_TRAINING)]
+    dropout_seed: Annotated[Tensor | None, Row(score_checks.check_dropout_seed, cache=_NO_TRAINING)]
     deterministic: Annotated[
         bool,
         Row(
-            True,
             lambda x, call: (not checks.check_flag("deterministic", x),),
+            True,
             ("atomic_dq",),
             cache=_NO_GRADIENTS,
         ),
@@ -244,18 +175,9 @@ class OfDenseAndPacked(TypedDict, total=False):
 
 
 class OfDensePackedAndCaches(TypedDict, total=False):
-    alibi_slopes: Annotated[
-        Tensor | None,
-        Row(
-            None,
-            lambda x, call: score_checks.check_alibi_slopes(x, call.B, call.q.shape[1], call.q),
-        ),
-    ]
-    relative_bias: Annotated[
-        Tensor | None,
-        Row(None, lambda x, call: score_checks.check_relative_bias(x, call.q.shape[1], call.q)),
-    ]
-    score_mod: Annotated[Any, Row(None, _score_mod)]
+    alibi_slopes: Annotated[Tensor | None, Row(score_checks.check_alibi_slopes)]
+    relative_bias: Annotated[Tensor | None, Row(score_checks.check_relative_bias)]
+    score_mod: Annotated[Any, Row(score_checks.check_score_mod)]
 
 
 class AttentionArguments(
@@ -301,14 +223,12 @@ ROWS: dict[str, Row] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(AttentionArguments, include_extras=True).items()
 }
-# Options that torch.autocast casts as it casts q.
-LIKE_Q = tuple(name for name, row in ROWS.items() if row.like_q)
 
 
 class Tags(NamedTuple):
     """What is known of a field of `Options` beside its type.
 
-    dims: of a tensor; those that may be 1 in brackets.
+    dims: of a tensor; those in brackets may be 1, or not there.
     learned: autograd gives it a gradient.
     strided: kernels read it by its strides; any other tensor has to be contiguous.
     registers: kernels that read it have to be as economical of registers as with a mask ("masked"),
@@ -429,6 +349,8 @@ TAGS: dict[str, Tags] = {
 TENSORS = tuple(name for name, hint in get_type_hints(Options).items() if hint == Tensor | None)
 FUNCTIONS = tuple(name for name, hint in get_type_hints(Options).items() if hint is Any)
 LEARNED = tuple(name for name, tags in TAGS.items() if tags.learned)
+# Options that q or its like is multiplied by, in its dtype and as wide as it is.
+LIKE_Q = tuple(name for name, tags in TAGS.items() if tags.dims.endswith(" D"))
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)
 
@@ -450,3 +372,15 @@ _REGISTERS = {
     ]
     for kind in _KINDS
 }
+
+# Tensors of which any dim may be 1, for all.
+BROADCAST = tuple(name for name, tags in TAGS.items() if "[T_q]" in tags.dims)
+
+
+def along(dim: str) -> dict[str, int]:
+    """The fields whose tensors have a dim of this name, and how many dims behind it they have."""
+    return {
+        name: len(dims) - 1 - dims.index(dim)
+        for name, dims in ((name, re.findall(r"[\w+]+", tags.dims)) for name, tags in TAGS.items())
+        if dim in dims
+    }

@@ -1,8 +1,11 @@
-"""Checks of what changes scores and weights: biases, tables, sinks, dropout, users' functions."""
+"""Checks of what changes scores and weights: biases, tables, sinks, dropout, users' functions.
+
+Each is given an option and the call that it is of, and returns the value for the call's record.
+"""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +16,43 @@ from .checks import check_device, check_floats, check_number, check_placement, k
 MAX_MOD_TENSORS = 8
 
 
-def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> Tensor:
+class Checking(NamedTuple):
+    """A call whose options are being checked, in the order of the table.
+
+    B: batch rows, or packed sequences. given: all options. fields: of the record, so far. reach:
+    over a cache, how many positions a mask has to reach over.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    B: int
+    given: Mapping[str, Any]
+    fields: dict[str, Any]
+    reach: int | None = None
+
+    @property
+    def mods(self) -> int:
+        """How many mod_tensors there are."""
+        return len(self.fields.get("mod_tensors", ()))
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window or stride hides keys."""
+        sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
+        return any(side is not None for side in sides)
+
+
+def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
     """float32 [H_q] or [B, H_q] on q's device, without gradient."""
+    B, H_q = call.B, call.q.shape[1]
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind(slopes)}")
     if tuple(slopes.shape) not in ((H_q,), (B, H_q)):
         raise ValueError(
             f"alibi_slopes must have shape [{H_q}] or [{B}, {H_q}], got {list(slopes.shape)}"
         )
-    check_device("alibi_slopes", slopes, q)
+    check_device("alibi_slopes", slopes, call.q)
     if slopes.requires_grad:
         raise ValueError(
             "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns"
@@ -29,16 +60,18 @@ def check_alibi_slopes(slopes: Tensor, B: int, H_q: int, q: Tensor) -> Tensor:
     return slopes
 
 
-def check_relative_bias(bias: Tensor, H_q: int, q: Tensor) -> Tensor:
+def check_relative_bias(bias: Tensor, call: Checking) -> Tensor:
     """Any float dtype, [H_q, 2 R + 1], on q's device."""
+    H_q = call.q.shape[1]
     check_floats("relative_bias", bias)
     if bias.dim() != 2 or bias.shape[0] != H_q or bias.shape[1] % 2 == 0:
         raise ValueError(f"relative_bias must have shape [{H_q}, 2 R + 1], got {list(bias.shape)}")
-    return check_device("relative_bias", bias, q)
+    return check_device("relative_bias", bias, call.q)
 
 
-def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> Tensor:
+def check_relative_keys(keys: Tensor, call: Checking) -> Tensor:
     """q's dtype and device, [H_q, H_k or 1, 2 R + 1, D]; q is [..., H_q, T_q, D] or packed."""
+    q, H_k = call.q, call.k.shape[1]
     if not isinstance(keys, Tensor) or keys.dtype != q.dtype:
         raise TypeError(f"relative_keys must have the dtype of q ({q.dtype}), got {kind(keys)}")
     H_q, D = q.shape[1], q.shape[-1]
@@ -56,22 +89,23 @@ def check_relative_keys(keys: Tensor, H_k: int, q: Tensor) -> Tensor:
     return check_device("relative_keys", keys, q)
 
 
-def check_relative_query(query: Tensor, keys: Tensor | None, q: Tensor) -> Tensor:
+def check_relative_query(query: Tensor, call: Checking) -> Tensor:
     """q's dtype, device and shape, beside relative_keys."""
-    if keys is None:
+    q = call.q
+    if call.fields.get("relative_keys") is None:
         raise ValueError("relative_query is multiplied by relative_keys, which is not given")
     if not isinstance(query, Tensor) or query.dtype != q.dtype:
         raise TypeError(f"relative_query must have the dtype of q ({q.dtype}), got {kind(query)}")
     return check_placement("relative_query", query, tuple(q.shape), q)
 
 
-def check_sinks(x: Tensor, H_q: int, q: Tensor) -> Tensor:
+def check_sinks(x: Tensor, call: Checking) -> Tensor:
     """Any float dtype, [H_q], on q's device."""
     check_floats("sinks", x)
-    return check_placement("sinks", x, (H_q,), q)
+    return check_placement("sinks", x, (call.q.shape[1],), call.q)
 
 
-def check_dropout(dropout: Any) -> float:
+def check_dropout(dropout: Any, call: Checking) -> float:
     """A probability below 1."""
     dropout = check_number("dropout", dropout)
     if not 0 <= dropout < 1:
@@ -79,42 +113,43 @@ def check_dropout(dropout: Any) -> float:
     return dropout
 
 
-def check_dropout_seed(seed: Tensor, q: Tensor) -> Tensor:
-    """int64 [2] on q's device."""
+def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
+    """int64 [2] on q's device; None where nothing is dropped."""
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
         raise TypeError(f"dropout_seed must be an int64 tensor, got {kind(seed)}")
-    return check_placement("dropout_seed", seed, (2,), q)
+    check_placement("dropout_seed", seed, (2,), call.q)
+    return seed if call.fields.get("dropout") else None
 
 
-def check_mask_mod(mod: Any, tensors: int) -> Any:
+def check_mask_mod(mod: Any, call: Checking) -> Any:
     """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one."""
-    check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", tensors)
+    check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", call.mods)
     return mod
 
 
-def check_score_mod(mod: Any, tensors: int) -> Any:
-    """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors)."""
-    check_function("score_mod", mod, "x, b, h, q_pos, k_pos", tensors)
-    return mod
-
-
-def check_score_mod_grad(mod: Any, score_mod: Any, tensors: int) -> Any:
+def check_score_mod_grad(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *tensors)."""
-    if score_mod is None:
+    if call.given.get("score_mod") is None:
         raise ValueError("score_mod_grad is the gradient of score_mod, which is not given")
-    check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", tensors)
+    check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", call.mods)
     return mod
 
 
-def check_score_mod_gradient(score_mod_grad: Any, inputs: tuple[Tensor | None, ...]) -> None:
-    """With a score_mod alone, nothing may ask for gradients."""
-    if score_mod_grad is not None or not torch.is_grad_enabled():
-        return
-    if any(x is not None and x.requires_grad for x in inputs):
+def check_score_mod(mod: Any, call: Checking) -> Any:
+    """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors).
+
+    Without its gradient nothing may ask for gradients, of q, k, v and what is checked so far.
+    """
+    check_function("score_mod", mod, "x, b, h, q_pos, k_pos", call.mods)
+    if call.given.get("score_mod_grad") is not None or not torch.is_grad_enabled():
+        return mod
+    inputs = (call.q, call.k, call.v, *call.fields.values())
+    if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         raise ValueError(
             "score_mod needs score_mod_grad where an input requires grad; give it, or call under "
             "torch.no_grad()"
         )
+    return mod
 
 
 def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
@@ -131,7 +166,7 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
         )
 
 
-def check_mod_tensors(tensors: Any, q: Tensor, used: bool) -> tuple[Tensor, ...]:
+def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
     """A tuple of contiguous tensors on q's device, with a function that reads them."""
     if not isinstance(tensors, tuple):
         raise TypeError(f"mod_tensors must be a tuple of tensors, got {type_name(tensors)}")
@@ -143,7 +178,8 @@ def check_mod_tensors(tensors: Any, q: Tensor, used: bool) -> tuple[Tensor, ...]
             raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
-        check_device(name, x, q)
+        check_device(name, x, call.q)
+    used = call.given.get("mask_mod") is not None or call.given.get("score_mod") is not None
     if tensors and not used:
         raise ValueError("mod_tensors are read by mask_mod or score_mod; neither is given")
     return tensors

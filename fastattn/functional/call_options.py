@@ -11,7 +11,6 @@ from .. import checks
 from ..options import (
     ROWS,
     AttentionArguments,
-    Checking,
     DecodeArguments,
     Fp8Arguments,
     MaskArguments,
@@ -19,6 +18,7 @@ from ..options import (
     Row,
     ScoreArguments,
 )
+from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -5,12 +5,13 @@ derivatives, of the kernels too. The oracle that judges it and them is `referenc
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import Options
+from ..options import Options, along
 from . import dropout, triton_language
 
 
@@ -299,19 +300,22 @@ def sequences(
         yield n, rows, keys, _of_sequence(options, n, rows, keys)
 
 
+_BY_SEQUENCE = along("B")
+
+
 def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
     """What a packed call's options are for its sequence n alone."""
-    slopes, query = options.alibi_slopes, options.relative_query
-
-    def one(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[n : n + 1]
-
+    query = options.relative_query
+    own: dict[str, Any] = {}
+    for name, behind in _BY_SEQUENCE.items():
+        x = getattr(options, name)
+        if x is not None and x.dim() == behind + 1:
+            own[name] = x[n : n + 1]
+    if query is not None:
+        own["relative_query"] = query[rows].transpose(0, 1)[None]
     return options._replace(
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         query_offset=(keys.stop - keys.start) - (rows.stop - rows.start),
-        key_lengths=one(options.key_lengths),
-        prefix_lengths=one(options.prefix_lengths),
-        alibi_slopes=one(slopes) if slopes is not None and slopes.dim() == 2 else slopes,
-        relative_query=None if query is None else query[rows].transpose(0, 1)[None],
+        **own,
     )

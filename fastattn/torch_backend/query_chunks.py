@@ -1,10 +1,9 @@
 """A call's options for some of its queries, so that torch need not hold every score at once."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor
-
-from ..options import Options
+from ..options import BROADCAST, Options, along
 
 
 def chunks(
@@ -21,19 +20,20 @@ def chunks(
         yield rows, _of_rows(options, rows)
 
 
+_BY_QUERY = along("T_q")
+
+
 def _of_rows(options: Options, rows: slice) -> Options:
-    documents, query = options.q_documents, options.relative_query
     offset, offsets = options.query_offset, options.query_offsets
     assert offset is not None, "packed calls are taken apart before"
-
-    def one(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[2] == 1 else x[:, :, rows]
-
+    own: dict[str, Any] = {}
+    for name, behind in _BY_QUERY.items():
+        x = getattr(options, name)
+        broadcast = name in BROADCAST and x is not None and x.shape[-1 - behind] == 1
+        if x is not None and not broadcast:
+            own[name] = x[(..., rows, *(slice(None),) * behind)]
     return options._replace(
         query_offset=offset + rows.start,
         query_offsets=None if offsets is None else offsets.long() + rows.start,
-        q_documents=None if documents is None else documents[:, rows],
-        attn_mask=one(options.attn_mask),
-        attn_bias=one(options.attn_bias),
-        relative_query=None if query is None else query[:, :, rows],
+        **own,
     )
