@@ -234,7 +234,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        # A plain call has q, k and v alone.
+        # A call without learned options has q, k and v alone.
         needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
         return (None, None, *gradients(ctx.kernels, ctx, needed, do, dlse)[: len(needs)])
 
@@ -279,10 +279,11 @@ def attend_by(
 ) -> tuple[Tensor, Tensor]:
     """`attend` where nothing traces, launched directly."""
     if torch.is_grad_enabled():
-        others = () if options.plain else options.differentiable
+        learned = options.differentiable
+        given = [x for x in learned if x is not None]
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
-        if wanted or any(x is not None and x.requires_grad for x in others):
-            return _apply(kernels, options, q, k, v, *others)
+        if wanted or any(x.requires_grad for x in given):
+            return _apply(kernels, options, q, k, v, *(learned if given else ()))
     return kernels.forward(q, k, v, options)
 
 
