@@ -1,4 +1,4 @@
-"""Memo of eager calls: checked options and prepared launches, keyed by what the checks look at.
+"""Memo of eager calls: checked options and prepared launches, keyed by layouts and options.
 
 Most calls of a program are like an earlier one but for the contents of their tensors. All that the
 host does for such a call up to the launch follows from the key here: shapes, strides, dtypes,
