@@ -52,7 +52,7 @@ from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.score import tanh
 from .rules.score_gradient import store_delta
 from .rules.softmax import LOG2E, finish, online_step, weights
-from .rules.tile import head, load_tile, load_vector
+from .rules.tile import head_at, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -121,6 +121,7 @@ def _operands(a_ptr, b_ptr, u_ptr, v_ptr, v_strides, tile, G, T_q, T_k, const: t
 @triton.jit
 def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    PRECISION: tl.constexpr = const.PRECISION
     acc, m, l = state
     queries, b_ptr, u_ptr, v_ptr, v_stride = operands
     k_pos = n_first + tl.arange(0, const.BLOCK_N)
@@ -131,7 +132,7 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
     MASKED: tl.constexpr = keep is not None
     p, rescale, m, l = online_step(s, m, l, LOG2E, MASKED)
     v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
-    acc = add_weighted_rows(acc * rescale[:, None], p, v, const.PRECISION)
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)
     return acc, m, l
 
 
@@ -176,6 +177,7 @@ def _column_sums(sums, sums_of_u, ds, u_ptr, down, across, D: tl.constexpr, WITH
 @triton.jit
 def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Take one key block into da and du: see `blocks.over_key_blocks`."""
+    PRECISION: tl.constexpr = const.PRECISION
     da, du = state
     columns, do, lse, delta = operands
     queries, b_ptr, u_ptr, v_ptr, v_stride = columns
@@ -186,7 +188,7 @@ def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.const
     if keep is not None:
         p = tl.where(keep, p, 0.0)
     v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
-    ds = p * (rows_by_rows(do, v, const.PRECISION) - delta[:, None])
+    ds = p * (rows_by_rows(do, v, PRECISION) - delta[:, None])
     return _column_sums(da, du, ds, u_ptr, queries, keys, const.D, True)
 
 
@@ -227,6 +229,7 @@ def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.
     Transposed: keys down, queries across. operands: columns of the keys, their v, u of the head,
     then what the queries have.
     """
+    PRECISION: tl.constexpr = const.PRECISION
     db, dv = state
     keys, v, u_ptr, a_ptr, do_ptr, do_stride, lse_ptr, delta_ptr = operands
     rows = m_first + tl.arange(0, const.BLOCK_M)
@@ -238,8 +241,8 @@ def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.
     p = weights(s, lse[None, :], LOG2E)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dv = add_weighted_rows(dv, p, do, const.PRECISION)
-    ds = p * (rows_by_rows(v, do, const.PRECISION) - delta[None, :])
+    dv = add_weighted_rows(dv, p, do, PRECISION)
+    ds = p * (rows_by_rows(v, do, PRECISION) - delta[None, :])
     db, _ = _column_sums(db, db, ds, u_ptr, keys, queries, const.D, False)
     return db, dv
 
@@ -264,12 +267,18 @@ def additive_backward_dbv_kernel(
     for g in range(0, heads):
         h = tile.h_k * G + g
         a_head = _columns(a_ptr, tile.batch, h, H_q, T_q, const.D)
-        do_head, do_stride = head(do_ptr, tile.batch, h, 0, do_strides, const.INDEX)
+        do_head, do_stride = head_at(do_ptr, tile.batch, h, 0, do_strides, const)
         stats = (tile.batch * H_q + h).to(tl.int64) * T_q
         operands = (
-            keys, v, u_ptr + h * const.D, a_head, do_head, do_stride, lse_ptr + stats,
+            keys,
+            v,
+            u_ptr + h * const.D,
+            a_head,
+            do_head,
+            do_stride,
+            lse_ptr + stats,
             delta_ptr + stats,
-        )  # fmt: skip
+        )
         db, dv = over_query_blocks(_grow_db, (db, dv), h, tile, operands, None, mask, None, const)
     store_keys(db_ptr, db_strides, tile, db, BLOCK_D, const.D, const)
     store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
@@ -325,9 +334,16 @@ def launch_additive_forward(
 
 
 def launch_additive_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, o: Tensor,
-    lse: Tensor, options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; du fp32 [H_q, D].
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;

@@ -65,9 +65,15 @@ def _token_pointers(x, b, token, head, ALIGN: tl.constexpr):
 
 @triton.jit
 def _load_rotated(
-    rows, keep, position, rotary,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    rows,
+    keep,
+    position,
+    rotary,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """Rows as fp32 [R, COLS], rotated to their positions; 0 past WIDTH. PAIRS = 0: not rotated."""
     cols = tl.arange(0, COLS)
     within = keep[:, None] & (cols < WIDTH)[None, :]
@@ -97,9 +103,15 @@ def _load_rotated(
 
 @triton.jit
 def _store_rows(
-    store, x, slots, keep,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, E4M3: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
+    store,
+    x,
+    slots,
+    keep,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    E4M3: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
     """Write rows [R, COLS] to their slots, as codes where the buffer has scales."""
     if store.scale_ptr is not None:
         scale = row_scale(x, 448.0 if E4M3 else 127.0)
@@ -135,10 +147,26 @@ def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl
 
 @triton.jit
 def _append(
-    tokens, store, rotary, pages, b, row, exists, first, count, T, tile,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tokens,
+    store,
+    rotary,
+    pages,
+    b,
+    row,
+    exists,
+    first,
+    count,
+    T,
+    tile,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK (token, head) pairs of k or v, from the projection to their slots."""
     H = value(tokens.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
@@ -161,10 +189,20 @@ def _append(
 
 @triton.jit
 def _turn(
-    q, o, rotary, b, first, T, tile,
-    D: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q,
+    o,
+    rotary,
+    b,
+    first,
+    T,
+    tile,
+    D: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK (token, head) pairs of q, rotated into o."""
     H = value(q.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
@@ -195,20 +233,65 @@ def append_kernel(
     tiles = tl.cdiv(T * value(k.heads), BLOCK)
     if tile < tiles:
         _append(
-            k, k_store, rotary, pages, b, row, exists, first, count, T, tile,
-            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
-        )  # fmt: skip
+            k,
+            k_store,
+            rotary,
+            pages,
+            b,
+            row,
+            exists,
+            first,
+            count,
+            T,
+            tile,
+            D,
+            BLOCK_D,
+            PAIRS,
+            INTERLEAVED,
+            E4M3,
+            ROW_BYTES,
+            ALIGN,
+            BLOCK,
+        )
     elif tile < 2 * tiles:
         _append(
-            v, v_store, rotary, pages, b, row, exists, first, count, T, tile - tiles,
-            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
-        )  # fmt: skip
+            v,
+            v_store,
+            rotary,
+            pages,
+            b,
+            row,
+            exists,
+            first,
+            count,
+            T,
+            tile - tiles,
+            D_V,
+            BLOCK_DV,
+            0,
+            INTERLEAVED,
+            E4M3,
+            ROW_BYTES,
+            ALIGN,
+            BLOCK,
+        )
     else:
         if q is not None:
             _turn(
-                q, o, rotary, b, first, T, tile - 2 * tiles,
-                D, BLOCK_D, PAIRS, INTERLEAVED, ALIGN, BLOCK,
-            )  # fmt: skip
+                q,
+                o,
+                rotary,
+                b,
+                first,
+                T,
+                tile - 2 * tiles,
+                D,
+                BLOCK_D,
+                PAIRS,
+                INTERLEAVED,
+                ALIGN,
+                BLOCK,
+            )
     if ADVANCE:
         # The last program of the row counts the tokens, when every other has read the length.
         tl.debug_barrier()
@@ -249,16 +332,35 @@ def launch_append(
     programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))
     tensors = [x for x in (q, o, k, v) if x is not None]
     append_kernel[programs, B](
-        _tokens(q), _tokens(o), _tokens(k), _tokens(v),
-        stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
-        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])), pages_of(cache),
-        cache.lengths, new_lengths, cache.batch_index, cache.counters, T, cache.lengths.shape[0],
-        D, D_v, BLOCK_D, BLOCK_DV,
-        0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
-        advance, row_bytes(cache), _alignment(tensors), BLOCK,
+        _tokens(q),
+        _tokens(o),
+        _tokens(k),
+        _tokens(v),
+        stored(cache.k, cache.k_scale),
+        stored(cache.v, cache.v_scale),
+        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])),
+        pages_of(cache),
+        cache.lengths,
+        new_lengths,
+        cache.batch_index,
+        cache.counters,
+        T,
+        cache.lengths.shape[0],
+        D,
+        D_v,
+        BLOCK_D,
+        BLOCK_DV,
+        0 if cos is None else cos.shape[1],
+        interleaved,
+        cache.k.dtype == torch.float8_e4m3fn,
+        advance,
+        row_bytes(cache),
+        _alignment(tensors),
+        BLOCK,
         # Without fused multiply-adds a rotated key has the bits that torch gives it.
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return o
 
 

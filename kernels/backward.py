@@ -53,7 +53,7 @@ from .rules.relative import relative_products, relative_query, unskewed, vectors
 from .rules.score import dropped, gradient, kept, modified
 from .rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
 from .rules.softmax import weights
-from .rules.tile import add_tile, head, load_tile, load_vector
+from .rules.tile import add_tile, head_at, load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -65,6 +65,7 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
 
     Relative keys are further keys, for dq or for the gradient of their own query.
     """
+    PRECISION: tl.constexpr = const.PRECISION
     dq, dquery = state
     rows, k_ptr, k_stride, v_ptr, v_stride = operands
     k = load_tile(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
@@ -73,13 +74,13 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
     _, ds = tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const)
-    dq = add_weighted_rows(dq, ds, k, const.PRECISION)
+    dq = add_weighted_rows(dq, ds, k, PRECISION)
     if score.keys_ptr is not None:
         by_distance = unskewed(ds.to(rows.query.dtype))
         if score.query_ptr is None:
-            dq = add_weighted_rows(dq, by_distance, vectors, const.PRECISION)
+            dq = add_weighted_rows(dq, by_distance, vectors, PRECISION)
         else:
-            dquery = add_weighted_rows(dquery, by_distance, vectors, const.PRECISION)
+            dquery = add_weighted_rows(dquery, by_distance, vectors, PRECISION)
     return dq, dquery
 
 
@@ -143,6 +144,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
 
     Transposed: keys down, queries across.
     """
+    PRECISION: tl.constexpr = const.PRECISION
     dk, dv = state
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_D: tl.constexpr = const.BLOCK_D
@@ -156,30 +158,30 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     )
     lse = load_lse(operands.lse_ptr + rows, in_rows, score)
     delta = load_vector(operands.delta_ptr + rows, in_rows, 0.0)
-    s = rows_by_rows(operands.k, q, const.PRECISION)  # [BLOCK_N, BLOCK_M]
+    s = rows_by_rows(operands.k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
     if score.keys_ptr is not None:
         query = relative_query(q, tile.batch, h, tile.first_q, m_first, in_rows, score, const)
         vectors = vectors_of_tile(m_first, n_first, h, tile.H_q, row, score, const)
-        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, const.PRECISION))
+        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, PRECISION))
     x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score)
     p = weights(x, lse[None, :], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
     if score.dropout is not None:
         survivors = tl.trans(kept(m_first, n_first, h, tile.H_q, row, score, const))
-        dv = add_weighted_rows(dv, dropped(p, survivors, score), do, const.PRECISION)
-        dp = dropped(rows_by_rows(operands.v, do, const.PRECISION), survivors, score)
+        dv = add_weighted_rows(dv, dropped(p, survivors, score), do, PRECISION)
+        dp = dropped(rows_by_rows(operands.v, do, PRECISION), survivors, score)
     else:
-        dv = add_weighted_rows(dv, p, do, const.PRECISION)
-        dp = rows_by_rows(operands.v, do, const.PRECISION)
+        dv = add_weighted_rows(dv, p, do, PRECISION)
+        dp = rows_by_rows(operands.v, do, PRECISION)
     dx = p * (dp - delta[None, :])
     _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
     if operands.dq_ptr is not None:
         # Before dk, or LLVM puts a part of ds between the instructions of its product.
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq = add_weighted_rows(zeros, tl.trans(ds), operands.k, const.PRECISION)
+        dq = add_weighted_rows(zeros, tl.trans(ds), operands.k, PRECISION)
         add_tile(operands.dq_ptr, const.D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, const.D)
-    dk = add_weighted_rows(dk, ds, q, const.PRECISION)
+    dk = add_weighted_rows(dk, ds, q, PRECISION)
     return dk, dv
 
 
@@ -210,8 +212,8 @@ def attention_backward_dkv_kernel(
     heads = tl.where(any_key(tile.valid), G, 0)
     for g in range(0, heads):
         h = tile.h_k * G + g
-        q_head, q_stride = head(q_ptr, tile.batch, h, tile.first_q, q_strides, const.INDEX)
-        do_head, do_stride = head(do_ptr, tile.batch, h, tile.first_q, do_strides, const.INDEX)
+        q_head, q_stride = head_at(q_ptr, tile.batch, h, tile.first_q, q_strides, const)
+        do_head, do_stride = head_at(do_ptr, tile.batch, h, tile.first_q, do_strides, const)
         stats = (tile.batch * H_q + h).to(tl.int64) * T_q + tile.first_q
         dq_head = None
         if dq_ptr is not None:
@@ -227,45 +229,74 @@ def attention_backward_dkv_kernel(
 
 
 def _plan_dq(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
-    dq: Tensor, dquery: Tensor | None,
-) -> Launch:  # fmt: skip
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dquery: Tensor | None,
+) -> Launch:
     query = options.relative_query
     tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = query_programs(options, q, tile.BLOCK_M)
     mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
-        attention_backward_dq_kernel, programs, tile,
-        *map(strides, (q, k, v, o, do, dq)), None if dquery is None else strides(dquery),
-        mask, kernel_score(options, q.dtype), *sizes(q, k),
+        attention_backward_dq_kernel,
+        programs,
+        tile,
+        *map(strides, (q, k, v, o, do, dq)),
+        None if dquery is None else strides(dquery),
+        mask,
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, do, dq, query, dquery),
         tables=tables,
-    )  # fmt: skip
+    )
 
 
 def _plan_dkv(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     kernel: str = "backward_dkv",
-) -> Launch:  # fmt: skip
+) -> Launch:
     query = options.relative_query
     tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
     programs = key_programs(options, k, tile.BLOCK_N)
     mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
     return Launch(
-        attention_backward_dkv_kernel, programs, tile, *map(strides, (q, k, v, do, dk, dv)),
-        mask, kernel_score(options, q.dtype), *sizes(q, k),
+        attention_backward_dkv_kernel,
+        programs,
+        tile,
+        *map(strides, (q, k, v, do, dk, dv)),
+        mask,
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, do, dk, dv, query),
         tables=tables,
-    )  # fmt: skip
+    )
 
 
 _plan_one_pass = partial(_plan_dkv, kernel="backward_one_pass")
 
 
 def launch_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse; and the
     gradient of options.relative_query as dq is that of q, empty without one.
 
@@ -288,9 +319,15 @@ def launch_backward(
 
 
 def launch_backward_one_pass(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `launch_backward`, with dQ added up by atomics; the last, which is empty, has no kernel.
 
     For any options without relative keys. Takes 4 bytes more for each element of q.

@@ -114,9 +114,13 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
 
 
 def _plan_start(
-    options: Options, q: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
+    options: Options,
+    q: Tensor,
+    o: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
     stats: Tensor | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     B, H_q, T_q, D = q.shape
     dims = (block_dim(D), block_dim(o.shape[3]))
     rows = _rows(*dims)
@@ -124,17 +128,34 @@ def _plan_start(
     cu_seqlens = None if stats is None else options.cu_seqlens_q
     assert stats is None or rows == STATS_ROWS, "statistics are in tiles of other rows"
     return Launch(
-        start_dq_kernel, tiles_of(cu_seqlens, B, T_q, rows) * H_q,
-        TileConfig(rows, rows, _WARPS), strides(o), strides(do), _mask(cu_seqlens), options.scale,
-        T_q if stats is None else stats.shape[2], H_q, T_q,
-        D, o.shape[3], rows, *dims, index_type(o, do),
-    )  # fmt: skip
+        start_dq_kernel,
+        tiles_of(cu_seqlens, B, T_q, rows) * H_q,
+        TileConfig(rows, rows, _WARPS),
+        strides(o),
+        strides(do),
+        _mask(cu_seqlens),
+        options.scale,
+        T_q if stats is None else stats.shape[2],
+        H_q,
+        T_q,
+        D,
+        o.shape[3],
+        rows,
+        *dims,
+        index_type(o, do),
+    )
 
 
 def launch_start_dq(
-    do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None,
-    options: Options, stats: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    options: Options,
+    stats: Tensor | None = None,
+) -> Tensor:
     """The sum to add dQ to, fp32 [B, H_q, rows, D] of zeros; delta, like lse, is filled if given.
 
     do and o [B, H_q, T_q, D_v] as `arguments.aligned` leaves them.
@@ -161,10 +182,20 @@ def _plan_finish(
     B, H_q, T_q, D = dq.shape
     rows = _rows(block_dim(D))
     return Launch(
-        finish_dq_kernel, tiles_of(cu_seqlens, B, T_q, rows) * H_q, TileConfig(rows, rows, _WARPS),
-        strides(dq), _mask(cu_seqlens), options.scale, sum_rows, H_q, T_q, D, rows, block_dim(D),
+        finish_dq_kernel,
+        tiles_of(cu_seqlens, B, T_q, rows) * H_q,
+        TileConfig(rows, rows, _WARPS),
+        strides(dq),
+        _mask(cu_seqlens),
+        options.scale,
+        sum_rows,
+        H_q,
+        T_q,
+        D,
+        rows,
+        block_dim(D),
         index_type(dq),
-    )  # fmt: skip
+    )
 
 
 def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:

@@ -35,10 +35,23 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 
-@triton.jit(do_not_specialize=[
-    "H_q", "G", "T_q", "T_k", "bias_heads", "bias_tiles_q", "bias_tiles_k",
-    "sum_batch", "sum_heads", "sum_tiles_q", "sum_tiles_k", "bias_T_q", "bias_T_k",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "H_q",
+        "G",
+        "T_q",
+        "T_k",
+        "bias_heads",
+        "bias_tiles_q",
+        "bias_tiles_k",
+        "sum_batch",
+        "sum_heads",
+        "sum_tiles_q",
+        "sum_tiles_k",
+        "bias_T_q",
+        "bias_T_k",
+    ]
+)
 def attention_backward_bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,
     q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
@@ -126,10 +139,22 @@ def launch_backward_bias(
     if min(sums) == 0:
         return dbias.zero_()
     attention_backward_bias_kernel[(programs,)](
-        q, k, v, do, lse, delta, dbias, *map(strides, (q, k, v, do)),
-        kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
-        *own[1:], *shape[2:], *sums,
+        q,
+        k,
+        v,
+        do,
+        lse,
+        delta,
+        dbias,
+        *map(strides, (q, k, v, do)),
+        kernel_mask(options),
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
+        *own[1:],
+        *shape[2:],
+        *sums,
         constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return dbias

@@ -53,9 +53,24 @@ def _queries_of(d_first, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient_by_distance(
-    q, query, do, lse, delta, k, v, vectors, rows, d_first, h, H_q, row, mask, score,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    query,
+    do,
+    lse,
+    delta,
+    k,
+    v,
+    vectors,
+    rows,
+    d_first,
+    h,
+    H_q,
+    row,
+    mask,
+    score,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(dbias, ds) [BLOCK_M, BLOCK] as `tile_gradient` gives them, a column for each distance.
 
     Keys of column 0 and row 0 stand last in k and v, so `skewed` brings each under its distance.
@@ -92,9 +107,16 @@ def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, part):
 
 @triton.jit
 def _store_keys(
-    table_ptr, ends_ptr, sums, distances, reach, h, part,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    ends_ptr,
+    sums,
+    distances,
+    reach,
+    h,
+    part,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """As `_store_bias`, for a vector a distance."""
     cols = tl.arange(0, BLOCK_D)
     entries = h * (2 * reach + 1) + distances + reach
@@ -124,7 +146,7 @@ def attention_backward_relative_kernel(
     D_V: tl.constexpr = const.D_V
     BLOCK_D: tl.constexpr = const.BLOCK_D
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
-    INDEX: tl.constexpr = const.INDEX
+    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
     PRECISION: tl.constexpr = const.PRECISION
     W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
     d_first = d_start + tl.program_id(0) * BLOCK
@@ -152,14 +174,24 @@ def attention_backward_relative_kernel(
             q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
             query = relative_query(q, batch, h, first_q, m_first, in_rows, score, const)
             d_bias, ds = _gradient_by_distance(
-                q, query,
+                q,
+                query,
                 load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
                 load_lse(lse_ptr + stats, in_rows, score),
                 load_vector(delta_ptr + stats, in_rows, 0.0),
                 load_tile(k_head, k_stride, n_first, valid, W, BLOCK_D, D),
                 load_tile(v_head, v_stride, n_first, valid, W, BLOCK_DV, D_V),
-                vectors, rows, d_first, h, H_q, row, mask, score, BLOCK, PRECISION,
-            )  # fmt: skip
+                vectors,
+                rows,
+                d_first,
+                h,
+                H_q,
+                row,
+                mask,
+                score,
+                BLOCK,
+                PRECISION,
+            )
             if score.relative_ptr is not None:
                 dbias += tl.sum(d_bias, 0)
             if score.keys_ptr is not None:
@@ -169,9 +201,16 @@ def attention_backward_relative_kernel(
         _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, part)
     if score.keys_ptr is not None:
         _store_keys(
-            dkeys_ptr, dkeys_ends_ptr, dkeys * score.scale, distances, value(score.keys_reach),
-            h, part, D, BLOCK_D,
-        )  # fmt: skip
+            dkeys_ptr,
+            dkeys_ends_ptr,
+            dkeys * score.scale,
+            distances,
+            value(score.keys_reach),
+            h,
+            part,
+            D,
+            BLOCK_D,
+        )
 
 
 def launch_backward_relative(
@@ -194,12 +233,24 @@ def launch_backward_relative(
     if tiles and H_q:
         cu_seqlens = options.cu_seqlens_q
         attention_backward_relative_kernel[(tiles, H_q)](
-            q, k, v, do, lse, delta, *bias, *keys, *map(strides, (q, k, v, do)),
-            kernel_mask(options), kernel_score(options, q.dtype), *sizes(q, k),
-            B if cu_seqlens is None else cu_seqlens.shape[0] - 1, d_start,
+            q,
+            k,
+            v,
+            do,
+            lse,
+            delta,
+            *bias,
+            *keys,
+            *map(strides, (q, k, v, do)),
+            kernel_mask(options),
+            kernel_score(options, q.dtype),
+            *sizes(q, k),
+            B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            d_start,
             constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     dbias, dkeys = _folded(options.relative_bias, *bias), _folded(options.relative_keys, *keys)
     empty = lse.new_empty(0)
     return empty if dbias is None else dbias, empty if dkeys is None else dkeys

@@ -54,10 +54,19 @@ def combine_launch(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v:
     rows = B * H * T
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
     return Launch(
-        combine_kernel, rows, {"num_warps": 4},
-        (stride_b, stride_h, stride_t), runtime_int(parts.stride(2)),
-        part_lse.shape[0] // B, rows, H, T, D_v, block_dim(D_v), _BLOCK_S,
-    )  # fmt: skip
+        combine_kernel,
+        rows,
+        {"num_warps": 4},
+        (stride_b, stride_h, stride_t),
+        runtime_int(parts.stride(2)),
+        part_lse.shape[0] // B,
+        rows,
+        H,
+        T,
+        D_v,
+        block_dim(D_v),
+        _BLOCK_S,
+    )
 
 
 @triton.jit

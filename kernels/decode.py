@@ -194,10 +194,8 @@ def decode_kernel(
     r = tl.minimum(r, T_q * G - 1)
     t = r // G
     h = h_k * G + r % G
-    q_tile = load_at(
-        _pointers(q, b, h, t, Q_ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :],
-        in_rows, BLOCK_D, D,
-    )  # fmt: skip
+    pointers = _pointers(q, b, h, t, Q_ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :]
+    q_tile = load_at(pointers, in_rows, BLOCK_D, D)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)

@@ -51,14 +51,15 @@ class _Operands(NamedTuple):
 @triton.jit
 def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    PRECISION: tl.constexpr = const.PRECISION
     acc, m, l = state
     BLOCK_N: tl.constexpr = const.BLOCK_N
     h = tile.h
     k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-    s = rows_by_rows(operands.q, k, const.PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = rows_by_rows(operands.q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, h, tile.H_q, tile.row, score, const)
-        s += relative_products(operands.query, vectors, BLOCK_N, const.PRECISION)
+        s += relative_products(operands.query, vectors, BLOCK_N, PRECISION)
     k_pos = n_first + tl.arange(0, BLOCK_N)
     s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h, tile.row, score)
     if keep is not None:
@@ -68,7 +69,7 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
     if score.dropout is not None:
         p = dropped(p, kept(tile.first, n_first, h, tile.H_q, tile.row, score, const), score)
     v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
-    acc = add_weighted_rows(acc * rescale[:, None], p, v, const.PRECISION)  # [BLOCK_M, BLOCK_DV]
+    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 
@@ -111,14 +112,21 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
     programs = query_programs(options, q, tile.BLOCK_M)
     mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
-        attention_forward_kernel, programs, tile,
-        strides(q), strides(k), strides(v), strides(o),
-        mask, kernel_score(options, q.dtype), *sizes(q, k),
+        attention_forward_kernel,
+        programs,
+        tile,
+        strides(q),
+        strides(k),
+        strides(v),
+        strides(o),
+        mask,
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, options.relative_query),
         tile.sum_parts,
         streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
         tables=tables,
-    )  # fmt: skip
+    )
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

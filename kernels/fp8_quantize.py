@@ -22,9 +22,16 @@ _TILE = 8192
 
 @triton.jit
 def _tile(
-    x_ptr, x_strides, lengths_ptr, T, H, ORDERED: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_strides,
+    lengths_ptr,
+    T,
+    H,
+    ORDERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """This program's rows in fp32, 0 where none count: (x, b, h, head over all, first, tiles).
 
     ORDERED: the rows stand in the order of `key_at`.
@@ -105,7 +112,20 @@ def launch_head_codes(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[
         x, strides(x), lengths, maxima, T, H, ROWS, D, BLOCK_D, num_warps=4
     )
     head_codes_kernel[(programs,)](
-        x, strides(x), lengths, maxima, codes, strides(codes), scale, T, H, blocks(T, 16),
-        packed, ROWS, D, BLOCK_D, num_warps=4,
-    )  # fmt: skip
+        x,
+        strides(x),
+        lengths,
+        maxima,
+        codes,
+        strides(codes),
+        scale,
+        T,
+        H,
+        blocks(T, 16),
+        packed,
+        ROWS,
+        D,
+        BLOCK_D,
+        num_warps=4,
+    )
     return codes.view(torch.float8_e4m3fn), scale

@@ -41,7 +41,7 @@ from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import head, load_tile
+from .rules.tile import head_at, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -72,12 +72,13 @@ def _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, con
 @triton.jit
 def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Scores in log2 units, -inf where hidden, and weights [BLOCK_M, BLOCK_N] of one key block."""
+    PRECISION: tl.constexpr = const.PRECISION
     q, query, lse, k_ptr, k_stride = operands
     k = load_tile(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
-    s = rows_by_rows(q, k, const.PRECISION)
+    s = rows_by_rows(q, k, PRECISION)
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
-        s += relative_products(query, vectors, const.BLOCK_N, const.PRECISION)
+        s += relative_products(query, vectors, const.BLOCK_N, PRECISION)
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
     x, factor, _, _ = modified(s, tile.rows[:, None], k_pos, tile.h, tile.row, score)
     p = weights(x, lse[:, None], factor)
@@ -181,16 +182,17 @@ def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const
 
     Transposed as in dK/dV: keys down. operands: (k, q_ptr, q_stride, lse_ptr).
     """
+    PRECISION: tl.constexpr = const.PRECISION
     k, q_ptr, q_stride, lse_ptr = operands
     BLOCK_M: tl.constexpr = const.BLOCK_M
     rows = m_first + tl.arange(0, BLOCK_M)
     q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     lse = load_lse(lse_ptr + rows, in_rows, score)
-    s = rows_by_rows(k, q, const.PRECISION)  # [BLOCK_N, BLOCK_M]
+    s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
     if score.keys_ptr is not None:
         query = relative_query(q, tile.batch, h, 0, m_first, in_rows, score, const)
         vectors = vectors_of_tile(m_first, tile.first, h, tile.H_q, tile.row, score, const)
-        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, const.PRECISION))
+        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, PRECISION))
     x, factor, _, _ = modified(s, rows[None, :], tile.k_pos[:, None], h, tile.row, score)
     p = weights(x, lse[None, :], factor)
     if keep is not None:
@@ -208,8 +210,8 @@ def attention_received_kernel(
     tile = key_tile(H_q, H_q, T_q, T_k, mask, BLOCK_N)
     h = tile.h_k
     b = tile.batch
-    q_ptr, q_stride = head(q_ptr, b, h, 0, q_strides, const.INDEX)
-    k_ptr, k_stride = head(k_ptr, b, h // G, 0, k_strides, const.INDEX)
+    q_ptr, q_stride = head_at(q_ptr, b, h, 0, q_strides, const)
+    k_ptr, k_stride = head_at(k_ptr, b, h // G, 0, k_strides, const)
     k = load_tile(k_ptr, k_stride, tile.first, tile.valid, BLOCK_N, const.BLOCK_D, const.D)
     lse_ptr += (b * H_q + h).to(tl.int64) * T_q
 
@@ -272,12 +274,23 @@ def launch_row_statistics(
     tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]))
     if programs := query_programs(options, q, tile.BLOCK_M):
         attention_row_statistics_kernel[(programs,)](
-            q, k, lse, entropy, largest, positions, strides(q), strides(k),
-            mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
-            top, constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
+            q,
+            k,
+            lse,
+            entropy,
+            largest,
+            positions,
+            strides(q),
+            strides(k),
+            mask_for_queries(options, q, k, tile),
+            kernel_score(options, q.dtype),
+            *sizes(q, k),
+            top,
+            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
             _places(top),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return entropy, largest, positions
 
 
@@ -293,11 +306,19 @@ def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tens
     tile = tile_for("backward_dkv", options, q, block_dim(q.shape[3]))
     if programs := key_programs(options, received[..., None], tile.BLOCK_N):
         attention_received_kernel[(programs,)](
-            q, k, lse, received, strides(q), strides(k),
-            mask_for_keys(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
+            q,
+            k,
+            lse,
+            received,
+            strides(q),
+            strides(k),
+            mask_for_keys(options, q, k, tile),
+            kernel_score(options, q.dtype),
+            *sizes(q, k),
             constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return received
 
 
@@ -310,9 +331,17 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tenso
     tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), calls="masked")
     if programs := query_programs(options, q, tile.BLOCK_M):
         attention_weights_kernel[(programs,)](
-            q, k, lse, found, strides(q), strides(k),
-            mask_for_queries(options, q, k, tile), kernel_score(options, q.dtype), *sizes(q, k),
+            q,
+            k,
+            lse,
+            found,
+            strides(q),
+            strides(k),
+            mask_for_queries(options, q, k, tile),
+            kernel_score(options, q.dtype),
+            *sizes(q, k),
             constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return found

@@ -22,7 +22,7 @@ from .mask import (
     visible,
     worth_loading,
 )
-from .tile import head, key_program, load_tile, query_program, query_rows, store_tile
+from .tile import head_at, key_program, load_tile, query_program, query_rows, store_tile
 
 
 class QueryTile(NamedTuple):
@@ -101,7 +101,7 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr):
 @triton.jit
 def load_queries(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
     """Rows of a tile of queries, [BLOCK_M, COLS], from a tensor like q."""
-    ptr, stride = head(ptr, tile.batch, tile.h, tile.first_q, strides, const.INDEX)
+    ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
     return load_tile(ptr, stride, tile.first, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
 
@@ -110,14 +110,14 @@ def store_queries(
     ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
 ):
     """Write x [BLOCK_M, COLS] where `load_queries` reads."""
-    ptr, stride = head(ptr, tile.batch, tile.h, tile.first_q, strides, const.INDEX)
+    ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
     store_tile(ptr, stride, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
 
 @triton.jit
 def key_head(ptr, strides, tile, const: tl.constexpr):
     """`tile.head` of a tensor like k, for a tile of queries or of keys."""
-    return head(ptr, tile.batch, tile.h_k, tile.first_k, strides, const.INDEX)
+    return head_at(ptr, tile.batch, tile.h_k, tile.first_k, strides, const)
 
 
 @triton.jit

@@ -147,10 +147,18 @@ def slot_rows(page, head, slot, pages):
 
 @triton.jit
 def load_slots(
-    store, page, slot, head, pages, keep,
-    N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
+    store,
+    page,
+    slot,
+    head,
+    pages,
+    keep,
+    N: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """N rows of a buffer as they are stored, [N, COLS], and their numbers in the buffer, [N].
 
     slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep

@@ -13,7 +13,7 @@ import triton.language as tl
 from .integers import value
 from .product import rows_by_rows
 from .score import shift_of
-from .tile import head, load_tile
+from .tile import head_at, load_tile
 
 
 @triton.jit
@@ -22,9 +22,7 @@ def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.cons
     BLOCK_M: tl.constexpr = q.shape[0]
     query = q
     if score.query_ptr is not None:
-        query_ptr, stride = head(
-            score.query_ptr, batch, h, first_q, score.query_strides, const.INDEX
-        )
+        query_ptr, stride = head_at(score.query_ptr, batch, h, first_q, score.query_strides, const)
         query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     return query
 

@@ -59,18 +59,19 @@ def tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const: tl.con
     k, v: rows from n_first. keep: what the mask shows, or None where it shows all. vectors: of
     relative keys, see `relative`; None without them.
     """
+    PRECISION: tl.constexpr = const.PRECISION
     h = tile.h
     row = tile.row
     m_pos = tile.rows[:, None]
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
-    s = rows_by_rows(rows.q, k, const.PRECISION)
+    s = rows_by_rows(rows.q, k, PRECISION)
     if vectors is not None:
-        s += relative_products(rows.query, vectors, const.BLOCK_N, const.PRECISION)
+        s += relative_products(rows.query, vectors, const.BLOCK_N, PRECISION)
     x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score)
     p = weights(x, rows.lse[:, None], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    dp = rows_by_rows(rows.do, v, const.PRECISION)
+    dp = rows_by_rows(rows.do, v, PRECISION)
     if score.dropout is not None:
         dp = dropped(dp, kept(tile.first, n_first, h, tile.H_q, row, score, const), score)
     dx = p * (dp - rows.delta[:, None])

@@ -13,7 +13,7 @@ class Constants(NamedTuple):
     """What a kernel is compiled for.
 
     D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
-    64 bits; INDEX is their type. PRECISION: of fp32 products.
+    64 bits. PRECISION: of fp32 products.
     """
 
     D: int
@@ -24,10 +24,6 @@ class Constants(NamedTuple):
     BLOCK_DV: int
     FAR: bool
     PRECISION: str
-
-    @property
-    def INDEX(self) -> tl.dtype:
-        return tl.int64 if self.FAR else tl.int32
 
 
 @triton.jit
@@ -44,6 +40,13 @@ def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
     stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((strides[2] >> 2).to(INDEX), ALIGN)
     return ptr + b * stride_b + h * stride_h + tl.cast(first, tl.int64) * stride_t, stride_t
+
+
+@triton.jit
+def head_at(ptr, b, h, first, strides, const: tl.constexpr):
+    """`head` with the offsets that the kernel is compiled for."""
+    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
+    return head(ptr, b, h, first, strides, INDEX)
 
 
 @triton.jit
