@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .ops import attention, call
+from .ops import attend, call
 from .options import Options
 
 ENVIRONMENT = "FASTATTN_BACKEND"
@@ -68,9 +68,7 @@ def choose(
     reason = why_not_triton(q, k, v, options)
     if forced == "hopper":
         if reason is None:
-            reason = (
-                attention.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
-            )
+            reason = attend.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
         if reason is None:
             return Explanation("hopper", {}, forced=True)
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
@@ -89,15 +87,15 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        hopper = choice.backend == "hopper" and attention.hopper_has_backward(q, k, v, options)
-        reason = attention.why_not_one_pass(q.shape[-1], options, hopper=hopper)
+        hopper = choice.backend == "hopper" and attend.hopper_has_backward(q, k, v, options)
+        reason = attend.why_not_one_pass(q.shape[-1], options, hopper=hopper)
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
 
 
 def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
-    if not hopper or q.is_cpu or not attention.on_hopper(q.device):
+    if not hopper or q.is_cpu or not attend.on_hopper(q.device):
         return {}
     return {"hopper": 'not yet verified on a GPU; backend="hopper" takes it'}
 
@@ -107,13 +105,13 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     if (reason := why_no_kernel({"q": q})) is not None:
         return reason
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > attention.MAX_HEAD_DIM:
-        return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM}"
-    if widest > attention.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
-        limit = attention.MAX_HEAD_DIM_NARROW
+    if widest > attend.MAX_HEAD_DIM:
+        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"
+    if widest > attend.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
+        limit = attend.MAX_HEAD_DIM_NARROW
         return f"head dim {widest} is larger than {limit}, the limit for float32"
-    if widest > attention.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
-        return f"head dim {widest} is larger than {attention.MAX_HEAD_DIM_NARROW}, the limit on AMD"
+    if widest > attend.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
+        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM_NARROW}, the limit on AMD"
     if q.is_cuda and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
         return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
     return None

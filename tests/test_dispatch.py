@@ -9,7 +9,7 @@ import torch
 
 import fastattn
 from fastattn import dispatch
-from fastattn.ops import attention, call
+from fastattn.ops import attend, call
 from fastattn.testing import make_qkv
 
 
@@ -83,13 +83,13 @@ def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    original = attention.attend
+    original = attend.attend
 
     def counted(*arguments, **kind):
         called.append("triton")
         return original(*arguments, **kind)
 
-    monkeypatch.setattr(attention, "attend", counted)
+    monkeypatch.setattr(attend, "attend", counted)
     q, k, v = make_qkv(1, 1, 1, 4, D=16)
     fastattn.attention(q, k, v, backend="torch")
     assert called == []
@@ -142,7 +142,7 @@ HOPPER_REASONS = [
 def test_hopper_says_what_it_does_not_serve(
     sizes, options, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
         fastattn.attention(*make_qkv(**sizes), **options, backend="hopper")
 
@@ -155,7 +155,7 @@ def test_hopper_needs_its_gpu() -> None:
 
 
 def test_hopper_is_no_backend_of_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     q, k, _ = make_qkv(D=64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="it has no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")

@@ -281,7 +281,7 @@ def test_permitted_imports_are_accepted(tmp_path):
         "fastattn/__init__.py": "from .functional.attend import attention",
         "fastattn/functional/attend.py": "from .. import checks, ops\nattention = ops.launch",
         "fastattn/checks.py": "import math",
-        "fastattn/ops/attention.py": "import torch\nfrom fastattn.kernels.forward import launch",
+        "fastattn/ops/attend.py": "import torch\nfrom fastattn.kernels.forward import launch",
         "fastattn/modules/self_attention.py": "from ..functional.attend import attention",
         "fastattn/cache/dense.py": "import typing\nif typing.TYPE_CHECKING:\n    import numpy",
         "fastattn/cli/main.py": "def train():\n    import tqdm\n    from fastattn import attention",
@@ -320,7 +320,7 @@ def planted(name: str, path: str, text: str, message: str) -> Any:
     return pytest.param(path, text, message, id=name)
 
 
-OPS, MASK, FORWARD = "fastattn/ops/attention.py", "kernels/rules/mask.py", "kernels/forward.py"
+OPS, MASK, FORWARD = "fastattn/ops/attend.py", "kernels/rules/mask.py", "kernels/forward.py"
 ATTEND, CHECKS, TEXT = "fastattn/functional/attend.py", "fastattn/checks.py", "fastattn/cli/text.py"
 # What a file may keep for itself.
 PRIVATE = """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import checks, dispatch
 from ..dispatch import Explanation
-from ..ops import attention as ops
+from ..ops import attend as ops
 from ..ops import torch_varlen
 from ..options import Options
 from ..torch_backend import attend as torch_backend

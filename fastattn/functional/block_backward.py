@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..ops import attention
+from ..ops import attend
 from ..ops.call import contiguous
 from ..ops.gradients import as_batch, as_packed
 from ..options import Options
@@ -58,7 +58,7 @@ def part_gradients(
     if packed:
         rows, lse = [as_batch(x) for x in rows], lse[None]
     padded_do, padded_q, padded_k, padded_v, padded_o = rows
-    kernels = attention.kernels_for(q, hopper=choice.backend == "hopper")
+    kernels = attend.kernels_for(q, hopper=choice.backend == "hopper")
     dq, dk, dv, delta, _ = kernels.backward(
         padded_do, None, padded_q, padded_k, padded_v, padded_o, lse.contiguous(),
         contiguous(options),

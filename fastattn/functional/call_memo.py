@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, tracing
-from ..ops import attention
+from ..ops import attend
 from ..options import Options
 from ..torch_backend import dropout, formula
 
@@ -37,7 +37,7 @@ class _Source(NamedTuple):
 class KnownCall(NamedTuple):
     """Checked options without their tensors, where those come from, and the prepared launch.
 
-    device_key: `ops.attention.device_key` as it was.
+    device_key: `ops.attend.device_key` as it was.
     """
 
     options: Options
@@ -119,7 +119,7 @@ def find(key: list[Any] | None, q: Tensor) -> KnownCall | None:
         known = _known.get(tuple(key))
     except TypeError:  # an argument that has no hash, and is about to be refused
         return None
-    if known is None or known.device_key != attention.device_key(q.dtype):
+    if known is None or known.device_key != attend.device_key(q.dtype):
         return None
     return known
 
@@ -147,7 +147,7 @@ def keep(
     if len(_known) >= _KEPT:
         _known.clear()
     _known[tuple(key)] = KnownCall(
-        Options(*fields), sources, run, q.device, attention.device_key(q.dtype)
+        Options(*fields), sources, run, q.device, attend.device_key(q.dtype)
     )
 
 

@@ -7,7 +7,8 @@ from einops import rearrange
 from torch import Tensor
 
 from ..options import Options
-from . import attention, call
+from . import attend as attention
+from . import call
 from .call import Operator, fake_in_layout, fake_output, kernel
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..options import Options
 from ..torch_backend import attend as torch_backend
-from . import attention
+from .attend import setup_context
 from .gradients import (
     as_batch,
     as_packed,
@@ -142,6 +142,4 @@ def _gradients(
 
 
 for _operator, _has_lse in ((varlen_forward, False), (varlen_forward_lse, True)):
-    _operator.register_autograd(
-        partial(_gradients, _has_lse), setup_context=attention.setup_context
-    )
+    _operator.register_autograd(partial(_gradients, _has_lse), setup_context=setup_context)

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from ..kernels.hopper import backward, forward, host
-from ..ops import attention as ops
+from ..ops import attend as ops
 from ..ops import call
 from .compare import assert_matches_reference
 from .gluon_emulator import Emulated

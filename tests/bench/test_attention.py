@@ -24,7 +24,7 @@ from fastattn.bench.implementations.registry import (
 from fastattn.bench.inputs import make_inputs
 from fastattn.bench.measure import Effort, HostTimer
 from fastattn.kernels import backward
-from fastattn.ops import attention as ops
+from fastattn.ops import attend as ops
 
 CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
 BACKWARD = replace(CASE, family="backward", direction="forward_backward")

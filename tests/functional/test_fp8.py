@@ -12,7 +12,7 @@ from fastattn import dispatch, quantize_fp8, reference
 from fastattn.functional import fp8
 from fastattn.functional.fp8 import E4M3, PackedValues
 from fastattn.kernels.fp8_values import launch_pack_values
-from fastattn.ops import attention, call
+from fastattn.ops import attend, call
 from fastattn.ops import fp8 as fp8_ops
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
@@ -228,7 +228,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
         "its kernels are written for GPUs of compute capability 9.0; "
         "all others dequantise to bfloat16 first"
     )
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
     told = fastattn.explain_fp8(*codes, backend="hopper")
     assert told.backend == "hopper" and told.forced and not told.reasons

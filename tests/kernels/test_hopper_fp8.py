@@ -19,7 +19,7 @@ from fastattn import quantize_fp8, reference
 from fastattn.functional.fp8 import E4M3
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
-from fastattn.ops import attention as ops
+from fastattn.ops import attend as ops
 from fastattn.ops import fp8, schema
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv

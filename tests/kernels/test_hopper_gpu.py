@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.ops import attention as ops
+from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import Tensor
 import fastattn
 from fastattn.functional import fp8
 from fastattn.functional.fp8 import E4M3
-from fastattn.ops import attention
+from fastattn.ops import attend
 from fastattn.testing import assert_within_budget, make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
@@ -24,7 +24,7 @@ LENGTHS = [2500, 301]
 
 @pytest.fixture(autouse=True)
 def on_hopper(device: str) -> None:
-    if not attention.on_hopper(torch.device(device)):
+    if not attend.on_hopper(torch.device(device)):
         pytest.skip("this GPU is not of compute capability 9.0")
 
 

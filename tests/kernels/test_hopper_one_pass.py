@@ -12,7 +12,7 @@ import fastattn
 from fastattn import reference
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward
-from fastattn.ops import attention as ops
+from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of
 

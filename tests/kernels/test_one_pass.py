@@ -14,7 +14,7 @@ import fastattn
 from fastattn import reference
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import tiles
-from fastattn.ops import attention, schema
+from fastattn.ops import attend, schema
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.inputs import draw, to_device
@@ -210,7 +210,7 @@ def directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
 
 def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
     options = Options(causal=True, scale=0.25, atomic_dq=not deterministic)
-    o, _ = attention.attention_forward.op(q, k, v, *schema.flat(options))
+    o, _ = attend.attention_forward.op(q, k, v, *schema.flat(options))
     torch.autograd.grad(o.sum(), (q, k, v))
 
 
@@ -295,7 +295,7 @@ def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
 
 
 def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "on_hopper", lambda device: False)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
     found = explain(device)
     assert (found.one_pass, found.reasons) == (True, {})
     assert str(found) == "backend: triton\nbackward: one-pass"
@@ -319,7 +319,7 @@ def test_explain_tells_why_there_are_two_passes(device: str) -> None:
 
 
 def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     assert explain(device, backend="hopper").one_pass
     found = explain(device, 128, backend="hopper", softcap=3.0)
     assert "softcap and head dim 128" in why_not(found)

@@ -4,7 +4,7 @@ import pytest
 
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.ops import attention
+from fastattn.ops import attend
 
 # What `bench/tune.py` adds to a row that it has measured.
 MEASURED = {"ms", "ms_full", "gpu", "torch", "triton", "date", "command"}
@@ -42,7 +42,7 @@ def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
 @pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", tiles.KINDS + tiles.HEAVY)
 def test_the_widest_heads_have_tiles_where_they_are_served(name: str, kernel: str) -> None:
-    assert isinstance(tiles.tile_of(name, kernel, 2, attention.MAX_HEAD_DIM), TileConfig)
+    assert isinstance(tiles.tile_of(name, kernel, 2, attend.MAX_HEAD_DIM), TileConfig)
 
 
 def test_lookup_takes_the_next_wider_row() -> None:

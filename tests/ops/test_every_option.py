@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fastattn import BlockMask
-from fastattn.ops import attention, schema
+from fastattn.ops import attend, schema
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.torch_backend import formula
@@ -62,8 +62,8 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
         return (o, lse, *torch.autograd.grad(loss, leaves))
 
     short, op = (
-        run(attention.attend, options),
-        run(attention.attention_forward.op, *schema.flat(options)),
+        run(attend.attend, options),
+        run(attend.attention_forward.op, *schema.flat(options)),
     )
     for ours, theirs in zip(short, op, strict=True):
         assert torch.equal(ours, theirs)
@@ -74,12 +74,12 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
     flat = tuple(
         x.detach() if isinstance(x, torch.Tensor) else x for x in schema.flat(everything(device))
     )
-    torch.library.opcheck(attention.attention_forward.op, (q, k, v, *flat))
-    o, lse = attention.attention_forward.op(q, k, v, *flat)
+    torch.library.opcheck(attend.attention_forward.op, (q, k, v, *flat))
+    o, lse = attend.attention_forward.op(q, k, v, *flat)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(attention.attention_backward.op, (do, dlse, q, k, v, o, lse, *flat))
-    delta = attention.attention_backward.op(do, dlse, q, k, v, o, lse, *flat)[3]
-    for op in (attention.attention_backward_bias.op, attention.attention_backward_relative.op):
+    torch.library.opcheck(attend.attention_backward.op, (do, dlse, q, k, v, o, lse, *flat))
+    delta = attend.attention_backward.op(do, dlse, q, k, v, o, lse, *flat)[3]
+    for op in (attend.attention_backward_bias.op, attend.attention_backward_relative.op):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
 
 
@@ -93,8 +93,8 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
 
     def ours(q, k, v):
         if way == "short":
-            return attention.attend(q, k, v, options)
-        return attention.attention_forward.op(q, k, v, *schema.flat(options))
+            return attend.attend(q, k, v, options)
+        return attend.attention_forward.op(q, k, v, *schema.flat(options))
 
     def plain(dtype):
         return lambda q, k, v: formula.attention(

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 import fastattn.kernels
 from fastattn import attention, tracing
-from fastattn.ops import attention as ops
+from fastattn.ops import attend as ops
 from fastattn.options import Options
 
 _launched: list[str] = []

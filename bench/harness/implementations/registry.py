@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ... import reference
 from ...functional.attend import attention
 from ...functional.decode import decode_attention, view_of_tensors
-from ...ops import attention as ops
+from ...ops import attend as ops
 from ...options import Options
 from ..cases import Case
 from ..inputs import Inputs, visible_mask

@@ -25,7 +25,7 @@ FILES = (
     "kernels/test_one_pass.py",
     "ops/test_ecosystem.py",
     "generation/test_graph.py",
-    "ops/test_attention.py",
+    "ops/test_attend.py",
     "functional/test_decode.py",
     "kernels/test_mask.py",
 )

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from ... import dispatch
-from ...ops import attention
+from ...ops import attend
 from ...testing.compiling.compile_pool import CompilePool
 from ...testing.compiling.cross_compile import TARGETS
 from ..attention import work_from_nothing
@@ -37,7 +37,7 @@ def launch(case: Case, implementation: str) -> None:
     inputs = make_inputs(here, empty=True)
     with (
         mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
-        mock.patch.object(attention, "on_hopper", lambda device: True),
+        mock.patch.object(attend, "on_hopper", lambda device: True),
     ):
         work_from_nothing(here, found.prepare(here, inputs), inputs)()
 

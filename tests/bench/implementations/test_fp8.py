@@ -11,7 +11,7 @@ from fastattn.bench.correctness import expect
 from fastattn.bench.implementations.fp8 import EIGHT_BITS
 from fastattn.bench.inputs import make_inputs
 from fastattn.kernels.hopper import forward
-from fastattn.ops import attention, fp8
+from fastattn.ops import attend, fp8
 from fastattn.testing.gluon_emulator import Emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bflo
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Emulated(forward.hopper_forward_kernel)
     monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
 
 
 def test_both_are_measured():
@@ -33,7 +33,7 @@ def test_both_are_measured():
 @pytest.mark.parametrize("found", EIGHT_BITS, ids=lambda found: found.name)
 def test_says_what_it_does_not_serve(found, monkeypatch):
     assert "compute capability 9.0" in found.serves(CASE)
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     assert found.serves(CASE) is None
     assert "no backward" in found.serves(replace(CASE, direction="forward_backward"))
     assert "decoding" in found.serves(replace(CASE, family="decode"))

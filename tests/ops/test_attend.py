@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import tracing
 from fastattn.functional import call_memo
-from fastattn.ops import attention, schema, torch_varlen
+from fastattn.ops import attend, schema, torch_varlen
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import results
@@ -45,7 +45,7 @@ def op_arguments(**options):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
     arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
-    torch.library.opcheck(attention.attention_forward.op, arguments)
+    torch.library.opcheck(attend.attention_forward.op, arguments)
 
 
 def test_backward_op_is_registered_right(device: str) -> None:
@@ -53,9 +53,9 @@ def test_backward_op_is_registered_right(device: str) -> None:
         x.detach() if isinstance(x, torch.Tensor) else x
         for x in op_arguments(device=device, layout="bthd")[1]
     ]
-    o, lse = attention.attention_forward.op(*arguments)
+    o, lse = attend.attention_forward.op(*arguments)
     torch.library.opcheck(
-        attention.attention_backward.op,
+        attend.attention_backward.op,
         (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:]),
     )
 
@@ -237,7 +237,7 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
-        attention.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
+        attend.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
@@ -261,7 +261,7 @@ def test_hopper_kernels_are_reached_when_asked_for(
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
-    monkeypatch.setattr(attention, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     monkeypatch.setattr(tracing, "may_be_traced", lambda x: traced)
     inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
 
@@ -278,13 +278,13 @@ def test_hopper_kernels_are_reached_when_asked_for(
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    by_ops = attention.BY_OPS
+    by_ops = attend.BY_OPS
 
     def counted(*arguments):
         seen.append("op")
         return by_ops.forward(*arguments)
 
-    monkeypatch.setattr(attention, "BY_OPS", by_ops._replace(forward=counted))
+    monkeypatch.setattr(attend, "BY_OPS", by_ops._replace(forward=counted))
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []
