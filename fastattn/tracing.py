@@ -1,4 +1,4 @@
-"""What holds while torch traces: sizes are symbols, and kernels have to be called as operators."""
+"""What torch does around a call: traces, where sizes are symbols, transforms, casts by autocast."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ def may_be_traced(x: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def autocasting(device: torch.device) -> bool:
+    """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
+    kind = device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def decided(condition: bool | torch.SymBool) -> bool:

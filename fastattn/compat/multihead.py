@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import checks
+from .. import checks, tracing
 from ..functional import attend, call_options, statistics
 from ..functional.inputs import autocast
 from ..options import Options
@@ -311,7 +311,7 @@ def _with_weights(
 ) -> tuple[Tensor, Tensor]:
     """o and the weights [N, H, L, S], which a loss may use and dropout has passed over."""
     # Autocast on CUDA has a softmax in fp32, and so torch's weights are.
-    narrow = torch.float32 if q.is_cuda and formula.autocasting(q.device) else q.dtype
+    narrow = torch.float32 if q.is_cuda and tracing.autocasting(q.device) else q.dtype
     inputs = (q, k, v, masks.get("attn_bias"))
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
@@ -328,7 +328,7 @@ def _with_weights(
 def _formula_with_weights(
     q: Tensor, k: Tensor, v: Tensor, options: Options, p: float, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    if formula.autocasting(q.device):
+    if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return _formula_with_weights(q, k, v, options, p, narrow)
     weights, _ = formula.normalised(formula.scores(q, k, options), None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import dispatch, tracing
 from ..ops import attend
 from ..options import Options
-from ..torch_backend import dropout, formula
+from ..torch_backend import dropout
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
@@ -77,7 +77,7 @@ def key_of(
     for x in inputs:
         if type(x) not in _TYPES:
             return None
-    if tracing.may_be_traced(inputs[0]) or formula.autocasting(inputs[0].device):
+    if tracing.may_be_traced(inputs[0]) or tracing.autocasting(inputs[0].device):
         return None
     key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT)]
     try:

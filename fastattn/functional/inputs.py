@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
 from ..options import LIKE_Q, Options
-from ..torch_backend import formula
 
 
 def kernel_rows(x: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def autocast(
 
     options: unchecked.
     """
-    if not formula.autocasting(q.device):
+    if not tracing.autocasting(q.device):
         return q, k, v, options
     dtype = torch.get_autocast_dtype(q.device.type)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,7 +60,7 @@ def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Te
             )
         return x
     checks.check_floats(name, w)
-    if w.dtype != x.dtype and not formula.autocasting(x.device):
+    if w.dtype != x.dtype and not tracing.autocasting(x.device):
         raise TypeError(f"{name} must have the dtype of {of} ({x.dtype}), got {w.dtype}")
     if tuple(w.shape) not in ((width, D), (H, width, D)):
         raise ValueError(

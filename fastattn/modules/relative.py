@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..functional.attend import attention
-from ..torch_backend import formula
 
 
 class RelativeTerms(NamedTuple):
@@ -115,7 +115,7 @@ def relative_values(
     offset = T_k - T_q if query_offset is None else query_offset
     factor = D**-0.5 if scale is None else scale
     call = _Call(factor, causal, offset, key_lengths, key_padding_mask, backend)
-    if not formula.autocasting(k.device):
+    if not tracing.autocasting(k.device):
         return _weighted_vectors(k, lse, terms, values, call)
     # Autocast would take products of scores in its own dtype.
     terms = terms._replace(keys=None if terms.keys is None else terms.keys.to(k.dtype))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .. import tracing
 from ..options import Options
 from . import formula
 from .query_chunks import chunks
@@ -27,7 +28,7 @@ def attention(
         u: [H_q, D].
         options: of which the masks count.
     """
-    if formula.autocasting(q.device):
+    if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, u, options)
     B, H_q, _, D = q.shape

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
 from ..options import Options, along
 from . import dropout, triton_language
 
@@ -32,7 +32,7 @@ def attention(
         return_lse: whether to return (o, lse).
         first_row: b of the first batch row; not 0 for a part of a batch.
     """
-    if autocasting(q.device):
+    if tracing.autocasting(q.device):
         # It would take the products of fp32 in its own dtype.
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
@@ -74,13 +74,6 @@ def wide(x: Tensor, exists: Tensor | None) -> Tensor:
     """x [B, H, T, D] in fp32 or wider, 0 in rows that do not exist."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if exists is None else torch.where(exists[:, None, :, None], x, 0.0)
-
-
-def autocasting(device: torch.device) -> bool:
-    """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
-    kind = device.type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return known and torch.is_autocast_enabled(kind)
 
 
 def _scores(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..options import Options
 from . import formula
 from .query_chunks import chunks
@@ -48,7 +49,7 @@ def _scored(
     q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, weights and lse in fp32 or wider."""
-    if formula.autocasting(q.device):
+    if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return _scored(q, k, lse, options)
     x = formula.scores(q, k, options)

@@ -250,9 +250,9 @@ def test_a_known_launch_is_what_triton_would_choose(compile_pool: CompilePool) -
     assert compile_pool.call(f"{__file__}:same_kernels", "sm_90") == [True] * 6
 
 
-def python_calls() -> dict[str, list[int]]:
-    """Functions written in Python that known calls enter on their way to the driver."""
-    found: dict[str, list[int]] = {}
+def python_calls() -> dict[str, list[tuple[int, set[str]]]]:
+    """Python functions that known calls enter on the way to the driver, and the library's files."""
+    found: dict[str, list[tuple[int, set[str]]]] = {}
     with overhead.stand_in_gpu():
         for row in overhead.ROWS:
             found[row] = []
@@ -264,28 +264,37 @@ def python_calls() -> dict[str, list[int]]:
     return found
 
 
-def entered(call) -> int:
-    count = 0
+def entered(call) -> tuple[int, set[str]]:
+    count, files = 0, set()
 
     def counting(frame, event, arg):
         nonlocal count
         count += event == "call"
+        name = frame.f_globals.get("__name__", "")
+        # The driver's stand-in and the benchmark are on no user's way.
+        if name.startswith("fastattn.") and not name.startswith(
+            ("fastattn.testing", "fastattn.bench")
+        ):
+            files.add(name)
 
     sys.setprofile(counting)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return count
+    return count, files
 
 
 def test_the_host_does_little_for_a_known_call(compile_pool: CompilePool) -> None:
     """A call that is checked enters hundreds of functions."""
-    counts = compile_pool.call(f"{__file__}:python_calls", "sm_90")
+    found = compile_pool.call(f"{__file__}:python_calls", "sm_90")
+    counts = {row: [count for count, _ in calls] for row, calls in found.items()}
     # Two more kernels make what these masks are read from.
     tables = {row: counts.pop(row) for row in ("key_padding_mask", "documents")}
     assert max(map(max, counts.values())) < 60, counts
     assert max(map(max, tables.values())) < 90, tables
+    for row in ("plain", "decode"):
+        assert len(found[row][0][1]) <= 8, found[row][0][1]  # the first is without gradients
 
 
 def test_users_functions_are_launched_anew() -> None:
