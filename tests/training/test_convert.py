@@ -9,7 +9,7 @@ import torch
 import transformers as tr
 from torch import nn
 
-from fastattn.cli import main
+from fastattn.cli.main import main
 from fastattn.models import gpt2
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import worst_naive
@@ -363,17 +363,17 @@ def test_unusable_nanogpt_files_are_refused(bpe, tmp_path):
 def test_commands(bpe, tmp_path, capsys):
     save_hf(hf_model(bpe.vocab_size), bpe, tmp_path / "hf")
     run = str(tmp_path / "run")
-    assert main.main(["import-hf", str(tmp_path / "hf"), "--out", run]) == 0
+    assert main(["import-hf", str(tmp_path / "hf"), "--out", run]) == 0
     assert "checkpoint " in capsys.readouterr().out
     words = ["--prompt", "the cat", "--tokens", "4", "--device", "cpu"]
-    assert main.main(["generate", "--checkpoint", run, *words]) == 0
+    assert main(["generate", "--checkpoint", run, *words]) == 0
     assert "the cat" in capsys.readouterr().out
-    assert main.main(["export-hf", "--checkpoint", run, str(tmp_path / "back")]) == 0
-    assert main.main(["train", "--out", run, "--resume"]) == 1
+    assert main(["export-hf", "--checkpoint", run, str(tmp_path / "back")]) == 0
+    assert main(["train", "--out", run, "--resume"]) == 1
     assert "comes from Hugging Face folder hf: it is no run" in capsys.readouterr().err
     _, stored = nano_checkpoint(False)
     torch.save(stored, tmp_path / "ckpt.pt")
     (tmp_path / "input.txt").write_text(TEXT)
     files = [str(tmp_path / "ckpt.pt"), "--text", str(tmp_path / "input.txt")]
-    assert main.main(["import-nanogpt", *files, "--out", str(tmp_path / "nano")]) == 0
+    assert main(["import-nanogpt", *files, "--out", str(tmp_path / "nano")]) == 0
     assert load_model(tmp_path / "nano")[0].config.num_layers == 2
