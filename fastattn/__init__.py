@@ -34,9 +34,9 @@ from .functional.warmup import warmup as warmup
 from .modules.cross_attention import CrossGQAttention as CrossGQAttention
 from .modules.self_attention import CausalGQAttention as CausalGQAttention
 from .modules.self_attention import GQAttention as GQAttention
-from .positions import alibi_slopes as alibi_slopes
-from .positions import document_ids as document_ids
-from .positions import t5_relative_bias as t5_relative_bias
+from .position_tables import alibi_slopes as alibi_slopes
+from .position_tables import document_ids as document_ids
+from .position_tables import t5_relative_bias as t5_relative_bias
 from .torch_backend.dropout import keep_mask as dropout_keep_mask
 
 __all__ = [

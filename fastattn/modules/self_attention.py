@@ -11,7 +11,7 @@ from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention
 from ..options import Window
-from ..positions import alibi_slopes, t5_relative_bias
+from ..position_tables import alibi_slopes, t5_relative_bias
 from ..rotary import RotaryPositions, RotaryTables
 from . import checks as module_checks
 from .checks import LayerCache as LayerCache

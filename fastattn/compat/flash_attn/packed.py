@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import checks
 from ...functional.decode import decode_attention, view_of_tensors
-from ...positions import document_ids
+from ...position_tables import document_ids
 from .kvcache import Cache, token_table, tokens_of
 
 # Its overloads take return_lse as a literal only.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import rotary
-from ...positions import document_ids
+from ...position_tables import document_ids
 
 __all__ = [
     "RotaryEmbedding",

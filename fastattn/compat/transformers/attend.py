@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...functional.attend import attention, attention_varlen
 from ...functional.decode import decode_attention, view_of_tensors
 from ...functional.statistics import attention_weights
-from ...positions import document_ids
+from ...position_tables import document_ids
 from ..sdpa import bounded_bias
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids

@@ -1,4 +1,4 @@
-"""What positions need made beforehand: ALiBi's slopes, T5's buckets, ids of packed documents."""
+"""Tables made from positions before a call: ALiBi slopes, T5 buckets, ids of packed documents."""
 
 import math
 
