@@ -97,12 +97,14 @@ class Launch:
 
         The launch is not reusable where its arguments hold another, made for a single call.
         """
+        self.reusable = True
         if self._tables is not None:
             given = (*given, *self._tables.empty)
             self._tables.bind(given)
+        elif not any(map(_of_a_call, given)):
+            return  # nothing in the arguments can come of a tensor
         places = {id(x): place for place, x in enumerate(given) if _of_a_call(x)}
         arguments = list(self._arguments)
-        self.reusable = True
         for at, argument in enumerate(arguments):
             record = type(argument) if isinstance(argument, tuple) else None
             fields = [argument] if record is None else list(argument)
@@ -219,7 +221,7 @@ def cached(
         if launch is not None:
             return launch
     # One object for each place, even where a call has one tensor in two of them.
-    views = [_viewed(x) for x in given]
+    views = [_viewed(x) for x in given] if any(map(_of_a_call, given)) else list(given)
     launch = plan(views)
     launch.bind(views)
     if key is not None and launch.reusable:
