@@ -142,12 +142,6 @@ def call_costs(device: str, **options: Any) -> dict[str, float]:
         return {name: host_cost(call, **options) for name, call in calls(device).items()}
 
 
-def over_bare_launch(device: str, row: str = "plain", rounds: int = 20) -> dict[str, float]:
-    """Host time of each of `calls` as a multiple of the bare launch's."""
-    least = least_costs(calls(device, row), rounds)
-    return {name: cost / least["bare launch"] for name, cost in least.items()}
-
-
 def least_costs(found: dict[str, Function], rounds: int = 20) -> dict[str, float]:
     """Microseconds of host time of each function: the least of runs in alternation.
 
