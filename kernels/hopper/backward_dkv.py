@@ -44,13 +44,16 @@ from .schedule import SIZES, RowStats, Work, key_tile, row_of_stats, stats_of_he
 class BackwardDkv(NamedTuple):
     """What the partitions of dK/dV share.
 
-    k, v: a slot for each consumer. q, do: rings. exchange: of `one_pass`, or None.
+    k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
+    see `load_until`. exchange: of `one_pass`, or None.
     """
 
     k: Any
     v: Any
     q: Any
     do: Any
+    k_landed: Any
+    q_landed: Any
     dk: Any
     dv: Any
     exchange: Any
@@ -72,26 +75,26 @@ class Keys(NamedTuple):
 def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     """Producer: K and V of a tile, then the blocks of queries of all its heads."""
     b, G = tile.b, shared.work.G
-    scrubs = _load_keys(shared.k, tile, i, scrubs)
-    scrubs = _load_keys(shared.v, tile, i, scrubs)
+    scrubs = _load_keys(shared.k, shared.k_landed, tile, i, scrubs)
+    scrubs = _load_keys(shared.v, shared.k_landed, tile, i, scrubs)
     for g in range(G):
         h = tile.h * G + g
         for j in range(tile.blocks):
             row = block_number(j, tile, shared.work.mask) * config.BLOCK
             first, end = tile.first_q + row, tile.row.T_q - row
-            scrubs = load_until(shared.q, n, b, h, first, end, scrubs)
-            scrubs = load_until(shared.do, n, b, h, first, end, scrubs)
+            scrubs = load_until(shared.q, shared.q_landed, n, b, h, first, end, scrubs)
+            scrubs = load_until(shared.do, shared.q_landed, n, b, h, first, end, scrubs)
             n += 1
     return n, scrubs
 
 
 @gluon.jit
-def _load_keys(slots, tile, i, scrubs):
+def _load_keys(slots, landed, tile, i, scrubs):
     """K or V of a tile. The slots of both consumers are a ring of two stages."""
     for consumer in gl.static_range(2):
         key = tile.first + consumer * ROWS
         first, end = tile.first_k + key, tile.row.end - key
-        scrubs = load_until(slots, 2 * i + consumer, tile.b, tile.h, first, end, scrubs)
+        scrubs = load_until(slots, landed, 2 * i + consumer, tile.b, tile.h, first, end, scrubs)
     return scrubs
 
 
@@ -278,10 +281,12 @@ def hopper_backward_dkv_kernel(
     if K_EARLY or Q_EARLY:
         landed = allocate_barriers(1, 1).index(0)
     shared = BackwardDkv(
-        k=allocate_ring(k_desc, 2, 1, landed if K_EARLY else None),
-        v=allocate_ring(v_desc, 2, 1, landed if K_EARLY else None),
-        q=allocate_ring(q_desc, config.STAGES, 2, landed if Q_EARLY else None),
-        do=allocate_ring(do_desc, config.STAGES, 2, landed if Q_EARLY else None),
+        k=allocate_ring(k_desc, 2, 1),
+        v=allocate_ring(v_desc, 2, 1),
+        q=allocate_ring(q_desc, config.STAGES, 2),
+        do=allocate_ring(do_desc, config.STAGES, 2),
+        k_landed=landed if K_EARLY else None,
+        q_landed=landed if Q_EARLY else None,
         dk=Output(dk_desc, dk_rows[0], dk_rows[1]),
         dv=Output(dv_desc, dv_rows[0], dv_rows[1]),
         exchange=exchange,

@@ -42,14 +42,15 @@ from .schedule import SIZES, RowStats, Work, query_tile, stats_of_head
 class BackwardDq(NamedTuple):
     """What the partitions of dQ share.
 
-    q, do: a slot for each consumer. k, v: rings. lse_ptr, dlse_ptr, delta_ptr: [B, H_q, T_q];
-    stats: in whole tiles, for dK/dV.
+    q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. lse_ptr, dlse_ptr,
+    delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
     """
 
     q: Any
     do: Any
     k: Any
     v: Any
+    landed: Any
     dq: Any
     o_ptr: Any
     o_strides: Any
@@ -82,8 +83,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         load_slot(shared.do, i, b, h, first, consumer)
     for j in range(tile.blocks):
         key = block_number(j, tile, shared.work.mask) * config.BLOCK
-        scrubs = load_until(shared.k, n, b, h_k, tile.first_k + key, tile.row.end - key, scrubs)
-        scrubs = load_until(shared.v, n, b, h_k, tile.first_k + key, tile.row.end - key, scrubs)
+        first_k, end = tile.first_k + key, tile.row.end - key
+        scrubs = load_until(shared.k, shared.landed, n, b, h_k, first_k, end, scrubs)
+        scrubs = load_until(shared.v, shared.landed, n, b, h_k, first_k, end, scrubs)
         n += 1
     return n, scrubs
 
@@ -232,8 +234,9 @@ def hopper_backward_dq_kernel(
     shared = BackwardDq(
         q=allocate_ring(q_desc, 2, 1),
         do=allocate_ring(do_desc, 2, 1),
-        k=allocate_ring(k_desc, config.STAGES, 2, landed),
-        v=allocate_ring(v_desc, config.STAGES, 2, landed),
+        k=allocate_ring(k_desc, config.STAGES, 2),
+        v=allocate_ring(v_desc, config.STAGES, 2),
+        landed=landed,
         dq=Output(dq_desc, dq_rows[0], dq_rows[1]),
         o_ptr=o_rows[0],
         o_strides=o_rows[1],

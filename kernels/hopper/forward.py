@@ -57,7 +57,7 @@ class Forward(NamedTuple):
     """What the partitions of forward share.
 
     q: a slot for each consumer. k, v: rings. o_tiles: where consumers leave what TMA stores.
-    turns: see `take_turn`. scales: None, or those of q, k and v in 8 bits.
+    landed: see `load_until`. turns: see `take_turn`. scales: None, or of q, k and v in 8 bits.
     """
 
     o: Any
@@ -66,6 +66,7 @@ class Forward(NamedTuple):
     o_tiles: Any
     k: Any
     v: Any
+    landed: Any
     turns: Any
     score: Any
     scales: Any
@@ -96,7 +97,8 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
             for consumer in gl.static_range(1, CONSUMERS):
                 load_slot(shared.q, i, b, h, first, consumer)
         end = tile.row.end - key
-        scrubs = load_until(shared.v, n, b, h_k, tile.first_k + key, end, scrubs, TRANSPOSED)
+        first_k = tile.first_k + key
+        scrubs = load_until(shared.v, shared.landed, n, b, h_k, first_k, end, scrubs, TRANSPOSED)
         n += 1
     return n, scrubs
 
@@ -289,7 +291,7 @@ def hopper_forward_kernel(
         landed = allocate_barriers(1, 1).index(0)
     q = allocate_ring(q_desc, SLOTS, 1)
     k = allocate_ring(k_desc, config.STAGES, config.CONSUMERS)
-    v = allocate_ring(v_desc, config.STAGES, config.CONSUMERS, landed)
+    v = allocate_ring(v_desc, config.STAGES, config.CONSUMERS)
     o_tiles = q.tiles
     if config.APART:
         SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.D]
@@ -298,7 +300,7 @@ def hopper_forward_kernel(
     if config.PING_PONG:
         turns = allocate_barriers(SLOTS, 1)
     o = Output(o_desc, o_rows[0], o_rows[1])
-    shared = Forward(o, lse_ptr, q, o_tiles, k, v, turns, score, scales, work)
+    shared = Forward(o, lse_ptr, q, o_tiles, k, v, landed, turns, score, scales, work)
     run_partitions(query_tile, _load_tile, _attend, shared, config)
 
 

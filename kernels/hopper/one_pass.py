@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .gluon_names import async_atomic_add
 from .pipeline import (
     ROWS,
-    Ring,
     accumulator_layout,
     allocate_barriers,
     release,
@@ -31,6 +30,14 @@ from .pipeline import (
 
 # One consumer may be a block ahead of the other.
 _STAGES = gl.constexpr(2)
+
+
+class DsRing(NamedTuple):
+    """A `Ring` of dS^T, which a consumer fills from its registers."""
+
+    tiles: Any
+    full: Any
+    empty: Any
 
 
 class Exchange(NamedTuple):
@@ -58,7 +65,7 @@ def allocate_exchange(desc, dtype: gl.constexpr):
 def _allocate_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     tiles = gl.allocate_shared_memory(dtype, [_STAGES, ROWS, BLOCK_M], LAYOUT)
-    return Ring(tiles, allocate_barriers(_STAGES, 1), allocate_barriers(_STAGES, 1))
+    return DsRing(tiles, allocate_barriers(_STAGES, 1), allocate_barriers(_STAGES, 1))
 
 
 @gluon.jit

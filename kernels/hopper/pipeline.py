@@ -25,15 +25,13 @@ _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 class Ring(NamedTuple):
     """Tiles of shared memory [STAGES, 1, 1, rows, columns] and two mbarriers for each stage.
 
-    desc: of the tensor whose tiles they are. landed: see `load_until`; None where no rows have to
-    be zeroed.
+    desc: of the tensor whose tiles they are.
     """
 
     tiles: Any
     full: Any
     empty: Any
-    desc: Any = None
-    landed: Any = None
+    desc: Any
 
 
 class Output(NamedTuple):
@@ -45,13 +43,13 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, landed=None):
+def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of the descriptor's tiles that CONSUMERS partitions read."""
     SHAPE: gl.constexpr = [STAGES, 1, 1, desc.block_shape[2], desc.block_shape[3]]
     tiles = gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
     full = allocate_barriers(STAGES, 1)
     empty = allocate_barriers(STAGES, CONSUMERS)
-    return Ring(tiles, full, empty, desc, landed)
+    return Ring(tiles, full, empty, desc)
 
 
 @gluon.jit
@@ -185,23 +183,23 @@ def release_slot(slots, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def load_until(ring, n, b, h, first, end, scrubs, TRANSPOSED: gl.constexpr = False):
+def load_until(ring, landed, n, b, h, first, end, scrubs, TRANSPOSED: gl.constexpr = False):
     """`load`, with zeros from row first + `end` on, whatever the tensor holds there.
 
     A hidden row has weight 0, and 0 times NaN is NaN. Where rows end with the tensor TMA fills in
     the zeros; where they may end before it the tile lands at a barrier of the producer's own,
-    `ring.landed`. The producer writes the zeros and only then calls the stage full. Returns scrubs,
-    the number of times it did so.
+    `landed`, which is None elsewhere. The producer writes the zeros and only then calls the stage
+    full. Returns scrubs, the number of times it did so.
     """
-    if ring.landed is None:
+    if landed is None:
         load(ring, n, b, h, first, TRANSPOSED)
     else:
         stage, parity = stage_and_parity(ring, n)
         mbarrier.wait(ring.empty.index(stage), parity ^ 1)
         ROWS_OF_TILE: gl.constexpr = ring.tiles.shape[4 if TRANSPOSED else 3]
         if end < ROWS_OF_TILE:
-            _start_load(ring, stage, b, h, first, ring.landed, TRANSPOSED)
-            mbarrier.wait(ring.landed, scrubs & 1)
+            _start_load(ring, stage, b, h, first, landed, TRANSPOSED)
+            mbarrier.wait(landed, scrubs & 1)
             if TRANSPOSED:
                 _zero_columns(_matrix(ring, stage), end)
             else:
