@@ -215,12 +215,15 @@ def _empty_table(
 ) -> dict[str, Any]:
     """Fields of `Mask`: for each tile of the kernel the blocks that it visits."""
     B, H_q, T_q, _ = q.shape
+    per_batch, heads = _per_batch(options), H_q if _per_head(options) else 1
+    (T, BLOCK), (T_other, BLOCK_OTHER) = (T_q, tile.BLOCK_M), (k.shape[2], tile.BLOCK_N)
+    if not of_keys:
+        T, BLOCK, T_other, BLOCK_OTHER = T_other, BLOCK_OTHER, T, BLOCK
+    tiles, width = blocks(T, BLOCK), blocks(T_other, BLOCK_OTHER)
     if options.cu_seqlens_q is not None:
         B = options.cu_seqlens_q.shape[0] - 1
-    per_batch, heads = _per_batch(options), H_q if _per_head(options) else 1
-    tiles, width = blocks(T_q, tile.BLOCK_M), blocks(k.shape[2], tile.BLOCK_N)
-    if not of_keys:
-        tiles, width = width, tiles
+        # A sequence may own a slot past its end (`tile.sequence_of`), for which a row says "none".
+        tiles = T // BLOCK + 1
     rows = (B if per_batch else 1) * heads
     strides = (heads * tiles if per_batch else 0, tiles if heads > 1 else 0, width)
     return {

@@ -1,6 +1,7 @@
 """Tables of blocks against the masks that they were made from, by brute force."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import triton.language as tl
 
 import fastattn
 from fastattn import block_mask, reference
-from fastattn.kernels.launch import interpreter
+from fastattn.kernels.launch import interpreter, tiles
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
-from fastattn.testing import make_qkv
+from fastattn.testing import assert_matches_reference, make_qkv
 
 B, H, T_q, T_k = 2, 2, 14, 27
 TILE = TileConfig(4, 8)
@@ -187,6 +188,28 @@ def test_tables_of_packed_sequences(device: str) -> None:
         assert lists(of_keys, len(forward), b, h) == forward
         backward = expected(pairs.T, ~pairs.T, TILE.BLOCK_N, TILE.BLOCK_M)
         assert lists(of_queries, len(backward), b, h) == backward
+
+
+@pytest.mark.parametrize("starts", [(0, 8, 16), (0, 32)], ids=str)
+def test_packed_sequences_that_fill_their_last_tile(starts: tuple[int, ...], device: str) -> None:
+    """A program then has a slot past the end of its sequence: its row of the table is empty."""
+    offsets = torch.tensor(starts, device=device)
+    q, k, v = (
+        x[0].detach().transpose(0, 1)
+        for x in make_qkv(1, 2, 1, starts[-1], starts[-1], 16, device=device)
+    )
+    small = dict.fromkeys(("forward", "backward_dq", "backward_dkv"), LARGE_TILE)
+    with tiles.forced(**small):
+        assert_matches_reference(
+            partial(fastattn.attention_varlen, backend="triton"),
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            oracle=reference.attention_varlen,
+            stride=2,
+        )
 
 
 def test_masks_that_ranges_describe_have_no_table() -> None:
