@@ -44,7 +44,9 @@ def quantize_rows(x: Tensor, quantize: Quantize) -> tuple[Tensor, Tensor]:
     x = x.to(torch.float32)
     # Times zero, what is not finite is NaN, and everything else adds nothing.
     absmax = x.abs().amax(-1) + (x * 0).sum(-1)
-    scale = torch.clamp(absmax / _LARGEST_CODE[quantize], min=_SMALLEST_SCALE)
+    # On a GPU torch divides by a number as a product with its reciprocal, which rounds twice.
+    largest = torch.full_like(absmax, _LARGEST_CODE[quantize])
+    scale = torch.clamp(absmax / largest, min=_SMALLEST_SCALE)
     ratio = x / scale.unsqueeze(-1)
     if quantize == "int8":
         return ratio.nan_to_num().round().to(torch.int8), scale

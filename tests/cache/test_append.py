@@ -245,9 +245,9 @@ def test_compiles_as_one_graph_and_mutates_the_cache(device):
     assert_same_bits(outcomes[1], outcomes[0])
 
 
-def test_backend_that_cannot_serve_is_refused():
-    cache = KVCache(1, 1, 4, 8, dtype=torch.float64)
-    k = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
+def test_backend_that_cannot_serve_is_refused(device):
+    cache = KVCache(1, 1, 4, 8, dtype=torch.float64, device=device)
+    k = torch.zeros(1, 1, 1, 8, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r'"triton" cannot append to this cache: k is float64'):
         cache.append(k, k, backend="triton")
     message = r"backend must be one of auto, hopper, triton, torch, got 'cuda'"

@@ -44,10 +44,11 @@ def tokens(B: int, T: int = 1, **how: Any) -> tuple[Tensor, Tensor]:
     return torch.randn(B, H, T, D, **how), torch.randn(B, H, T, D, **how)
 
 
-def dense(kind: str = "plain") -> KVCache:
+def dense(kind: str = "plain", device: str = "cpu") -> KVCache:
     options: dict[str, Any] = {"ring": {"window": 3, "keep_first": 1}}.get(kind, {})
-    cache = (QuantizedKVCache if kind == "int8" else KVCache)(3, H, MAX, D, **options)
-    cache.append(*tokens(3, 4), new_lengths=torch.tensor([4, 2, 3]))
+    make = QuantizedKVCache if kind == "int8" else KVCache
+    cache = make(3, H, MAX, D, device=device, **options)
+    cache.append(*tokens(3, 4, device=device), torch.tensor([4, 2, 3], device=device))
     if kind == "left padded":
         cache.set_starts(torch.tensor([1, 0, 2]))
     return cache
@@ -231,13 +232,13 @@ def test_sizes_are_ints(name):
         PagedKVCache(4, 2.0, 1, 4)
 
 
-def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch):
+def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch, device):
     """A full row takes no more, the others what there is room for."""
-    cache = dense()
-    cache.append(*tokens(3, 4))
+    cache = dense(device=device)
+    cache.append(*tokens(3, 4, device=device))
     assert cache.length_bound == 8 and cache.lengths.tolist() == [8, 6, 7]
     monkeypatch.setattr("fastattn.capture.may_keep", lambda device: False)
-    k, v = tokens(3, 2)
+    k, v = tokens(3, 2, device=device)
     before = cache.k.clone()
 
     def refused(*_: object) -> None:

@@ -67,7 +67,11 @@ def test_nan_in_a_query_reaches_its_row_where_it_sees_a_key(T_q, T_k, backend, d
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize(("T_q", "T_k"), SIZES)
 def test_nan_in_a_key_or_value_reaches_the_rows_that_see_it(T_q, T_k, name, backend, device):
-    """And no other head or batch row. In k it reaches no row of its tile that does not see it."""
+    """And no other head or batch row.
+
+    In k it reaches no row of its tile that does not see it, except by torch's kernel for GPUs,
+    whose mask adds -inf to the scores.
+    """
     q, k, v = make_qkv(B, H_Q, H_K, T_q, T_k, D, device=device, requires_grad=False)
     at = T_k // 2
     spoilt = {"k": k.clone(), "v": v.clone()}
@@ -80,7 +84,8 @@ def test_nan_in_a_key_or_value_reaches_the_rows_that_see_it(T_q, T_k, name, back
         rows[0, 2:] = sees
         assert o[rows].isnan().all()
         others = torch.ones_like(rows)
-        others[0, 2:] = ~sees if name == "k" else False
+        adds_inf = backend == "torch" and device == "cuda"
+        others[0, 2:] = ~sees if name == "k" and not adds_inf else False
         assert o[others].isfinite().all()
         assert torch.equal(o[1], clean[1])
 

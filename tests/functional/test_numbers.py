@@ -101,9 +101,9 @@ def test_a_tensor_is_read_in_every_call(device: str) -> None:
     assert len(call_memo._known) == 2
 
 
-def test_calls_over_a_cache() -> None:
-    q, k, v = inputs()
-    cache = fastattn.KVCache(1, 1, 8, 16)
+def test_calls_over_a_cache(device: str) -> None:
+    q, k, v = (x.to(device) for x in inputs())
+    cache = fastattn.KVCache(1, 1, 8, 16, device=device)
     cache.append(k, v)
     options: dict[str, Any] = {"window": 4, "softcap": 2.0, "num_splits": 2}
     expected = fastattn.decode_attention(q, cache, backend="triton", **options)
