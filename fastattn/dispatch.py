@@ -54,10 +54,9 @@ def choose(
     *,
     hopper: bool = False,
 ) -> Explanation:
-    """The first backend of triton, torch that serves the call, or the forced one.
+    """The first backend of hopper, triton, torch that serves the call, or the forced one.
 
-    hopper: whether the caller has Hopper kernels. They have to be asked for until a run on that GPU
-    in bench/results/ shows them right and faster.
+    hopper: whether the caller has Hopper kernels.
 
     Raises:
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
@@ -66,14 +65,18 @@ def choose(
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v, options)
+    why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
+    if forced in ("hopper", "auto") and why_not_hopper is None:
+        return Explanation("hopper", {}, forced=forced == "hopper")
     if forced == "hopper":
-        if reason is None:
-            reason = attend.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
-        if reason is None:
-            return Explanation("hopper", {}, forced=True)
-        raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
+        raise ValueError(f'backend "hopper" cannot serve this call: {why_not_hopper}')
     if reason is None:
-        return Explanation("triton", _why_not_hopper_first(q, hopper), forced=forced == "triton")
+        # Elsewhere its absence surprises nobody.
+        passed_over = {}
+        if hopper and attend.on_hopper(q.device):
+            asked = 'backend "triton" was asked for'
+            passed_over["hopper"] = asked if why_not_hopper is None else why_not_hopper
+        return Explanation("triton", passed_over, forced=forced == "triton")
     if forced == "triton":
         raise ValueError(f'backend "triton" cannot serve this call: {reason}')
     return Explanation("torch", {"triton": reason})
@@ -94,10 +97,8 @@ def with_backward(
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
 
 
-def _why_not_hopper_first(q: Tensor, hopper: bool) -> dict[str, str]:
-    if not hopper or q.is_cpu or not attend.on_hopper(q.device):
-        return {}
-    return {"hopper": 'not yet verified on a GPU; backend="hopper" takes it'}
+def _why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool) -> str | None:
+    return attend.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
 
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -123,7 +123,7 @@ def attention(
             the same, and torch.use_deterministic_algorithms(True) overrides it. The "torch" backend
             is as deterministic as torch is, which on a GPU goes by that flag alone.
         return_lse: also return the log of the softmax denominators.
-        backend: "hopper" (has to be asked for), "triton", "torch" or "auto" (default; the
+        backend: "hopper", "triton", "torch" or "auto" (default; the
             environment variable FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same
             arguments and tells which one serves.
 

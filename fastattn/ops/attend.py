@@ -4,6 +4,7 @@
 export, vmap and other tracers need; `attend` goes around them where nothing traces.
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .. import tracing
 from ..options import LEARNED, Options
-from . import transforms
+from . import call, transforms
 from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
 from .gradients import (
     Kernels,
@@ -49,8 +50,12 @@ def why_not_hopper(
     """
     if not on_hopper(device or q.device):
         return "its kernels are written for GPUs of compute capability 9.0"
-    from ..kernels.hopper.host import why_not_hopper
-
+    if uncompiled:
+        return uncompiled[0]
+    try:
+        from ..kernels.hopper.host import why_not_hopper
+    except ImportError as error:
+        return f"this release of Triton lacks what its kernels import: {error}"
     return why_not_hopper(q, k, v, options)
 
 
@@ -83,10 +88,30 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
     return kernel("forward").launch_forward(q, k, v, options)
 
 
+# Why no call takes the kernels for Hopper any more: the first one that did not compile.
+uncompiled: list[str] = []
+
+
+def _leave_hopper(error: Exception) -> None:
+    """Serve this and later calls by the portable kernels, if the error is the compiler's.
+
+    A release of Triton that was never seen may refuse a kernel; no training ends by that.
+    """
+    if not call.from_compiler(error):
+        raise error
+    said = " ".join(str(error).split())[:200]
+    uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
+    warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
+
+
 @Operator
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the kernels for Hopper."""
-    return kernel("hopper.forward").launch_hopper_forward(q, k, v, options)
+    try:
+        return kernel("hopper.forward").launch_hopper_forward(q, k, v, options)
+    except Exception as error:
+        _leave_hopper(error)
+        return attention_forward.direct(q, k, v, options)
 
 
 @hopper_forward.op.register_fake
@@ -126,12 +151,16 @@ def hopper_backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_backward` by the kernels for Hopper, where they serve it."""
-    if not hopper_has_backward(q, k, v, options):
+    if uncompiled or not hopper_has_backward(q, k, v, options):
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
         options = options._replace(atomic_dq=False)
     launch = kernel("hopper.backward").launch_hopper_backward
-    return (*launch(do, dlse, q, k, v, o, lse, options), q.new_empty(0))
+    try:
+        return (*launch(do, dlse, q, k, v, o, lse, options), q.new_empty(0))
+    except Exception as error:
+        _leave_hopper(error)
+        return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
 
 
 @hopper_backward.op.register_fake

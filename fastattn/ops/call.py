@@ -39,6 +39,14 @@ def kernel(name: str) -> Any:
     return import_module(f"{package}.{name}")
 
 
+def from_compiler(error: Exception) -> bool:
+    """Whether an error says that a kernel cannot be compiled here, and nothing has run."""
+    from triton import TritonError
+
+    # MLIR's passes raise no error of Triton's own.
+    return isinstance(error, TritonError | ImportError) or "PassManager::run" in str(error)
+
+
 class Operator:
     """A function that launches kernels, as the operator fastattn::`its name` and as it is.
 

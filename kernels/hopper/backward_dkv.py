@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..rules.mask import full_block, masked_block
+from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
-from .band import block_number, sees
+from .band import block_number
 from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
 from .partitions import run_partitions
 from .pipeline import (
@@ -163,7 +163,7 @@ def _step(
     s, factor, before, capped = modified(s, rows, keys, h, batch, score)
     p = weights(s, lse, factor)
     if MASKED:
-        p = gl.where(sees(rows, keys, h, batch, shared.work.mask), p, 0.0)
+        p = gl.where(visible(rows, keys, h, batch, shared.work.mask), p, 0.0)
     dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)

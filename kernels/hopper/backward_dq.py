@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..rules.integers import value
-from ..rules.mask import full_block, masked_block
+from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
-from .band import block_number, sees
+from .band import block_number
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -109,7 +109,7 @@ def _step(dq, n, more, key, mine, shared, MASKED: gl.constexpr, config: gl.const
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
     p = weights(s, mine.lse[:, None], factor)
     if MASKED:
-        p = gl.where(sees(rows, keys, h, row, shared.work.mask), p, 0.0)
+        p = gl.where(visible(rows, keys, h, row, shared.work.mask), p, 0.0)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])

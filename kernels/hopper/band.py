@@ -7,10 +7,7 @@ loop over the full blocks that follows holds no mask at all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..rules.mask import full_block, key_plan, masked_block, query_plan, visible
-
-# Farther than any side of a band (2^29 at most) from any position, and not too far for int32.
-_OUT_OF_SIGHT = gl.constexpr(3 << 29)
+from ..rules.mask import full_block, key_plan, masked_block, query_plan
 
 
 @gluon.jit
@@ -41,17 +38,3 @@ def block_number(i, tile, mask):
         masked_block(i, tile.plan, mask),
         full_block(i - tile.boundary, tile.plan, mask),
     )
-
-
-@gluon.jit
-def sees(rows, k_pos, h, row, mask):
-    """True where query `rows` sees key k_pos; the two broadcast to the shape of a tile.
-
-    A key past the end is moved out of sight of the band, a step a column, not one an element.
-    """
-    if mask.right is None and mask.causal is None:
-        keep = visible(rows, k_pos, h, row, mask) & (k_pos < row.end)
-    else:
-        k_pos = gl.where(k_pos < row.end, k_pos, _OUT_OF_SIGHT)
-        keep = visible(rows, k_pos, h, row, mask)
-    return keep

@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score
+from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
-from .band import block_number, sees
+from .band import block_number
 from .fp8 import head_scales, is_fp8, waiting_weights, weight_shift
 from .host import describe, end_early, query_grid, rows_of
 from .partitions import run_partitions
@@ -132,7 +133,7 @@ def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     h, row = mine.tile.h, mine.tile.row
     s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        s = gl.where(sees(rows, cols, h, row, mask), s, float("-inf"))
+        s = gl.where(visible(rows, cols, h, row, mask), s, float("-inf"))
     return s, factor
 
 

@@ -146,15 +146,9 @@ def valid_keys(k_pos, row, mask):
 def visible(rows, k_pos, h, row, mask):
     """True where query number `rows` of head h sees the key at k_pos, if both exist.
 
-    rows and k_pos broadcast to the shape of the result.
+    Keys from the row's end on do not. rows and k_pos broadcast to the shape of the result.
     """
-    ahead = k_pos - (rows + row.offset)
-    keep = _near(ahead, k_pos, mask)
-    if mask.causal is not None:
-        in_time = ahead <= 0
-        if mask.prefix_ptr is not None:
-            in_time = in_time | (k_pos < row.prefix)
-        keep = keep & in_time
+    keep = _in_range(rows + row.offset, k_pos, row, mask)
     b = tl.cast(row.b, tl.int64)
     if mask.q_documents_ptr is not None:
         q_ptr = mask.q_documents_ptr + b * value(mask.documents_strides[0])
@@ -170,6 +164,28 @@ def visible(rows, k_pos, h, row, mask):
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
         k_pos = tl.minimum(k_pos, row.T_k - 1)
         keep = keep & mask.mod(row.b, h, q_pos, k_pos, *mask.tensors)
+    return keep
+
+
+@triton.jit
+def _in_range(position, k_pos, row, mask):
+    """Whether a key is near, in time and before the row's end.
+
+    Ranges are a limit or two of each row, so that an element takes a comparison with each: in
+    boundary blocks of causal masks that is most of what the mask costs.
+    """
+    # The position counts here for its shape alone: no key stands so far behind it.
+    last = tl.minimum(row.end - 1, position + 2 * FARTHEST)
+    if mask.causal is not None:
+        last = tl.minimum(last, tl.maximum(position, row.prefix - 1))
+    if mask.stride is None and mask.keep_first is None:
+        if mask.right is not None:
+            last = tl.minimum(last, position + value(mask.right))
+        keep = k_pos <= last
+        if mask.left is not None:
+            keep = keep & (k_pos >= position - value(mask.left))
+    else:
+        keep = (k_pos <= last) & _near(k_pos - position, k_pos, mask)
     return keep
 
 

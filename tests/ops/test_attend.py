@@ -1,6 +1,7 @@
 """The custom ops in torch's machinery: registration, compile, export, autocast, checkpointing."""
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -240,9 +241,10 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
         attend.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
+@pytest.mark.parametrize("backend", ["hopper", None])
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
-def test_hopper_kernels_are_reached_when_asked_for(
-    traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
+def test_hopper_kernels_come_first_on_their_gpu(
+    backend: str | None, traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Their launchers, replaced by the portable ones: the way to them and back is under test."""
     from fastattn.kernels import backward, forward
@@ -269,10 +271,59 @@ def test_hopper_kernels_are_reached_when_asked_for(
         o = fastattn.attention(*inputs, causal=True, backend=backend)
         return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
 
-    for ours, theirs in zip(run("hopper"), run("triton"), strict=True):
+    for ours, theirs in zip(run(backend), run("triton"), strict=True):
         assert torch.equal(ours, theirs)
     assert called == ["forward", "backward"]
-    assert fastattn.explain(*inputs, backend="hopper").backend == "hopper"
+    assert fastattn.explain(*inputs, backend=backend).backend == "hopper"
+    portable = fastattn.explain(*inputs, backend="triton")
+    assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
+
+
+@pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
+def test_what_does_not_compile_for_hopper_is_served_all_the_same(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    from fastattn.kernels import backward, forward
+    from fastattn.kernels.hopper import backward as hopper_backward
+    from fastattn.kernels.hopper import forward as hopper_forward
+
+    error: Exception = triton.TritonError("no such\ninstruction")
+
+    def refuse(*_):
+        raise error
+
+    def launch_backward(*arguments):
+        return backward.launch_backward(*arguments)[:4]
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", forward.launch_forward)
+    monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
+    owner = hopper_forward if "forward" in launcher else hopper_backward
+    monkeypatch.setattr(owner, launcher, refuse)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "uncompiled", [])
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
+
+    def run(backend):
+        o = fastattn.attention(*inputs, causal=True, backend=backend)
+        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+    with pytest.warns(UserWarning, match="goes on with triton: .*TritonError: no such instruction"):
+        ours = run(None)
+    for x, y in zip(ours, run("triton"), strict=True):
+        assert torch.equal(x, y)
+    told = fastattn.explain(*inputs)
+    assert told.backend == "triton"
+    assert "does not compile here" in told.reasons["hopper"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(None)
+
+    # What ran and failed is no reason to go on.
+    call_memo.forget()
+    monkeypatch.setattr(attend, "uncompiled", [])
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run(None)
 
 
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -47,10 +47,11 @@ def far_keys_grad(gradient, score, b, h, q_pos, k_pos, weight):
     return gradient
 
 
-def packed(*lengths: int, **options: Any) -> None:
+def packed(*lengths: int, backend: str = "triton", **options: Any) -> None:
     q, k, v = (random(sum(lengths), H, 64, grad=True) for H in (4, 2, 2))
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
-    fastattn.attention_varlen(q, k, v, offsets, causal=True, **options).float().sum().backward()
+    o = fastattn.attention_varlen(q, k, v, offsets, causal=True, backend=backend, **options)
+    o.float().sum().backward()
 
 
 def additive(B: int, T: int) -> None:
