@@ -119,7 +119,10 @@ def modified(s, rows, k_pos, h, row, score):
         if score.slopes_ptr is not None:
             slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
             slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
-            x = x - slope * tl.abs(k_pos - (rows + row.offset)).to(tl.float32)
+            distance = tl.abs(k_pos - (rows + row.offset)).to(tl.float32)
+            # The backward computes the score again and needs the forward's bits. Of a difference
+            # of two products a compiler may fuse either one; this says which.
+            x = tl.fma(-slope, distance, x)
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
             x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score.reach)).to(tl.float32)

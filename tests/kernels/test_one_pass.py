@@ -148,7 +148,10 @@ def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, device: str) -> None:
-    """Of equal tiles the same bits; and of queries the same sum in fp32, in another order."""
+    """Of equal tiles the same bits; and of queries the same sum in fp32, in another order.
+
+    dk goes by the delta of its rows, which compiled kernels of different tiles sum in other orders.
+    """
     q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
     tile = tiles.TileConfig(16, 32)
     found = []
@@ -169,7 +172,9 @@ def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, de
             loss = o.float().sin().sum() + lse[0].sin().sum()
             found.append((o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))))
     for name, two, one in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
-        if name != "dq":
+        if name == "dq" or (name == "dk" and not tiles._INTERPRETING):
+            assert_within_budget(name, one, two.double(), two)
+        else:
             assert torch.equal(two, one), name
 
 
