@@ -255,11 +255,11 @@ def hopper_backward_dkv_kernel(
     T_k,
     H,
     G,
-    total,
     heads,
     tiles,
     group,
-    group_tiles,
+    pairs,
+    pair_group,
     config: gl.constexpr,
 ):
     """Persistent grid of any size over tiles of 128 keys of each K/V head.
@@ -268,7 +268,7 @@ def hopper_backward_dkv_kernel(
     [B, H_q, whole tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and
     D / 2 columns.
     """
-    work = Work(heads, tiles, group, group_tiles, T_q, T_k, H, mask, total, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
     exchange: gl.constexpr = None
     if dq_desc is not None:
         exchange = allocate_exchange(dq_desc, q_desc.dtype)

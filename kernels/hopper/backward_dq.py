@@ -215,11 +215,11 @@ def hopper_backward_dq_kernel(
     T_k,
     H,
     G,
-    total,
     heads,
     tiles,
     group,
-    group_tiles,
+    pairs,
+    pair_group,
     config: gl.constexpr,
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
@@ -227,7 +227,7 @@ def hopper_backward_dq_kernel(
     o_rows: o and its strides; dq_rows: as o_rows of the forward kernel. dlse_ptr, delta_ptr: None
     where the one is not given and the other not wanted.
     """
-    work = Work(heads, tiles, group, group_tiles, T_q, T_k, H, mask, total, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
     landed: gl.constexpr = None
     if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
         landed = allocate_barriers(1, 1).index(0)

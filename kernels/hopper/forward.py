@@ -271,11 +271,11 @@ def hopper_forward_kernel(
     T_k,
     H,
     G,
-    total,
     heads,
     tiles,
     group,
-    group_tiles,
+    pairs,
+    pair_group,
     config: gl.constexpr,
 ):
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
@@ -284,7 +284,7 @@ def hopper_forward_kernel(
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
     v as `kernels.fp8_values` packs it.
     """
-    work = Work(heads, tiles, group, group_tiles, T_q, T_k, H, mask, total, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
     # Dimensions of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
     landed: gl.constexpr = None

@@ -120,7 +120,7 @@ def query_grid(
     """Persistent grid over tiles of queries [B, H_q, T_q, D], and the kernel's sizes: `Work`."""
     G = q.shape[1] // k.shape[1]
     tiles = tiles_of(options.cu_seqlens_q, 1, q.shape[2], ROWS.value * config.CONSUMERS)
-    return _grid(q, k, q, G, tiles, heads_in_l2(k) * G)
+    return _grid(q, k, q, G, tiles, heads_in_l2(k) * G, options)
 
 
 def key_grid(
@@ -129,17 +129,24 @@ def key_grid(
     """Persistent grid over tiles of keys [B, H_k, T_k, D], and the kernel's sizes: `Work`."""
     G = q.shape[1] // k.shape[1]
     tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], ROWS.value * config.CONSUMERS)
-    return _grid(q, k, k, G, tiles, max(1, heads_in_l2(q) // G))
+    return _grid(q, k, k, G, tiles, max(1, heads_in_l2(q) // G), options)
 
 
 def _grid(
-    q: Tensor, k: Tensor, tiled: Tensor, G: int, tiles: int, group: int
+    q: Tensor, k: Tensor, tiled: Tensor, G: int, tiles: int, group: int, options: Options
 ) -> tuple[tuple[int], tuple[int, ...]]:
-    """T_q, T_k, H, G, total, heads, tiles, group, group_tiles after the grid."""
+    """T_q, T_k, H, G, heads, tiles, group, pairs, pair_group after the grid; see `Work`."""
     B, H = tiled.shape[:2]
-    total = B * H * tiles
-    sizes = (q.shape[2], k.shape[2], H, G, total, B * H, tiles, group, group * tiles)
-    return (min(total, multiprocessors(q.device)),), sizes
+    heads = B * H
+    programs = min(heads * tiles, multiprocessors(q.device))
+    pairs, pair_group = 0, 1
+    if options.cu_seqlens_q is None and (options.causal or options.right is not None):
+        # Two to four rounds of the tiles that are left are dealt out one by one: so few that their
+        # keys fit L2 together, and enough that none weighs much.
+        pairs = max(0, heads // 2 * tiles - 2 * programs) // max(1, tiles)
+        pair_group, group = max(1, group // 2), heads
+    sizes = (q.shape[2], k.shape[2], H, G, heads, tiles, group, pairs, pair_group)
+    return (programs,), sizes
 
 
 def heads_in_l2(x: Tensor) -> int:

@@ -17,18 +17,18 @@ class Work(NamedTuple):
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
     heads. G: query heads that share a K/V head. heads: those of all batch rows. tiles: of a head.
-    group: heads whose K and V, or Q and dO, fit L2 together; group_tiles: theirs; total: of all.
+    pairs, pair_group, group: see `place`.
     """
 
     heads: Any
     tiles: Any
     group: Any
-    group_tiles: Any
+    pairs: Any
     T_q: Any
     T_k: Any
     H: Any
     mask: Any
-    total: Any
+    pair_group: Any
     G: Any
 
 
@@ -68,52 +68,82 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
+def _pair_rounds(work):
+    """How often each program gets two tiles of unlike length; see `place`."""
+    return gl.cdiv(work.pairs * work.tiles, gl.num_programs(0))
+
+
+@gluon.jit
 def number_of_tiles(work):
-    """Number of tiles for this program of a persistent grid; see `tile_number`."""
-    program = gl.program_id(0)
+    """Number of tiles for this program of a persistent grid; see `place`."""
     programs = gl.num_programs(0)
-    rounds = work.total // programs
-    turn_in_last = gl.where(rounds % 2 == 0, program, programs - 1 - program)
-    return rounds + (turn_in_last < work.total - rounds * programs).to(gl.int32)
+    paired = 2 * _pair_rounds(work)
+    alone = work.heads * work.tiles - paired * programs
+    rounds = alone // programs
+    return paired + rounds + gl.where(_turn(rounds) < alone - rounds * programs, 1, 0)
 
 
 @gluon.jit
-def tile_number(i):
-    """The i-th tile of this program: the order of programs is turned round after each.
-
-    Tiles come longest first. Dealt in one direction the first program would get the longest of
-    every round; this way it gets the longest of one and the shortest of the next.
-    """
+def _turn(n):
+    """Place of this program in the n-th round: the order of programs is turned round after each."""
     program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return i * programs + gl.where(i % 2 == 0, program, programs - 1 - program)
+    return gl.where(n % 2 == 0, program, gl.num_programs(0) - 1 - program)
 
 
 @gluon.jit
-def locate(number, work, LAST_FIRST: gl.constexpr):
-    """(tile, head) of a tile number; head counts on over the batch rows.
+def place(i, work):
+    """(rank, head) of this program's i-th tile: rank 0 is the longest tile of its head.
 
-    Heads are taken a group at a time, as many as keep their K and V in L2; inside of a group all
-    heads do one tile before any does the next. LAST_FIRST: the last tiles are the longest ones.
+    The first 2 * `pairs` heads are dealt out two tiles at a time, rank k of one head and the k-th
+    from the end of its neighbour: where each rank is a block shorter than the one before, as with a
+    causal mask, all such pairs are equally long. What is missing to a whole round of pairs is taken
+    from the middle of the other heads' tiles. The rest of those is dealt out longest first, to and
+    fro. Heads are taken a group at a time: `pair_group` pairs of heads, or `group` of the others.
     """
-    first_head = number // work.group_tiles * work.group
-    rest = number - first_head * work.tiles
-    heads_here = gl.minimum(work.group, work.heads - first_head)
-    tile = rest // heads_here
-    head = first_head + rest - tile * heads_here
-    if LAST_FIRST:
-        tile = work.tiles - 1 - tile
-    return tile, head
+    tiles = work.tiles
+    programs = gl.num_programs(0)
+    paired = work.pairs * tiles
+    rounds = _pair_rounds(work)
+    missing = rounds * programs - paired
+    middle = (work.heads * tiles - 2 * paired) // 2 - missing
+    unit = i // 2 * programs + gl.program_id(0)
+    shorter = i % 2
+    if unit < paired:
+        rank, pair = _in_group(unit, work.pairs, work.pair_group, tiles)
+        shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
+        rank = gl.where(shorter == 0, rank, tiles - 1 - rank)
+        head = 2 * pair + shorter
+    else:
+        number = (i - 2 * rounds) * programs + _turn(i)
+        number += gl.where(number < middle, 0, 2 * missing)
+        if i < 2 * rounds:
+            number = unit - paired
+            number = middle + gl.where(shorter == 0, number, 2 * missing - 1 - number)
+        rank, head = _in_group(number, work.heads - 2 * work.pairs, work.group, tiles)
+        head += 2 * work.pairs
+    return rank, head
+
+
+@gluon.jit
+def _in_group(number, heads, group, tiles):
+    """(rank, head) of a number: in a group all heads do one rank before any does the next."""
+    first_head = number // (group * tiles) * group
+    rest = number - first_head * tiles
+    heads_here = gl.minimum(group, heads - first_head)
+    rank = rest // heads_here
+    return rank, first_head + rest - rank * heads_here
 
 
 @gluon.jit
 def _of_head(i, work, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
     """(tile, b, h) of this program's i-th tile.
 
-    Packed sequences are slots of TILE rows (`kernels.rules.tile.sequence_of`), some of which lie
-    past the end of their sequence.
+    LAST_FIRST: the last tiles are the longest ones. Packed sequences are slots of TILE rows
+    (`kernels.rules.tile.sequence_of`), some of which lie past the end of their sequence.
     """
-    tile, head = locate(tile_number(i), work, LAST_FIRST)
+    tile, head = place(i, work)
+    if LAST_FIRST:
+        tile = work.tiles - 1 - tile
     b = head // work.H
     h = head - b * work.H
     if cu_ptr is not None:

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 import fastattn
 from fastattn import reference
 from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
-from fastattn.kernels.hopper.schedule import Work, locate, number_of_tiles, tile_number
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
-from fastattn.testing.gluon_emulator import Emulated, machine, memory, products
+from fastattn.testing.gluon_emulator import machine, memory, products
 from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of, order_events
 
 # Tiles are too small to share between threads.
@@ -147,32 +144,13 @@ def test_sequences_see_nothing_of_each_other() -> None:
             assert torch.equal(ours[mine], expected)
 
 
-@pytest.mark.parametrize("programs", [1, 5, 100])
-def test_any_grid_covers_all_tiles(programs: int) -> None:
-    """6 tiles of queries and 3 of keys: `programs` deal them out among themselves."""
-    check_on_hopper(attention, H_q=2, T_q=290, programs=programs)
+@pytest.mark.parametrize(("programs", "heads"), [(1, 4), (5, 2), (100, 2)])
+def test_any_grid_covers_all_tiles(programs: int, heads: int) -> None:
+    """3 tiles of queries a head and 3 or 6 of keys: `programs` deal them out among themselves.
 
-
-@gluon.jit
-def order_kernel(out_ptr, total, heads, tiles, group, group_tiles):
-    work = Work(heads, tiles, group, group_tiles, None, None, None, None, total, None)
-    program = gl.program_id(0)
-    for i in range(number_of_tiles(work)):
-        number = tile_number(i)
-        tile, head = locate(number, work, True)
-        gl.store(out_ptr + 3 * number, program)
-        gl.store(out_ptr + 3 * number + 1, tile)
-        gl.store(out_ptr + 3 * number + 2, head)
-
-
-def test_longest_tiles_come_first_and_are_dealt_to_and_fro() -> None:
-    """3 heads of 3 tiles, two heads in L2 at a time, 4 programs."""
-    out = torch.full((9, 3), -1, dtype=torch.int32)
-    Emulated(order_kernel)[(4,)](out, 9, 3, 3, 2, 6)
-    programs, tiles, heads = out.T.tolist()
-    assert programs == [0, 1, 2, 3, 3, 2, 1, 0, 0]
-    assert tiles == [2, 2, 1, 1, 0, 0, 2, 1, 0]
-    assert heads == [0, 1, 0, 1, 0, 1, 2, 2, 2]
+    One program takes two heads' tiles in pairs.
+    """
+    check_on_hopper(attention, H_q=heads, H_k=heads // 2, T_q=290, programs=programs)
 
 
 @pytest.fixture

@@ -1,0 +1,222 @@
+"""The order of tiles on the persistent grid of the Hopper kernels: complete, and balanced.
+
+The kernels' own functions run in plain Python, which a test holds against the emulator.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastattn.kernels.hopper import host, schedule
+from fastattn.kernels.hopper.schedule import Work, number_of_tiles, place
+from fastattn.kernels.hopper.tile_table import backward_config, forward_config
+from fastattn.kernels.launch.arguments import kernel_mask
+from fastattn.options import Options
+from fastattn.testing.gluon_emulator import Emulated
+
+
+@gluon.jit
+def order_kernel(out_ptr, heads, tiles, group, pairs, pair_group):
+    work = Work(heads, tiles, group, pairs, None, None, None, None, pair_group, None)
+    program = gl.program_id(0)
+    for i in range(number_of_tiles(work)):
+        rank, head = place(i, work)
+        cell = out_ptr + 3 * (head * tiles + rank)
+        gl.store(cell, program)
+        gl.store(cell + 1, i)
+        gl.store(cell + 2, 1)
+
+
+class Int(int):
+    """An int with the one method that kernels call of their scalars."""
+
+    def to(self, dtype: Any) -> "Int":
+        return self
+
+    def __add__(self, other: int) -> "Int":
+        return Int(int(self) + other)
+
+    def __sub__(self, other: int) -> "Int":
+        return Int(int(self) - other)
+
+
+class Memory:
+    """A pointer to a list of ints."""
+
+    def __init__(self, values: list[int], offset: int = 0) -> None:
+        self.values, self.offset = values, offset
+
+    def __add__(self, more: int) -> "Memory":
+        return Memory(self.values, self.offset + more)
+
+
+class Grid:
+    """The programs of a launch, and the one that runs: what `plain` functions ask for."""
+
+    def __init__(self, programs: int) -> None:
+        self.programs, self.program = programs, 0
+        self.language = types.SimpleNamespace(
+            program_id=lambda axis: self.program,
+            num_programs=lambda axis: programs,
+            where=lambda condition, a, b: Int(a if condition else b),
+            minimum=lambda a, b: Int(min(a, b)),
+            maximum=lambda a, b: Int(max(a, b)),
+            cdiv=lambda a, b: -(-a // b),
+            load=lambda pointer: Int(pointer.values[pointer.offset]),
+            int32=None,
+            constexpr=None,
+        )
+
+    def plain(self, function: Any) -> Callable[..., Any]:
+        """A jit function of scalars as a Python function."""
+        source = function.fn
+        used = {
+            name: self._of(x)
+            for name, x in source.__globals__.items()
+            if name in source.__code__.co_names
+        }
+        return types.FunctionType(source.__code__, used, source.__name__, source.__defaults__)
+
+    def _of(self, x: Any) -> Any:
+        if getattr(x, "__name__", "") in ("triton.language", "triton.experimental.gluon.language"):
+            return self.language
+        if isinstance(getattr(x, "fn", None), types.FunctionType):
+            return self.plain(x)
+        return getattr(x, "value", x)
+
+    def each(self, work: Work, function: Any, *rest: Any) -> Iterator[tuple[int, int, Any]]:
+        """(program, i, function(i, work, *rest)) for all tiles of all programs."""
+        count, find = self.plain(number_of_tiles), self.plain(function)
+        for program in range(self.programs):
+            self.program = program
+            for i in range(count(work)):
+                yield program, i, find(i, work, *rest)
+
+
+def dealt(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
+    """(program, turn) of each (head, rank); each is met once."""
+    found = {}
+    for program, i, (rank, head) in Grid(programs).each(work, place):
+        assert (head, rank) not in found, "a tile is worked on twice"
+        found[head, rank] = (program, i)
+    assert len(found) == work.heads * work.tiles
+    return found
+
+
+def imbalance(
+    kernel: str,
+    B: int,
+    H: int,
+    T: int,
+    D: int = 128,
+    G: int = 1,
+    T_k: int | None = None,
+    **given: Any,
+) -> float:
+    """Most blocks of a program by their mean, where each tile is met once."""
+    options = Options(**{"right": 0, "scale": 0.1} | given)
+    q, k = (
+        torch.empty(B, h, t, D, dtype=torch.bfloat16, device="meta")
+        for h, t in ((H, T), (H // G, T_k or T))
+    )
+    of_keys = kernel == "dkv"
+    if kernel == "forward":
+        config = forward_config(D, False)
+    else:
+        config = backward_config(kernel, D, False, False)
+    (programs,), sizes = (host.key_grid if of_keys else host.query_grid)(q, k, config, options)
+    mask = kernel_mask(options)
+    mask = mask._replace(
+        **{name: Memory(x.tolist()) for name, x in mask._asdict().items() if isinstance(x, Tensor)}
+    )
+    rows_q, rows_k, H, G, heads, tiles, group, pairs, pair_group = sizes
+    work = Work(heads, tiles, group, pairs, rows_q, rows_k, H, mask, pair_group, G)
+    dealt(programs, work)
+    blocks = [0] * programs
+    find = schedule.key_tile if of_keys else schedule.query_tile
+    for program, _, tile in Grid(programs).each(work, find, config):
+        if tile.first < tile.length:
+            blocks[program] += tile.blocks
+    return max(blocks) * programs / sum(blocks)
+
+
+@pytest.mark.parametrize(
+    ("programs", "heads", "tiles", "group", "pairs", "pair_group"),
+    [
+        pytest.param(4, 3, 3, 2, 0, 1, id="one-by-one"),
+        pytest.param(3, 9, 5, 9, 2, 1, id="pairs"),
+        pytest.param(3, 8, 4, 8, 3, 2, id="whole-rounds-of-pairs"),
+        pytest.param(40, 3, 3, 3, 0, 1, id="more-programs-than-tiles"),
+    ],
+)
+def test_plain_python_agrees_with_the_emulator(
+    programs: int, heads: int, tiles: int, group: int, pairs: int, pair_group: int
+) -> None:
+    out = torch.zeros(heads, tiles, 3, dtype=torch.int32)
+    Emulated(order_kernel)[(programs,)](out, heads, tiles, group, pairs, pair_group)
+    work = Work(heads, tiles, group, pairs, None, None, None, None, pair_group, None)
+    for (head, rank), (program, i) in dealt(programs, work).items():
+        assert out[head, rank].tolist() == [program, i, 1]
+
+
+def test_tiles_one_by_one_come_longest_first_and_to_and_fro() -> None:
+    """3 heads of 3 tiles, two heads in L2 at a time, 4 programs."""
+    work = Work(3, 3, 2, 0, None, None, None, None, 1, None)
+    order = sorted(
+        (i, p if i % 2 == 0 else -p, head, rank) for (head, rank), (p, i) in dealt(4, work).items()
+    )
+    assert [(rank, head) for _, _, head, rank in order] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 2), (1, 2), (2, 2),
+    ]  # fmt: skip
+
+
+SHAPES = [(8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384)]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_causal_work_is_balanced(shape: tuple[int, int, int], kernel: str) -> None:
+    """15.5 rounds of tiles, so that 1.03 is what tiles of one length would have."""
+    for D in (64, 128):
+        assert imbalance(kernel, *shape, D) < 1.02
+        assert imbalance(kernel, *shape, D, G=4 if kernel != "dkv" else 1) < 1.02
+    assert imbalance(kernel, *shape, right=None) < 1.04
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 3000), (7, 3, 5000), (1, 1, 40000), (40, 9, 100)], ids=str
+)
+def test_causal_work_of_odd_sizes_is_balanced(shape: tuple[int, int, int]) -> None:
+    """As far as the few tiles of a program can be: there are 2.7, 6.4, 2.4 and 2.7 of them."""
+    for kernel in ("forward", "dkv"):
+        assert imbalance(kernel, *shape) < 1.2
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkv"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_other_masks_are_balanced(shape: tuple[int, int, int], kernel: str) -> None:
+    """Windows miss by a block at most what is possible; lengths, which no host knows, by more."""
+    B, _, T = shape
+    for left in (255, 1023):
+        assert imbalance(kernel, *shape, left=left) < 1.07
+    lengths = torch.tensor([T - 97 * b for b in range(B)], dtype=torch.int32)
+    assert imbalance(kernel, *shape, key_lengths=lengths) < 1.06
+    assert imbalance(kernel, *shape, T_k=2 * T) < 1.1
+    assert imbalance(kernel, *shape, T_k=T // 2) < 1.11
+
+
+@pytest.mark.parametrize(("heads", "most"), [(32, 1.04), (16, 1.16)])
+def test_packed_sequences_are_balanced_by_the_number_of_rounds_alone(
+    heads: int, most: float
+) -> None:
+    """Which tiles of packed sequences are long is not known where they are dealt out."""
+    starts = torch.arange(0, 9, dtype=torch.int32) * 2048
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    for kernel in ("forward", "dkv"):
+        assert imbalance(kernel, 1, heads, 8 * 2048, **packed) < most
