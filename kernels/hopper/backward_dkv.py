@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -34,6 +35,7 @@ from .pipeline import (
     release,
     release_slot,
     send,
+    stage_and_parity,
     tile_of,
     wait_full,
     wait_slot,
@@ -45,13 +47,14 @@ class BackwardDkv(NamedTuple):
     """What the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. exchange: of `one_pass`, or None.
+    see `load_until`. statistics: of the queries in q. exchange: of `one_pass`, or None.
     """
 
     k: Any
     v: Any
     q: Any
     do: Any
+    statistics: Any
     k_landed: Any
     q_landed: Any
     dk: Any
@@ -62,27 +65,55 @@ class BackwardDkv(NamedTuple):
     work: Any
 
 
+class Statistics(NamedTuple):
+    """-lse / scale and -delta of the queries in the stages of Q's ring, fp32 [STAGES, BLOCK].
+
+    full: mbarriers. A stage is empty when that of Q is.
+    """
+
+    minus_lse: Any
+    minus_delta: Any
+    full: Any
+
+
 class Keys(NamedTuple):
-    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head, stats."""
+    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head."""
 
     keys: Any
     tile: Any
     h: Any
-    stats: Any
+
+
+@gluon.jit
+def _allocate_statistics(STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    minus_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LAYOUT)
+    minus_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LAYOUT)
+    return Statistics(minus_lse, minus_delta, allocate_barriers(STAGES, 1))
 
 
 @gluon.jit
 def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     """Producer: K and V of a tile, then the blocks of queries of all its heads."""
-    b, G = tile.b, shared.work.G
+    b, G, work = tile.b, shared.work.G, shared.work
+    rows = gl.arange(0, config.BLOCK, layout=gl.BlockedLayout([config.BLOCK // 32], [32], [1], [0]))
     scrubs = _load_keys(shared.k, shared.k_landed, tile, i, scrubs)
     scrubs = _load_keys(shared.v, shared.k_landed, tile, i, scrubs)
     for g in range(G):
         h = tile.h * G + g
+        head = (b * work.H + tile.h) * G + g
+        slots = stats_of_head(shared.stats, head.to(gl.int64), tile, work.mask) + rows
         for j in range(tile.blocks):
-            row = block_number(j, tile, shared.work.mask) * config.BLOCK
+            row = block_number(j, tile, work.mask) * config.BLOCK
             first, end = tile.first_q + row, tile.row.T_q - row
+            # Under way while the stage is still read.
+            minus_lse = gl.load(shared.stats.minus_lse_ptr + slots + row)
+            minus_delta = gl.load(shared.stats.minus_delta_ptr + slots + row)
             scrubs = load_until(shared.q, shared.q_landed, n, b, h, first, end, scrubs)
+            stage, _parity = stage_and_parity(shared.q, n)
+            shared.statistics.minus_lse.index(stage).store(minus_lse)
+            shared.statistics.minus_delta.index(stage).store(minus_delta)
+            mbarrier.arrive(shared.statistics.full.index(stage), count=1)
             scrubs = load_until(shared.do, shared.q_landed, n, b, h, first, end, scrubs)
             n += 1
     return n, scrubs
@@ -99,8 +130,8 @@ def _load_keys(slots, landed, tile, i, scrubs):
 
 
 @gluon.jit
-def _starts(row, mine, shared, config: gl.constexpr):
-    """What the products S^T and dP^T of a block start from, and the lse that is left to subtract.
+def _starts(n, row, mine, shared, config: gl.constexpr):
+    """What S^T and dP^T of the n-th block start from, and the lse that is left to subtract.
 
     Both start from what their result needs subtracted, so that neither lse nor delta has to be kept
     beside them. Keys that do not exist start elsewhere: were all rows plainly equal they would be
@@ -113,9 +144,12 @@ def _starts(row, mine, shared, config: gl.constexpr):
     exists = mine.keys < mine.tile.row.end
     nowhere = gl.where(exists, 0.0, float("-inf"))[:, None]
     elsewhere = gl.where(exists, 0.0, 1.0)[:, None]
-    minus_lse = gl.load(mine.stats.minus_lse_ptr + rows)[None, :]
+    stage, parity = stage_and_parity(shared.q, n)
+    mbarrier.wait(shared.statistics.full.index(stage), parity)
+    VECTOR: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    minus_lse = shared.statistics.minus_lse.index(stage).load(VECTOR)[None, :]
     s_start = nowhere + minus_lse
-    dp_start = elsewhere + gl.load(mine.stats.minus_delta_ptr + rows)[None, :]
+    dp_start = elsewhere + shared.statistics.minus_delta.index(stage).load(VECTOR)[None, :]
     lse = 0.0
     if score.softcap is not None:
         # What a capped score needs subtracted cannot be subtracted before.
@@ -147,7 +181,7 @@ def _step(
     AFTER_DV: gl.constexpr = 1 if exchange is None else 3
     k = held(shared.k, CONSUMER, n)
     v = held(shared.v, CONSUMER, n)
-    rows, s_start, dp_start, lse = _starts(row, mine, shared, config)
+    rows, s_start, dp_start, lse = _starts(n, row, mine, shared, config)
 
     wait_full(shared.q, n)
     q = tile_of(shared.q, n)
@@ -198,11 +232,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     wait_slot(shared.k, i, CONSUMER)
     wait_slot(shared.v, i, CONSUMER)
     for g in range(G):
-        head = (tile.b * work.H + tile.h) * G + g
-        offset = stats_of_head(shared.stats, head.to(gl.int64), tile, work.mask)
-        minus_lse_ptr = shared.stats.minus_lse_ptr + offset
-        stats = RowStats(minus_lse_ptr, shared.stats.minus_delta_ptr + offset, None)
-        mine = Keys(keys, tile, tile.h * G + g, stats)
+        mine = Keys(keys, tile, tile.h * G + g)
         for j in range(tile.boundary):
             row = masked_block(j, tile.plan, work.mask) * config.BLOCK
             dk, dv = _step(dk, dv, n + j, row, mine, shared, True, CONSUMER, config)
@@ -285,6 +315,7 @@ def hopper_backward_dkv_kernel(
         v=allocate_ring(v_desc, 2, 1),
         q=allocate_ring(q_desc, config.STAGES, 2),
         do=allocate_ring(do_desc, config.STAGES, 2),
+        statistics=_allocate_statistics(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,
         dk=Output(dk_desc, dk_rows[0], dk_rows[1]),
