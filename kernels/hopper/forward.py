@@ -23,7 +23,7 @@ from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from .band import block_number
-from .fp8 import head_scales, is_fp8, waiting_weights, weight_shift
+from .fp8 import head_scales, is_fp8, weight_shift
 from .host import describe, end_early, query_grid, rows_of
 from .partitions import run_partitions
 from .pipeline import (
@@ -115,13 +115,25 @@ def _start_scores(q, ring, n):
 
 @gluon.jit
 def _start_values(acc, p, ring, n):
-    """Issue acc + P V of the n-th block, whose tile has arrived; p: see `waiting_weights`."""
+    """Issue acc + P V of the n-th block, whose tile has arrived; p: see `_waiting`."""
     v = tile_of(ring, n)
     if is_fp8(v.dtype):
         # Of 8 bits the second operand, too, has to have contiguous columns.
         v = v.permute((1, 0))
+    if p.dtype == gl.float32:
         p = as_operand(p, v.dtype, v.shape[1])
     return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
+    """Weights as they wait for their product: in fp32, or as its operand where registers are short.
+
+    Through a loop every 16 bits of an operand go in a register of their own, to be packed anew.
+    """
+    if not config.WIDE_WEIGHTS:
+        p = as_operand(p, dtype, config.D)
+    return p
 
 
 @gluon.jit
@@ -150,8 +162,8 @@ def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.const
     mask = shared.work.mask
     key = block_number(0, mine.tile, mask) * config.BLOCK
     s, factor = _scores(s, key, mine, mask, True, config)
-    weights, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
-    p = waiting_weights(weights, dtype, config.D)
+    p, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
+    p = _waiting(p, dtype, config)
     wait_full(shared.k, n + 1, mine.tile.blocks > 1)
     return p, m, l
 
@@ -184,7 +196,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     release(shared.k, n)
     s, factor = _scores(s, key, mine, shared.work.mask, MASKED, config)
-    weights, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype))
+    p, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype))
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
     wait_full(shared.k, n + 1, more)
@@ -192,7 +204,7 @@ def _step(
     release(shared.v, n - 1)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.D, dtype))
     acc = acc * gl.convert_layout(rescale, O_ROWS)[:, None]
-    return acc, waiting_weights(weights, dtype, config.D), m, l
+    return acc, _waiting(p, dtype, config), m, l
 
 
 @gluon.jit

@@ -3,8 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .pipeline import as_operand
-
 _SMALLEST = gl.constexpr(2.0**-126)
 
 
@@ -18,18 +16,6 @@ def is_fp8(dtype):
 def weight_shift(dtype):
     """Weights reach 2 to this power. e4m3 ends at 448, and what is far below is lost to it."""
     return 8 if is_fp8(dtype) else 0
-
-
-@gluon.jit
-def waiting_weights(weights, dtype: gl.constexpr, D: gl.constexpr):
-    """Weights as they wait for their product: as its operand, but in fp32 before 8 bits.
-
-    Through a loop every byte of an operand would go in a register of its own, to be packed anew.
-    """
-    p = weights
-    if not is_fp8(dtype):
-        p = as_operand(weights, dtype, D)
-    return p
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ class HopperConfig(NamedTuple):
     of two. CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three
     warpgroups share 64512. APART: outputs leave through shared memory of their own, so that the
     next tile need not wait for them. PING_PONG: consumers of forward issue their products in turn.
+    WIDE_WEIGHTS: those of forward wait for their product in fp32.
     """
 
     D: int
@@ -24,6 +25,7 @@ class HopperConfig(NamedTuple):
     PRODUCER_REGISTERS: int = 24
     APART: bool = True
     PING_PONG: bool = False
+    WIDE_WEIGHTS: bool = True
 
 
 def _registers(early: bool) -> tuple[int, int]:
@@ -36,7 +38,7 @@ def forward_config(D: int, early: bool) -> HopperConfig:
     registers = _registers(early)
     return {
         64: HopperConfig(D, 128, 4, 2, *registers),
-        128: HopperConfig(D, 128, 2, 2, *registers),
+        128: HopperConfig(D, 128, 2, 2, *registers, WIDE_WEIGHTS=not early),
         # 64 more KB for the output do not fit.
         256: HopperConfig(D, 64, 2, 2, *registers, APART=False),
     }[D]

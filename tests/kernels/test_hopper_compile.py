@@ -29,20 +29,20 @@ BACKWARD = compiled_cases([(128, "causal")], [(64, "causal"), (128, "all")])
 # "packed": "all" without a softcap.
 ONE_PASS = compiled_cases([(128, "causal")], [(128, "packed")])
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
-# the loops over full blocks, and nothing at all in forward with a band alone.
+# the loops over full blocks.
 SPILL_BYTES = {"forward": 80, "backward": 128, "one_pass": 400}
 # Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
 # off: they are what the loops took before there were others.
 BUDGET = {
-    ("hopper_forward_kernel", "causal"): {64: 490, 128: 531, 256: 457},
-    ("hopper_forward_kernel", "turns"): {128: 545},
+    ("hopper_forward_kernel", "causal"): {64: 425, 128: 467, 256: 423},
+    ("hopper_forward_kernel", "turns"): {128: 481},
     ("hopper_forward_kernel", "all"): {128: 1000},
     ("hopper_backward_dq_kernel", "causal"): {64: 375, 128: 418},
     ("hopper_backward_dq_kernel", "all"): {128: 590},
-    ("hopper_backward_dkv_kernel", "causal"): {64: 365, 128: 421},
+    ("hopper_backward_dkv_kernel", "causal"): {64: 304, 128: 354},
     ("hopper_backward_dkv_kernel", "all"): {128: 430},
 }
-ONE_PASS_BUDGET = {(128, "causal"): 535, (128, "packed"): 560}
+ONE_PASS_BUDGET = {(128, "causal"): 482, (128, "packed"): 560}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_forward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> No
     D, name = case
     (fact,) = compiled["forward", D, name].result()
     budget = BUDGET[fact.name, name][D]
-    full, _ = check(fact, budget, SPILL_BYTES["forward"] if name == "all" else 0)
+    full, _ = check(fact, budget, SPILL_BYTES["forward"])
     scores = 64 * forward_config(D, name == "all").BLOCK // 128  # a thread
     assert all(loop.count("MUFU.EX2") >= scores for loop in full)
 
