@@ -9,6 +9,7 @@ zeroes the sum; after it, `launch_finish_dq` scales the sum into q's dtype and m
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,18 +85,25 @@ def start_dq_kernel(
     store_tile(sum_ptr + sum_row * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
 
 
-@triton.jit(do_not_specialize=["sum_rows", "H_q", "T_q"])
+@triton.jit(do_not_specialize=["parts", "sum_rows", "H_q", "T_q"])
 def finish_dq_kernel(
-    sum_ptr, dq_ptr, dq_strides, mask, scale, sum_rows, H_q, T_q,
+    sum_ptr, dq_ptr, dq_strides, mask, scale, parts, sum_rows, H_q, T_q,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * sum for a tile of rows; grid and sum as those of `start_dq_kernel`."""
+    """dq = scale * sum for a tile of rows; grid and sum as those of `start_dq_kernel`.
+
+    parts: sums of each head, which are added up in their order.
+    """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
     batch, first_q, _ = memory_rows(b, mask)
     m_first, _, _, in_rows = query_rows(tile, row.T_q, ROWS)
-    sum_row = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
-    dq = load_tile(sum_ptr + sum_row * D, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    first = first_slot(b, first_q, mask, ROWS)
+    head_of_sum = (batch * H_q + h).to(tl.int64) * parts
+    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for part in range(0, parts):
+        part_ptr = sum_ptr + ((head_of_sum + part) * sum_rows + first) * D
+        dq += load_tile(part_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
     dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
@@ -177,32 +185,47 @@ def launch_start_dq(
 
 
 def _plan_finish(
-    options: Options, dq: Tensor, sum_rows: int, cu_seqlens: Tensor | None = None
+    options: Options,
+    x: Tensor,
+    sums: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    scaled: bool = True,
 ) -> Launch:
-    B, H_q, T_q, D = dq.shape
+    B, H, T, D = x.shape
     rows = _rows(block_dim(D))
     return Launch(
         finish_dq_kernel,
-        tiles_of(cu_seqlens, B, T_q, rows) * H_q,
+        tiles_of(cu_seqlens, B, T, rows) * H,
         TileConfig(rows, rows, _WARPS),
-        strides(dq),
+        strides(x),
         _mask(cu_seqlens),
-        options.scale,
-        sum_rows,
-        H_q,
-        T_q,
+        options.scale if scaled else 1.0,
+        sums.shape[1] // H,
+        sums.shape[2],
+        H,
+        T,
         D,
         rows,
         block_dim(D),
-        index_type(dq),
+        index_type(x),
     )
 
 
 def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
     """dq [B, H_q, T_q, D], in any memory order, from the sum of `launch_start_dq`."""
-    rows = total.shape[2]
-    if rows == dq.shape[2]:
-        launch = launch_for(_plan_finish, options, (dq,), rows)
+    if total.shape[2] == dq.shape[2]:
+        launch = launch_for(_plan_finish, options, (dq, total))
     else:
-        launch = _plan_finish(options, dq, rows, options.cu_seqlens_q)
+        launch = _plan_finish(options, dq, total, options.cu_seqlens_q)
     launch(options, total, dq)
+
+
+_plan_add = partial(_plan_finish, scaled=False)
+
+
+def launch_add_parts(sums: Tensor, x: Tensor, options: Options) -> None:
+    """x [B, H, T, D], in any memory order: what sums, fp32 [B, H * parts, T, D] contiguous, holds
+    of each head, added up in the order of the parts.
+    """
+    launch_for(_plan_add, options, (x, sums))(options, sums, x)

@@ -110,7 +110,7 @@ def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
 @cache
 def _split_count(programs: int, visits: int, device: torch.device) -> int:
     """The smallest number of splits that keeps the device about as busy as any other would."""
-    at_once = _PROGRAMS_AT_ONCE * _multiprocessors(device)
+    at_once = _PROGRAMS_AT_ONCE * tiles.multiprocessors(device)
     most = max(1, min(visits, _MOST_SPLITS, blocks(2 * at_once, programs)))
 
     def busy(splits: int) -> float:
@@ -119,9 +119,3 @@ def _split_count(programs: int, visits: int, device: torch.device) -> int:
 
     best = max(map(busy, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if busy(n) >= 0.85 * best)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -33,6 +33,7 @@ class TileConfig:
     """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline.
 
     descriptors: blocks that are met one by one come by TMA. sum_parts: see `softmax.in_parts`.
+    apart: dK and dV come of a launch each, with half of the accumulators.
     """
 
     BLOCK_M: int
@@ -41,6 +42,7 @@ class TileConfig:
     num_stages: int = 1
     descriptors: bool = False
     sum_parts: int = 1
+    apart: bool = False
 
 
 # Fixed for the process once triton is imported; the knob reads the environment at every look.
@@ -90,6 +92,14 @@ def device_key(dtype: torch.dtype) -> Hashable:
 def tf32() -> bool:
     """Whether torch's own matmul of fp32 may use TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; a few stand for any but a GPU."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def current_arch() -> str:

@@ -87,9 +87,9 @@ def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
-def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr):
+def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     """The tile of this program. 1-D grid: see `tile.key_program`."""
-    number, b, h_k = key_program(T_k, H_k, mask, BLOCK_N)
+    number, b, h_k = key_program(T_k, H_k, mask, BLOCK_N, parts)
     first = number * BLOCK_N
     row = batch_row(b, T_q, T_k, mask)
     batch, first_q, first_k = memory_rows(b, mask)
@@ -134,6 +134,23 @@ def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, c
     In full blocks those keys were met without a mask too.
     """
     ptr, stride = key_head(ptr, strides, tile, const)
+    _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
+
+
+@triton.jit
+def store_part(
+    ptr, part, parts, H_k, T_k, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    const: tl.constexpr,
+):  # fmt: skip
+    """`store_keys` to part `part` of `parts` in fp32 [B, H_k, parts, T_k, WIDTH]."""
+    first = ((tile.batch * H_k + tile.h_k) * parts + part).to(tl.int64) * T_k + tile.first_k
+    _store_keys_at(ptr + first * WIDTH, WIDTH, tile, x, COLS, WIDTH, const)
+
+
+@triton.jit
+def _store_keys_at(
+    ptr, stride, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
     x = tl.where(tile.valid[:, None], x, 0.0)
     in_keys = tile.k_pos < tile.row.T_k
     store_tile(ptr, stride, tile.first, x, in_keys, const.BLOCK_N, COLS, WIDTH)

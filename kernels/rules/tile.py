@@ -216,8 +216,11 @@ def query_rows(tile, T_q, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def key_program(T_k, H_k, mask, BLOCK_N: tl.constexpr):
-    """(key tile, b, h_k) of this program; the first keys, which most queries see, come first."""
-    pid = tl.program_id(0)
+def key_program(T_k, H_k, mask, BLOCK_N: tl.constexpr, parts=1):
+    """(key tile, b, h_k) of this program; the first keys, which most queries see, come first.
+
+    parts: programs of each tile, which are neighbours.
+    """
+    pid = tl.program_id(0) // parts
     slots = _slots(T_k, mask.cu_k_ptr, mask.sequences, BLOCK_N)
     return _place(pid % slots, pid // slots, H_k, mask.cu_k_ptr, mask.sequences, BLOCK_N)

@@ -9,7 +9,7 @@ from fastattn.ops import attend
 # What `bench/tune.py` adds to a row that it has measured.
 MEASURED = {"ms", "ms_full", "gpu", "torch", "triton", "date", "command"}
 NUMBERS = {"element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
-CHOICES = {"descriptors", "sum_parts"}
+CHOICES = {"apart", "descriptors", "sum_parts"}
 
 
 @pytest.mark.parametrize("name", tiles.TABLES)

@@ -1,0 +1,292 @@
+"""dK and dV: one program a tile of keys, over the queries of the heads that read them.
+
+    dv = p^T do          ds = p * (do v^T - delta)          dk = scale * ds^T q
+
+The G query heads of a K/V head are met in a loop by one program, so dK and dV are summed in
+registers and never expanded. Where that leaves the device idle (few K/V heads, short batches) the
+heads are dealt out to several programs, and what each of them sums is added up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .backward_atomic import launch_add_parts
+from .launch import tiles
+from .launch.arguments import (
+    block_dim,
+    blocks,
+    constants,
+    empty_in_layout,
+    kernel_score,
+    key_programs,
+    sizes,
+    strides,
+    tile_for,
+)
+from .launch.block_sparsity import launch_mask
+from .launch.launches import Launch, launch_for
+from .rules.blocks import key_tile, load_keys, over_query_blocks, store_keys, store_part
+from .rules.mask import any_key
+from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.relative import relative_products, relative_query, vectors_of_tile
+from .rules.score import dropped, gradient, kept, modified
+from .rules.score_gradient import load_lse
+from .rules.softmax import weights
+from .rules.tile import add_tile, head_at, load_tile, load_vector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastattn.options import Options
+
+# Programs a multiprocessor: with fewer than the first, heads are dealt out, to the second. Causal
+# tiles differ in length, so one round of programs leaves half of the device idle.
+_FEW = 2
+_ENOUGH = 4
+
+
+class _Operands(NamedTuple):
+    """What query blocks of one head meet: k and v of a tile of keys.
+
+    dk_ptr, dv_ptr: None where the kernel leaves that gradient out. dq_ptr: fp32 rows to add ds k
+    to, or None.
+    """
+
+    k: Any
+    v: Any
+    q_ptr: Any
+    q_stride: Any
+    do_ptr: Any
+    do_stride: Any
+    lse_ptr: Any
+    delta_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    dq_ptr: Any
+
+
+@triton.jit
+def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
+    """dk += ds^T q and dv += p^T do for one query block: see `blocks.over_query_blocks`.
+
+    Transposed: keys down, queries across.
+    """
+    PRECISION: tl.constexpr = const.PRECISION
+    dk, dv = state
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    n_first = tile.first
+    row = tile.row
+    rows = m_first + tl.arange(0, BLOCK_M)
+    k_pos = tile.k_pos[:, None]
+    q = load_tile(operands.q_ptr, operands.q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, const.D)
+    do = load_tile(
+        operands.do_ptr, operands.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V
+    )
+    lse = load_lse(operands.lse_ptr + rows, in_rows, score)
+    delta = load_vector(operands.delta_ptr + rows, in_rows, 0.0)
+    s = rows_by_rows(operands.k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+    if score.keys_ptr is not None:
+        query = relative_query(q, tile.batch, h, tile.first_q, m_first, in_rows, score, const)
+        vectors = vectors_of_tile(m_first, n_first, h, tile.H_q, row, score, const)
+        s += tl.trans(relative_products(query, vectors, const.BLOCK_N, PRECISION))
+    dp = rows_by_rows(operands.v, do, PRECISION)
+    x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score)
+    p = weights(x, lse[None, :], factor)
+    if keep is not None:
+        p = tl.where(keep, p, 0.0)
+    seen = p  # by do, and dp by p
+    if score.dropout is not None:
+        survivors = tl.trans(kept(m_first, n_first, h, tile.H_q, row, score, const))
+        seen = dropped(p, survivors, score)
+        dp = dropped(dp, survivors, score)
+    if operands.dv_ptr is not None:
+        dv = add_weighted_rows(dv, seen, do, PRECISION)
+    if operands.dk_ptr is not None:
+        dx = p * (dp - delta[None, :])
+        _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
+        if operands.dq_ptr is not None:
+            # Before dk, or LLVM puts a part of ds between the instructions of its product.
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            dq = add_weighted_rows(zeros, tl.trans(ds), operands.k, PRECISION)
+            add_tile(operands.dq_ptr, const.D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, const.D)
+        dk = add_weighted_rows(dk, ds, q, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "parts"])
+def attention_backward_dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr,
+    dq_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask,
+    score, H_q, G, T_q, T_k, parts, const: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
+
+    dk_ptr, dv_ptr: None leaves that gradient out. parts: programs that share a tile, each with
+    heads of its own; where there are several, they write to dk_parts_ptr and dv_parts_ptr: see
+    `blocks.store_part`. dq_ptr: fp32 [B, H_q, T_q, D] to add the dQ of these keys to, without the
+    scale, by atomics; or None.
+    """
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    tile = key_tile(H_q, H_q // G, T_q, T_k, mask, BLOCK_N, parts)
+    part = tl.program_id(0) % parts
+    k = load_keys(k_ptr, k_strides, tile, BLOCK_D, const.D, const)
+    v = load_keys(v_ptr, v_strides, tile, BLOCK_DV, const.D_V, const)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    # Keys that no query may see touch their own rows of dk and dv alone, but every row of dq.
+    there = None
+    if dq_ptr is not None:
+        there = tile.valid[:, None]
+    heads = tl.cdiv(G, parts)
+    first = part * heads
+    last = tl.where(any_key(tile.valid), tl.minimum(first + heads, G), 0)
+    for g in range(first, last):
+        h = tile.h_k * G + g
+        q_head, q_stride = head_at(q_ptr, tile.batch, h, tile.first_q, q_strides, const)
+        do_head, do_stride = head_at(do_ptr, tile.batch, h, tile.first_q, do_strides, const)
+        stats = (tile.batch * H_q + h).to(tl.int64) * T_q + tile.first_q
+        dq_head = None
+        if dq_ptr is not None:
+            dq_head = dq_ptr + stats * const.D
+        operands = _Operands(
+            k,
+            v,
+            q_head,
+            q_stride,
+            do_head,
+            do_stride,
+            lse_ptr + stats,
+            delta_ptr + stats,
+            dk_ptr,
+            dv_ptr,
+            dq_head,
+        )
+        dk, dv = over_query_blocks(
+            _grow_dkv, (dk, dv), h, tile, operands, there, mask, score, const
+        )
+    dk *= score.scale
+    # One kernel, so that no length compiles another.
+    if parts > 1:
+        H_k = H_q // G
+        if dk_ptr is not None:
+            store_part(dk_parts_ptr, part, parts, H_k, T_k, tile, dk, BLOCK_D, const.D, const)
+        if dv_ptr is not None:
+            store_part(dv_parts_ptr, part, parts, H_k, T_k, tile, dv, BLOCK_DV, const.D_V, const)
+    else:
+        if dk_ptr is not None:
+            store_keys(dk_ptr, dk_strides, tile, dk, BLOCK_D, const.D, const)
+        if dv_ptr is not None:
+            store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
+
+
+def _plan(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    parts: int,
+    kernel: str,
+) -> Launch:
+    query = options.relative_query
+    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
+    programs = parts * key_programs(options, k, tile.BLOCK_N)
+    mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
+    return Launch(
+        attention_backward_dkv_kernel,
+        programs,
+        tile,
+        *map(strides, (q, k, v, do)),
+        None if dk is None else strides(dk),
+        None if dv is None else strides(dv),
+        mask,
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
+        parts,
+        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, do, dk, dv, query),
+        tables=tables,
+    )
+
+
+class _Pass(NamedTuple):
+    """A launch, and which gradients it writes."""
+
+    plan: Callable[..., Launch]
+    dk: bool
+    dv: bool
+
+
+# Each plan is an object of its own: launches are cached by plan.
+_TOGETHER = (_Pass(partial(_plan, kernel="backward_dkv"), dk=True, dv=True),)
+_APART = (
+    _Pass(partial(_plan, kernel="backward_dkv"), dk=False, dv=True),
+    _Pass(partial(_plan, kernel="backward_dkv"), dk=True, dv=False),
+)
+_WITH_DQ = (_Pass(partial(_plan, kernel="backward_one_pass"), dk=True, dv=True),)
+
+
+def head_parts(G: int, programs: int, multiprocessors: int) -> int:
+    """Among how many programs the G heads of each of `programs` tiles of keys are dealt out.
+
+    1 where tiles alone make two rounds of the device, else as many as make about four.
+    """
+    if G == 1 or programs >= _FEW * multiprocessors:
+        return 1
+    heads = max(1, round(G * programs / (_ENOUGH * multiprocessors)))
+    return blocks(G, heads)
+
+
+def launch_dkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    options: Options,
+    dq: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv in the shapes, dtypes and memory orders of k and v.
+
+    dq: fp32 [B, H_q, T_q, D] to add dQ to, without the scale.
+
+    Where heads are dealt out (`head_parts`) each part has an fp32 copy of dk and dv for the time of
+    the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths.
+    """
+    kernel = "backward_dkv" if dq is None else "backward_one_pass"
+    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
+    passes = _WITH_DQ if dq is not None else _APART if tile.apart else _TOGETHER
+    dk, dv = (empty_in_layout(x, *x.shape[1:]) for x in (k, v))
+    parts, H_k = 1, k.shape[1]
+    if q.shape[1] != H_k:
+        programs = key_programs(options, k, tile.BLOCK_N)
+        parts = head_parts(q.shape[1] // H_k, programs, tiles.multiprocessors(q.device))
+    # With one part anything of its type stands for them.
+    found = (delta, delta) if parts == 1 else (_parts_of(k, parts), _parts_of(v, parts))
+    for plan, *wanted in passes:
+        written = [x if want else None for x, want in zip((dk, dv), wanted, strict=True)]
+        launch = launch_for(plan, options, (q, k, v, do), *written, parts)
+        launch(options, q, k, v, do, lse, delta, *written, *found, dq)
+    if parts > 1:
+        for x, sums in zip((dk, dv), found, strict=True):
+            launch_add_parts(sums, x, options)
+    return dk, dv
+
+
+def _parts_of(x: Tensor, parts: int) -> Tensor:
+    """Empty fp32 [B, H_k * parts, T_k, D] for x [B, H_k, T_k, D]."""
+    B, H_k, T_k, D = x.shape
+    return torch.empty(B, H_k * parts, T_k, D, dtype=torch.float32, device=x.device)

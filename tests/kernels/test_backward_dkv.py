@@ -1,0 +1,119 @@
+"""dK and dV: query heads dealt out to several programs, and a launch for each gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import reference
+from fastattn.kernels import backward_dkv
+from fastattn.kernels.launch import launches, tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import draw, to_device
+
+SMALL = {"BLOCK_M": 16, "BLOCK_N": 16}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "alibi-lengths": {"alibi_slopes": draw(5).abs(), "key_lengths": torch.tensor([23, 0])},
+    "bias-sinks": {"attn_bias": draw(1, 5, 19, 27), "sinks": draw(5)},
+    "dropout": {"dropout": 0.3, "dropout_seed": torch.tensor([3, 9]), "causal": True},
+    "documents": {"documents": (draw(2, 19).long(), draw(2, 27).long())},
+    "atomics": {"causal": True, "deterministic": False},
+}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> Any:
+    function = fastattn.attention_varlen if starts else fastattn.attention
+    return function(q, k, v, *starts, backend="triton", **options)
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts of each gradient that was added up, on a device of 100 multiprocessors."""
+    parts: list[int] = []
+    add = backward_dkv.launch_add_parts
+
+    def counted(sums: Tensor, x: Tensor, *rest: Any) -> None:
+        parts.append(sums.shape[1] // x.shape[1])
+        add(sums, x, *rest)
+
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 100)
+    monkeypatch.setattr(backward_dkv, "launch_add_parts", counted)
+    launches.forget()
+    return parts
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_heads_that_are_dealt_out(option: str, summed: list[int], device: str) -> None:
+    dtype = torch.bfloat16 if option == "causal" else torch.float32
+    q, k, v = make_qkv(2, 5, 1, 19, 27, 16, 24, dtype=dtype, device=device)
+    assert_matches_reference(attend, q, k, v, **to_device(OPTIONS[option], device))
+    assert set(summed) == {5}
+
+
+def test_heads_of_packed_sequences(summed: list[int], device: str) -> None:
+    starts = (torch.tensor([0, 17, 17, 35, 36]), torch.tensor([0, 9, 20, 41, 41]))
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv(1, 4, 2, 36, 41, 16, device=device))
+    rows = (x.detach().requires_grad_() for x in (q, k, v))
+    assert_matches_reference(
+        attend,
+        *rows,
+        *(x.to(device) for x in starts),
+        oracle=reference.attention_varlen,
+        causal=True,
+    )
+    assert summed == [2, 2]
+
+
+def test_parts_are_added_in_one_order(summed: list[int], device: str) -> None:
+    """Bit by bit the same in every run, and the sum in the order of the heads."""
+    q, k, v = make_qkv(1, 6, 1, 33, D=16, device=device)
+    do = torch.randn_like(q)
+    runs = [torch.autograd.grad(attend(q, k, v), (q, k, v), do) for _ in range(3)]
+    assert summed == [6] * 6
+    for run in runs[1:]:
+        assert all(map(torch.equal, runs[0], run))
+    total = torch.zeros_like(v)
+    for h in range(6):
+        one = [x.detach().requires_grad_() for x in (q[:, h : h + 1], k, v)]
+        total += torch.autograd.grad(attend(*one), one[2], do[:, h : h + 1])[0]
+    assert torch.equal(runs[0][2], total)
+
+
+@pytest.mark.parametrize("D", [16, 40])
+@pytest.mark.parametrize("heads", [2, 1])
+def test_a_launch_for_each_gradient(D: int, heads: int, device: str) -> None:
+    tile = TileConfig(**SMALL, apart=True)
+    q, k, v = make_qkv(2, 2, heads, 19, 27, D, device=device)
+    with tiles.forced(backward_dkv=tile):
+        assert_matches_reference(attend, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("G", "programs", "parts"),
+    [
+        (1, 8, 1),  # nothing to deal out
+        (32, 64, 8),  # 8192 keys of one head: 512 programs
+        (32, 263, 2),
+        (32, 264, 1),  # two rounds of 132
+        (4, 128, 4),
+        (7, 128, 4),
+        (6, 200, 3),
+        (32, 1, 32),
+        (8, 0, 8),
+    ],
+)
+def test_parts_of_a_group(G: int, programs: int, parts: int) -> None:
+    assert backward_dkv.head_parts(G, programs, 132) == parts
+
+
+def test_parts_are_bounded() -> None:
+    for G in range(2, 130):
+        for programs in range(1, 264):
+            parts = backward_dkv.head_parts(G, programs, 132)
+            assert parts <= G
+            assert parts * programs < 8 * 132
+            assert parts == G or parts * programs > 2.6 * 132
