@@ -83,13 +83,19 @@ def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConf
     Left out without a compilation: tiles whose accumulators alone would fill the registers, those
     whose operands cannot fit `shared_bytes`, and those with warps that have no rows of their own.
     Every tile sums in as many parts as the tile in use. Forward tiles come with pointer loads and,
-    on GPUs with TMA, with descriptors too.
+    on GPUs with TMA, with descriptors too; tiles for dK and dV of many columns with both in one
+    launch and with one each.
     """
     usual = tiles.tile_of(arch, entry.kernel, entry.element_size, entry.BLOCK_D)
     rows = _ROWS.get(entry.kernel, (32, 64, 128))
     stages = (1, 2) if entry.kernel == "backward_one_pass" else (1, 2, 3)
     grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
-    sizes = [TileConfig(*numbers, sum_parts=usual.sum_parts) for numbers in grid]
+    apart = (False, True) if entry.kernel == "backward_dkv" and entry.BLOCK_D > 128 else (False,)
+    sizes = [
+        TileConfig(*numbers, sum_parts=usual.sum_parts, apart=each)
+        for numbers in grid
+        for each in apart
+    ]
     fitting = [t for t in sizes if _plausible(entry, t, shared_bytes, arch)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
     loads = (False, True) if arch in _TMA and entry.kernel == "forward" else (False,)
@@ -101,7 +107,8 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
     backward = entry.kernel.startswith("backward")
     by_keys = entry.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
-    accumulators = held * D * (2 if by_keys else 1) + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
+    kept = 2 if by_keys and not tile.apart else 1
+    accumulators = held * D * kept + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
     most = 224
     if entry.kernel == "backward_one_pass":
         accumulators += streamed * D

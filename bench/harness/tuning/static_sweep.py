@@ -56,12 +56,14 @@ def survivor(
         return None
     bounds = [_full_block(entry, tile, fact).bound for fact in found if fact.loops]
     held = tile.BLOCK_N if entry.kernel in BY_KEYS else tile.BLOCK_M
-    columns = 2 * entry.BLOCK_D * entry.element_size
+    launches = 2 if tile.apart else 1  # of every call, in one order; each loads all it meets
+    clocks = sum(max(bounds[n::launches], default=0.0) for n in range(launches))
+    columns = 2 * entry.BLOCK_D * entry.element_size * launches
     if entry.kernel == "backward_one_pass":
         columns += 4 * entry.BLOCK_D  # dQ in fp32, by atomic adds
     return Survivor(
         tile,
-        max(bounds) / (tile.BLOCK_M * tile.BLOCK_N) if bounds else None,
+        clocks / (tile.BLOCK_M * tile.BLOCK_N) if bounds else None,
         columns / held,
         max(fact.shared_bytes for fact in found),
     )

@@ -66,6 +66,23 @@ def test_a_tile_is_weighed_by_its_loop_over_full_blocks() -> None:
     assert one_pass is not None and one_pass.loaded_bytes == (2 * 64 * 2 + 64 * 4) / 64
 
 
+def test_a_launch_for_each_gradient_costs_the_sum_of_both() -> None:
+    calls = [LOOPS[1:], LOOPS[:1], LOOPS, LOOPS[:1]]
+    facts = [fact("attention_backward_dkv_kernel", loops=loops) for loops in calls]
+    tile = TileConfig(32, 128, 8, 2, apart=True)
+    found = survivor(TableEntry("backward_dkv", 2, 256), tile, facts)
+    assert found is not None
+    assert found.cycles == 2 * (2048 + 4097) / (32 * 128)
+    assert found.loaded_bytes == 2 * (2 * 256 * 2) / 128
+
+
+def test_wide_heads_are_tried_with_a_launch_for_each_gradient() -> None:
+    for D, tried in ((128, {False}), (256, {False, True})):
+        found = candidates(TableEntry("backward_dkv", 2, D), 227 * 1024, "sm_90")
+        assert {tile.apart for tile in found} == tried
+    assert TileConfig(32, 128, 8, 2, apart=True) in found
+
+
 def test_programs_that_share_a_multiprocessor_overlap() -> None:
     """128 threads wait for their products alone, unless shared memory has room for another 128."""
     tile = TileConfig(64, 64, 4, 2)
