@@ -16,10 +16,11 @@ from fastattn.testing import make_qkv
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
 
 
-def test_kernels_serve_when_interpreting() -> None:
-    explanation = fastattn.explain(*make_qkv())
+def test_kernels_serve_where_they_run(device: str) -> None:
+    explanation = fastattn.explain(*make_qkv(device=device))
     assert explanation == fastattn.Explanation("triton", {})
     assert str(explanation) == "backend: triton"
 
@@ -34,8 +35,8 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), REASONS)
-def test_reason_for_torch(arguments, reason: str) -> None:
-    q, k, v = make_qkv(**arguments)
+def test_reason_for_torch(arguments, reason: str, device: str) -> None:
+    q, k, v = make_qkv(**{"device": device, **arguments})
     explanation = fastattn.explain(q, k, v)
     assert explanation == fastattn.Explanation("torch", {"triton": reason})
     assert str(explanation) == f"backend: torch\n  not triton: {reason}"
@@ -56,8 +57,8 @@ def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
 
 
-def test_argument_forces_a_backend() -> None:
-    q, k, v = make_qkv()
+def test_argument_forces_a_backend(device: str) -> None:
+    q, k, v = make_qkv(device=device)
     explanation = fastattn.explain(q, k, v, backend="torch")
     asked = {"triton": 'backend "torch" was asked for'}
     assert explanation == fastattn.Explanation("torch", asked, forced=True)
@@ -65,8 +66,8 @@ def test_argument_forces_a_backend() -> None:
     assert forced == fastattn.Explanation("triton", {}, forced=True)
 
 
-def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv()
+def test_environment_forces_a_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(device=device)
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     assert fastattn.explain(q, k, v).backend == "torch"
     assert fastattn.explain(q, k, v, backend="triton").backend == "triton"
@@ -81,7 +82,7 @@ def test_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         fastattn.attention(q, k, v)
 
 
-def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_backend_is_the_one_that_runs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     original = attend.attend
 
@@ -90,7 +91,7 @@ def test_forced_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) ->
         return original(*arguments, **kind)
 
     monkeypatch.setattr(attend, "attend", counted)
-    q, k, v = make_qkv(1, 1, 1, 4, D=16)
+    q, k, v = make_qkv(1, 1, 1, 4, D=16, device=device)
     fastattn.attention(q, k, v, backend="torch")
     assert called == []
     fastattn.attention(q, k, v, backend="triton")
@@ -140,22 +141,24 @@ HOPPER_REASONS = [
 
 @pytest.mark.parametrize(("sizes", "options", "reason"), HOPPER_REASONS)
 def test_hopper_says_what_it_does_not_serve(
-    sizes, options, reason: str, monkeypatch: pytest.MonkeyPatch
+    sizes, options, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
-        fastattn.attention(*make_qkv(**sizes), **options, backend="hopper")
+        fastattn.attention(*make_qkv(**sizes, device=device), **options, backend="hopper")
 
 
-def test_hopper_needs_its_gpu() -> None:
-    inputs = make_qkv(D=64, dtype=torch.bfloat16)
+def test_hopper_needs_its_gpu(device: str) -> None:
+    inputs = make_qkv(D=64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match=r"written for GPUs of compute capability 9\.0"):
         fastattn.attention(*inputs, backend="hopper")
     assert "hopper" not in fastattn.explain(*inputs).reasons
 
 
-def test_hopper_is_no_backend_of_other_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_is_no_backend_of_other_functions(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
-    q, k, _ = make_qkv(D=64, dtype=torch.bfloat16)
+    q, k, _ = make_qkv(D=64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="it has no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")

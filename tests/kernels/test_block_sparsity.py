@@ -212,9 +212,9 @@ def test_packed_sequences_that_fill_their_last_tile(starts: tuple[int, ...], dev
         )
 
 
-def test_masks_that_ranges_describe_have_no_table() -> None:
-    q, k, _ = make_qkv(B, H, 1, T_q, T_k, 4, requires_grad=False)
-    padding = chance(B, T_k)
+def test_masks_that_ranges_describe_have_no_table(device: str) -> None:
+    q, k, _ = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    padding = chance(B, T_k).to(device)
     options = Options(key_padding_mask=padding, left=3, right=0, keep_first=2)
     assert mask_for_queries(options, q, k, TILE).counts_ptr is None
     assert mask_for_keys(options, q, k, TILE).counts_ptr is None

@@ -18,12 +18,16 @@ from fastattn.compat.llama import LlamaAttention
 from fastattn.compat.sdpa import scaled_dot_product_attention
 
 B, D, WIDTH = 1, 8, 32
+DEVICE = "cpu"  # of a test's tensors: see `backend`
 LENGTHS = (6, 17, 19)
 
 
 @pytest.fixture(autouse=True, params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     monkeypatch.setenv(dispatch.ENVIRONMENT, request.param)
+    monkeypatch.setitem(globals(), "DEVICE", device if request.param == "triton" else "cpu")
     torch._dynamo.reset()
     yield request.param
     torch._dynamo.reset()
@@ -31,7 +35,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def heads(T: int, H: int = 4, T_k: int | None = None) -> tuple[Tensor, ...]:
     sizes = ((H, T), (2, T_k or T), (2, T_k or T))
-    return tuple(torch.randn(B, *size, D) for size in sizes)
+    return tuple(torch.randn(B, *size, D, device=DEVICE) for size in sizes)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -50,7 +54,7 @@ def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def packed(*lengths: int) -> tuple[Tensor, ...]:
     q, k, v = (x[0].transpose(0, 1) for x in heads(sum(lengths)))
-    return q, k, v, torch.tensor([0, *lengths]).cumsum(0)
+    return q, k, v, torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -75,18 +79,18 @@ def scored_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def tokens(T: int) -> tuple[Tensor, ...]:
-    return (torch.randn(B, T, WIDTH),)
+    return (torch.randn(B, T, WIDTH, device=DEVICE),)
 
 
 def layer(name: str) -> Callable[..., Tensor]:
     torch.manual_seed(0)
     if name == "MultiheadAttention":
-        self_attention = fastattn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self_attention = fastattn.MultiheadAttention(WIDTH, 4, batch_first=True).to(DEVICE)
         return lambda x: self_attention(x, x, x, need_weights=False)[0]
     if name == "CrossGQAttention":
-        cross = fastattn.CrossGQAttention(WIDTH, 4, 2)
+        cross = fastattn.CrossGQAttention(WIDTH, 4, 2).to(DEVICE)
         return lambda x: cross(x, x * 2.0)
-    return getattr(fastattn, name)(WIDTH, 4, 2)
+    return getattr(fastattn, name)(WIDTH, 4, 2).to(DEVICE)
 
 
 LAYERS = ("GQAttention", "CausalGQAttention", "CrossGQAttention", "MultiheadAttention")
@@ -156,24 +160,25 @@ def test_keys_of_another_length_take_another_graph_at_most() -> None:
 
 def test_decoding_compiles_for_all_lengths() -> None:
     counter = CompileCounterWithBackend("eager")
-    cache = fastattn.KVCache(B, 2, 64, D)
+    cache = fastattn.KVCache(B, 2, 64, D, device=DEVICE)
     compiled = torch.compile(
         lambda q, cache: fastattn.decode_attention(q, cache), fullgraph=True, backend=counter
     )
     for T in (6, 1, 1, 5, 5):
-        cache.append(torch.randn(B, 2, T, D), torch.randn(B, 2, T, D))
-        q = torch.randn(B, 4, min(T, 5), D)
+        q, k, v = heads(T)
+        cache.append(k, v)
+        q = q[:, :, :5]
         torch.testing.assert_close(compiled(q, cache), fastattn.decode_attention(q, cache))
     assert counter.frame_count <= 4
 
 
 def test_steps_over_grown_caches_compile_for_all_lengths() -> None:
     counter = CompileCounterWithBackend("eager")
-    llama = LlamaAttention(fastattn.CausalGQAttention(WIDTH, 4, 2))
+    llama = LlamaAttention(fastattn.CausalGQAttention(WIDTH, 4, 2)).to(DEVICE)
     compiled = torch.compile(llama, fullgraph=True, backend=counter)
     keys = values = None
     for T in (6, 1, 1, 1, 1):
-        x = torch.randn(B, T, WIDTH)
+        (x,) = tokens(T)
         expected = llama(x, None, True, keys, values)
         torch.testing.assert_close(compiled(x, None, True, keys, values), expected)
         keys, values = (cached.detach() for cached in expected[1:])
@@ -285,12 +290,13 @@ def scriptable(name: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["alone", "encoder"])
 def test_scripts_call_multihead_attention(name: str) -> None:
-    module = scriptable(name)
-    x = torch.randn(3, 5, WIDTH)
+    module = scriptable(name).to(DEVICE)
+    x = torch.randn(3, 5, WIDTH, device=DEVICE)
     inputs, options = {"alone": 3, "encoder": 1}[name] * (x,), {}
     if name == "encoder":
         # A row that sees nothing: NaN in torch's own attention, which must not serve here.
-        options["src_key_padding_mask"] = torch.tensor([[True], [False], [False]]).expand(3, 5)
+        padding = torch.tensor([[True], [False], [False]], device=DEVICE)
+        options["src_key_padding_mask"] = padding.expand(3, 5)
     script = torch.jit.script(module)
     found, expected = (m(*inputs, **options) for m in (script, module))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
