@@ -42,7 +42,7 @@ from .rules.softmax import weights
 from .rules.tile import add_tile, head_at, load_tile, load_vector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from fastattn.options import Options
 
@@ -190,54 +190,6 @@ def attention_backward_dkv_kernel(
             store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
 
 
-def _plan(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    parts: int,
-    kernel: str,
-) -> Launch:
-    query = options.relative_query
-    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
-    programs = parts * key_programs(options, k, tile.BLOCK_N)
-    mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
-    return Launch(
-        attention_backward_dkv_kernel,
-        programs,
-        tile,
-        *map(strides, (q, k, v, do)),
-        None if dk is None else strides(dk),
-        None if dv is None else strides(dv),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
-        parts,
-        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, do, dk, dv, query),
-        tables=tables,
-    )
-
-
-class _Pass(NamedTuple):
-    """A launch, and which gradients it writes."""
-
-    plan: Callable[..., Launch]
-    dk: bool
-    dv: bool
-
-
-# Each plan is an object of its own: launches are cached by plan.
-_TOGETHER = (_Pass(partial(_plan, kernel="backward_dkv"), dk=True, dv=True),)
-_APART = (
-    _Pass(partial(_plan, kernel="backward_dkv"), dk=False, dv=True),
-    _Pass(partial(_plan, kernel="backward_dkv"), dk=True, dv=False),
-)
-_WITH_DQ = (_Pass(partial(_plan, kernel="backward_one_pass"), dk=True, dv=True),)
-
-
 def head_parts(G: int, programs: int, multiprocessors: int) -> int:
     """Among how many programs the G heads of each of `programs` tiles of keys are dealt out.
 
@@ -247,6 +199,70 @@ def head_parts(G: int, programs: int, multiprocessors: int) -> int:
         return 1
     heads = max(1, round(G * programs / (_ENOUGH * multiprocessors)))
     return blocks(G, heads)
+
+
+class _Launches(NamedTuple):
+    """Those of a call: for dK and dV, or for dV and dK alone. parts: see `head_parts`."""
+
+    both: Launch | None
+    dv: Launch | None
+    dk: Launch | None
+    parts: int
+
+    @property
+    def reusable(self) -> bool:
+        return all(launch is None or launch.reusable for launch in self[:3])
+
+    def bind(self, given: Sequence[Any]) -> None:
+        for launch in self[:3]:
+            if launch is not None:
+                launch.bind(given)
+
+
+def _plan(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    kernel: str = "backward_dkv",
+) -> _Launches:
+    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
+    programs = key_programs(options, k, tile.BLOCK_N)
+    parts = head_parts(q.shape[1] // k.shape[1], programs, tiles.multiprocessors(q.device))
+
+    def launch(dk: Tensor | None, dv: Tensor | None) -> Launch:
+        mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
+        return Launch(
+            attention_backward_dkv_kernel,
+            programs * parts,
+            tile,
+            *map(strides, (q, k, v, do)),
+            None if dk is None else strides(dk),
+            None if dv is None else strides(dv),
+            mask,
+            kernel_score(options, q.dtype),
+            *sizes(q, k),
+            parts,
+            constants(
+                tile,
+                q.shape[3],
+                v.shape[3],
+                q.dtype,
+                *(q, k, v, do, dk, dv, options.relative_query),
+            ),
+            tables=tables,
+        )
+
+    if tile.apart:
+        return _Launches(None, launch(None, dv), launch(dk, None), parts)
+    return _Launches(launch(dk, dv), None, None, parts)
+
+
+_plan_with_dq = partial(_plan, kernel="backward_one_pass")
 
 
 def launch_dkv(
@@ -266,23 +282,21 @@ def launch_dkv(
     Where heads are dealt out (`head_parts`) each part has an fp32 copy of dk and dv for the time of
     the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths.
     """
-    kernel = "backward_dkv" if dq is None else "backward_one_pass"
-    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
-    passes = _WITH_DQ if dq is not None else _APART if tile.apart else _TOGETHER
-    dk, dv = (empty_in_layout(x, *x.shape[1:]) for x in (k, v))
-    parts, H_k = 1, k.shape[1]
-    if q.shape[1] != H_k:
-        programs = key_programs(options, k, tile.BLOCK_N)
-        parts = head_parts(q.shape[1] // H_k, programs, tiles.multiprocessors(q.device))
+    dk = empty_in_layout(k, *k.shape[1:])
+    dv = empty_in_layout(v, *v.shape[1:])
+    plan = _plan if dq is None else _plan_with_dq
+    both, for_dv, for_dk, parts = launch_for(plan, options, (q, k, v, do), dk, dv)
     # With one part anything of its type stands for them.
-    found = (delta, delta) if parts == 1 else (_parts_of(k, parts), _parts_of(v, parts))
-    for plan, *wanted in passes:
-        written = [x if want else None for x, want in zip((dk, dv), wanted, strict=True)]
-        launch = launch_for(plan, options, (q, k, v, do), *written, parts)
-        launch(options, q, k, v, do, lse, delta, *written, *found, dq)
+    k_parts = delta if parts == 1 else _parts_of(k, parts)
+    v_parts = delta if parts == 1 else _parts_of(v, parts)
+    if both is not None:
+        both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, dq)
+    if for_dv is not None and for_dk is not None:
+        for_dv(options, q, k, v, do, lse, delta, None, dv, k_parts, v_parts, None)
+        for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, None)
     if parts > 1:
-        for x, sums in zip((dk, dv), found, strict=True):
-            launch_add_parts(sums, x, options)
+        launch_add_parts(k_parts, dk, options)
+        launch_add_parts(v_parts, dv, options)
     return dk, dv
 
 

@@ -9,7 +9,7 @@ Tensors are the call's own: none is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,21 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 _KEPT = 1024
-_known: dict[Hashable, Launch] = {}
+_known: dict[Hashable, Any] = {}
+
+
+class Reusable(Protocol):
+    """`Launch`, or several of one call."""
+
+    @property
+    def reusable(self) -> bool:
+        """As that of `Launch`."""
+
+    def bind(self, given: Sequence[Any]) -> None:
+        """As `Launch.bind`."""
+
+
+_L = TypeVar("_L", bound=Reusable)
 
 
 class Tables(Protocol):
@@ -186,8 +200,8 @@ def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescrip
 
 
 def launch_for(
-    plan: Callable[..., Launch], options: Options, tensors: tuple[Tensor | None, ...], *rest: Any
-) -> Launch:
+    plan: Callable[..., _L], options: Options, tensors: tuple[Tensor | None, ...], *rest: Any
+) -> _L:
     """plan(options, *tensors, *rest), cached where launches with such options can be.
 
     Args:
@@ -208,18 +222,18 @@ def launch_for(
 
 
 def cached(
-    key: Hashable | None, given: Sequence[Any], plan: Callable[[list[Any]], Launch],
+    key: Hashable | None, given: Sequence[Any], plan: Callable[[list[Any]], _L],
     dtype: torch.dtype,
-) -> Launch:  # fmt: skip
+) -> _L:  # fmt: skip
     """plan(given), found again by its key and `device_key`.
 
     key: says all that plan asks of the tensors and numbers in `given`; None: nothing may be kept.
     """
     if key is not None:
         key = (key, tiles.device_key(dtype))
-        launch = _known.get(key)
-        if launch is not None:
-            return launch
+        known: _L | None = _known.get(key)
+        if known is not None:
+            return known
     # One object for each place, even where a call has one tensor in two of them.
     views = [_viewed(x) for x in given] if any(map(_of_a_call, given)) else list(given)
     launch = plan(views)

@@ -1,5 +1,6 @@
 """dK and dV: query heads dealt out to several programs, and a launch for each gradient."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> 
 
 
 @pytest.fixture
-def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def summed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Parts of each gradient that was added up, on a device of 100 multiprocessors."""
     parts: list[int] = []
     add = backward_dkv.launch_add_parts
@@ -43,7 +44,8 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 100)
     monkeypatch.setattr(backward_dkv, "launch_add_parts", counted)
     launches.forget()
-    return parts
+    yield parts
+    launches.forget()
 
 
 @pytest.mark.parametrize("option", OPTIONS)
