@@ -41,6 +41,8 @@ SPILL_BYTES = {
     # Every mask beside columns that exist in part, by Triton 3.6; in no loop.
     ("sm_90", "backward", 160, "bf16"): 160,
     ("sm_90", "backward", 256, "bf16"): 80,
+    # In no loop over full blocks; on an H100 20 percent faster than the best tile without.
+    ("sm_90", "backward", 128, "bf16"): 192,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -176,12 +178,12 @@ CASES = compiled_cases(
 # Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp:
 # what they were when the tiles were chosen, and a little for other versions of the compilers.
 BUDGET = {
-    ("attention_forward_kernel", 64): 465,
-    ("attention_forward_kernel", 128): 500,
+    ("attention_forward_kernel", 64): 305,
+    ("attention_forward_kernel", 128): 365,
     ("attention_backward_dq_kernel", 64): 435,
     ("attention_backward_dq_kernel", 128): 315,
     ("attention_backward_dkv_kernel", 64): 335,
-    ("attention_backward_dkv_kernel", 128): 265,
+    ("attention_backward_dkv_kernel", 128): 280,
 }
 
 
@@ -256,6 +258,8 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
     assert full.count("FSEL") == 0
     assert boundary.count("FSEL") >= scores
+    # A limit a row, a comparison with it a score, and a choice.
+    assert boundary.total <= 1.65 * full.total
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(64, "fp16"), (128, "bf16")])
@@ -269,13 +273,13 @@ def test_full_blocks_take_few_instructions(
         assert full.total <= BUDGET[fact.name, D], f"{fact.name}: {full.total} instructions"
 
 
-@pytest.mark.parametrize(("D", "most"), [(64, 455), (128, 487)])
+@pytest.mark.parametrize(("D", "most"), [(64, 296), (128, 356)])
 def test_forward_reaches_its_targets(D: int, most: int, compiled: dict[tuple, Future]) -> None:
-    """128 queries by 128 keys without a mask: the fewest instructions seen of a Triton kernel."""
+    """128 queries by 64 keys without a mask: two programs of D 64 fit a multiprocessor at once."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", D, "bf16", "full"].result())
     full, _ = sorted(fact.loops, key=lambda loop: loop.total)
     tile = tiles.tile_of("sm_90", "forward", 2, D)
-    assert (tile.BLOCK_M, tile.BLOCK_N) == (128, 128)
+    assert (tile.BLOCK_M, tile.BLOCK_N) == (128, 64)
     assert full.total <= most
     # No thread asks another for its sum: what is left are two steps of two maxima.
     assert full.count("SHFL") == 4
