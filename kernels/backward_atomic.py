@@ -154,6 +154,10 @@ def _plan_start(
     )
 
 
+# Another launch for the same options and tensors.
+_plan_start_in_tiles = partial(_plan_start)
+
+
 def launch_start_dq(
     do: Tensor,
     dlse: Tensor | None,
@@ -176,10 +180,8 @@ def launch_start_dq(
     rows = T_q if stats is None else stats.shape[2]
     total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
     minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
-    if stats is None:
-        launch = launch_for(_plan_start, options, (q, o, do, dlse))
-    else:
-        launch = _plan_start(options, q, o, do, dlse, stats)
+    plan = _plan_start if stats is None else _plan_start_in_tiles
+    launch = launch_for(plan, options, (q, o, do, dlse), stats)
     launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)
     return total
 
@@ -212,12 +214,14 @@ def _plan_finish(
     )
 
 
+def _plan_finish_in_tiles(options: Options, dq: Tensor, total: Tensor) -> Launch:
+    return _plan_finish(options, dq, total, options.cu_seqlens_q)
+
+
 def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
     """dq [B, H_q, T_q, D], in any memory order, from the sum of `launch_start_dq`."""
-    if total.shape[2] == dq.shape[2]:
-        launch = launch_for(_plan_finish, options, (dq, total))
-    else:
-        launch = _plan_finish(options, dq, total, options.cu_seqlens_q)
+    plan = _plan_finish if total.shape[2] == dq.shape[2] else _plan_finish_in_tiles
+    launch = launch_for(plan, options, (dq, total))
     launch(options, total, dq)
 
 

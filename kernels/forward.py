@@ -144,23 +144,25 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 
 
 def prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
-) -> Forward | None:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward,
+    plan: Callable[..., Launch] = _plan, readable: Callable[[Tensor], Tensor] = aligned,
+) -> Forward | None:  # fmt: skip
     """`launch_forward` for calls with the signature of this one, ready to launch.
 
     Packed sequences have no batch dim: q [total_q, H_q, D], and so on. None where tensors have to
     be copied for each call, and with users' functions. It depends on `device_key` too, and takes
     the current device for theirs.
 
-    otherwise: serves calls whose rows start elsewhere than at multiples of 16 bytes.
+    otherwise: serves calls whose rows start elsewhere than at multiples of 16 bytes. plan,
+    readable: of other kernels, the launch and what copies tensors that they cannot read.
     """
     packed = q.dim() == 3
     if packed:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    if any(aligned(x) is not x for x in (q, k, v)):
+    if any(readable(x) is not x for x in (q, k, v)):
         return None
     like = empty_in_layout(q, q.shape[1], q.shape[2], v.shape[3])
-    launch = launch_for(_plan, options, (q, k, v), like)
+    launch = launch_for(plan, options, (q, k, v), like)
     if not launch.reusable:
         return None
     rows = like.shape[:3]

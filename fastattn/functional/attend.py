@@ -264,9 +264,11 @@ def _compute(
         return attend(q, k, v, options, return_lse)
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
-    if choice.backend == "triton" and rows[0] is q and rows[1] is k and rows[2] is v:
-        call_memo.keep(key, q, given, options, partial(ops.prepare, q, k, v, options))
-    o, lse = ops.attend(*rows, options, hopper=choice.backend == "hopper")
+    hopper = choice.backend == "hopper"
+    o, lse = ops.attend(*rows, options, hopper=hopper)
+    if rows[0] is q and rows[1] is k and rows[2] is v:
+        prepare = partial(ops.prepare, q, k, v, options, hopper=hopper)
+        call_memo.keep(key, q, given, options, prepare)
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

@@ -128,7 +128,7 @@ def keep(
     key: list[Any] | None, q: Tensor, given: Mapping[str, Any], options: Options,
     prepare: Callable[[], Any],
 ) -> None:  # fmt: skip
-    """Remember a call that the Triton kernels serve with the caller's own tensors.
+    """Remember a call that kernels have served with the caller's own tensors.
 
     Args:
         given: as `key_of` had it.

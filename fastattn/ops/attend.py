@@ -326,16 +326,20 @@ def kernels_for(q: Tensor, *, hopper: bool = False) -> Kernels:
 def device_key(dtype: torch.dtype) -> Hashable:
     """What kernels for this dtype go by beside their arguments: equal where they are the same."""
     key: Hashable = kernel("launch.tiles").device_key(dtype)
-    return key
+    return (key, "without hopper") if uncompiled else key
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Kernels | None:
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, hopper: bool = False
+) -> Kernels | None:
     """The kernels for calls with the signature of this one, the forward ready to launch.
 
     They are good as long as `device_key` is the same. None where such a call needs a launch of its
     own: on a device that is not the current one, with users' functions, and for tensors that
-    kernels cannot read as they lie.
+    kernels cannot read as they lie. hopper: as in `attend`.
     """
+    if hopper and uncompiled:
+        return None
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None
     packed = options.cu_seqlens_q is not None
@@ -343,11 +347,18 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Kernels | None
         return None
     if packed and options.relative_query is not None:
         return None
-    otherwise = _packed_forward if packed else DIRECT.forward
-    forward = kernel("forward").prepare_forward(q, k, v, options, otherwise)
-    return None if forward is None else DIRECT._replace(forward=forward)
+    kernels = HOPPER_DIRECT if hopper else DIRECT
+    otherwise = partial(_packed_forward, kernels) if packed else kernels.forward
+    if hopper:
+        make = kernel("hopper.forward").prepare_hopper_forward
+    else:
+        make = kernel("forward").prepare_forward
+    forward = make(q, k, v, options, otherwise)
+    return None if forward is None else kernels._replace(forward=forward)
 
 
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    o, lse = DIRECT.forward(as_batch(q), as_batch(k), as_batch(v), options)
+def _packed_forward(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    o, lse = kernels.forward(as_batch(q), as_batch(k), as_batch(v), options)
     return as_packed(o), lse[0]

@@ -9,7 +9,9 @@ from unittest import mock
 
 import torch
 
+from ..functional import call_memo
 from ..kernels.hopper import backward, forward, host
+from ..kernels.launch import launches
 from ..ops import attend as ops
 from ..ops import call
 from .compare import assert_matches_reference
@@ -41,9 +43,16 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module, kernel in _KERNELS:
         seed = sum(map(ord, name))
         monkeypatch.setattr(module, kernel, Counted(getattr(module, kernel), seed))
+    forget()
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
     # Serve CPU tensors, with or without Triton's own interpreter.
     monkeypatch.setattr(call, "interpreting", lambda: True)
+
+
+def forget() -> None:
+    """Make every launch anew: those that are kept have kernels, tiles and grids of their own."""
+    launches.forget()
+    call_memo.forget()
 
 
 def order_events(seed: int) -> None:
@@ -55,8 +64,10 @@ def order_events(seed: int) -> None:
 @contextlib.contextmanager
 def grid_of(programs: int) -> Iterator[None]:
     """Limit persistent grids to this many programs in the block."""
+    forget()
     with mock.patch.object(host, "multiprocessors", lambda device: programs):
         yield
+    forget()
 
 
 def check_on_hopper(

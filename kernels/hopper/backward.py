@@ -24,9 +24,10 @@ from ..launch.arguments import (
     strides,
     tiles_of,
 )
+from ..launch.launches import Launch, launch_for
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
-from .host import describe, end_early, key_grid, query_grid, rows_of
+from .host import describe, end_early, key_grid, query_grid, strides_to_send, walkable
 from .pipeline import ROWS
 from .tile_table import backward_config
 
@@ -53,6 +54,8 @@ def launch_hopper_backward(
     options. `why_not_hopper(..., backward=True)` is None, and with options.atomic_dq so is
     `why_not_one_pass`.
     """
+    q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
+    o = aligned(o)
     B, H_q, T_q, _ = q.shape
     dq = empty_in_layout(q, *q.shape[1:])
     dk = empty_in_layout(k, *k.shape[1:])
@@ -62,93 +65,101 @@ def launch_hopper_backward(
         return dq, dk.zero_(), dv.zero_(), delta
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
+    minus_lse, minus_delta = stats.unbind()
     wanted = delta if options.sinks is not None else None
     total = None
     if options.atomic_dq:
-        total = launch_start_dq(aligned(do), dlse, q, aligned(o), lse, wanted, options, stats)
+        total = launch_start_dq(do, dlse, q, o, lse, wanted, options, stats)
     else:
-        _launch_dq(do, dlse, q, k, v, o, lse, dq, wanted, stats, options)
-    _launch_dkv(do, q, k, v, dk, dv, total, stats, options)
+        launch = launch_for(_plan_dq, options, (q, k, v, do, o, dlse), dq, stats)
+        launch(options, q, k, v, do, dq, o, lse, dlse, wanted, minus_lse, minus_delta)
+    launch = launch_for(_plan_dkv, options, (q, k, v, do), dk, dv, total, stats)
+    launch(options, q, k, v, do, total, dk, dv, minus_lse, minus_delta)
     if total is not None:
         launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta
 
 
-def _launch_dq(
-    do: Tensor,
-    dlse: Tensor | None,
+def _plan_dq(
+    options: Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    do: Tensor,
     o: Tensor,
-    lse: Tensor,
+    dlse: Tensor | None,
     dq: Tensor,
-    delta: Tensor | None,
     stats: Tensor,
-    options: Options,
-) -> None:
-    """Fill dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
+) -> Launch:
+    """The launch that fills dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
     config = backward_config("dq", q.shape[3], end_early(options), options.softcap is not None)
     grid, sizes = query_grid(q, k, config, options)
-    hopper_backward_dq_kernel[grid](
-        describe(q, ROWS.value),
-        describe(k, config.BLOCK),
-        describe(v, config.BLOCK),
-        describe(do, ROWS.value),
-        describe(dq, ROWS.value),
-        rows_of(dq, options),
-        (o, strides(o)),
-        lse,
-        dlse,
-        delta,
-        *stats,
+    return Launch(
+        hopper_backward_dq_kernel,
+        grid[0],
+        {"num_warps": 4},
+        strides_to_send(dq, options),
+        strides(o),
         stats.stride(1),
         kernel_mask(options),
         kernel_score(options, q.dtype),
         *sizes,
         config,
-        num_warps=4,
+        described=(
+            (0, describe(q, ROWS.value)),
+            (1, describe(k, config.BLOCK)),
+            (2, describe(v, config.BLOCK)),
+            (3, describe(do, ROWS.value)),
+            (4, describe(dq, ROWS.value)),
+        ),
+        hidden=4,
     )
 
 
-def _launch_dkv(
-    do: Tensor,
+def _plan_dkv(
+    options: Options,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    do: Tensor,
     dk: Tensor,
     dv: Tensor,
     total: Tensor | None,
     stats: Tensor,
-    options: Options,
-) -> None:
-    """Fill dk and dv; add dQ to total, fp32 [B, H_q, whole tiles, D], if it is given."""
+) -> Launch:
+    """The launch that fills dk and dv.
+
+    It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
+    """
     D = k.shape[3]
     softcap = options.softcap is not None
     if total is None:
         config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap)
-        sums = None
-        piece = None
+        piece, sums = None, None
     else:
         config = backward_config("one_pass", D, end_early(options), softcap)
         piece = D // 2
         sums = describe(total, config.BLOCK, piece)
     grid, sizes = key_grid(q, k, config, options)
-    hopper_backward_dkv_kernel[grid](
-        describe(q, config.BLOCK),
-        describe(k, ROWS.value, piece=piece),
-        describe(v, ROWS.value),
-        describe(do, config.BLOCK),
-        describe(dk, ROWS.value, piece=piece),
-        describe(dv, ROWS.value),
-        rows_of(dk, options),
-        rows_of(dv, options),
-        sums,
-        *stats,
+    return Launch(
+        hopper_backward_dkv_kernel,
+        grid[0],
+        {"num_warps": 4},
+        strides_to_send(dk, options),
+        strides_to_send(dv, options),
         stats.stride(1),
         kernel_mask(options),
         kernel_score(options, q.dtype),
         *sizes,
         config,
-        num_warps=4,
+        described=(
+            (0, describe(q, config.BLOCK)),
+            (1, describe(k, ROWS.value, piece=piece)),
+            (2, describe(v, ROWS.value)),
+            (3, describe(do, config.BLOCK)),
+            (5, describe(dk, ROWS.value, piece=piece)),
+            (6, describe(dv, ROWS.value)),
+            (4, sums),
+        ),
+        hidden=5,
     )

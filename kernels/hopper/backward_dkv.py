@@ -267,17 +267,19 @@ def _store(out, slots, x, tile, first, n, CONSUMER: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward_dkv_kernel(
+    dk_ptr,
+    dv_ptr,
+    minus_lse_ptr,
+    minus_delta_ptr,
     q_desc,
     k_desc,
     v_desc,
     do_desc,
     dk_desc,
     dv_desc,
-    dk_rows,
-    dv_rows,
     dq_desc,
-    minus_lse_ptr,
-    minus_delta_ptr,
+    dk_strides,
+    dv_strides,
     stats_stride,
     mask,
     score,
@@ -294,7 +296,7 @@ def hopper_backward_dkv_kernel(
 ):
     """Persistent grid of any size over tiles of 128 keys of each K/V head.
 
-    dk_rows, dv_rows: as o_rows of the forward kernel. dq_desc: None, or of fp32
+    dk_strides, dv_strides: as o_strides of the forward kernel. dq_desc: None, or of fp32
     [B, H_q, whole tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and
     D / 2 columns.
     """
@@ -318,8 +320,8 @@ def hopper_backward_dkv_kernel(
         statistics=_allocate_statistics(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,
-        dk=Output(dk_desc, dk_rows[0], dk_rows[1]),
-        dv=Output(dv_desc, dv_rows[0], dv_rows[1]),
+        dk=Output(dk_desc, dk_ptr, dk_strides),
+        dv=Output(dv_desc, dv_ptr, dv_strides),
         exchange=exchange,
         stats=RowStats(minus_lse_ptr, minus_delta_ptr, stats_stride),
         score=score,

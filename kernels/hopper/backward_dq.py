@@ -196,18 +196,20 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward_dq_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    do_desc,
-    dq_desc,
-    dq_rows,
-    o_rows,
+    dq_ptr,
+    o_ptr,
     lse_ptr,
     dlse_ptr,
     delta_ptr,
     minus_lse_ptr,
     minus_delta_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dq_desc,
+    dq_strides,
+    o_strides,
     stats_stride,
     mask,
     score,
@@ -224,8 +226,8 @@ def hopper_backward_dq_kernel(
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
-    o_rows: o and its strides; dq_rows: as o_rows of the forward kernel. dlse_ptr, delta_ptr: None
-    where the one is not given and the other not wanted.
+    dq_strides: as o_strides of the forward kernel. dlse_ptr, delta_ptr: None where the one is not
+    given and the other not wanted.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
     landed: gl.constexpr = None
@@ -237,9 +239,9 @@ def hopper_backward_dq_kernel(
         k=allocate_ring(k_desc, config.STAGES, 2),
         v=allocate_ring(v_desc, config.STAGES, 2),
         landed=landed,
-        dq=Output(dq_desc, dq_rows[0], dq_rows[1]),
-        o_ptr=o_rows[0],
-        o_strides=o_rows[1],
+        dq=Output(dq_desc, dq_ptr, dq_strides),
+        o_ptr=o_ptr,
+        o_strides=o_strides,
         lse_ptr=lse_ptr,
         dlse_ptr=dlse_ptr,
         delta_ptr=delta_ptr,

@@ -18,13 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..forward import prepare_forward
 from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score
+from ..launch.launches import Launch, cached, launch_for, signature
 from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from .band import block_number
 from .fp8 import head_scales, is_fp8, weight_shift
-from .host import describe, end_early, query_grid, rows_of
+from .host import describe, end_early, query_grid, strides_to_send, walkable
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -49,9 +51,9 @@ from .schedule import SIZES, Work, query_tile
 from .tile_table import HopperConfig, forward_config, fp8_config
 
 if TYPE_CHECKING:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from fastattn.options import Options
+
+    from ..forward import Forward as ForwardLauncher
 
 
 class Forward(NamedTuple):
@@ -270,12 +272,13 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
+    o_ptr,
+    lse_ptr,
     q_desc,
     k_desc,
     v_desc,
     o_desc,
-    o_rows,
-    lse_ptr,
+    o_strides,
     mask,
     score,
     scales,
@@ -292,7 +295,7 @@ def hopper_forward_kernel(
 ):
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
-    o_rows: o and its strides where it holds packed sequences, else (None, None); see `send`.
+    o_strides: where o holds packed sequences, else None; see `send`.
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
     v as `kernels.fp8_values` packs it.
     """
@@ -312,9 +315,47 @@ def hopper_forward_kernel(
     turns: gl.constexpr = None
     if config.PING_PONG:
         turns = allocate_barriers(SLOTS, 1)
-    o = Output(o_desc, o_rows[0], o_rows[1])
+    o = Output(o_desc, o_ptr, o_strides)
     shared = Forward(o, lse_ptr, q, o_tiles, k, v, landed, turns, score, scales, work)
     run_partitions(query_tile, _load_tile, _attend, shared, config)
+
+
+def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
+    """For q, k and v in 16 bits."""
+    return _plan_with(forward_config(q.shape[3], end_early(options)), options, None, q, k, v, o)
+
+
+def _plan_with(
+    config: HopperConfig,
+    options: Options,
+    scales: tuple[Tensor, Tensor, Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+) -> Launch:
+    grid, sizes = query_grid(q, k, config, options)
+    if not grid[0]:
+        return Launch(hopper_forward_kernel, 0, {})
+    values = describe(v, config.BLOCK) if scales is None else describe(v, config.D, config.BLOCK)
+    return Launch(
+        hopper_forward_kernel,
+        grid[0],
+        {"num_warps": 4},
+        strides_to_send(o, options),
+        kernel_mask(options),
+        kernel_score(options, q.dtype),
+        scales,
+        *sizes,
+        config,
+        described=(
+            (0, describe(q, ROWS.value)),
+            (1, describe(k, config.BLOCK)),
+            (2, values),
+            (3, describe(o, ROWS.value)),
+        ),
+        hidden=3,
+    )
 
 
 def launch_hopper_forward(
@@ -324,9 +365,18 @@ def launch_hopper_forward(
 
     q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None.
     """
-    config = forward_config(q.shape[3], end_early(options))
+    q, k, v = walkable(q), walkable(k), walkable(v)
     o = empty_in_layout(q, *q.shape[1:])
-    return o, _launch(q, k, describe(v, config.BLOCK), o, None, config, options)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
+    return o, lse
+
+
+def prepare_hopper_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: ForwardLauncher
+) -> ForwardLauncher | None:
+    """`launch_hopper_forward` as `kernels.forward.prepare_forward` has that of its own kernel."""
+    return prepare_forward(q, k, v, options, otherwise, _plan, walkable)
 
 
 def launch_hopper_forward_fp8(
@@ -342,38 +392,18 @@ def launch_hopper_forward_fp8(
     values: v as `kernels.fp8_values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
     [B, H_k], fp32 and contiguous.
     """
+    q, k, values = walkable(q), walkable(k), walkable(values)
     _, H_q, T_q, D = q.shape
-    config = fp8_config(D, end_early(options))
     o = empty_in_layout(q, H_q, T_q, D, dtype)
-    v = describe(values, D, config.BLOCK)
-    return o, _launch(q, k, v, o, scales, config, options)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: TensorDescriptor,
-    o: Tensor,
-    scales: tuple[Tensor, Tensor, Tensor] | None,
-    config: HopperConfig,
-    options: Options,
-) -> Tensor:
-    """Fill o; returns lse."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    grid, sizes = query_grid(q, k, config, options)
-    if grid[0]:
-        hopper_forward_kernel[grid](
-            describe(q, ROWS.value),
-            describe(k, config.BLOCK),
-            v,
-            describe(o, ROWS.value),
-            rows_of(o, options),
-            lse,
-            kernel_mask(options),
-            kernel_score(options, q.dtype),
-            scales,
-            *sizes,
-            config,
-            num_warps=4,
-        )
-    return lse
+    config = fp8_config(D, end_early(options))
+    given = (*options, *scales)
+
+    def plan(given: list[Any]) -> Launch:
+        fields, views = given[:-3], given[-3:]
+        return _plan_with(config, type(options)._make(fields), tuple(views), q, k, values, o)
+
+    layouts = [(x.shape, x.stride()) for x in (q, k, values)]
+    key = None if options.launched_anew else (_plan_with, signature(given), dtype, *layouts)
+    cached(key, given, plan, q.dtype)(given, q, k, values, o, lse)
+    return o, lse

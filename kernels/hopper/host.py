@@ -66,9 +66,9 @@ def _why_not(
         return f"head dims of q and v differ ({D} and {D_v})"
     if D not in served:
         return f"head dim {D} is none of {', '.join(map(str, served))}"
-    defaults = options._field_defaults
-    for name, value in options._asdict().items():
-        if name not in _SERVED and value is not defaults[name] and value != defaults[name]:
+    defaults = options._field_defaults.values()
+    for name, value, default in zip(options._fields, options, defaults, strict=True):
+        if value is not default and value != default and name not in _SERVED:
             return f"they do not know {name}"
     longest = max(T_k, T_q)
     if T_k == 0:
@@ -85,23 +85,29 @@ def why_not_one_pass(D: int, options: Options) -> str | None:
     return None
 
 
+def walkable(x: Tensor) -> Tensor:
+    """x [B, H, T, D] if TMA can walk it as it lies, else a copy: of expanded tensors, too."""
+    x = aligned(x)
+    return x.contiguous() if 0 in x.stride() else x
+
+
 def describe(
     x: Tensor, rows: int, cols: int | None = None, piece: int | None = None
 ) -> TensorDescriptor:
-    """A TMA descriptor of x [B, H, T, D] in tiles of `rows` rows of one head; cols: default all.
+    """TMA descriptor of tensors that lie as x [B, H, T, D] does, which `walkable` left.
 
-    Tiles are zero-filled past the last row when loaded, and clipped there when stored. piece: of so
-    many columns a product may read alone; default 128 bytes.
+    In tiles of `rows` rows of one head; cols: default all. Tiles are zero-filled past the last row
+    when loaded, and clipped there when stored. piece: of so many columns a product may read alone;
+    default 128 bytes.
     """
-    x = aligned(x)
     steps = tma_strides(x)
-    if steps is None:  # an expanded tensor
-        x = x.contiguous()
-        steps = tma_strides(x)
+    assert steps is not None
     block = [1, 1, rows, x.shape[3] if cols is None else cols]
     in_pieces = [*block[:3], block[3] if piece is None else piece]
     layout = gl.NVMMASharedLayout.get_default_for(in_pieces, _TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), steps, block, layout)
+    descriptor = TensorDescriptor(x, list(x.shape), steps, block, layout)
+    descriptor.base = None  # a launch is kept for longer than the tensors it was made for
+    return descriptor
 
 
 def end_early(options: Options) -> bool:
@@ -109,9 +115,9 @@ def end_early(options: Options) -> bool:
     return options.key_lengths is not None or options.cu_seqlens_k is not None
 
 
-def rows_of(x: Tensor, options: Options) -> tuple[Tensor | None, tuple[int | None, ...] | None]:
+def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | None:
     """What `pipeline.send` needs to know of an output [B, H, T, D]."""
-    return (None, None) if options.cu_seqlens_q is None else (x, strides(x))
+    return None if options.cu_seqlens_q is None else strides(x)
 
 
 def query_grid(

@@ -35,7 +35,7 @@ class Ring(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A tensor that consumers write. ptr and strides: None without packed sequences; see `send`."""
+    """A tensor that consumers write. strides: None without packed sequences; see `send`."""
 
     desc: Any
     ptr: Any
@@ -250,7 +250,7 @@ def send(out, tile, b, h, first, kept):
     waited for.
     """
     fence_async_shared()
-    if out.ptr is None or kept >= ROWS:
+    if out.strides is None or kept >= ROWS:
         async_store(out.desc, [b, h, first, 0], tile)
     else:
         COLS: gl.constexpr = out.desc.block_shape[3]

@@ -108,19 +108,19 @@ def place(i, work):
     middle = (work.heads * tiles - 2 * paired) // 2 - missing
     unit = i // 2 * programs + gl.program_id(0)
     shorter = i % 2
-    if unit < paired:
-        rank, pair = _in_group(unit, work.pairs, work.pair_group, tiles)
-        shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
-        rank = gl.where(shorter == 0, rank, tiles - 1 - rank)
-        head = 2 * pair + shorter
-    else:
-        number = (i - 2 * rounds) * programs + _turn(i)
-        number += gl.where(number < middle, 0, 2 * missing)
-        if i < 2 * rounds:
-            number = unit - paired
-            number = middle + gl.where(shorter == 0, number, 2 * missing - 1 - number)
-        rank, head = _in_group(number, work.heads - 2 * work.pairs, work.group, tiles)
-        head += 2 * work.pairs
+    alone = (i - 2 * rounds) * programs + _turn(i)
+    alone += gl.where(alone < middle, 0, 2 * missing)
+    number = unit - paired
+    number = middle + gl.where(shorter == 0, number, 2 * missing - 1 - number)
+    number = gl.where(i < 2 * rounds, number, alone)
+    in_pairs = unit < paired
+    number = gl.where(in_pairs, unit, number)
+    heads = gl.where(in_pairs, work.pairs, work.heads - 2 * work.pairs)
+    group = gl.where(in_pairs, work.pair_group, work.group)
+    rank, head = _in_group(number, heads, group, tiles)
+    shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
+    rank = gl.where(in_pairs & (shorter != 0), tiles - 1 - rank, rank)
+    head = gl.where(in_pairs, 2 * head + shorter, 2 * work.pairs + head)
     return rank, head
 
 

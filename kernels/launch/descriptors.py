@@ -35,7 +35,7 @@ def descriptor_like(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
 
 def descriptor_of(x: Tensor, like: TensorDescriptor) -> TensorDescriptor:
     """The descriptor of x, which lies in memory as what `like` was made for does."""
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor: TensorDescriptor = object.__new__(type(like))
     # Checked when `like` was made; to check again takes the host several times what this does.
     descriptor.__dict__.update(like.__dict__)
     descriptor.base = x

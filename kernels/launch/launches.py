@@ -9,7 +9,7 @@ Tensors are the call's own: none is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from fastattn.options import Options
+
+# Which tensor a descriptor is of, and one for tensors that lie in memory as it does.
+Described: TypeAlias = "tuple[int, TensorDescriptor | None]"
 
 _KEPT = 1024
 _known: dict[Hashable, Any] = {}
@@ -67,6 +70,9 @@ class Launch:
             is, the tensor, and rows and columns of its blocks. Their descriptors come between the
             tensors and the arguments; None where the tile does without or TMA cannot walk one.
         tables: further tensors among the arguments, which are made anew for each call.
+        described: which of the first arguments the kernel takes a descriptor of, and one like it,
+            in place of `streams`.
+        hidden: so many of the first arguments the kernel knows by descriptors alone.
     """
 
     __slots__ = (
@@ -74,6 +80,7 @@ class Launch:
         "_bound",
         "_descriptors",
         "_grid",
+        "_hidden",
         "_kernel",
         "_meta",
         "_run_compiled",
@@ -84,7 +91,7 @@ class Launch:
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], tile: TileConfig | dict[str, Any],
         *arguments: Any, streams: Sequence[tuple[int, Tensor, int, int]] = (),
-        tables: Tables | None = None,
+        tables: Tables | None = None, described: Sequence[Described] = (), hidden: int = 0,
     ) -> None:  # fmt: skip
         self._kernel = kernel
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
@@ -99,7 +106,8 @@ class Launch:
         ]
         if not any(like for _, like in self._descriptors):
             arguments = (*[None] * len(self._descriptors), *arguments)
-            self._descriptors = []
+            self._descriptors = list(described)
+        self._hidden = hidden
         self._arguments = arguments
         self._bound: list[_Bound] = []
         self._tables = tables
@@ -148,6 +156,7 @@ class Launch:
             given = (*given, *self._tables(given))
         arguments = self._arguments if not self._bound else self._with(given)
         descriptors = [_described(tensors[place], like) for place, like in self._descriptors]
+        tensors = tensors[self._hidden :]
         if self._run_compiled is not None and not pointers & 15:
             self._run_compiled(*tensors, *descriptors, *arguments)
             return

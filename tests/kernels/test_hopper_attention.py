@@ -1,7 +1,7 @@
 """The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +16,17 @@ from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.gluon_emulator import machine, memory, products
-from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of, order_events
+from fastattn.testing.hopper import check_on_hopper, emulate_hopper, forget, grid_of, order_events
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     emulate_hopper(monkeypatch, request.node.name)
+    yield
+    forget()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
@@ -159,6 +161,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     configured = forward.forward_config
 
     def choose(turns: bool) -> None:
+        forget()
         monkeypatch.setattr(
             forward, "forward_config", lambda *a: configured(*a)._replace(PING_PONG=turns)
         )

@@ -13,6 +13,7 @@ from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
 from fastattn.kernels.hopper.host import end_early
 from fastattn.kernels.hopper.tile_table import forward_config
+from fastattn.kernels.launch import launches
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import CompiledFacts, count_compilations
@@ -72,6 +73,7 @@ def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
     if kernel == "forward":
         config = forward_config(D, end_early(options))._replace(PING_PONG=case == "turns")
         with mock.patch.object(forward, "forward_config", lambda *_: config):
+            launches.forget()
             forward.launch_hopper_forward(q, k, k, options)
     else:
         lse = meta(1, 4, T, dtype=torch.float32)

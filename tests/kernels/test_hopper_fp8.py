@@ -1,6 +1,7 @@
 """The Hopper forward in 8 bits, in the emulator: within its bound, and exact where weights are."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,19 +26,23 @@ from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 from fastattn.testing.gluon_emulator import Emulated, IllegalError, launch
+from fastattn.testing.hopper import forget
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """backend="hopper" launches into the emulator; each test has an order of events of its own."""
+    forget()
     seed = sum(map(ord, request.node.name))
     kernel = Emulated(forward.hopper_forward_kernel, seed)
     monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
     monkeypatch.setattr(host, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    yield
+    forget()
 
 
 def drawn(

@@ -1,6 +1,7 @@
 """The one-pass backward for Hopper in the emulator: numbers within the error budget, no fault."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,15 +15,17 @@ from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward
 from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.hopper import check_on_hopper, emulate_hopper, grid_of
+from fastattn.testing.hopper import check_on_hopper, emulate_hopper, forget, grid_of
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     emulate_hopper(monkeypatch, request.node.name)
+    yield
+    forget()
 
 
 def passes() -> int:
@@ -200,7 +203,7 @@ def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
     torch.autograd.grad(attention(q, k, v).sum(), q)
     launched = kernel.__getitem__.return_value.call_args.args
-    _q, k_desc, _v, _do, dk_desc, *_others = launched
+    _q, k_desc, _v, _do, dk_desc, *_others = launched[4:]
     assert k_desc.layout == dk_desc.layout
     assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
 

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -241,6 +242,14 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
         attend.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
+@pytest.fixture
+def no_known_calls() -> Iterator[None]:
+    call_memo.forget()
+    yield
+    call_memo.forget()
+
+
+@pytest.mark.usefixtures("no_known_calls")
 @pytest.mark.parametrize("backend", ["hopper", None])
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
 def test_hopper_kernels_come_first_on_their_gpu(
@@ -279,6 +288,7 @@ def test_hopper_kernels_come_first_on_their_gpu(
     assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
 
 
+@pytest.mark.usefixtures("no_known_calls")
 @pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
 def test_what_does_not_compile_for_hopper_is_served_all_the_same(
     launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
