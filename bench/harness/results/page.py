@@ -8,6 +8,7 @@ from typing import Any
 
 from ...kernels.launch import tiles
 from ..attention import TIMED
+from . import probes
 from .report import Report, markdown, write_whole
 
 _INTRODUCTION = """# Results
@@ -23,38 +24,33 @@ also have them over the pairs that the mask lets through, with 20th and 80th per
 power. Before it is timed, every implementation is held to the error budget on a sample of heads.
 """
 
-_NOTHING = """## Not measured yet
+_NOTHING = """## Measured
 
-There is no such file yet: nothing has been measured on a GPU, and the kernels have run on none. Do
-not expect a particular speed."""
+There is no such file yet. What was measured outside a full run stands below."""
 
-_OPEN = """## Open questions
+_OPEN = """## What the figures settled, and what is open
 
-What is known without a measurement, from Triton 3.7 and sm_90, and what one has to settle:
-
+- The model of speed (`fastattn.testing.compiling.speed`) had chosen forward tiles of 128 by 128 for
+  plain calls; on an H100 128 by 64 takes a quarter less time at head dim 64, a sixth at 128 and a
+  third at 256 (causal). It counts the fewest clocks of each unit, and not that two programs on a
+  multiprocessor hide each other's waits. `python bench/tune.py --out DIR` times tiles.
+- Keys by TMA are no faster than by pointers in the portable forward; no table asks for them.
+- Turns of the consumers (`PING_PONG`) gain nothing, nor do other blocks and stages of the Hopper
+  forward: the shapes in use were the fastest, or within 2 percent.
+- Two passes or one: at head dim 128 the one with atomics is the faster on Hopper, by 5 to 15
+  percent; of the portable kernels it is the slower.
+- The Hopper kernels are faster than the portable ones wherever both were timed, so `auto` takes
+  them. Dealt out in pairs, the tiles of a causal mask take two thirds to three quarters of the time
+  that the plain order took; the rows of T 16384 and of head dim 256 above are still of that order,
+  and the backward of head dim 256 is that of before a launch for each gradient (2.85 ms then).
+- Open: what 8 bits gain on Hopper over 16 (the kernels run there and are within their bound; nobody
+  timed them), times on an H200, and all that is not in these tables. `python bench/run_all.py --out
+  DIR` answers them in one call.
 - Automatic warp specialisation (`tl.range(..., warp_specialize=True)`) of the forward kernel. With
   eight warps the compiler takes no notice: the loops come out the same, instruction by instruction.
   With four its pass `NVGPUWarpSpecialization` fails, since the kernel has one loop over full blocks
-  and another over masked ones, and loads through pointers. It would take a single loop that masks
-  every block, and descriptors for all that it loads. The portable kernels keep the plain schedule;
-  those in kernels/hopper specialise warps by hand.
-- Tiles of 128 by 128 for plain calls, and keys that come by TMA at head dim 128: both take fewer
-  instructions for a pair of query and key than what they replaced. TMA costs the host a descriptor
-  each of K and V in every call. `python bench/tune.py --out DIR` times the tiles and both kinds of
-  loads.
-- Turns of the consumers, and other blocks and stages, in the kernels for Hopper. On an H100 or
-  H200, `pytest tests -m gpu -k hopper` runs their numeric tests, and
-  `python bench/run_all.py --out DIR --skip tuning` checks `fastattn-hopper` and times it beside the
-  others. What turns are worth is the difference between two such runs, the second with
-  `PING_PONG: bool = True` in `kernels/hopper/tile_table.py`; so for the other fields there.
-- Which backward is faster, on each GPU: the deterministic one in two passes, of seven products, or
-  the one that `deterministic=False` permits, of five, whose atomics add 4 bytes for each element
-  of dQ and block of keys. The backward cases of `python bench/run_all.py --out DIR --skip tuning`
-  time `fastattn-triton` and `fastattn-one-pass` side by side.
-- What 8 bits gain on Hopper over 16: the forward cases of the same command time `fastattn-hopper`
-  beside `fastattn-hopper-fp8`, which packs values in every call, and `fastattn-hopper-fp8-packed`.
-  The aim is 1.4 times the speed at head dim 128. `attention_fp8` takes that kernel by itself once
-  results here show it right and faster."""
+  and another over masked ones, and loads through pointers. The portable kernels keep the plain
+  schedule; those in kernels/hopper specialise warps by hand."""
 
 
 def page(folder: Path) -> str:
@@ -67,13 +63,14 @@ def page(folder: Path) -> str:
     parts = [_INTRODUCTION.strip()]
     parts.append("## Measured" if reports else _NOTHING)
     parts += [markdown(data).strip() for data in reports]
-    parts.append(_verified(reports))
+    parts += probes.tables(folder / "probes")
+    parts.append(_verified(reports, probes.ran(folder / "probes")))
     parts.append(_OPEN)
     return "\n\n".join(parts) + "\n"
 
 
-def _verified(reports: list[dict[str, Any]]) -> str:
-    """A table of what ran on each architecture with tuned tiles."""
+def _verified(reports: list[dict[str, Any]], probed: list[tuple[str, str]]) -> str:
+    """A table of what ran on each architecture with tuned tiles. probed: see `probes.ran`."""
     lines = [
         "## What has run where",
         "",
@@ -93,7 +90,12 @@ def _verified(reports: list[dict[str, Any]]) -> str:
                 for r in data["results"]
             )
         ]
-        cells = [arch, "; ".join(tested) or "not run", "; ".join(timed) or "not run"]
+        parts = [
+            f"{gpu}: in parts, see above"
+            for capability, gpu in probed
+            if tiles.table_for("sm_" + capability.replace(".", "")) == arch
+        ]
+        cells = [arch, *("; ".join([*found, *parts]) or "not run" for found in (tested, timed))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

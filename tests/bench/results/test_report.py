@@ -104,16 +104,32 @@ def test_table_has_every_figure_and_every_gap(report):
 
 def test_page_without_files_says_that_nothing_was_measured(tmp_path):
     text = page.page(tmp_path)
-    assert "nothing has been measured on a GPU" in text
+    assert "There is no such file yet" in text
     assert text.count("| not run | not run |") == 5
 
 
 def test_page_names_what_ran_where(report):
     text = page.page(report.path.parent)
-    assert "nothing has been measured" not in text
+    assert "There is no such file yet" not in text
     ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
     assert f"| sm_90 | {ran} |" in text
     assert "| sm_80 | not run | not run |" in text
+
+
+def test_page_has_what_was_measured_outside_a_full_run(tmp_path):
+    (tmp_path / "probes").mkdir()
+    name = "h100-2026-11-22.json"
+    data = json.loads((CHECKOUT / "bench" / "results" / "probes" / name).read_text())
+    (call, *_), data["calls"] = data["calls"], data["calls"][:1]
+    same = {"B": 1, "H": 2, "Hk": 2, "T": 3, "D": 4, "causal": True}
+    call["rows"] += [
+        {"job": "fwd", "name": implementation, **same, "ms": 1.0, "tflops": tflops}
+        for implementation, tflops in (("triton", 111.4), ("cudnn", 222.0), ("triton", 333.0))
+    ]
+    (tmp_path / "probes" / name).write_text(json.dumps(data))
+    text = page.page(tmp_path)
+    assert "| forward | causal | 1 | 2 | 3 | 4 | 333 |  |  |  |  | 222 |" in text
+    assert "| sm_90 | NVIDIA H100 80GB HBM3, 2026-11-22: in parts, see above | NVIDIA" in text
 
 
 def test_the_page_in_the_repository_agrees_with_its_files():
