@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -185,3 +186,14 @@ def test_limits(report):
     found = plots.limits(report.data, 128, "forward")
     assert found == {"matrix product": 500.0, "exponentials": pytest.approx(819.2)}
     assert plots.limits(report.data, 128, "backward") == {"matrix product": 500.0}
+
+
+def test_figures_in_the_readme_are_on_the_page():
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Results")[1].split("## ")[0]
+    figures = re.findall(
+        r"\b\d{3,4}\b(?! *GB)", section.split("| forward,")[1].split("On your own")[0]
+    )
+    shown = (CHECKOUT / "bench" / "results" / "README.md").read_text(encoding="utf-8")
+    assert len(figures) > 12
+    assert [figure for figure in figures if not re.search(rf"\b{figure}\b", shown)] == []
