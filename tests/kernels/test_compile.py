@@ -275,7 +275,7 @@ def test_full_blocks_take_few_instructions(
 
 @pytest.mark.parametrize(("D", "most"), [(64, 296), (128, 356)])
 def test_forward_reaches_its_targets(D: int, most: int, compiled: dict[tuple, Future]) -> None:
-    """128 queries by 64 keys without a mask: two programs of D 64 fit a multiprocessor at once."""
+    """128 queries by 64 keys without a mask, the fastest tile on an H100."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", D, "bf16", "full"].result())
     full, _ = sorted(fact.loops, key=lambda loop: loop.total)
     tile = tiles.tile_of("sm_90", "forward", 2, D)

@@ -32,8 +32,8 @@ _OPEN = """## What the figures settled, and what is open
 
 - The model of speed (`fastattn.testing.compiling.speed`) had chosen forward tiles of 128 by 128 for
   plain calls; on an H100 128 by 64 takes a quarter less time at head dim 64, a sixth at 128 and a
-  third at 256 (causal). It counts the fewest clocks of each unit, and not that two programs on a
-  multiprocessor hide each other's waits. `python bench/tune.py --out DIR` times tiles.
+  third at 256 (causal). Fewer instructions for a pair are no gain there, and the model does not say
+  why. `python bench/tune.py --out DIR` times tiles.
 - Keys by TMA are no faster than by pointers in the portable forward; no table asks for them.
 - Turns of the consumers (`PING_PONG`) gain nothing, nor do other blocks and stages of the Hopper
   forward: the shapes in use were the fastest, or within 2 percent.
