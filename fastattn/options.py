@@ -232,14 +232,15 @@ class Tags(NamedTuple):
     learned: autograd gives it a gradient.
     strided: kernels read it by its strides; any other tensor has to be contiguous.
     registers: kernels that read it have to be as economical of registers as with a mask ("masked"),
-    a change of scores ("heavy"), or vectors for distances ("relative").
+    a bias for each score ("bias"), another change of scores ("heavy"), or vectors for distances
+    ("relative").
     table: launchers make a tensor of it.
     """
 
     dims: str = ""
     learned: bool = False
     strided: bool = False
-    registers: Literal["", "masked", "heavy", "relative"] = ""
+    registers: Literal["", "masked", "bias", "heavy", "relative"] = ""
     table: bool = False
 
 
@@ -266,7 +267,7 @@ class Options(NamedTuple):
     # What follows has gradients, and any float dtype; what q is multiplied by, that of q.
     attn_bias: Annotated[
         Tensor | None,
-        Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="heavy"),
+        Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="bias"),
     ] = None
     relative_bias: Annotated[Tensor | None, Tags("H_q 2R+1", learned=True, registers="heavy")] = (
         None
@@ -332,7 +333,7 @@ class Options(NamedTuple):
         return tuple([fields[place] for place in _LEARNED])
 
     @property
-    def registers(self) -> Literal["", "masked", "heavy", "relative"]:
+    def registers(self) -> Literal["", "masked", "bias", "heavy", "relative"]:
         """How economical of registers kernels have to be; see `Tags`."""
         for registers, places in _REGISTERS.items():
             for place, default in places:
@@ -363,7 +364,12 @@ _NOT_PLAIN = tuple(
 )
 _LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
 _LEARNED = tuple(map(_place, LEARNED))
-_KINDS: tuple[Literal["relative", "heavy", "masked"], ...] = ("relative", "heavy", "masked")
+_KINDS: tuple[Literal["relative", "heavy", "bias", "masked"], ...] = (
+    "relative",
+    "heavy",
+    "bias",
+    "masked",
+)
 _REGISTERS = {
     kind: [
         (_place(name), Options._field_defaults[name])

@@ -24,6 +24,7 @@ from .backward_atomic import launch_finish_dq, launch_start_dq
 from .backward_dkv import launch_dkv
 from .launch.arguments import (
     aligned,
+    bias_stream,
     block_dim,
     constants,
     empty_in_layout,
@@ -34,7 +35,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import launch_mask
-from .launch.launches import Launch, launch_for
+from .launch.launches import Launch, Stream, launch_for
 from .rules.blocks import (
     key_head,
     load_queries,
@@ -44,6 +45,7 @@ from .rules.blocks import (
 )
 from .rules.product import add_weighted_rows
 from .rules.relative import relative_query, unskewed, vectors_of_tile
+from .rules.score import load_bias
 from .rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
 from .rules.tile import load_rows
 
@@ -59,13 +61,16 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
     """
     PRECISION: tl.constexpr = const.PRECISION
     dq, dquery = state
-    rows, keys, values = operands
+    rows, keys, values, bias_desc = operands
     k = load_rows(keys, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
     v = load_rows(values, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     vectors = None
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
-    _, ds = tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const)
+    bias = None
+    if bias_desc is not None:
+        bias = load_bias(bias_desc, tile.row.b, tile.h, tile.first, n_first, score, const)
+    _, ds = tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const)
     dq = add_weighted_rows(dq, ds, k, PRECISION)
     if score.keys_ptr is not None:
         by_distance = unskewed(ds.to(rows.query.dtype))
@@ -79,7 +84,7 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr, dquery_ptr,
-    k_desc, v_desc, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    k_desc, v_desc, bias_desc, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     dquery_strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward.
@@ -107,7 +112,7 @@ def attention_backward_dq_kernel(
     )
     keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
     values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    operands = (Rows(q, query, do, lse, delta), keys, values)
+    operands = (Rows(q, query, do, lse, delta), keys, values, bias_desc)
     dq, dquery = over_key_blocks(_grow_dq, state, tile, operands, mask, score, const)
     store_queries(dq_ptr, dq_strides, tile, dq * score.scale, BLOCK_D, const.D, const)
     if score.query_ptr is not None:
@@ -128,7 +133,7 @@ def _plan_dq(
 ) -> Launch:
     query = options.relative_query
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
-    tile = tile_for("backward_dq", options, q, BLOCK_D, BLOCK_DV)
+    tile = tile_for("backward_dq", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
     mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
@@ -141,7 +146,11 @@ def _plan_dq(
         kernel_score(options, q.dtype),
         *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, do, dq, query, dquery),
-        streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
+        streams=(
+            Stream(1, k, tile.BLOCK_N, BLOCK_D),
+            Stream(2, v, tile.BLOCK_N, BLOCK_DV),
+            bias_stream(options, q, tile),
+        ),
         tables=tables,
     )
 

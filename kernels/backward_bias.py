@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .launch.arguments import (
     aligned,
+    bias_stream,
     block_dim,
     blocks,
     constants,
@@ -25,9 +26,11 @@ from .launch.arguments import (
     strides,
     tile_for,
 )
+from .launch.launches import Launch
 from .rules.blocks import key_head, load_queries, query_tile_at
 from .rules.mask import any_key, key_blocks, valid_keys, visible
 from .rules.relative import relative_query, vectors_of_tile
+from .rules.score import load_bias
 from .rules.score_gradient import Rows, load_lse, tile_gradient
 from .rules.tile import load_tile, load_vector
 
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
     ]
 )
 def attention_backward_bias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, bias_desc,
     q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
     bias_heads, bias_tiles_q, bias_tiles_k, bias_T_q, bias_T_k,
     sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
@@ -91,7 +94,6 @@ def attention_backward_bias_kernel(
             if score.keys_ptr is not None:
                 vectors = vectors_of_tile(tile.first, n_first, h_q, H_q, row, score, const)
             stats = tile.statistics + tile.rows
-            seen = visible(tile.rows[:, None], k_pos[None, :], h_q, row, mask)
             queries = Rows(
                 q,
                 query,
@@ -101,8 +103,13 @@ def attention_backward_bias_kernel(
             )
             k = load_tile(k_head, k_stride, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
             v = load_tile(v_head, v_stride, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
-            keep = valid[None, :] & seen
-            dbias, _ds = tile_gradient(queries, k, v, vectors, n_first, keep, tile, score, const)
+            keep = visible(tile.rows[:, None], k_pos[None, :], h_q, row, mask, valid[None, :])
+            bias = None
+            if bias_desc is not None:
+                bias = load_bias(bias_desc, b, h_q, tile.first, n_first, score, const)
+            dbias, _ds = tile_gradient(
+                queries, k, v, vectors, bias, n_first, keep, tile, score, const
+            )
             total += dbias
     # A bias of one row or one key, broadcast or not, has the sum in the first place of its tile.
     if bias_T_q == 1:
@@ -129,7 +136,8 @@ def launch_backward_bias(
     T_k, D_v = v.shape[2:]
     shape = options.attn_bias.shape
     dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
-    tile = tile_for("backward_dq", options, q, block_dim(D), block_dim(D_v))
+    dims = block_dim(D), block_dim(D_v)
+    tile = tile_for("backward_dq", options, q, *dims, streams_bias=True)
     tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))
     own = tuple(1 if size == 1 else count for size, count in zip(shape, tiles, strict=True))
     sums = tuple(count if size == 1 else 1 for size, count in zip(shape, tiles, strict=True))
@@ -138,14 +146,10 @@ def launch_backward_bias(
         return dbias
     if min(sums) == 0:
         return dbias.zero_()
-    attention_backward_bias_kernel[(programs,)](
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        dbias,
+    Launch(
+        attention_backward_bias_kernel,
+        programs,
+        tile,
         *map(strides, (q, k, v, do)),
         kernel_mask(options),
         kernel_score(options, q.dtype),
@@ -154,7 +158,6 @@ def launch_backward_bias(
         *shape[2:],
         *sums,
         constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        streams=(bias_stream(options, q, tile),),
+    )(options, q, k, v, do, lse, delta, dbias)
     return dbias

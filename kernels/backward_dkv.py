@@ -20,6 +20,7 @@ from torch import Tensor
 from .backward_atomic import launch_add_parts
 from .launch import tiles
 from .launch.arguments import (
+    bias_stream,
     block_dim,
     blocks,
     constants,
@@ -36,7 +37,7 @@ from .rules.blocks import key_tile, load_keys, over_query_blocks, store_keys, st
 from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
-from .rules.score import dropped, gradient, kept, modified
+from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
 from .rules.tile import add_tile, head_at, load_tile, load_vector
@@ -70,6 +71,7 @@ class _Operands(NamedTuple):
     dk_ptr: Any
     dv_ptr: Any
     dq_ptr: Any
+    bias: Any
 
 
 @triton.jit
@@ -98,7 +100,10 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
         vectors = vectors_of_tile(m_first, n_first, h, tile.H_q, row, score, const)
         s += tl.trans(relative_products(query, vectors, const.BLOCK_N, PRECISION))
     dp = rows_by_rows(operands.v, do, PRECISION)
-    x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score)
+    bias = None
+    if operands.bias is not None:
+        bias = tl.trans(load_bias(operands.bias, row.b, h, m_first, n_first, score, const))
+    x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score, bias)
     p = weights(x, lse[None, :], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
@@ -124,7 +129,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "parts"])
 def attention_backward_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr,
-    dq_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask,
+    dq_ptr, bias_desc, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask,
     score, H_q, G, T_q, T_k, parts, const: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
@@ -171,6 +176,7 @@ def attention_backward_dkv_kernel(
             dk_ptr,
             dv_ptr,
             dq_head,
+            bias_desc,
         )
         dk, dv = over_query_blocks(
             _grow_dkv, (dk, dv), h, tile, operands, there, mask, score, const
@@ -230,7 +236,8 @@ def _plan(
     *,
     kernel: str = "backward_dkv",
 ) -> _Launches:
-    tile = tile_for(kernel, options, q, block_dim(q.shape[3]), block_dim(v.shape[3]))
+    dims = block_dim(q.shape[3]), block_dim(v.shape[3])
+    tile = tile_for(kernel, options, q, *dims, streams_bias=True)
     programs = key_programs(options, k, tile.BLOCK_N)
     parts = head_parts(q.shape[1] // k.shape[1], programs, tiles.multiprocessors(q.device))
 
@@ -254,6 +261,7 @@ def _plan(
                 q.dtype,
                 *(q, k, v, do, dk, dv, options.relative_query),
             ),
+            streams=(bias_stream(options, q, tile),),
             tables=tables,
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .launch.arguments import (
     aligned,
+    bias_stream,
     block_dim,
     constants,
     empty_in_layout,
@@ -21,11 +22,11 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import launch_mask
-from .launch.launches import Launch, launch_for
+from .launch.launches import Launch, Stream, launch_for
 from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
-from .rules.score import dropped, first_state, kept, modified
+from .rules.score import dropped, first_state, kept, load_bias, modified
 from .rules.softmax import finish, in_parts, online_step
 from .rules.tile import load_rows
 
@@ -46,6 +47,7 @@ class _Operands(NamedTuple):
     query: Any
     k: Any
     v: Any
+    bias: Any
 
 
 @triton.jit
@@ -61,7 +63,10 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
         vectors = vectors_of_tile(tile.first, n_first, h, tile.H_q, tile.row, score, const)
         s += relative_products(operands.query, vectors, BLOCK_N, PRECISION)
     k_pos = n_first + tl.arange(0, BLOCK_N)
-    s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h, tile.row, score)
+    bias = None
+    if operands.bias is not None:
+        bias = load_bias(operands.bias, tile.row.b, h, tile.first, n_first, score, const)
+    s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h, tile.row, score, bias)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
@@ -75,7 +80,7 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_desc, v_desc,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_desc, v_desc, bias_desc,
     q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
     const: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +103,7 @@ def attention_forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
     values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    operands = _Operands(q, query, keys, values)
+    operands = _Operands(q, query, keys, values, bias_desc)
     acc, m, l = over_key_blocks(_attend, (acc, m, l), tile, operands, mask, score, const)
 
     o, lse = finish(acc, m, l)
@@ -108,7 +113,7 @@ def attention_forward_kernel(
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
-    tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV)
+    tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
     mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
     return Launch(
@@ -124,7 +129,11 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         *sizes(q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, options.relative_query),
         tile.sum_parts,
-        streams=((1, k, tile.BLOCK_N, BLOCK_D), (2, v, tile.BLOCK_N, BLOCK_DV)),
+        streams=(
+            Stream(1, k, tile.BLOCK_N, BLOCK_D),
+            Stream(2, v, tile.BLOCK_N, BLOCK_DV),
+            bias_stream(options, q, tile),
+        ),
         tables=tables,
     )
 

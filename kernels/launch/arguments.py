@@ -13,7 +13,9 @@ from ..rules.mask import Mask
 from ..rules.score import Score
 from ..rules.tile import Constants
 from . import tiles
+from .descriptors import tma_strides
 from .key_extents import launch_padding_extents
+from .launches import Stream
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -81,14 +83,18 @@ def tile_for(
     q: Tensor,
     *dims: int,
     calls: Literal["plain", "masked"] = "plain",
+    streams_bias: bool = False,
 ) -> TileConfig:
     """The tile of one of the three attention kernels for padded head dims `dims`.
 
-    calls: what the kernel takes as many registers as, where the options take no more.
+    calls: what the kernel takes as many registers as, where the options take no more. streams_bias:
+    it takes a bias by `bias_stream`.
     """
     registers = options.registers
     if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
+    if registers == "bias" and (not streams_bias or _bias_by_tma(options, q) is None):
+        registers = "heavy"
     return tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
 
 
@@ -203,6 +209,24 @@ def _documents_strides(f: Options) -> tuple[int | None, ...] | None:
     if f.q_documents is None or f.k_documents is None:
         return None
     return runtime_int(f.q_documents.stride(0)), runtime_int(f.k_documents.stride(0))
+
+
+def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
+    """attn_bias in blocks of a tile of scores; None where TMA does not bring it."""
+    place = ~options._fields.index("attn_bias")
+    return Stream(place, _bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
+
+
+def _bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
+    """attn_bias with one index where it is the same for all rows or heads, if TMA can walk it.
+
+    It has to have every query and key: TMA repeats none.
+    """
+    bias = options.attn_bias
+    if bias is None or bias.shape[2] != q.shape[2] or bias.shape[3] == 1:
+        return None
+    bias = bias[: 1 if bias.stride(0) == 0 else None, : 1 if bias.stride(1) == 0 else None]
+    return None if tma_strides(bias) is None else bias
 
 
 def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:

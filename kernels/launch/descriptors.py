@@ -9,15 +9,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 def tma_strides(x: Tensor) -> list[int] | None:
     """Strides of [B, H, T, D] as TMA takes them, or None where it cannot walk x.
 
-    Rows start at multiples of 16 bytes (`arguments.aligned`). A stride that is never taken may be
-    anything in torch, but not here; one of 0, of a tensor that was expanded, is not served.
+    Rows have to start at multiples of 16 bytes. A stride that is never taken may be anything in
+    torch, but not here; one of 0, of a tensor that was expanded, is not served.
     """
-    if x.numel() == 0:
-        return None
     elements = 16 // x.element_size()
+    if x.numel() == 0 or x.data_ptr() % 16 or (x.stride(3) != 1 and x.shape[3] > 1):
+        return None
     steps = zip(x.shape[:3], x.stride()[:3], strict=True)
     strides = [stride if size > 1 else elements for size, stride in steps]
-    return [*strides, 1] if min(strides) > 0 else None
+    return [*strides, 1] if min(strides) > 0 and not any(s % elements for s in strides) else None
 
 
 def descriptor_like(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:

@@ -56,6 +56,19 @@ class Tables(Protocol):
         """Those of a call with these options, filled."""
 
 
+class Stream(NamedTuple):
+    """A tensor of four dims that a kernel loads in blocks of one head.
+
+    place: n if it is the n-th of the tensors that a launch is called on, ~n if it is the n-th in
+    `given`.
+    """
+
+    place: int
+    x: Tensor | None
+    rows: int
+    cols: int
+
+
 class Launch:
     """A launch of a kernel with all of its arguments but its first ones, which are tensors.
 
@@ -66,8 +79,7 @@ class Launch:
         programs: of a grid of one dimension, or of two; with none, nothing is launched.
         tile: says the warps and the stages, or what is said to Triton in their place.
         arguments: what follows the tensors, in the order of the kernel's parameters.
-        streams: of the tensors that kernels load block by block, which of the first arguments each
-            is, the tensor, and rows and columns of its blocks. Their descriptors come between the
+        streams: what kernels load block by block, see `Stream`. Their descriptors come between the
             tensors and the arguments; None where the tile does without or TMA cannot walk one.
         tables: further tensors among the arguments, which are made anew for each call.
         described: which of the first arguments the kernel takes a descriptor of, and one like it,
@@ -90,7 +102,7 @@ class Launch:
 
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], tile: TileConfig | dict[str, Any],
-        *arguments: Any, streams: Sequence[tuple[int, Tensor, int, int]] = (),
+        *arguments: Any, streams: Sequence[Stream] = (),
         tables: Tables | None = None, described: Sequence[Described] = (), hidden: int = 0,
     ) -> None:  # fmt: skip
         self._kernel = kernel
@@ -101,12 +113,13 @@ class Launch:
             tile = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         self._meta = tile
         self._descriptors = [
-            (place, descriptor_like(x, rows, cols) if by_descriptors else None)
+            (place, descriptor_like(x, rows, cols) if by_descriptors and x is not None else None)
             for place, x, rows, cols in streams
         ]
-        if not any(like for _, like in self._descriptors):
-            arguments = (*[None] * len(self._descriptors), *arguments)
-            self._descriptors = list(described)
+        while self._descriptors and self._descriptors[-1][1] is None:
+            self._descriptors.pop()
+            arguments = (None, *arguments)
+        self._descriptors += described
         self._hidden = hidden
         self._arguments = arguments
         self._bound: list[_Bound] = []
@@ -155,7 +168,10 @@ class Launch:
         if self._tables is not None:
             given = (*given, *self._tables(given))
         arguments = self._arguments if not self._bound else self._with(given)
-        descriptors = [_described(tensors[place], like) for place, like in self._descriptors]
+        descriptors = [
+            _described(tensors[place] if place >= 0 else given[~place], like)
+            for place, like in self._descriptors
+        ]
         tensors = tensors[self._hidden :]
         if self._run_compiled is not None and not pointers & 15:
             self._run_compiled(*tensors, *descriptors, *arguments)

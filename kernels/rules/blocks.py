@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .mask import (
+    Row,
     batch_row,
     full_block,
     key_plan,
@@ -20,7 +21,6 @@ from .mask import (
     query_plan,
     valid_keys,
     visible,
-    worth_loading,
 )
 from .tile import head_at, key_program, load_tile, query_program, query_rows, store_tile
 
@@ -161,23 +161,33 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
     """The state after every key block that a tile of queries visits.
 
     BODY(state, n_first, valid, keep, tile, operands, score, const): valid [BLOCK_N], keys that
-    exist, and keep [BLOCK_M, BLOCK_N], pairs that see each other, are None for a full block.
+    exist, and keep, pairs that see each other, are None for a full block. keep broadcasts to
+    [BLOCK_M, BLOCK_N].
     """
     BLOCK_N: tl.constexpr = const.BLOCK_N
-    full, boundary, plan = key_plan(
-        tile.number, tile.first, tile.last, tile.h, tile.row, mask, BLOCK_N
-    )
-    for i in range(0, full):
+    HOLES: tl.constexpr = mask.padding_ptr is not None and mask.blocks_ptr is None
+    row = tile.row
+    if HOLES:
+        row = Row(row.b, row.T_q, row.T_k, row.offset, row.start, row.end, True, row.prefix)
+    full, boundary, plan = key_plan(tile.number, tile.first, tile.last, tile.h, row, mask, BLOCK_N)
+    holed = 0
+    if HOLES:
+        # In what would be full blocks, the padding hides the same keys from all queries.
+        holed = tl.where(tile.row.solid, 0, full)
+        for i in range(0, holed):
+            n_first = full_block(i, plan, mask) * BLOCK_N
+            valid = valid_keys(n_first + tl.arange(0, BLOCK_N), tile.row, mask)
+            state = BODY(state, n_first, valid, valid[None, :], tile, operands, score, const)
+    for i in range(holed, full):
         n_first = full_block(i, plan, mask) * BLOCK_N
         state = BODY(state, n_first, None, None, tile, operands, score, const)
     for i in range(0, boundary):
         n_first = masked_block(i, plan, mask) * BLOCK_N
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, tile.row, mask)
-        if worth_loading(valid, mask):
-            seen = visible(tile.rows[:, None], k_pos[None, :], tile.h, tile.row, mask)
-            keep = valid[None, :] & seen
-            state = BODY(state, n_first, valid, keep, tile, operands, score, const)
+        rows = tile.rows[:, None]
+        keep = visible(rows, k_pos[None, :], tile.h, tile.row, mask, valid[None, :])
+        state = BODY(state, n_first, valid, keep, tile, operands, score, const)
     return state
 
 
@@ -202,9 +212,7 @@ def over_query_blocks(
     for i in range(0, boundary):
         m_first = masked_block(i, plan, mask) * BLOCK_M
         rows = m_first + tl.arange(0, BLOCK_M)
-        keep = visible(rows[None, :], tile.k_pos[:, None], h, tile.row, mask)
-        if there is not None:
-            keep = keep & there
+        keep = visible(rows[None, :], tile.k_pos[:, None], h, tile.row, mask, there)
         in_rows = rows < tile.row.T_q
         state = BODY(state, m_first, in_rows, keep, h, tile, operands, score, const)
     return state

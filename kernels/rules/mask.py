@@ -143,12 +143,13 @@ def valid_keys(k_pos, row, mask):
 
 
 @triton.jit
-def visible(rows, k_pos, h, row, mask):
+def visible(rows, k_pos, h, row, mask, valid=None):
     """True where query number `rows` of head h sees the key at k_pos, if both exist.
 
-    Keys from the row's end on do not. rows and k_pos broadcast to the shape of the result.
+    Keys from the row's end on do not. rows and k_pos broadcast to the shape of the result. valid,
+    in the shape of k_pos: what `valid_keys` says of them; with it the result is False for others.
     """
-    keep = _in_range(rows + row.offset, k_pos, row, mask)
+    keep = _in_range(rows + row.offset, k_pos, row, mask, valid)
     b = tl.cast(row.b, tl.int64)
     if mask.q_documents_ptr is not None:
         q_ptr = mask.q_documents_ptr + b * value(mask.documents_strides[0])
@@ -168,8 +169,8 @@ def visible(rows, k_pos, h, row, mask):
 
 
 @triton.jit
-def _in_range(position, k_pos, row, mask):
-    """Whether a key is near, in time and before the row's end.
+def _in_range(position, k_pos, row, mask, valid):
+    """Whether a key is near, in time, before the row's end, and valid.
 
     Ranges are a limit or two of each row, so that an element takes a comparison with each: in
     boundary blocks of causal masks that is most of what the mask costs.
@@ -178,14 +179,18 @@ def _in_range(position, k_pos, row, mask):
     last = tl.minimum(row.end - 1, position + 2 * FARTHEST)
     if mask.causal is not None:
         last = tl.minimum(last, tl.maximum(position, row.prefix - 1))
+    sought = k_pos
+    if valid is not None and (mask.padding_ptr is not None or mask.k_documents_ptr is not None):
+        # Past every limit: a step a key, and none an element.
+        sought = tl.where(valid, k_pos, 4 * FARTHEST)
     if mask.stride is None and mask.keep_first is None:
         if mask.right is not None:
             last = tl.minimum(last, position + value(mask.right))
-        keep = k_pos <= last
+        keep = sought <= last
         if mask.left is not None:
             keep = keep & (k_pos >= position - value(mask.left))
     else:
-        keep = (k_pos <= last) & _near(k_pos - position, k_pos, mask)
+        keep = (sought <= last) & _near(k_pos - position, k_pos, mask)
     return keep
 
 
@@ -202,6 +207,11 @@ def _near(ahead, k_pos, mask):
         near = on_stride if mask.left is None and mask.right is None else near | on_stride
     if mask.keep_first is not None:
         near = near | (k_pos < value(mask.keep_first))
+    if mask.causal is not None:
+        in_time = ahead <= 0
+        if mask.prefix_ptr is not None:
+            in_time = in_time | (k_pos < row.prefix)
+        near = near & in_time
     return near
 
 
@@ -216,15 +226,6 @@ def elements(ptr, b, h, rows, k_pos, strides):
 def any_key(valid):
     """Whether a key of the block exists."""
     return tl.max(valid.to(tl.int32), 0) != 0
-
-
-@triton.jit
-def worth_loading(valid, mask):
-    """False for a boundary block that a padding mask empties; ranges and tables know the others."""
-    found = True
-    if mask.padding_ptr is not None and mask.blocks_ptr is None:
-        found = any_key(valid)
-    return found
 
 
 @triton.jit

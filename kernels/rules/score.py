@@ -92,7 +92,15 @@ def shift_of(distance, reach):
 
 
 @triton.jit
-def modified(s, rows, k_pos, h, row, score):
+def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
+    """attn_bias of a tile [BLOCK_M, BLOCK_N] by TMA; 0 past the last row and key."""
+    b = tl.where(value(score.bias_strides[0]) != 0, b, 0)
+    h = tl.where(value(score.bias_strides[1]) != 0, h, 0)
+    return desc.load([b, h, m_first, n_first]).reshape(const.BLOCK_M, const.BLOCK_N)
+
+
+@triton.jit
+def modified(s, rows, k_pos, h, row, score, bias=None):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
@@ -111,6 +119,7 @@ def modified(s, rows, k_pos, h, row, score):
     capped = s
     before = s
     if not PLAIN:
+        factor = LOG2E
         if score.softcap is not None:
             capped = softcapped(s, score)
             x = capped
@@ -127,17 +136,17 @@ def modified(s, rows, k_pos, h, row, score):
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
             x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score.reach)).to(tl.float32)
         if score.bias_ptr is not None:
-            pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
-            inside = (rows < row.T_q) & (k_pos < row.T_k)
-            x = x + tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            if bias is None:
+                pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
+                inside = (rows < row.T_q) & (k_pos < row.T_k)
+                bias = tl.load(pointers, mask=inside, other=0.0)
+            x = x + bias.to(tl.float32)
         before = x
         if score.mod is not None:
             # The user's function may load by position: it is asked about existing pairs only.
             q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
             k_pos = tl.minimum(k_pos, row.T_k - 1)
             x = score.mod(x, row.b, h, q_pos, k_pos, *score.tensors)
-        x = x * LOG2E
-        factor = 1.0
     return x, factor, before, capped
 
 

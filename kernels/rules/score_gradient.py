@@ -52,12 +52,12 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const: tl.constexpr):
+def tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const: tl.constexpr):
     """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function, and of
     scale * q.k.
 
     k, v: rows from n_first. keep: what the mask shows, or None where it shows all. vectors: of
-    relative keys, see `relative`; None without them.
+    relative keys, see `relative`; None without them. bias: see `score.modified`.
     """
     PRECISION: tl.constexpr = const.PRECISION
     h = tile.h
@@ -67,7 +67,7 @@ def tile_gradient(rows, k, v, vectors, n_first, keep, tile, score, const: tl.con
     s = rows_by_rows(rows.q, k, PRECISION)
     if vectors is not None:
         s += relative_products(rows.query, vectors, const.BLOCK_N, PRECISION)
-    x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score)
+    x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score, bias)
     p = weights(x, rows.lse[:, None], factor)
     if keep is not None:
         p = tl.where(keep, p, 0.0)

@@ -10,8 +10,10 @@ import fastattn
 from fastattn import reference
 from fastattn.kernels.hopper.host import describe, walkable
 from fastattn.kernels.launch import launches, tiles
+from fastattn.kernels.launch.arguments import tile_for
 from fastattn.kernels.launch.descriptors import descriptor_like, descriptor_of, tma_strides
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import to_device
 
@@ -50,6 +52,7 @@ MASKS = {
     "window": {"window": (30, 2)},
     "lengths": {"key_lengths": torch.tensor([40, 0])},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    # Rows of 53 numbers, which TMA cannot walk.
     "bias": {"attn_bias": torch.eye(T).expand(1, 4, T, T)},
     "hidden": {"attn_bias": torch.where(torch.arange(T) < 20, -torch.inf, 0.0).expand(1, 1, T, T)},
 }
@@ -98,6 +101,41 @@ def test_keys_behind_a_length_may_be_nan(tile: TileConfig, device: str) -> None:
         q, k.masked_fill(behind, torch.nan), v.masked_fill(behind, torch.nan), key_lengths=lengths
     )
     torch.testing.assert_close(o, reference.attention(q, k, v, key_lengths=lengths))
+
+
+@pytest.mark.parametrize("shape", [(B, 4), (B, 1), (1, 4), (1, 1)], ids=str)
+def test_a_bias_comes_by_tma(shape: tuple[int, int], described: list[Tensor], device: str) -> None:
+    """Rows of 56 numbers, to every kernel; what is the same for all rows or heads comes once."""
+    q, k, v = make_qkv(B, 4, 2, T, 56, device=device)
+    bias = torch.randn(*shape, T, 56, device=device).expand(B, -1, T, 56).requires_grad_()
+    tile = TileConfig(16, 16, descriptors=True)
+    with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
+        assert_matches_reference(by_triton, q, k, v, attn_bias=bias, causal=True)
+    # Forward, dQ, dK/dV and the gradient of the bias.
+    assert [x.shape for x in described].count(bias.shape) == 4
+
+
+@pytest.mark.parametrize(
+    ("bias", "calls"),
+    [
+        (torch.empty(1, 4, 64, 128), "bias"),
+        (torch.empty(1, 4, 64, 128).expand(3, 4, 64, 128), "bias"),
+        (torch.empty(1, 4, 64, 127), "heavy"),
+        (torch.empty(1, 4, 1, 128), "heavy"),
+        (torch.empty(1, 4, 64, 1), "heavy"),
+        (torch.empty(1, 4, 128, 64).mT, "heavy"),
+        (torch.empty(4, 64 * 128 + 1).view(-1)[1:-3].view(1, 4, 64, 128), "heavy"),
+    ],
+    ids=["whole", "expanded", "odd", "of-keys", "of-queries", "transposed", "begins-between"],
+)
+def test_biases_that_tma_cannot_walk_take_smaller_tiles(bias: Tensor, calls: str) -> None:
+    q = torch.empty(3, 4, 64, 64, dtype=torch.bfloat16)
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "lookup", lambda *a: asked.append(a[3]))
+        for streams in (True, False):
+            tile_for("forward", Options(attn_bias=bias), q, 64, streams_bias=streams)
+    assert asked == [calls, "heavy"]
 
 
 def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device: str) -> None:
