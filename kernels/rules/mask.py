@@ -207,11 +207,6 @@ def _near(ahead, k_pos, mask):
         near = on_stride if mask.left is None and mask.right is None else near | on_stride
     if mask.keep_first is not None:
         near = near | (k_pos < value(mask.keep_first))
-    if mask.causal is not None:
-        in_time = ahead <= 0
-        if mask.prefix_ptr is not None:
-            in_time = in_time | (k_pos < row.prefix)
-        near = near & in_time
     return near
 
 
