@@ -25,8 +25,9 @@ HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
 # Between the two, for calls with more than causal order, lengths and sinks: where a table has no
 # such row, that of the kernel serves them too.
 MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
-# For calls with a bias that comes by TMA; without such a row they are heavy.
+# For calls with a bias that comes by TMA, and with dropout; without such rows they are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
+DROPOUT = tuple(f"{kernel}_dropout" for kernel in KERNELS)
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -56,7 +57,7 @@ def lookup(
     kernel: str,
     element_size: int,
     BLOCK_D: int,
-    calls: Literal["plain", "masked", "bias", "heavy"] = "plain",
+    calls: Literal["plain", "masked", "bias", "dropout", "heavy"] = "plain",
 ) -> TileConfig:
     """The tile for `kernel` on the current device.
 
@@ -64,7 +65,7 @@ def lookup(
         kernel: one of KINDS.
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
-        calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED and BIAS.
+        calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, DROPOUT.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -143,14 +144,14 @@ def table(name: str) -> tuple[dict[str, Any], ...]:
 
 @cache
 def tile_of(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
-    """The tile of an architecture for `kernel`, of KINDS, HEAVY, MASKED or BIAS; see `lookup`."""
+    """The tile of an architecture for `kernel`, of KINDS or the groups above; see `lookup`."""
     name = table_for(arch)
     rows = [r for r in table(name) if r["kernel"] == kernel and r["element_size"] == element_size]
     fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
     if not fitting and kernel in MASKED:
         return tile_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
-    if not fitting and kernel in BIAS:
-        return tile_of(arch, kernel.replace("_bias", "_heavy"), element_size, BLOCK_D)
+    if not fitting and kernel in BIAS + DROPOUT:
+        return tile_of(arch, f"{kernel.rpartition('_')[0]}_heavy", element_size, BLOCK_D)
     assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
     row = min(fitting, key=lambda r: r["BLOCK_D"])
     return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1)) if field in row})

@@ -29,6 +29,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 CAUSAL = Options(right=0, scale=0.1)
 FEATURES = {
     "attn_bias": CAUSAL._replace(attn_bias=meta(1, H, T, T)),
+    "dropout": CAUSAL._replace(dropout=0.1, dropout_seed=meta(2, dtype=torch.int64)),
     "attn_bias fp32": CAUSAL._replace(attn_bias=meta(1, H, T, T, dtype=torch.float32)),
 }
 # Clocks a pair of a full block on sm_90 in forward, dQ and dK/dV. Those of plain calls are 0.125,
@@ -37,6 +38,8 @@ FULL = {
     ("attn_bias", 128): (0.13, 0.21, 0.37),
     ("attn_bias", 64): (0.085, 0.115, 0.195),
     ("attn_bias fp32", 128): (0.13, 0.23, 0.39),
+    ("dropout", 128): (0.23, 0.23, 0.41),
+    ("dropout", 64): (0.205, 0.19, 0.275),
 }
 
 

@@ -18,7 +18,9 @@ def test_rows_are_well_formed(name: str) -> None:
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        assert row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS
+        assert (
+            row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.DROPOUT
+        )
         measured = MEASURED if row.get("source") == "measured" else set()
         beside = {"kernel", "source", "ms_full"} if measured else {"kernel", "source"}
         assert set(row) - beside - CHOICES == NUMBERS | measured
@@ -32,7 +34,9 @@ def test_rows_are_well_formed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiles.TABLES)
-@pytest.mark.parametrize("kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS)
+@pytest.mark.parametrize(
+    "kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.DROPOUT
+)
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
 def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
