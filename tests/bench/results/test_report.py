@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import triton
 
 from fastattn.bench import cases
 from fastattn.bench.figures import figures
@@ -196,3 +197,14 @@ def test_figures_in_the_readme_are_on_the_page():
     shown = (CHECKOUT / "bench" / "results" / "README.md").read_text(encoding="utf-8")
     assert len(figures) > 12
     assert [figure for figure in figures if not re.search(rf"\b{figure}\b", shown)] == []
+
+
+def test_bounds_are_of_the_kernels_that_ship(compile_pool):
+    """A row of the file, made anew: where a kernel changes, `python bench/model.py` follows."""
+    path = CHECKOUT / "bench" / "results" / "modelled" / "sm_90.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data["triton"] != triton.__version__:
+        pytest.skip(f"the file is of Triton {data['triton']}")
+    again = compile_pool.call("fastattn.bench.results.modelled:rows_of", "sm_90", D=128)
+    assert again == [row for row in data["rows"] if row["D"] == 128]
+    assert len(again) == 8
