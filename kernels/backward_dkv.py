@@ -301,7 +301,7 @@ def launch_dkv(
         both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, dq)
     if for_dv is not None and for_dk is not None:
         for_dv(options, q, k, v, do, lse, delta, None, dv, k_parts, v_parts, None)
-        for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, None)
+        for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, dq)
     if parts > 1:
         launch_add_parts(k_parts, dk, options)
         launch_add_parts(v_parts, dv, options)

@@ -36,7 +36,7 @@ class TileConfig:
     """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline.
 
     descriptors: blocks that are met one by one come by TMA. sum_parts: see `softmax.in_parts`.
-    apart: dK and dV come of a launch each, with half of the accumulators.
+    apart: dK and dV come of a launch each, with half of the accumulators; dQ of one pass with dK.
     """
 
     BLOCK_M: int

@@ -15,7 +15,6 @@ from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draw, to_device
 
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 16}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "alibi-lengths": {"alibi_slopes": draw(5).abs(), "key_lengths": torch.tensor([23, 0])},
@@ -85,13 +84,13 @@ def test_parts_are_added_in_one_order(summed: list[int], device: str) -> None:
     assert torch.equal(runs[0][2], total)
 
 
-@pytest.mark.parametrize("D", [16, 40])
-@pytest.mark.parametrize("heads", [2, 1])
-def test_a_launch_for_each_gradient(D: int, heads: int, device: str) -> None:
-    tile = TileConfig(**SMALL, apart=True)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["two-pass", "one-pass"])
+@pytest.mark.parametrize(("D", "heads"), [(16, 1), (40, 2)])
+def test_a_launch_for_each_gradient(D: int, heads: int, deterministic: bool, device: str) -> None:
+    tile = TileConfig(16, 16, apart=True)
     q, k, v = make_qkv(2, 2, heads, 19, 27, D, device=device)
-    with tiles.forced(backward_dkv=tile):
-        assert_matches_reference(attend, q, k, v, causal=True)
+    with tiles.forced(backward_dkv=tile, backward_one_pass=tile):
+        assert_matches_reference(attend, q, k, v, causal=True, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(

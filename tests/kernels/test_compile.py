@@ -41,8 +41,9 @@ SPILL_BYTES = {
     # Every mask beside columns that exist in part, by Triton 3.6; in no loop.
     ("sm_90", "backward", 160, "bf16"): 160,
     ("sm_90", "backward", 256, "bf16"): 80,
-    # In no loop over full blocks; on an H100 20 percent faster than the best tile without.
-    ("sm_90", "backward", 128, "bf16"): 192,
+    ("sm_90", "one-pass", 256, "bf16"): 80,
+    # On an H100 20 percent faster than the best tile without; most by Triton 3.6.
+    ("sm_90", "backward", 128, "bf16"): 456,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -151,6 +152,7 @@ CASES = compiled_cases(
         *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("heavy",)),
         ("sm_80", "backward", 64, "fp32", "all"),
         *itertools.product(("sm_80", "sm_90"), ("one-pass",), (64,), ("bf16",), ("all",)),
+        ("sm_90", "one-pass", 256, "bf16", "causal"),
     ],
     [
         ("sm_80", "forward", 128, "bf16", "all"),
@@ -210,8 +212,8 @@ def passes_over_dq(facts: list[CompiledFacts]) -> list[CompiledFacts]:
 def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     target, kernel, D, dtype, masks = case
     facts = attention_kernels(compiled[case].result())
-    launches = {"forward": 1, "backward": 3 if (target, D) in APART else 2, "one-pass": 1}
-    assert len(facts) == launches[kernel]
+    launches = {"forward": 1, "backward": 2, "one-pass": 1}[kernel]
+    assert len(facts) == launches + (kernel != "forward" and (target, D) in APART)
     simple = passes_over_dq(compiled[case].result())
     assert len(simple) == (2 if kernel == "one-pass" else 0)
     assert all(fact.fits_shared_memory and not fact.spills for fact in simple)
@@ -219,6 +221,8 @@ def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
         allowed = SPILL_BYTES.get((target, kernel, D, dtype), USUAL_SPILL_BYTES)
         fine = fact.spill_store_bytes <= allowed or fact.spills_little
         assert fine, f"{fact.name}: {fact.spill_store_bytes} bytes"
+        if dtype != "fp32":
+            assert not fact.spills_in_loops or target == "gfx942", fact.name
         assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
         assert fact.warnings == ()
         if dtype != "fp32":

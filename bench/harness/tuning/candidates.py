@@ -191,7 +191,7 @@ class Compilation:
             for fact in facts:
                 if fact.name != KERNEL_OF[entry.kernel]:
                     continue
-                if fact.spills:
+                if fact.spills_in_loops:
                     return f"spills {fact.spill_store_bytes} bytes a thread"
                 if not fact.fits_shared_memory:
                     return f"needs {fact.shared_bytes} bytes of shared memory"

@@ -102,6 +102,16 @@ class CompiledFacts:
         in_loops = sum(loop.count("LDL", "STL") for loop in self.loops)
         return bool(self.loops) and not in_loops and self.spill_store_bytes <= LITTLE_SPILL_BYTES
 
+    @property
+    def spills_in_loops(self) -> bool:
+        """Whether more than one instruction in a hundred of a loop moves spilled registers.
+
+        Where the loops are not known, whether it spills at all.
+        """
+        if not self.spills or not self.loops:
+            return self.spills
+        return any(100 * loop.count("LDL", "STL") > loop.total for loop in self.loops)
+
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """Innermost loops with matrix instructions; empty on AMD.

@@ -100,6 +100,14 @@ def test_few_bytes_may_spill_outside_loops() -> None:
     assert survivor(ENTRY, TILE, [fact(spilled=4, loops=inside)]) is None
 
 
+def test_a_tile_is_timed_unless_its_loops_spill() -> None:
+    few, many = ((Loop(0, {"FFMA": 300, "LDL": number}),) for number in (3, 4))
+    assert not fact(spilled=400, loops=few).spills_in_loops
+    assert fact(spilled=4, loops=many).spills_in_loops
+    assert fact(spilled=4).spills_in_loops
+    assert not fact().spills_in_loops
+
+
 def test_no_candidate_has_warps_without_rows() -> None:
     """wgmma takes 64 rows for each group of four warps."""
     for kernel in ("forward", "backward_dkv", "backward_one_pass"):
