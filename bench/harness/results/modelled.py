@@ -134,9 +134,8 @@ def section(folder: Path) -> list[str]:
     if not path.exists():
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
-    names = ("backend", "kernel", "D", "instructions", "issue", "tensor", "shared")
-    names = (*names, "exponentials", "bound", "tflops")
-    lines = [names, ("---",) * len(names), *([row[n] for n in names] for row in data["rows"])]
+    names = list(data["rows"][0])
+    lines = [names, ["---"] * len(names), *([row[n] for n in names] for row in data["rows"])]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     return [
         "## Modelled, not measured",

@@ -80,7 +80,7 @@ def _attention(rows: list[Row]) -> str:
             case = (_KINDS["fwd"] if row["job"] == "fwd" else "backward", mask)
             sizes = tuple(row[name] for name in ("B", "H", "T", "D"))
             cases.setdefault((*case, *sizes), {})[row["name"]] = row["tflops"]
-    ordered = sorted(cases, key=lambda c: (c[5], c[4], c[0], c[1]))  # type: ignore[index]
+    ordered = sorted(cases, key=lambda c: (c[5], c[4], c[0], c[1]))
     lines = (
         (*case, *(f"{cases[case][n]:.0f}" if n in cases[case] else "" for n in _NAMES))
         for case in ordered
