@@ -20,17 +20,21 @@ class Explanation(NamedTuple):
     forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
     one_pass: whether gradients come in one pass with atomics, which deterministic=False permits.
     Where they do not although it does, `reasons` has "one-pass" too.
+    split_keys: whether keys are split among programs, as decoding splits them: there are few
+    queries.
     """
 
     backend: str
     reasons: dict[str, str]
     forced: bool = False
     one_pass: bool = False
+    split_keys: bool = False
 
     def __str__(self) -> str:
+        forward = ["forward: keys split among programs"] if self.split_keys else []
         backward = ["backward: one-pass"] if self.one_pass else []
         passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join([f"backend: {self.backend}", *backward, *passed_over])
+        return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over])
 
 
 def asked_for(backend: str | None) -> str:
@@ -66,6 +70,8 @@ def choose(
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v, options)
     why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
+    if forced == "auto" and why_not_hopper is None:
+        why_not_hopper = _why_split(q, k, v, options)
     if forced in ("hopper", "auto") and why_not_hopper is None:
         return Explanation("hopper", {}, forced=forced == "hopper")
     if forced == "hopper":
@@ -82,6 +88,14 @@ def choose(
     return Explanation("torch", {"triton": reason})
 
 
+def with_forward(
+    choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> Explanation:
+    """The choice for a call, and whether its forward splits the keys."""
+    split = choice.backend == "triton" and attend.why_not_split(q, k, v, options) is None
+    return choice._replace(split_keys=split)
+
+
 def with_backward(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> Explanation:
@@ -95,6 +109,13 @@ def with_backward(
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
+
+
+def _why_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why a call that the kernels for Hopper could serve is not for them, or None."""
+    if attend.why_not_split(q, k, v, options) is not None:
+        return None
+    return "there are few queries, and the portable kernels split the keys among programs"
 
 
 def _why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool) -> str | None:

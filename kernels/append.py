@@ -121,7 +121,7 @@ def _store_rows(
     else:
         numbers = x.to(store.ptr.dtype.element_ty)
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
-    width = tl.multiple_of(value(store.row_width).to(tl.int64), ALIGN)
+    width = tl.multiple_of(value(store.strides[2]).to(tl.int64), ALIGN)
     cols = tl.arange(0, COLS)
     pointers = store.ptr + (slots * width)[:, None] + cols[None, :]
     tl.store(pointers, numbers, mask=keep[:, None] & (cols < WIDTH)[None, :])
@@ -327,6 +327,7 @@ def launch_append(
         o = empty_in_layout(q, *q.shape[1:])
     if B * T == 0:
         return o
+    assert cache.lengths is not None, "what is appended to counts its tokens"
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     BLOCK = max(1, _TILE // max(BLOCK_D, BLOCK_DV))
     programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))

@@ -1,4 +1,4 @@
-"""The outputs of splits of the keys, merged into those of all keys."""
+"""The outputs of parts of the keys, merged into those of all keys."""
 
 import torch
 import triton
@@ -10,31 +10,39 @@ from .launch.launches import Launch
 from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
 
+# Behind each output of a part stands its lse and, behind those of part number b, the first of the
+# parts of batch row b and their number, exact in fp32. The fourth place keeps whole 16 bytes.
+PART_FACTS = tl.constexpr(4)
 # Parts that are loaded at a time.
 _BLOCK_S = 16
 
 
-@triton.jit(do_not_specialize=["splits", "rows", "H", "T"])
+@triton.jit(do_not_specialize=["H", "T"])
 def combine_kernel(
-    parts_ptr, part_lse_ptr, o_ptr, lse_ptr, o_strides, row_width, splits, rows, H, T,
+    parts_ptr, o_ptr, lse_ptr, o_strides, row_width, H, T,
     D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row [b, h, t], in the order of their numbers."""
     n = tl.program_id(0)
     cols = tl.arange(0, BLOCK_DV)
-    parts_ptr += n.to(tl.int64) * value(row_width)
-    step = tl.cast(rows, tl.int64) * value(row_width)
+    width = value(row_width)
+    facts = width - PART_FACTS
+    row_ptr = parts_ptr + n.to(tl.int64) * width + facts
+    begin = tl.load(row_ptr + 1).to(tl.int32)
+    splits = tl.load(row_ptr + 2).to(tl.int32)
+    step = (H * T).to(tl.int64) * width
+    parts_ptr += begin * step + (n % (H * T)).to(tl.int64) * width
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_DV], tl.float32)
     for first in range(0, splits, BLOCK_S):
         part = first + tl.arange(0, BLOCK_S)
-        pointer = part_lse_ptr + part.to(tl.int64) * rows + n
-        lse = tl.load(pointer, mask=part < splits, other=float("-inf"))
+        pointers = parts_ptr + part * step
+        lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
         # A part that saw nothing has no output.
         within = (lse > float("-inf"))[:, None] & (cols < D_V)[None, :]
-        pointers = parts_ptr + (part * step)[:, None] + cols[None, :]
-        acc, m, l = merge_states(acc, m, l, tl.load(pointers, mask=within, other=0.0), lse)
+        outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
+        acc, m, l = merge_states(acc, m, l, outputs, lse)
     o, lse = finish(acc, m, l)
     b = (n // (H * T)).to(tl.int64)
     h = (n // T % H).to(tl.int64)
@@ -44,23 +52,19 @@ def combine_kernel(
     tl.store(lse_ptr + n + tl.arange(0, 1), lse)
 
 
-def combine_launch(parts: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, D_v: int) -> Launch:
-    """The launch that writes o [B, H, T, D_v or wider] and lse fp32 [B, H, T] from all parts.
+def combine_launch(parts: Tensor, o: Tensor, D_v: int) -> Launch:
+    """launch((), parts, o, lse) writes o [B, H, T, D_v or wider] and lse fp32 [B, H, T].
 
-    parts fp32 [splits * B, H, T, width] and part_lse fp32 [splits * B, H, T], contiguous: split s
-    of batch row b is row s B + b. parts are not read where part_lse is -inf.
+    parts fp32 [parts, H, T, width of o + PART_FACTS], contiguous.
     """
-    B, H, T = lse.shape
-    rows = B * H * T
+    B, H, T, _ = o.shape
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
     return Launch(
         combine_kernel,
-        rows,
+        B * H * T,
         {"num_warps": 4},
         (stride_b, stride_h, stride_t),
         runtime_int(parts.stride(2)),
-        part_lse.shape[0] // B,
-        rows,
         H,
         T,
         D_v,

@@ -6,9 +6,9 @@ head r % G. With G = 3 heads (a, b, c) and two new tokens, a tile of 16 rows hol
 
     a0 b0 c0 a1 b1 c1 . . . . . . . . . .
 
-Each split of the keys writes its own (o, lse), which `combine` merges; with one split the kernel
-writes the result. How many splits there are is known when the grid is launched, which keys they
-take only when they run: a launch recorded in a CUDA graph serves lengths that grow.
+Each part of the keys writes its own (o, lse), which `combine` merges; where keys are not split the
+kernel writes the result. How many parts there may be is known when the grid is launched, which row
+and keys each takes only when it runs: a launch recorded in a CUDA graph serves lengths that grow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .combine import combine_launch
+from .combine import PART_FACTS, combine_launch
 from .launch.arguments import (
     block_dim,
     blocks,
@@ -33,13 +33,22 @@ from .launch.decode_splits import Split, decode_tile, in_one_page, reads_e4m3, s
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int, value
-from .rules.mask import FARTHEST, Row, int32_within, key_blocks, valid_keys, visible
-from .rules.pages import CacheTensors, load_slots, locate, pages_of, row_bytes, stored
+from .rules.mask import Mask, valid_keys, visible
+from .rules.pages import (
+    CacheTensors,
+    load_scales,
+    load_slots,
+    locate,
+    pages_of,
+    row_bytes,
+    stored,
+)
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.quantize import numbers_of
 from .rules.score import first_state, modified
 from .rules.softmax import finish, online_step
-from .rules.tile import load_at, load_vector
+from .rules.splits import Lengths, Plan, cache_row_of, part_of, share
+from .rules.tile import load_at
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -54,17 +63,6 @@ class _Rows(NamedTuple):
     stride_t: int | None
 
 
-class _Lengths(NamedTuple):
-    """What the rows of the cache hold, by row; and how many queries are tokens, by batch row."""
-
-    ptr: Any
-    new_ptr: Any
-    starts_ptr: Any
-    batch_index_ptr: Any
-    rows: int | None  # this and what follows in the form of `runtime_int`
-    capacity: int | None
-
-
 @triton.jit
 def _pointers(x, b, h, t, ALIGN: tl.constexpr):
     """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
@@ -72,59 +70,6 @@ def _pointers(x, b, h, t, ALIGN: tl.constexpr):
     stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
     return x.ptr + b * stride_b + h * stride_h + t * stride_t
-
-
-@triton.jit
-def _cache_row(b, T_q, lengths):
-    """The row of the cache that batch row b reads, and its facts as `Row`."""
-    cache_row = b
-    if lengths.batch_index_ptr is not None:
-        index = tl.load(lengths.batch_index_ptr + b)
-        cache_row = int32_within(index, 0, value(lengths.rows) - 1)
-    length = int32_within(tl.load(lengths.ptr + cache_row), -FARTHEST, FARTHEST)
-    count = T_q
-    if lengths.new_ptr is not None:
-        count = int32_within(tl.load(lengths.new_ptr + b), 0, T_q)
-    start = 0
-    if lengths.starts_ptr is not None:
-        start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
-    # A replayed graph may count past the end, where nothing is stored.
-    end = int32_within(length, 0, value(lengths.capacity))
-    return cache_row, Row(b, T_q, end, length - count, start, end, True, 0)
-
-
-@triton.jit
-def _share(m_first, m_last, row, mask, split_blocks, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
-    """The key blocks of this program's split, as visits: (first, last, full first, full last, ...).
-
-    Visits count the blocks that the rows need, those of `keep_first` and then lo..hi-1; the last
-    two results, lo and kept, turn visits into blocks. split_blocks > 0 gives each split that many
-    blocks of the row's positions, wherever they are; else the visits are dealt out evenly.
-    """
-    split = tl.program_id(1)
-    lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
-    visits = kept + hi - lo
-    each = tl.cdiv(visits, tl.num_programs(1))
-    first = tl.minimum(split * each, visits)
-    last = tl.minimum(first + each, visits)
-    if split_blocks > 0:
-        first = _visit(split * split_blocks, lo, hi, kept)
-        last = _visit((split + 1) * split_blocks, lo, hi, kept)
-    full_first = kept
-    full_last = kept
-    if RANGES:
-        full_first = full_lo - lo + kept
-        full_last = full_hi - lo + kept
-    full_first = tl.minimum(tl.maximum(full_first, first), last)
-    full_last = tl.minimum(tl.maximum(full_last, full_first), last)
-    return first, last, full_first, full_last, lo, kept
-
-
-@triton.jit
-def _visit(block, lo, hi, kept):
-    """The first visit that is not before a block."""
-    behind = tl.minimum(tl.maximum(block, lo), hi) - lo + kept
-    return tl.where(block < kept, block, behind)
 
 
 @triton.jit
@@ -142,24 +87,20 @@ def _take_block(
         page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
     # No load leaves the pool, whatever the table says.
     page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
-    k, rows = load_slots(
-        k_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES
-    )
+    k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
     if k_store.scale_ptr is None:
         s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     else:
-        k_scale = load_vector(k_store.scale_ptr + rows, valid, 0.0)
+        k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         s = rows_by_rows(q, numbers_of(k, q.dtype, NATIVE), PRECISION) * k_scale[None, :]
     s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, MASKED)
-    v, rows = load_slots(
-        v_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES
-    )
+    v = load_slots(v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES)
     if v_store.scale_ptr is not None:
-        v_scale = load_vector(v_store.scale_ptr + rows, valid, 0.0)
+        v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         if q.dtype == tl.float16:
             # Times a weight, a small scale would fall below the range of fp16.
             v = (numbers_of(v, tl.float32, NATIVE) * v_scale[:, None]).to(tl.float16)
@@ -170,23 +111,34 @@ def _take_block(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles", "split_blocks"])
+@triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles"])
 def decode_kernel(
-    q, o, lse_ptr, k_store, v_store, pages, lengths, mask, score,
-    B, H_q, G, T_q, tiles, split_blocks,
+    q, o, lse_ptr, k_store, v_store, pages, lengths, mask, score, plan,
+    B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one split of the keys. Grid: (B H_k tiles, splits).
+    """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
+    each its tiles.
 
-    o and lse are the results, or those of the splits one behind the other, as if of more rows b.
+    o and lse are the results. Without lse, o takes the results of parts: see `combine.PART_FACTS`.
     """
+    IN_PARTS: tl.constexpr = lse_ptr is None
     tile = tl.program_id(0) % tiles
     h_k = tl.program_id(0) // tiles % (H_q // G)
-    b = tl.program_id(0) // (tiles * (H_q // G))
-    split = tl.program_id(1)
-    cache_row, row = _cache_row(b, T_q, lengths)
+    part = tl.program_id(0) // (tiles * (H_q // G))
+    m_first = tile * BLOCK_M // G
+    m_last = (tl.minimum(tile * BLOCK_M + BLOCK_M, T_q * G) - 1) // G
+    b = part
+    begin = part
+    size = 0
+    if IN_PARTS:
+        b, begin, size = part_of(part, m_first, m_last, B, T_q, lengths, mask, plan, BLOCK_N)
+    if b >= B:
+        return
+    split = part - begin
+    cache_row, row = cache_row_of(b, T_q, lengths, mask)
 
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = r < T_q * G
@@ -194,6 +146,15 @@ def decode_kernel(
     r = tl.minimum(r, T_q * G - 1)
     t = r // G
     h = h_k * G + r % G
+    first, last, full_first, full_last, lo, kept, splits = share(
+        split, size, m_first, m_last, row, mask, plan, BLOCK_N, RANGES
+    )
+    O_ALIGN: tl.constexpr = 128 // o.ptr.dtype.element_ty.primitive_bitwidth
+    if IN_PARTS:
+        facts = _pointers(o, b, h, t, O_ALIGN) + value(o.stride_t) - PART_FACTS
+        first_part = in_rows & (split == 0)
+        tl.store(facts + 1, tl.cast(begin, tl.float32), mask=first_part)
+        tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
     pointers = _pointers(q, b, h, t, Q_ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :]
     q_tile = load_at(pointers, in_rows, BLOCK_D, D)
 
@@ -205,11 +166,6 @@ def decode_kernel(
     l = tl.where(split == 0, l_sink, l)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    m_first = tile * BLOCK_M // G
-    m_last = (tl.minimum(tile * BLOCK_M + BLOCK_M, T_q * G) - 1) // G
-    first, last, full_first, full_last, lo, kept = _share(
-        m_first, m_last, row, mask, split_blocks, BLOCK_N, RANGES
-    )
     for i in range(full_first, full_last):
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
@@ -230,17 +186,21 @@ def decode_kernel(
         )  # fmt: skip
 
     result, lse = finish(acc, m, l)
-    b += split * B
-    tl.store(lse_ptr + (b * H_q + h).to(tl.int64) * T_q + t, lse, mask=in_rows)
-    # Nobody reads the output of a split without a key.
-    needed = in_rows & ((lse > float("-inf")) | (tl.num_programs(1) == 1))
-    O_ALIGN: tl.constexpr = 128 // o.ptr.dtype.element_ty.primitive_bitwidth
+    # Nobody reads the output of a part without a key.
+    needed = in_rows
+    if IN_PARTS:
+        needed = in_rows & (lse > float("-inf"))
     cols = tl.arange(0, BLOCK_DV)
     tl.store(
-        _pointers(o, b, h, t, O_ALIGN)[:, None] + cols[None, :],
+        _pointers(o, part, h, t, O_ALIGN)[:, None] + cols[None, :],
         result.to(o.ptr.dtype.element_ty),
         mask=needed[:, None] & (cols < D_V)[None, :],
     )
+    if IN_PARTS:
+        facts = value(o.stride_t) - PART_FACTS
+        tl.store(_pointers(o, part, h, t, O_ALIGN) + facts, lse, mask=in_rows)
+    else:
+        tl.store(lse_ptr + (b * H_q + h).to(tl.int64) * T_q + t, lse, mask=in_rows)
 
 
 def launch_decode(
@@ -287,14 +247,14 @@ def prepare_decode(
 class PreparedDecode(NamedTuple):
     """The launches of a decode call, and the shapes of what they write.
 
-    parts: (rows, width) of the results of splits, which `combine` merges; None: there is one split.
+    parts: the shape of the results of parts, which `combine` merges; None: keys are not split.
     """
 
     launch: Launch | None
     combine: Launch | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    parts: tuple[int, int] | None
+    parts: tuple[int, ...] | None
 
     def __call__(
         self, q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
@@ -305,11 +265,13 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        out, out_lse = (o, lse) if self.parts is None else _split_results(o, self.parts)
         cache = _as_bytes(cache)
-        self.launch((q, out, out_lse, starts, new_lengths, *cache, *options))
-        if self.combine is not None:
-            self.combine((), out, out_lse, o, lse)
+        if self.combine is None or self.parts is None:
+            self.launch((q, o, lse, starts, new_lengths, *cache, *options))
+            return o, lse
+        parts = torch.empty(self.parts, dtype=torch.float32, device=q.device)
+        self.launch((q, parts, None, starts, new_lengths, *cache, *options))
+        self.combine((), parts, o, lse)
         return o, lse
 
 
@@ -326,9 +288,13 @@ def _prepared(
         return PreparedDecode(None, None, o.shape, o.stride(), None)
     tile = decode_tile(q, cache)
     split = split_keys(q, cache, options, tile, splits, invariant)
-    lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    parts = (split.parts * B, o.shape[3]) if split.parts > 1 or invariant else None
-    out, out_lse = (o, lse) if parts is None else _split_results(o, parts)
+    out, out_lse, parts, combine = o, None, None, None
+    if split.plan is None:
+        out_lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+    else:
+        parts = (split.parts, H_q, T_q, o.shape[3] + PART_FACTS.value)
+        out = torch.empty(parts, dtype=torch.float32, device=q.device)
+        combine = combine_launch(out, o, D_v)
     given = (q, out, out_lse, starts, new_lengths, *cache, *options)
 
     def plan(given: list[Any]) -> Launch:
@@ -341,38 +307,56 @@ def _prepared(
 
     key = None if options.launched_anew else (_plan, signature(given), split)
     launch = cached(key, given, plan, q.dtype)
-    combine = None if parts is None else combine_launch(out, out_lse, o, lse, D_v)
     return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
 
 
-def _split_results(o: Tensor, parts: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Empty fp32 o and lse of the splits, one behind the other as if of more batch rows."""
-    rows, width = parts
-    out = torch.empty(rows, o.shape[1], o.shape[2], width, dtype=torch.float32, device=o.device)
-    return out, torch.empty(out.shape[:3], dtype=torch.float32, device=o.device)
-
-
 def _plan(
-    q: Tensor, out: Tensor, out_lse: Tensor, starts: Tensor | None, new_lengths: Tensor | None,
-    cache: CacheTensors, options: Options, tile: TileConfig, split: Split,
+    q: Tensor, out: Tensor, out_lse: Tensor | None, starts: Tensor | None,
+    new_lengths: Tensor | None, cache: CacheTensors, options: Options, tile: TileConfig,
+    split: Split,
 ) -> Launch:  # fmt: skip
     B, H_q, T_q, D = q.shape
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
     rows = T_q * H_q // H_k
-    mask = kernel_mask(options)
-    cached_rows, capacity = runtime_int(cache.lengths.shape[0]), runtime_int(split.capacity)
-    lengths = _Lengths(cache.lengths, new_lengths, starts, cache.batch_index, cached_rows, capacity)
+    mask = _mask(options)
+    # Of a dense cache each page is a row.
+    rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
+    lengths = Lengths(
+        cache.lengths,
+        new_lengths,
+        starts,
+        cache.batch_index,
+        runtime_int(rows_kept),
+        runtime_int(split.capacity),
+    )
     tiles_of_rows = blocks(rows, tile.BLOCK_M)
     return Launch(
-        decode_kernel, (B * H_k * tiles_of_rows, split.parts), tile,
+        decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
         stored(cache.v, cache.v_scale), pages_of(cache), lengths, mask, kernel_score(options),
-        B, H_q, H_q // H_k, T_q, tiles_of_rows, split.blocks,
+        Plan(*map(runtime_int, split.plan or (0, 1, 0))),
+        B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v), _alignment(q),
         in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
-        mask.stride is None and mask.attn_mask_ptr is None and mask.mod is None,
+        _shown_by_ranges(options),
         dot_precision(q.dtype), cache.k_scale is not None and reads_e4m3(),
     )  # fmt: skip
+
+
+def _mask(options: Options) -> Mask:
+    """The mask without extents of the key padding: holes are met block by block."""
+    padding = options.key_padding_mask
+    mask = kernel_mask(options._replace(key_padding_mask=None))
+    if padding is None:
+        return mask
+    return mask._replace(padding_ptr=padding, padding_stride=runtime_int(padding.stride(0)))
+
+
+def _shown_by_ranges(options: Options) -> bool:
+    """Whether positions alone say which blocks are full."""
+    f = options
+    others = (f.stride, f.key_padding_mask, f.q_documents, f.attn_mask, f.mask_mod)
+    return all(x is None for x in others)
 
 
 def _as_bytes(cache: CacheTensors) -> CacheTensors:

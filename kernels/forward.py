@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decode import launch_decode, prepare_decode
 from .launch.arguments import (
     aligned,
     bias_stream,
@@ -24,6 +25,7 @@ from .launch.arguments import (
 from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, Stream, launch_for
 from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
+from .rules.pages import CacheTensors
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, first_state, kept, load_bias, modified
@@ -188,3 +190,31 @@ def prepare_forward(
         return o, lse
 
     return forward
+
+
+def launch_few_queries(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """`launch_forward` where `decode_splits.why_not_split` knows no reason."""
+    return launch_decode(q, _as_cache(aligned(k), aligned(v)), None, None, options)
+
+
+def prepare_few_queries(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
+) -> Forward | None:
+    """`prepare_forward` where `decode_splits.why_not_split` knows no reason."""
+    if any(aligned(x) is not x for x in (q, k, v)):
+        return None
+    decode = prepare_decode(q, _as_cache(k, v), None, None, options)
+    if decode is None:
+        return None
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return otherwise(q, k, v, options)
+        return decode(q, _as_cache(k, v), None, None, options)
+
+    return forward
+
+
+def _as_cache(k: Tensor, v: Tensor) -> CacheTensors:
+    """Keys and values [B, H_k, T_k, width] as a cache with a page a row, all of it in use."""
+    return CacheTensors(k, v, None, None, None, None, None, None, None)

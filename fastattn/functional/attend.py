@@ -229,13 +229,14 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for these arguments, and why not a faster one.
 
-    With deterministic=False also whether gradients would come in one pass, or why not.
+    With deterministic=False also whether gradients would come in one pass, or why not. With few
+    queries (16 rows T_q H_q / H_k at most) also whether many keys are split among programs.
 
     Checks the arguments as `attention` does, and computes nothing.
 
     Returns:
-        An `Explanation`: `.backend`, `.one_pass`, and `.reasons` from the name of what was passed
-        over to the reason; `str()` of it is meant for people.
+        An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` from the name of
+        what was passed over to the reason; `str()` of it is meant for people.
     """
     given: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(given)
@@ -243,6 +244,7 @@ def explain(
     q, k, v, given = inputs.autocast(q, k, v, given)
     checked = call_options.dense_options(q, k, v, **given)
     choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
+    choice = dispatch.with_forward(choice, q, k, v, checked)
     return dispatch.with_backward(choice, q, k, v, checked)
 
 

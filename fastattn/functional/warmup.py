@@ -13,8 +13,10 @@ from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
 
-# Any length, number of heads and batch size does: kernels are compiled for none of them.
+# Any length, number of heads and batch size does: kernels are compiled for none of them. But one
+# query to many keys has a kernel of its own.
 _B, _H, _T = 2, 2, 16
+_MANY_KEYS = 256
 
 
 def _per_row(device: torch.device) -> Tensor:
@@ -23,27 +25,27 @@ def _per_row(device: torch.device) -> Tensor:
 
 # What to call `attention` with; values do not matter, only which arguments are given.
 _FLAGS: dict[str, Any] = {
-    "full": lambda device: {},
-    "causal": lambda device: {"causal": True},
-    "window": lambda device: {"window": 8},
-    "key_lengths": lambda device: {"key_lengths": _per_row(device)},
-    "query_offset": lambda device: {"query_offset": 0 * _per_row(device)},
-    "key_padding_mask": lambda device: {
-        "key_padding_mask": torch.ones(_B, _T, dtype=torch.bool, device=device)
+    "full": lambda device, T_q, T_k: {},
+    "causal": lambda device, T_q, T_k: {"causal": True},
+    "window": lambda device, T_q, T_k: {"window": 8},
+    "key_lengths": lambda device, T_q, T_k: {"key_lengths": _per_row(device)},
+    "query_offset": lambda device, T_q, T_k: {"query_offset": 0 * _per_row(device)},
+    "key_padding_mask": lambda device, T_q, T_k: {
+        "key_padding_mask": torch.ones(_B, T_k, dtype=torch.bool, device=device)
     },
-    "documents": lambda device: {
-        "documents": torch.zeros(_B, _T, dtype=torch.int32, device=device)
+    "documents": lambda device, T_q, T_k: {
+        "documents": tuple(torch.zeros(_B, T, dtype=torch.int32, device=device) for T in (T_q, T_k))
     },
-    "softcap": lambda device: {"softcap": 30.0},
-    "alibi_slopes": lambda device: {"alibi_slopes": torch.ones(_H, device=device)},
-    "sinks": lambda device: {"sinks": torch.zeros(_H, device=device)},
-    "dropout": lambda device: {
+    "softcap": lambda device, T_q, T_k: {"softcap": 30.0},
+    "alibi_slopes": lambda device, T_q, T_k: {"alibi_slopes": torch.ones(_H, device=device)},
+    "sinks": lambda device, T_q, T_k: {"sinks": torch.zeros(_H, device=device)},
+    "dropout": lambda device, T_q, T_k: {
         "dropout": 0.1,
         "dropout_seed": torch.zeros(2, dtype=torch.int64, device=device),
     },
-    "deterministic=False": lambda device: {"deterministic": False},
-    "return_lse": lambda device: {"return_lse": True},
-    "varlen": lambda device: {},
+    "deterministic=False": lambda device, T_q, T_k: {"deterministic": False},
+    "return_lse": lambda device, T_q, T_k: {"return_lse": True},
+    "varlen": lambda device, T_q, T_k: {},
 }
 # What caches of generation are like; the flags that change scores go with them too.
 _CACHES = ("decode", "paged", "int8", "fp8", "rotary")
@@ -118,19 +120,26 @@ def _flags(call: str) -> list[str]:
 def _call(
     flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
 ) -> None:
-    arguments: dict[str, Any] = {"backend": "triton"}
-    for flag in flags:
-        arguments |= _FLAGS[flag](device)
+    def zeros(*shape: int, grad: bool = False) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
+
+    def arguments(T_q: int, T_k: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"backend": "triton"}
+        for flag in flags:
+            found |= _FLAGS[flag](device, T_q, T_k)
+        return found
+
     packed = "varlen" in flags
     shape = (_B * _T, _H, D) if packed else (_B, _H, _T, D)
-    q, k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
     with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
-        leaves = [x.requires_grad_(backward) for x in (q, k, v)]
+        q, k, v = leaves = [zeros(*shape, grad=backward) for _ in range(3)]
         if packed:
             starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
-            found: Any = attention_varlen(leaves[0], leaves[1], leaves[2], starts, **arguments)
+            found: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
-            found = attention(leaves[0], leaves[1], leaves[2], **arguments)
+            found = attention(q, k, v, **arguments(_T, _T))
+            keys = zeros(_B, _H, _MANY_KEYS, D)
+            attention(zeros(_B, _H, 1, D), keys, keys, **arguments(1, _MANY_KEYS))
         outputs = found if isinstance(found, tuple) else (found,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])
@@ -141,7 +150,7 @@ def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device
     """What a generation calls, with pages that hold whole blocks of keys and with smaller ones."""
     options: dict[str, Any] = {"backend": "triton"}
     for flag in flags:
-        options |= {} if flag in _CACHES else _FLAGS[flag](device)
+        options |= {} if flag in _CACHES else _FLAGS[flag](device, _T, _T)
     for page_size in (16, 256) if "paged" in flags else (None,):
         for T in (2 * _T, 1):
             q, k = (torch.zeros(_B, _H, T, D, dtype=dtype, device=device) for _ in range(2))

@@ -66,6 +66,13 @@ def hopper_has_backward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bo
     return why_not_hopper(q, k, v, options, backward=True) is None
 
 
+def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why the portable kernels do not split the keys of a call among programs, or None."""
+    from ..kernels.launch.decode_splits import why_not_split
+
+    return why_not_split(q, k, v, options)
+
+
 def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:
     """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
 
@@ -85,6 +92,8 @@ def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str |
 @Operator
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`."""
+    if why_not_split(q, k, v, options) is None:
+        return kernel("forward").launch_few_queries(q, k, v, options)
     return kernel("forward").launch_forward(q, k, v, options)
 
 
@@ -351,6 +360,8 @@ def prepare(
     otherwise = partial(_packed_forward, kernels) if packed else kernels.forward
     if hopper:
         make = kernel("hopper.forward").prepare_hopper_forward
+    elif why_not_split(q, k, v, options) is None:
+        make = kernel("forward").prepare_few_queries
     else:
         make = kernel("forward").prepare_forward
     forward = make(q, k, v, options, otherwise)

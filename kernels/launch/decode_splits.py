@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..rules.pages import CacheTensors, row_bytes
 from . import tiles
-from .arguments import UNBOUNDED, block_dim, blocks
+from .arguments import UNBOUNDED, block_dim, blocks, index_type
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -25,41 +25,55 @@ INVARIANT_SPLIT = 512
 _MOST_SPLITS = 128
 # Programs that share a multiprocessor, enough for its memory requests to overlap.
 _PROGRAMS_AT_ONCE = 2
+# More waves than these are not tried to fill the last one better.
+_MOST_WAVES = 4
+# Where every row is a program, one of so few blocks does not keep the others waiting,
+_FEW_BLOCKS = 16
+# and one of any length not for long where there are so many waves of them.
+_MANY_WAVES = 8
 # Rows that start at multiples of 2 or 4 bytes are loaded in pieces of as many: of so few keys the
 # registers hold all addresses.
 _SMALL_PIECES = 4
 _KEYS_IN_SMALL_PIECES = 16
 # A tile of these rows serves all but chunks of a prompt.
 _FEW_ROWS = 16
+# A program walks fewer keys than these in the time that merging their parts would take.
+MANY_KEYS = 256
 
 
 class Split(NamedTuple):
     """How the keys of a call are split.
 
-    capacity: what no position of a key reaches. parts: how many there are. blocks: of each, where
-    it is given certain positions; 0 where the keys of a row are dealt out evenly.
+    capacity: what no position of a key reaches. parts: the most there may be. plan: see
+    `splits.Plan`; None: keys are not split, and each batch row is one part.
     """
 
     capacity: int
     parts: int
-    blocks: int
+    plan: tuple[int, int, int] | None
 
 
 def split_keys(
     q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, count: int | None,
     invariant: bool,
 ) -> Split:  # fmt: skip
-    """The split of a call's keys into `count`; None: as the device needs, or by positions."""
+    """The split of each row's keys into `count`; None: by the work of all rows, or by positions."""
     capacity = _capacity(cache, options)
+    B, H_q, T_q, _ = q.shape
     if invariant:
         count = max(1, blocks(capacity, INVARIANT_SPLIT))
-        return Split(capacity, count, INVARIANT_SPLIT // tile.BLOCK_N)
-    if count is None:
-        B, H_q, T_q, _ = q.shape
-        H_k = cache.k.shape[1]
-        programs = B * H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
-        count = _split_count(programs, _visits(capacity, T_q, options, tile.BLOCK_N), q.device)
-    return Split(capacity, count, 0)
+        return Split(capacity, B * count, (0, count, INVARIANT_SPLIT // tile.BLOCK_N))
+    if count is not None:
+        return Split(capacity, B * count, (0, count, 0) if count > 1 else None)
+    H_k = cache.k.shape[1]
+    heads = H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
+    visits = max(1, _visits(capacity, T_q, options, tile.BLOCK_N))
+    shares = _shares(B, heads, visits, q.device)
+    if shares is None and cache.lengths is not None:
+        return Split(capacity, B, None)
+    shares = shares or B
+    # Each row may have one part more than its shares, but none that is empty beside others.
+    return Split(capacity, min(shares + B, B * visits), (shares, 0, 0))
 
 
 def decode_tile(q: Tensor, cache: CacheTensors) -> TileConfig:
@@ -91,6 +105,8 @@ def in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:
 def _capacity(cache: CacheTensors, options: Options) -> int:
     """What no position of a key reaches: the end of the cache, or of a tensor that it indexes."""
     S = cache.k.shape[2]
+    if cache.lengths is None:
+        return S
     ends = [x.shape[3] for x in (options.attn_mask, options.attn_bias) if x is not None]
     if cache.block_table is not None:
         ends.append(S * cache.block_table.shape[1])
@@ -107,15 +123,49 @@ def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
     return blocks(keys, BLOCK_N) + 2 * (keys < capacity)
 
 
+def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why a call of attention does not split its keys among programs, or None if it does.
+
+    One tile a head would leave most multiprocessors idle while each program walks all keys.
+    """
+    if options.cu_seqlens_q is not None:
+        return "sequences are packed"
+    rows, T_k = q.shape[2] * q.shape[1] // k.shape[1], k.shape[2]
+    if rows > _FEW_ROWS:
+        return f"there are more than {_FEW_ROWS} rows of queries for a K/V head, {rows}"
+    if T_k < MANY_KEYS:
+        return f"there are fewer than {MANY_KEYS} keys, {T_k}"
+    if options.dropout:
+        return "its kernel does not know dropout"
+    if options.relative_keys is not None:
+        return "its kernel does not know relative_keys"
+    if index_type(k, v).primitive_bitwidth > 32:
+        return "keys lie too far apart in memory"
+    return None
+
+
 @cache
-def _split_count(programs: int, visits: int, device: torch.device) -> int:
-    """The smallest number of splits that keeps the device about as busy as any other would."""
+def _shares(B: int, heads: int, visits: int, device: torch.device) -> int | None:
+    """Into how many shares the keys of B rows are divided; None: a row need not be split.
+
+    heads: programs that have the same keys to split. visits: the most key blocks of a row.
+    """
     at_once = _PROGRAMS_AT_ONCE * tiles.multiprocessors(device)
-    most = max(1, min(visits, _MOST_SPLITS, blocks(2 * at_once, programs)))
+    count = _split_count(B * heads, visits, at_once)
+    if count == 1 and (visits <= _FEW_BLOCKS or B * heads >= _MANY_WAVES * at_once):
+        return None
+    return B * count
+
+
+def _split_count(programs: int, visits: int, at_once: int) -> int:
+    """The smallest number of splits of equal rows that keeps the device about as busy as any."""
+    most = max(1, min(visits, _MOST_SPLITS, blocks(_MOST_WAVES * at_once, programs)))
+    # As many as there are with blocks dealt out evenly: a split more would find none.
+    counts = [n for n in range(1, most + 1) if blocks(visits, blocks(visits, n)) == n]
 
     def busy(splits: int) -> float:
         waves = programs * splits / at_once
         return waves / -(-programs * splits // at_once)
 
-    best = max(map(busy, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if busy(n) >= 0.85 * best)
+    best = max(map(busy, counts))
+    return next(n for n in counts if busy(n) >= 0.85 * best)

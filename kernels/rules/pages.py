@@ -13,18 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .integers import runtime_int, value
-from .tile import load_at, load_tile
+from .tile import load_at, load_tile, load_vector
 
 
 class CacheTensors(NamedTuple):
     """The tensors of a cache.
 
-    k [P, H_k, S, D] and v [P, H_k, S, D_v] are dense but for padding at the end of each row, which
-    makes it whole 16 bytes in caches of our own. With k_scale and v_scale, fp32 [P, H_k, S], they
-    hold codes: int8, or e4m3. lengths int32 [rows]; counters int32 [rows], zero between launches;
-    batch_index int [B]: the row of each batch element, None: its own number. block_table int32
-    [rows, N]: the pages of a row, None: page r is row r. keep_first: of a ring, how many first
-    positions stay; None: no ring.
+    k [P, H_k, S, D] and v [P, H_k, S, D_v] have rows without gaps. With k_scale and v_scale, fp32
+    [P, H_k, S], they hold codes: int8, or e4m3. lengths int32 [rows], None: see `launch_decode`;
+    counters int32 [rows], zero between launches, for appending; batch_index int [B]: the row of
+    each batch element, None: its own number. block_table int32 [rows, N]: the pages of a row, None:
+    page r is row r. keep_first: of a ring, how many first positions stay; None: no ring.
     """
 
     k: Tensor
@@ -32,8 +31,8 @@ class CacheTensors(NamedTuple):
     k_scale: Tensor | None
     v_scale: Tensor | None
     block_table: Tensor | None
-    lengths: Tensor
-    counters: Tensor
+    lengths: Tensor | None
+    counters: Tensor | None
     batch_index: Tensor | None
     keep_first: int | None
 
@@ -50,20 +49,22 @@ class Pages(NamedTuple):
 
 
 class Store(NamedTuple):
-    """One buffer of a cache: its rows' width in memory, and their scales where it holds codes."""
+    """One buffer of a cache, and the scales of its rows where it holds codes.
+
+    strides: to the next page, head and slot, in the form of `runtime_int`.
+    """
 
     ptr: Any
     scale_ptr: Any
-    row_width: int | None  # in the form of `runtime_int`
+    strides: tuple[int | None, ...]
 
 
 def stored(buffer: Tensor, scale: Tensor | None) -> Store:
     """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes."""
     # Some GPUs know no fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
-    return Store(
-        buffer.view(torch.uint8) if is_fp8 else buffer, scale, runtime_int(buffer.stride(2))
-    )
+    strides = tuple(map(runtime_int, buffer.stride()[:3]))
+    return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
 
 
 def row_bytes(cache: CacheTensors) -> int:
@@ -141,7 +142,7 @@ def lasting(positions, end, pages):
 
 @triton.jit
 def slot_rows(page, head, slot, pages):
-    """Number of the row, int64, that a slot of a head is among all rows of a buffer."""
+    """Number of the row, int64, that a slot of a head is among all rows of a dense buffer."""
     return (page.to(tl.int64) * value(pages.heads) + head) * value(pages.page_size) + slot
 
 
@@ -151,7 +152,6 @@ def load_slots(
     page,
     slot,
     head,
-    pages,
     keep,
     N: tl.constexpr,
     COLS: tl.constexpr,
@@ -159,19 +159,31 @@ def load_slots(
     ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """N rows of a buffer as they are stored, [N, COLS], and their numbers in the buffer, [N].
+    """N rows of a buffer as they are stored, [N, COLS].
 
     slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
     [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`.
     """
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
-    rows = slot_rows(page, head, slot, pages)
-    width = tl.multiple_of((store.row_width >> 2).to(tl.int64), ALIGN)
+    # `value` written out: a hint on the result of a call is lost when the call is inlined.
+    stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
+    stride_s = tl.multiple_of((store.strides[2] >> 2).to(tl.int64), ALIGN)
+    ptr = store.ptr + head * stride_h
+    start = page * stride_p + slot * stride_s
     if ONE_PAGE:
-        stride = tl.multiple_of((store.row_width >> 2).to(tl.int32), ALIGN)
-        tile = load_tile(store.ptr + rows * width, stride, 0, keep, N, COLS, WIDTH)
-        rows += tl.arange(0, N)
+        stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
+        tile = load_tile(ptr + start, stride, 0, keep, N, COLS, WIDTH)
     else:
-        pointers = store.ptr + (rows * width)[:, None] + tl.arange(0, COLS)[None, :]
+        pointers = ptr + start[:, None] + tl.arange(0, COLS)[None, :]
         tile = load_at(pointers, keep, COLS, WIDTH)
-    return tile, rows
+    return tile
+
+
+@triton.jit
+def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """The scales [N] of the rows that `load_slots` loads, 0 where keep is False."""
+    rows = slot_rows(page, head, slot, pages)
+    if ONE_PAGE:
+        rows += tl.arange(0, N)
+    return load_vector(store.scale_ptr + rows, keep, 0.0)

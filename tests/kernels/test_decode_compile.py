@@ -179,7 +179,8 @@ def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     target, _, D, dtype, _, T, _ = case
     fact = decode_facts(compiled[case])
     allowed = SPILL_BYTES.get((target, D, dtype), USUAL_SPILL_BYTES)
-    assert fact.spill_store_bytes <= allowed, f"{fact.spill_store_bytes} bytes"
+    fine = fact.spill_store_bytes <= allowed or fact.spills_little
+    assert fine, f"{fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.shared_bytes} bytes of shared memory"
     assert fact.warnings == ()
     if dtype != "fp32":

@@ -1,0 +1,119 @@
+"""Attention of few queries to many keys, which splits the keys among programs."""
+
+import math
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import attention
+from fastattn.functional import call_memo
+from fastattn.kernels.launch import decode_splits, tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.ops import attend
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import to_device
+from fastattn.testing.option_examples import option_examples
+
+H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 70, 16
+EXAMPLES = option_examples(H_Q, H_K, T_Q, T_K, D, reach=9)
+WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "dropout"}
+
+
+def by_triton(q, k, v, **options):
+    return attention(q, k, v, backend="triton", **options)
+
+
+@pytest.fixture
+def few_keys(monkeypatch: pytest.MonkeyPatch):
+    """Keys that are few are split too, in tiles and splits that are small beside them."""
+    monkeypatch.setattr(decode_splits, "MANY_KEYS", 1)
+    with tiles.forced(decode=TileConfig(16, 16)):
+        yield
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_option_is_what_it_is_elsewhere(name: str, few_keys: None, device: str) -> None:
+    options = to_device(EXAMPLES[name], device)
+    q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, D, device=device)
+    assert fastattn.explain(q, k, v, **options).split_keys == (name not in WITHOUT_KERNEL)
+    assert_matches_reference(by_triton, q, k, v, **options)
+
+
+SHAPES = {
+    "one-query": {"T_q": 1},
+    "one-head": {"H_q": 1, "H_k": 1, "T_q": 16},
+    "mqa": {"H_q": 16, "H_k": 1, "T_q": 1},
+    "more-queries-than-keys": {"T_q": 7, "T_k": 3},
+    "values-wider": {"D": 16, "D_v": 48},
+    "values-narrower": {"D": 40, "D_v": 8},
+    "bthd-memory": {"layout": "bthd"},
+    "large-batch": {"B": 40, "H_q": 1, "H_k": 1, "T_q": 1, "T_k": 20},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape: str, dtype: torch.dtype, few_keys: None, device: str) -> None:
+    sizes = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 3, "T_k": 67, "D": 32, **SHAPES[shape]}
+    q, k, v = make_qkv(**sizes, dtype=dtype, device=device)
+    assert fastattn.explain(q, k, v).split_keys
+    assert_matches_reference(by_triton, q, k, v, causal=True)
+
+
+def test_padded_keys_reach_nothing(few_keys: None, device: str) -> None:
+    q, k, v = make_qkv(2, 4, 2, 1, 70, 16, device=device)
+    mask = torch.ones(2, 70, dtype=torch.bool, device=device)
+    mask[0, 20:40] = False
+    mask[1] = False
+    bad_k, bad_v = (
+        x.detach().masked_fill(~mask[:, None, :, None], math.nan).requires_grad_() for x in (k, v)
+    )
+    clean = (q, k, v)
+    assert_matches_reference(by_triton, q, bad_k, bad_v, clean=clean, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_padding_mask": True}], ids=str)
+def test_a_repeated_call_reads_its_own_tensors(
+    options: dict, few_keys: None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memo keeps launches, not what they read."""
+    call_memo.forget()
+    for seed in (0, 1):
+        q, k, v = make_qkv(2, 4, 2, 2, 70, 16, seed=seed, device=device)
+        if "key_padding_mask" in options:
+            mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(seed)) < 0.5
+            options = {"key_padding_mask": mask.to(device)}
+        assert_matches_reference(by_triton, q, k, v, **options)
+
+
+def test_which_calls_split_their_keys(device: str) -> None:
+    def split(*sizes: int, **options: object) -> bool:
+        B, H_q, H_k, T_q, T_k = sizes
+        q = torch.empty(B, H_q, T_q, 16, device=device)
+        k = v = torch.empty(B, H_k, T_k, 16, device=device)
+        choice = fastattn.explain(q, k, v, **options)
+        assert ("forward: keys split among programs" in str(choice)) == choice.split_keys
+        return choice.split_keys
+
+    assert split(1, 32, 8, 1, 8192)
+    assert split(1, 32, 8, 4, 8192)
+    assert not split(1, 32, 8, 5, 8192)
+    assert split(1, 4, 4, 16, decode_splits.MANY_KEYS)
+    assert not split(1, 4, 4, 16, decode_splits.MANY_KEYS - 1)
+    assert not split(1, 4, 4, 1, 8192, backend="torch")
+    assert not split(1, 4, 4, 1, 8192, dropout=0.1)
+
+
+def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of its kernels has 128 queries."""
+    monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
+    monkeypatch.setattr(attend, "why_not_hopper", lambda *call: None)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    q, k, v = make_qkv(1, 4, 2, 1, 300, 16, device=device)
+    choice = fastattn.explain(q, k, v)
+    assert (choice.backend, choice.split_keys) == ("triton", True)
+    assert choice.reasons["hopper"].startswith("there are few queries")
+    assert fastattn.explain(q, k, v, backend="hopper").backend == "hopper"
+    q, k, v = make_qkv(1, 4, 2, 9, 300, 16, device=device)
+    assert fastattn.explain(q, k, v).backend == "hopper"

@@ -1,0 +1,161 @@
+"""Which keys each program of decoding takes, by the kernel's own rule and by the launcher's."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.kernels.launch import decode_splits, tiles
+from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.rules.integers import runtime_int
+from fastattn.kernels.rules.mask import Mask
+from fastattn.kernels.rules.pages import CacheTensors
+from fastattn.kernels.rules.splits import Lengths, Plan, cache_row_of, part_of, share
+from fastattn.options import Options
+
+BLOCK_N = 64
+
+
+@triton.jit
+def part_kernel(out_ptr, lengths, mask, plan, B, BLOCK_N: tl.constexpr):
+    """Row, first part and splits of the row, first visit and the one past the last, of a part."""
+    part = tl.program_id(0)
+    b, begin, size = part_of(part, 0, 0, B, 1, lengths, mask, plan, BLOCK_N)
+    tl.store(out_ptr + 5 * part, b)
+    if b >= B:
+        return
+    _, row = cache_row_of(b, 1, lengths, mask)
+    first, last, _, _, _, _, splits = share(
+        part - begin, size, 0, 0, row, mask, plan, BLOCK_N, True
+    )
+    tl.store(out_ptr + 5 * part + 1, begin)
+    tl.store(out_ptr + 5 * part + 2, splits)
+    tl.store(out_ptr + 5 * part + 3, first)
+    tl.store(out_ptr + 5 * part + 4, last)
+
+
+class Part(NamedTuple):
+    b: int
+    begin: int
+    splits: int
+    first: int
+    last: int
+
+
+def parts_of(lengths: list[int], split: decode_splits.Split, device: str) -> list[Part]:
+    """The parts that exist."""
+    mend()
+    B = len(lengths)
+    assert split.plan is not None
+    of_rows = torch.tensor(lengths, dtype=torch.int32, device=device)
+    out = torch.full((split.parts, 5), -1, dtype=torch.int32, device=device)
+    part_kernel[(split.parts,)](
+        out,
+        Lengths(of_rows, None, None, None, runtime_int(B), runtime_int(split.capacity)),
+        Mask(),
+        Plan(*map(runtime_int, split.plan)),
+        B,
+        BLOCK_N=BLOCK_N,
+    )
+    rows = [Part(*row) for row in out.tolist()]
+    found = [part for part in rows if part.b < B]
+    assert rows[: len(found)] == found, "parts that do not exist come last"
+    return found
+
+
+def split_of(
+    B: int, heads: int, capacity: int, count: int | None = None, sms: int = 132
+) -> decode_splits.Split:
+    """The launcher's split of one token a row on a GPU of so many multiprocessors."""
+    k = torch.empty(1, heads, capacity, 64, device="meta")
+    cache = CacheTensors(k, k, None, None, None, k, None, None, None)
+    q = torch.empty(B, heads, 1, 64, device="meta")
+    decode_splits._shares.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "multiprocessors", lambda device: sms)
+        split = decode_splits.split_keys(
+            q, cache, Options(), tiles.TileConfig(16, BLOCK_N), count, False
+        )
+    decode_splits._shares.cache_clear()
+    return split
+
+
+RAGGED = {
+    "one-long": [16384] + [512] * 31,
+    "one-long-at-the-end": [512] * 31 + [16384],
+    "equal": [4096] * 32,
+    "alone": [4096],
+    "short-in-a-large-cache": [300],
+    "empty-rows": [0, 5000, 0, 1, 0],
+    "all-empty": [0, 0, 0],
+    "many-rows": [(7919 * b) % 3001 for b in range(200)],
+    "past-the-end": [20000, 64],
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_parts_follow_the_work_of_rows(name: str, device: str) -> None:
+    lengths, capacity = RAGGED[name], 16384
+    split = split_of(len(lengths), 8, capacity)
+    assert split.plan is not None
+    parts = parts_of(lengths, split, device)
+    visits = [-(-min(n, capacity) // BLOCK_N) for n in lengths]
+    largest = max(1, -(-sum(visits) // split.plan[0]))
+    assert sorted({part.b for part in parts}) == list(range(len(lengths)))
+    for b, needed in enumerate(visits):
+        own = [(n, part) for n, part in enumerate(parts) if part.b == b]
+        begin = own[0][0]
+        assert [(n, p.begin, p.splits) for n, p in own] == [
+            (begin + i, begin, len(own)) for i in range(len(own))
+        ]
+        ends = [0, *(part.last for _, part in own)]
+        assert [part.first for _, part in own] == ends[:-1], "each goes on where another ended"
+        assert ends[-1] == needed
+        sizes = [part.last - part.first for _, part in own]
+        assert max(sizes) <= largest
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) > 0 or needed == 0
+
+
+def test_a_long_row_has_many_programs(device: str) -> None:
+    parts = parts_of(RAGGED["one-long"], split_of(32, 8, 16384), device)
+    assert sum(part.b == 0 for part in parts) == 16
+    assert max(part.last - part.first for part in parts) == 16
+
+
+@pytest.mark.parametrize("count", [2, 3, 29, 64])
+def test_a_given_number_of_splits_is_dealt_out_evenly(count: int, device: str) -> None:
+    parts = parts_of([4096, 130, 0], split_of(3, 8, 4096, count), device)
+    assert [part.b for part in parts] == [b for b in range(3) for _ in range(count)]
+    sizes = [part.last - part.first for part in parts]
+    assert sum(sizes[:count]) == 64
+    assert max(sizes[:count]) - min(sizes[:count]) <= 1
+    assert sum(sizes[count : 2 * count]) == 3
+    assert sum(sizes[2 * count :]) == 0
+
+
+# Rows, K/V heads, capacity -> parts that equal rows of that length have, None: not split.
+EQUAL_ROWS = {
+    (1, 8, 4096): 32,
+    (8, 8, 32768): 32,
+    (24, 8, 4096): 96,
+    (32, 8, 4096): 32,
+    (128, 8, 1024): None,
+    (512, 8, 65536): None,
+    (1, 1, 64): None,
+}
+
+
+@pytest.mark.parametrize("sizes", EQUAL_ROWS, ids=str)
+def test_equal_rows_fill_the_device(sizes: tuple[int, int, int], device: str) -> None:
+    B, heads, capacity = sizes
+    split = split_of(B, heads, capacity)
+    expected = EQUAL_ROWS[sizes]
+    if expected is None:
+        assert split == decode_splits.Split(capacity, B, None)
+    else:
+        parts = parts_of([capacity] * B, split, device)
+        assert len(parts) == expected
+        assert len({part.last - part.first for part in parts}) <= 2
