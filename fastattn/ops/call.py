@@ -7,6 +7,7 @@ Kernels are imported on first use, so that `import fastattn` works where triton 
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -81,7 +82,10 @@ class Operator:
             return self.by_op(*arguments)
         # As `direct`, whose own call would cost as much as the choice does.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            return self._launch(*arguments)
+            try:
+                return self._launch(*arguments)
+            except Exception as error:
+                return self._in_smaller_tiles(error, arguments)
 
     def by_op(self, *arguments: Any) -> Any:
         """By the operator."""
@@ -93,7 +97,33 @@ class Operator:
         """By the function itself; nothing may trace it."""
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
-            return self._launch(*arguments)
+            try:
+                return self._launch(*arguments)
+            except Exception as error:
+                return self._in_smaller_tiles(error, arguments)
+
+    def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> Any:
+        """Launch again where the compiler refused a tile, with smaller ones until it takes them.
+
+        A table knows the releases of Triton that it was made with; no training ends by another.
+        """
+        tiles = kernel("launch.tiles")
+        while from_compiler(error):
+            refused = getattr(error, "tile", None)
+            if not isinstance(refused, tiles.TileConfig) or not tiles.make_smaller(refused):
+                break
+            said = " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"fastattn takes smaller tiles than {refused}, and is slower for it: "
+                f"{type(error).__name__}: {said}",
+                UserWarning,
+                stacklevel=3,
+            )
+            try:
+                return self._launch(*arguments)
+            except Exception as another:
+                error = another
+        raise error
 
 
 def _schema(signature: inspect.Signature) -> tuple[str, str]:

@@ -97,6 +97,7 @@ class Launch:
         "_meta",
         "_run_compiled",
         "_tables",
+        "_tile",
         "reusable",
     )
 
@@ -108,6 +109,7 @@ class Launch:
         self._kernel = kernel
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         by_descriptors = False
+        self._tile = tile
         if isinstance(tile, TileConfig):
             by_descriptors = tile.descriptors
             tile = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -176,12 +178,11 @@ class Launch:
         if self._run_compiled is not None and not pointers & 15:
             self._run_compiled(*tensors, *descriptors, *arguments)
             return
-        compiled = self._kernel[self._grid](
-            *tensors,
-            *descriptors,
-            *arguments,
-            **self._meta,
-        )
+        try:
+            compiled = self._kernel[self._grid](*tensors, *descriptors, *arguments, **self._meta)
+        except Exception as error:
+            error.tile = self._tile  # type: ignore[attr-defined]
+            raise
         if compiled is not None and not pointers & 15:  # the interpreter compiles nothing
             self._run_compiled = compiled[self._grid]
 

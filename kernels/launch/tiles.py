@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -51,6 +51,11 @@ class TileConfig:
 # Fixed for the process once triton is imported; the knob reads the environment at every look.
 _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, TileConfig] = {}
+# Tiles that lookups gave, by kind, element size and head dim, and what stands in for those that a
+# compiler refused.
+_given: dict[tuple[str, int, int], TileConfig] = {}
+_smaller: dict[tuple[str, int, int], TileConfig] = {}
+_SMALLEST = 16
 
 
 def lookup(
@@ -70,7 +75,32 @@ def lookup(
     if kernel in _forced:
         return _forced[kernel]
     kind = kernel if calls == "plain" else f"{kernel}_{calls}"
-    return tile_of(current_arch(), kind, element_size, BLOCK_D)
+    row = (kind, element_size, BLOCK_D)
+    tile = _smaller.get(row) or tile_of(current_arch(), *row)
+    _given[row] = tile
+    return tile
+
+
+def make_smaller(tile: TileConfig) -> bool:
+    """From now on look up a smaller one instead, if there is any: this one does not compile here.
+
+    One stage first, then half of the longer side at a time.
+    """
+    rows = [row for row, given in _given.items() if given == tile]
+    longer = "BLOCK_M" if tile.BLOCK_M > tile.BLOCK_N else "BLOCK_N"
+    if tile.num_stages > 1:
+        smaller = replace(tile, num_stages=1, descriptors=False)
+    else:
+        smaller = replace(tile, **{longer: getattr(tile, longer) // 2})
+    if not rows or getattr(smaller, longer) < _SMALLEST:
+        return False
+    _smaller.update(dict.fromkeys(rows, smaller))
+    return True
+
+
+def forget_smaller() -> None:
+    """Look up the tables' own tiles again."""
+    _smaller.clear()
 
 
 @contextmanager
@@ -89,7 +119,8 @@ def forced(**configs: TileConfig) -> Iterator[None]:
 def device_key(dtype: torch.dtype) -> Hashable:
     """What kernels of a dtype go by beside their arguments: equal where they are the same."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
-    return device, tuple(_forced.items()) if _forced else (), dtype == torch.float32 and tf32()
+    changed = (*_forced.items(), *_smaller.items()) if _forced or _smaller else ()
+    return device, changed, dtype == torch.float32 and tf32()
 
 
 def tf32() -> bool:

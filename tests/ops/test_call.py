@@ -1,12 +1,20 @@
 """`Operator`: one function, launched directly or through torch.library."""
 
+import warnings
+
 import pytest
 import torch
+import triton
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+import fastattn
+from fastattn.functional import call_memo
+from fastattn.kernels import forward
+from fastattn.kernels.launch import launches, tiles
 from fastattn.ops.call import Operator
 from fastattn.options import Options
+from fastattn.testing import assert_within_budget, make_qkv
 
 launched: list[tuple] = []
 
@@ -80,3 +88,61 @@ def test_launches_happen_on_the_device_of_the_first_tensor_that_must_be_given(mo
     x = torch.randn(3)
     toy_scaled(torch.randn(2), x, 1, torch.float32, Options())
     assert [y is x for y in entered] == [True]
+
+
+class Refusing:
+    """A kernel that its compiler takes after some attempts; refused has their stages."""
+
+    def __init__(self, kernel, times: int) -> None:
+        self.kernel, self.times, self.refused = kernel, times, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps: int, num_stages: int):
+            if len(self.refused) < self.times:
+                self.refused.append(num_stages)
+                raise triton.TritonError("out of\nregisters")
+            return self.kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+
+        return launch
+
+
+@pytest.fixture
+def own_tiles():
+    call_memo.forget()
+    launches.forget()
+    yield
+    tiles.forget_smaller()
+    call_memo.forget()
+    launches.forget()
+
+
+def test_a_tile_that_does_not_compile_gives_way_to_smaller_ones(
+    own_tiles, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    q, k, v = (x.detach() for x in make_qkv(T_q=70, D=16, device=device))
+    expected = fastattn.attention(q, k, v, backend="triton")
+    call_memo.forget()
+    launches.forget()
+    monkeypatch.setattr(tiles, "tile_of", lambda *row: tiles.TileConfig(64, 32, 4, 2))
+    refusing = Refusing(forward.attention_forward_kernel, 2)
+    monkeypatch.setattr(forward, "attention_forward_kernel", refusing)
+    with pytest.warns(UserWarning, match="takes smaller tiles than .*out of registers") as told:
+        o = fastattn.attention(q, k, v, backend="triton")
+    assert_within_budget("o", o, expected.double(), expected)
+    assert len(told) == 2
+    assert refusing.refused == [2, 1]
+    assert tiles.lookup("forward", 4, 16) == tiles.TileConfig(32, 32, 4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.attention(q, k, v, backend="triton")
+
+
+def test_a_kernel_that_no_tile_compiles_says_so(
+    own_tiles, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    refusing = Refusing(forward.attention_forward_kernel, 100)
+    monkeypatch.setattr(tiles, "tile_of", lambda *row: tiles.TileConfig(64, 32, 4, 2))
+    monkeypatch.setattr(forward, "attention_forward_kernel", refusing)
+    q, k, v = (x.detach() for x in make_qkv(T_q=70, D=16, device=device))
+    with pytest.warns(UserWarning), pytest.raises(triton.TritonError, match="registers"):
+        fastattn.attention(q, k, v, backend="triton")
