@@ -6,9 +6,9 @@ With p = softmax weights, do the gradient of o and dlse that of lse (Dao et al. 
     ds = p * (dp - delta)          dq = scale * ds k          dk = scale * ds^T q
 
 p is computed again from lse; with dropout, dv takes the weights that survived and dp is dropped
-like them. The G query heads of a K/V head are met in a loop by one program, so dK and dV are summed
-in registers and never expanded. These two passes are deterministic. Where it is permitted, one pass
-computes all three: the programs of keys add up dQ by atomics, see `backward_atomic`.
+like them. dQ has its kernel here, dK and dV in `backward_dkv`: two passes over the scores, bitwise
+the same in every run. Where it is permitted, one pass computes all three: the programs of keys add
+up dQ by atomics, see `backward_atomic`.
 """
 
 from __future__ import annotations
