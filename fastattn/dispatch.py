@@ -71,7 +71,8 @@ def choose(
     reason = why_not_triton(q, k, v, options)
     why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
     if forced == "auto" and why_not_hopper is None:
-        why_not_hopper = _why_split(q, k, v, options)
+        few = attend.why_hopper_is_not_worth_it(q)
+        why_not_hopper = _why_split(q, k, v, options) or few
     if forced in ("hopper", "auto") and why_not_hopper is None:
         return Explanation("hopper", {}, forced=forced == "hopper")
     if forced == "hopper":

@@ -148,6 +148,18 @@ def test_hopper_says_what_it_does_not_serve(
         fastattn.attention(*make_qkv(**sizes, device=device), **options, backend="hopper")
 
 
+@pytest.mark.parametrize("T_q", [63, 64])
+def test_few_queries_are_left_to_the_portable_kernels(
+    T_q: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    inputs = make_qkv(D=64, T_q=T_q, T_k=8, dtype=torch.bfloat16, device=device)
+    found = fastattn.explain(*inputs)
+    reason = {"hopper": "63 queries leave more than half of a tile of 128 empty"}
+    assert found == fastattn.Explanation(*(("triton", reason) if T_q == 63 else ("hopper", {})))
+    assert fastattn.explain(*inputs, backend="hopper").backend == "hopper"
+
+
 def test_hopper_needs_its_gpu(device: str) -> None:
     inputs = make_qkv(D=64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match=r"written for GPUs of compute capability 9\.0"):

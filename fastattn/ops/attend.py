@@ -59,6 +59,13 @@ def why_not_hopper(
     return why_not_hopper(q, k, v, options)
 
 
+def why_hopper_is_not_worth_it(q: Tensor) -> str | None:
+    """Why other kernels do better in a call that those for Hopper serve, or None."""
+    from ..kernels.hopper.host import why_not_worth_it
+
+    return why_not_worth_it(q)
+
+
 def hopper_has_backward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether the kernels for Hopper serve the backward of a call whose forward they serve."""
     from ..kernels.hopper.host import why_not_hopper

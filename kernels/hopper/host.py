@@ -78,6 +78,14 @@ def _why_not(
     return None
 
 
+def why_not_worth_it(q: Tensor) -> str | None:
+    """Why other kernels do better in a call that these serve, or None."""
+    T_q = q.shape[0] if q.dim() == 3 else q.shape[2]
+    if T_q < ROWS.value:
+        return f"{T_q} queries leave more than half of a tile of {2 * ROWS.value} empty"
+    return None
+
+
 def why_not_one_pass(D: int, options: Options) -> str | None:
     """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
     if D == 128 and options.softcap is not None:

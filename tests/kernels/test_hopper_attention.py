@@ -223,6 +223,14 @@ def test_many_orders_of_events() -> None:
         check_on_hopper(attention, H_q=1, T_q=300, programs=2)
 
 
+def test_an_empty_batch() -> None:
+    inputs = make_qkv(0, 2, 1, 70, 90, 64, dtype=torch.bfloat16)
+    o, lse = attention(*inputs, causal=True, return_lse=True)
+    assert (o.shape, lse.shape) == ((0, 2, 70, 64), (0, 2, 70))
+    found = torch.autograd.grad(o.sum(), inputs)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+
+
 def test_widest_heads_forward() -> None:
     """256 columns: the output leaves through the memory of its queries."""
     q, k, v = make_qkv(1, 2, 1, 150, 200, 256, dtype=torch.bfloat16, requires_grad=False)

@@ -274,7 +274,7 @@ def test_hopper_kernels_come_first_on_their_gpu(
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     monkeypatch.setattr(tracing, "may_be_traced", lambda x: traced)
-    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
 
     def run(backend):
         o = fastattn.attention(*inputs, causal=True, backend=backend)
@@ -311,7 +311,7 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
     monkeypatch.setattr(owner, launcher, refuse)
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     monkeypatch.setattr(attend, "uncompiled", [])
-    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=9, D=64, dtype=torch.bfloat16, device=device)
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
 
     def run(backend):
         o = fastattn.attention(*inputs, causal=True, backend=backend)
