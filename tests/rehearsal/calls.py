@@ -98,5 +98,5 @@ def fp8(B: int, T: int, **options: Any) -> None:
 
 def merged(B: int, T: int) -> None:
     q, k, v = (random(B, H, T, 64) for H in (4, 2, 2))
-    part = attention(q, k, v, causal=True, return_lse=True)
+    part = attention(q, k, v, causal=True, return_lse=True, backend="triton")
     fastattn.merge(*part, *part)
