@@ -232,15 +232,15 @@ class Tags(NamedTuple):
     learned: autograd gives it a gradient.
     strided: kernels read it by its strides; any other tensor has to be contiguous.
     registers: kernels that read it have to be as economical of registers as with a mask ("masked"),
-    a bias for each score ("bias"), weights dropped ("dropout"), another change of scores ("heavy"),
-    or vectors for distances ("relative").
+    a bias for each score ("bias"), one by distance or dropout ("scores"), another change of scores
+    ("heavy"), or vectors for distances ("relative").
     table: launchers make a tensor of it.
     """
 
     dims: str = ""
     learned: bool = False
     strided: bool = False
-    registers: Literal["", "masked", "bias", "dropout", "heavy", "relative"] = ""
+    registers: Literal["", "masked", "bias", "scores", "heavy", "relative"] = ""
     table: bool = False
 
 
@@ -269,7 +269,7 @@ class Options(NamedTuple):
         Tensor | None,
         Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="bias"),
     ] = None
-    relative_bias: Annotated[Tensor | None, Tags("H_q 2R+1", learned=True, registers="heavy")] = (
+    relative_bias: Annotated[Tensor | None, Tags("H_q 2R+1", learned=True, registers="scores")] = (
         None
     )
     relative_keys: Annotated[
@@ -288,7 +288,7 @@ class Options(NamedTuple):
     scale: float = 1.0
     softcap: Annotated[float | None, Tags(registers="masked")] = None
     # An int: torch.compile would make a default that is a float dynamic.
-    dropout: Annotated[float, Tags(registers="dropout")] = 0
+    dropout: Annotated[float, Tags(registers="scores")] = 0
     # Whether dQ may be added up by atomics, in an order that is another in each run.
     atomic_dq: bool = False
     mask_mod: Annotated[Any, Tags(registers="heavy")] = None
@@ -333,7 +333,7 @@ class Options(NamedTuple):
         return tuple([fields[place] for place in _LEARNED])
 
     @property
-    def registers(self) -> Literal["", "masked", "bias", "dropout", "heavy", "relative"]:
+    def registers(self) -> Literal["", "masked", "bias", "scores", "heavy", "relative"]:
         """How economical of registers kernels have to be; see `Tags`."""
         for registers, places in _REGISTERS.items():
             for place, default in places:
@@ -364,10 +364,10 @@ _NOT_PLAIN = tuple(
 )
 _LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
 _LEARNED = tuple(map(_place, LEARNED))
-_KINDS: tuple[Literal["relative", "heavy", "dropout", "bias", "masked"], ...] = (
+_KINDS: tuple[Literal["relative", "heavy", "scores", "bias", "masked"], ...] = (
     "relative",
     "heavy",
-    "dropout",
+    "scores",
     "bias",
     "masked",
 )

@@ -102,7 +102,7 @@ def test_only_numbers_are_plain(field: str) -> None:
 @pytest.mark.parametrize("field", Options._fields)
 def test_the_registers_that_a_field_takes(field: str) -> None:
     assert Options()._replace(**{field: 4}).registers == TAGS[field].registers
-    heavy = Options(dropout=0.5)._replace(**{field: 4}).registers
+    heavy = Options(score_mod=4)._replace(**{field: 4}).registers
     assert heavy == ("relative" if TAGS[field].registers == "relative" else "heavy")
 
 

@@ -95,7 +95,7 @@ def tile_for(
         return tiles.lookup("relative", q.element_size(), max(dims))
     if registers == "bias" and (not streams_bias or _bias_by_tma(options, q) is None):
         registers = "heavy"
-    if registers == "dropout" and options.attn_bias is not None:
+    if registers == "scores" and (not streams_bias or options.attn_bias is not None):
         registers = "heavy"
     return tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
 

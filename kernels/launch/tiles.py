@@ -25,9 +25,10 @@ HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
 # Between the two, for calls with more than causal order, lengths and sinks: where a table has no
 # such row, that of the kernel serves them too.
 MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
-# For calls with a bias that comes by TMA, and with dropout; without such rows they are heavy.
+# For calls with a bias that comes by TMA, and with dropout or a bias by distance; without such rows
+# they are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
-DROPOUT = tuple(f"{kernel}_dropout" for kernel in KERNELS)
+SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -62,7 +63,7 @@ def lookup(
     kernel: str,
     element_size: int,
     BLOCK_D: int,
-    calls: Literal["plain", "masked", "bias", "dropout", "heavy"] = "plain",
+    calls: Literal["plain", "masked", "bias", "scores", "heavy"] = "plain",
 ) -> TileConfig:
     """The tile for `kernel` on the current device.
 
@@ -70,7 +71,7 @@ def lookup(
         kernel: one of KINDS.
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
-        calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, DROPOUT.
+        calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, SCORES.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -181,7 +182,7 @@ def tile_of(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConf
     fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
     if not fitting and kernel in MASKED:
         return tile_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
-    if not fitting and kernel in BIAS + DROPOUT:
+    if not fitting and kernel in BIAS + SCORES:
         return tile_of(arch, f"{kernel.rpartition('_')[0]}_heavy", element_size, BLOCK_D)
     assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
     row = min(fitting, key=lambda r: r["BLOCK_D"])

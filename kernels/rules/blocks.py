@@ -18,6 +18,7 @@ from .mask import (
     key_plan,
     masked_block,
     memory_rows,
+    padded_keys,
     query_plan,
     valid_keys,
     visible,
@@ -176,7 +177,7 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
         holed = tl.where(tile.row.solid, 0, full)
         for i in range(0, holed):
             n_first = full_block(i, plan, mask) * BLOCK_N
-            valid = valid_keys(n_first + tl.arange(0, BLOCK_N), tile.row, mask)
+            valid = padded_keys(n_first + tl.arange(0, BLOCK_N), row, mask)
             state = BODY(state, n_first, valid, valid[None, :], tile, operands, score, const)
     for i in range(holed, full):
         n_first = full_block(i, plan, mask) * BLOCK_N

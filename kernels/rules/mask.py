@@ -130,6 +130,13 @@ def batch_row(b, T_q, T_k, mask):
 
 
 @triton.jit
+def padded_keys(k_pos, row, mask):
+    """True where the padding mask shows a key between the row's first and last."""
+    row_ptr = mask.padding_ptr + tl.cast(row.b, tl.int64) * value(mask.padding_stride)
+    return tl.load(row_ptr + k_pos) != 0
+
+
+@triton.jit
 def valid_keys(k_pos, row, mask):
     """True where a key of the row exists: some query may see it. Others are never loaded."""
     valid = (k_pos >= row.start) & (k_pos < row.end)

@@ -30,6 +30,8 @@ CAUSAL = Options(right=0, scale=0.1)
 FEATURES = {
     "attn_bias": CAUSAL._replace(attn_bias=meta(1, H, T, T)),
     "dropout": CAUSAL._replace(dropout=0.1, dropout_seed=meta(2, dtype=torch.int64)),
+    "relative_bias": CAUSAL._replace(relative_bias=meta(H, 257, dtype=torch.float32)),
+    "key_padding_mask": CAUSAL._replace(key_padding_mask=meta(B, T, dtype=torch.bool)),
     "attn_bias fp32": CAUSAL._replace(attn_bias=meta(1, H, T, T, dtype=torch.float32)),
 }
 # Clocks a pair of a full block on sm_90 in forward, dQ and dK/dV. Those of plain calls are 0.125,
@@ -38,6 +40,8 @@ FULL = {
     ("attn_bias", 128): (0.13, 0.21, 0.37),
     ("attn_bias", 64): (0.085, 0.115, 0.195),
     ("attn_bias fp32", 128): (0.13, 0.23, 0.39),
+    ("relative_bias", 128): (0.2, 0.26, 0.42),
+    ("relative_bias", 64): (0.145, 0.165, 0.28),
     ("dropout", 128): (0.23, 0.24, 0.41),
     ("dropout", 64): (0.215, 0.2, 0.28),
 }
@@ -78,3 +82,16 @@ def test_full_blocks(feature: str, D: int, compiled: dict[tuple[str, int], Futur
         # Biases in fp32 leave one number too many for the registers.
         assert full.count("LDL", "STL") <= (feature == "attn_bias fp32")
         assert boundary.count("LDL", "STL") <= 2
+
+
+@pytest.mark.parametrize(("D", "most"), [(128, (0.135, 0.2)), (64, (0.11, 0.105))])
+def test_holes_of_a_padding_mask(
+    D: int, most: tuple[float, ...], compile_pool: CompilePool
+) -> None:
+    """Blocks in which the padding alone hides keys: a choice a score, not a range and a choice."""
+    found = compile_pool.facts(f"{__file__}:launch", "sm_90", feature="key_padding_mask", D=D)
+    facts = [fact for fact in found if fact.name in KINDS][:2]
+    for fact, bound in zip(facts, most, strict=True):
+        _, holed, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+        assert clocks(fact, holed, "key_padding_mask", D) <= bound, fact.name
+        assert boundary.count("LDL", "STL") == holed.count("LDL", "STL") == 0

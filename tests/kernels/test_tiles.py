@@ -18,9 +18,7 @@ def test_rows_are_well_formed(name: str) -> None:
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        assert (
-            row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.DROPOUT
-        )
+        assert row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
         measured = MEASURED if row.get("source") == "measured" else set()
         beside = {"kernel", "source", "ms_full"} if measured else {"kernel", "source"}
         assert set(row) - beside - CHOICES == NUMBERS | measured
@@ -35,7 +33,7 @@ def test_rows_are_well_formed(name: str) -> None:
 
 @pytest.mark.parametrize("name", tiles.TABLES)
 @pytest.mark.parametrize(
-    "kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.DROPOUT
+    "kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
 )
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
