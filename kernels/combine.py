@@ -39,9 +39,10 @@ def combine_kernel(
         part = first + tl.arange(0, BLOCK_S)
         pointers = parts_ptr + part * step
         lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
-        # A part that saw nothing has no output.
-        within = (lse > float("-inf"))[:, None] & (cols < D_V)[None, :]
+        within = (part < splits)[:, None] & (cols < D_V)[None, :]
         outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
+        # A part that saw nothing has no output. Not to wait for its lse, it is read all the same.
+        outputs = tl.where((lse > float("-inf"))[:, None], outputs, 0.0)
         acc, m, l = merge_states(acc, m, l, outputs, lse)
     o, lse = finish(acc, m, l)
     b = (n // (H * T)).to(tl.int64)

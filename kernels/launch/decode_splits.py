@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..rules.pages import CacheTensors, row_bytes
+from ..rules.splits import FEWEST_BLOCKS
 from . import tiles
 from .arguments import UNBOUNDED, block_dim, blocks, index_type
 from .tiles import TileConfig
@@ -159,7 +160,8 @@ def _shares(B: int, heads: int, visits: int, device: torch.device) -> int | None
 
 def _split_count(programs: int, visits: int, at_once: int) -> int:
     """The smallest number of splits of equal rows that keeps the device about as busy as any."""
-    most = max(1, min(visits, _MOST_SPLITS, blocks(_MOST_WAVES * at_once, programs)))
+    most = min(visits // FEWEST_BLOCKS.value, blocks(_MOST_WAVES * at_once, programs))
+    most = max(1, min(most, _MOST_SPLITS))
     # As many as there are with blocks dealt out evenly: a split more would find none.
     counts = [n for n in range(1, most + 1) if blocks(visits, blocks(visits, n)) == n]
 

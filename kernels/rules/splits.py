@@ -38,6 +38,8 @@ class Plan(NamedTuple):
 
 # Batch rows that a program looks at together to find its own.
 _ROWS = tl.constexpr(128)
+# Parts of fewer blocks take longer to merge than they save.
+FEWEST_BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def _part_by_work(part, m_first, m_last, B, T_q, lengths, mask, shares, BLOCK_N:
         rows = first + tl.arange(0, _ROWS)
         visits = _visits_of_rows(rows, m_first, m_last, B, T_q, lengths, mask, BLOCK_N)
         total += tl.sum(visits, 0)
-    size = tl.maximum(tl.cdiv(total, shares), 1)
+    size = tl.maximum(tl.cdiv(total, shares), FEWEST_BLOCKS)
     b = 0
     begin = 0
     parts = 0
