@@ -130,9 +130,14 @@ def _call(
         return found
 
     packed = "varlen" in flags
-    shape = (_B * _T, _H, D) if packed else (_B, _H, _T, D)
+
+    def rows(heads: int) -> Tensor:
+        shape = (_B * _T, heads, D) if packed else (_B, heads, _T, D)
+        return zeros(*shape, grad=backward)
+
     with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
-        q, k, v = leaves = [zeros(*shape, grad=backward) for _ in range(3)]
+        # Heads that share keys: their gradients may be summed in parts, by a kernel of its own.
+        q, k, v = leaves = [rows(_H), rows(1), rows(1)]
         if packed:
             starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
             found: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
