@@ -115,5 +115,5 @@ def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.Monk
     assert (choice.backend, choice.split_keys) == ("triton", True)
     assert choice.reasons["hopper"].startswith("there are few queries")
     assert fastattn.explain(q, k, v, backend="hopper").backend == "hopper"
-    q, k, v = make_qkv(1, 4, 2, 9, 300, 16, device=device)
+    q, k, v = make_qkv(1, 4, 2, 64, 300, 16, device=device)
     assert fastattn.explain(q, k, v).backend == "hopper"

@@ -90,12 +90,17 @@ def padding(kind: str) -> dict[str, torch.Tensor]:
     return {"key_padding_mask": (key < 7) | (key > torch.tensor([[20], [24], [4]]))}
 
 
+def with_holes_filled(there: torch.Tensor) -> torch.Tensor:
+    """Keys between the first and the last of a row: forward and dQ load one block after another."""
+    return (there.cumsum(1) > 0) & (there.flip(1).cumsum(1).flip(1) > 0)
+
+
 def with_small_holes_filled(there: torch.Tensor) -> torch.Tensor:
-    """Keys that share their block with one that is there, between the first and the last of a row.
+    """Of those the ones that share their block with a key that is there, which dK/dV meets.
 
     Whether the keys of a block are seen is decided by the range of the row.
     """
-    between = (there.cumsum(1) > 0) & (there.flip(1).cumsum(1).flip(1) > 0)
+    between = with_holes_filled(there)
     block = torch.nn.functional.pad(there, (0, -there.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     shared = block.any(2).repeat_interleave(BLOCK, 1)
     return between & shared[:, : there.shape[1]]
@@ -104,18 +109,22 @@ def with_small_holes_filled(there: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
 @pytest.mark.parametrize("kind", ["lengths", "right", "left", "holes"])
 def test_padding_is_not_computed(kind: str, band: dict[str, Any], count_blocks: Any) -> None:
-    """Nor are blocks of keys that a hole in the padding mask empties."""
+    """Nor, for dK and dV, are blocks of keys that a hole in the padding mask empties."""
     inputs = make_qkv(B, H, 1, T, D=16)
     masks = {**band, **padding(kind)}
     counted = count_blocks(inputs, **masks)
+    of_keys = masks
     if kind == "holes":
         there = masks["key_padding_mask"].expand(B, T)
-        masks["key_padding_mask"] = with_small_holes_filled(there)
+        masks = {**masks, "key_padding_mask": with_holes_filled(there)}
+        of_keys = {**masks, "key_padding_mask": with_small_holes_filled(there)}
     expected = blocks_with_pairs(H, T, T, **masks)
     del counted["backward_bias"]
+    met_by_keys = blocks_with_pairs(H, T, T, **of_keys)
+    assert counted.pop("backward_dkv") == met_by_keys
     assert counted == dict.fromkeys(counted, expected)
     everything = blocks_with_pairs(H, T, T, key_lengths=torch.full((B,), T), **band)
-    assert expected < everything
+    assert met_by_keys < everything
 
 
 MASKS: dict[str, dict[str, Any]] = {

@@ -42,21 +42,24 @@ def attention_calls() -> None:
             "masks and dropout",
             lambda B, T: train(B, T, causal=True, window=16, key_lengths=ones(B), dropout=0.1),
         )
-        shapes(
-            "scores",
-            lambda B, T: train(
-                B,
-                T,
-                attn_bias=zeros(B, 4, T, T),
-                score_mod=far_keys,
-                score_mod_grad=far_keys_grad,
-                mod_tensors=(torch.ones(4, device="cuda"),),
-            ),
-        )
+        # Rows of a bias that start at multiples of 16 bytes come by TMA, others by pointers.
+        stage.play("scores", lambda: scored(2, 64), [lambda: scored(2, 77), lambda: scored(3, 96)])
+        stage.play("a row of scores", lambda: scored(2, 1), [lambda: scored(1, 1)])
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
         shapes("additive", additive)
+
+
+def scored(B: int, T: int) -> None:
+    train(
+        B,
+        T,
+        attn_bias=zeros(B, 4, T, T + -T % 8)[..., :T],
+        score_mod=far_keys,
+        score_mod_grad=far_keys_grad,
+        mod_tensors=(torch.ones(4, device="cuda"),),
+    )
 
 
 def hopper_calls() -> None:
@@ -66,8 +69,10 @@ def hopper_calls() -> None:
 
 def cache_calls() -> None:
     def rooms(name: str, call: Callable[[int, int], object]) -> None:
-        others = ((2, 4096), (3, 64), (1, 80))
-        stage.play(name, lambda: call(2, 64), [partial(call, *other) for other in others])
+        # With much room keys are split among programs, which is compiled apart.
+        for room, others in ((64, ((3, 64), (1, 80))), (4096, ((3, 4096), (1, 2048)))):
+            again = [partial(call, *other) for other in others]
+            stage.play(f"{name} of {room}", partial(call, 2, room), again)
 
     with tiles.forced(**SMALL):
         rooms("dense cache", dense)
