@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import checks
 from ..cache.dense import KVCache
 from ..cache.paged import PagedKVCache
+from ..ops import attend as ops
 from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
@@ -103,7 +104,8 @@ def warmup(
                 if "decode" in flags:
                     _generate(flags, D, dtype, place)
                 else:
-                    _call(flags, D, dtype, place, backward)
+                    _call(flags, D, dtype, place, backward, "triton")
+                    _call_on_hopper(flags, D, dtype, place, backward)
 
 
 def _flags(call: str) -> list[str]:
@@ -117,14 +119,32 @@ def _flags(call: str) -> list[str]:
     return flags
 
 
-def _call(
+def _call_on_hopper(
     flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
+) -> None:
+    """`_call` by the kernels for Hopper, which longer calls take, where they serve it."""
+    if not ops.on_hopper(device):
+        return
+    try:
+        _call(flags, D, dtype, device, backward, "hopper")
+    except ValueError as error:
+        if not str(error).startswith('backend "hopper" cannot serve'):
+            raise
+
+
+def _call(
+    flags: list[str],
+    D: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backward: bool,
+    backend: str,
 ) -> None:
     def zeros(*shape: int, grad: bool = False) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
 
     def arguments(T_q: int, T_k: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"backend": "triton"}
+        found: dict[str, Any] = {"backend": backend}
         for flag in flags:
             found |= _FLAGS[flag](device, T_q, T_k)
         return found

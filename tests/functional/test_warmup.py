@@ -1,6 +1,7 @@
 """Kernels that are compiled before they are needed."""
 
 import tempfile
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fastattn.functional import call_memo
 from fastattn.functional.warmup import _FLAGS
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches
+from fastattn.ops import attend
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import count_compilations
 
@@ -155,3 +157,22 @@ def test_every_name_is_a_call_that_is_served(name: str, device: str) -> None:
 def test_refusals(arguments: dict, error: type[Exception], message: str, device: str) -> None:
     with pytest.raises(error, match=message):
         fastattn.warmup(**arguments, device=device)
+
+
+def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def record(q, k, v, *, backend):
+        asked.append((q.shape[-1], backend))
+        if backend == "hopper" and q.shape[-1] == 32:
+            raise ValueError('backend "hopper" cannot serve this call: head dim 32 is none of ...')
+        return q
+
+    monkeypatch.setattr(import_module("fastattn.functional.warmup"), "attention", record)
+    fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
+    assert asked == [(32, "triton")] * 2 + [(64, "triton")] * 2
+    asked.clear()
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
+    of_64 = [(64, "triton")] * 2 + [(64, "hopper")] * 2
+    assert asked == [(32, "triton")] * 2 + [(32, "hopper")] + of_64
