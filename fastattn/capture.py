@@ -1,12 +1,16 @@
 """CUDA graphs: how work is captured, and which tensors made meanwhile may be kept."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 
 def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
     """A replay of what `work` launches on the current CUDA device; runs it once, to warm it up.
+
+    The replay holds `work`, and by it the tensors it is called on: a graph knows their addresses.
 
     A backward in `work` needs its forward in `work` as well: autograd runs it on the stream of its
     forward, and what is launched on another stream than the capture's is an error of the capture.
@@ -20,7 +24,12 @@ def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+    return partial(_replay, graph, work)
+
+
+def _replay(graph: Any, work: Callable[[], object]) -> None:
+    """work is there to be held."""
+    graph.replay()
 
 
 def may_keep(device: torch.device) -> bool:

@@ -1,9 +1,13 @@
 """What is kept between calls, and CUDA graphs."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 
-from fastattn.capture import may_keep
+from fastattn.capture import may_keep, record_cuda_graph
 
 
 def test_on_a_cpu_everything_may_be_kept() -> None:
@@ -16,3 +20,44 @@ def test_nothing_may_be_kept_while_a_graph_is_captured(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     assert may_keep(torch.device("cuda")) is not capturing
+
+
+class Stream:
+    def wait_stream(self, other: "Stream") -> None:
+        return
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_a_replay_holds_the_tensors_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed, their memory would be written by others, and read by the graph."""
+    graphs = []
+
+    def graph() -> Graph:
+        graphs.append(Graph())
+        return graphs[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+
+    def recorded():
+        lengths = torch.ones(3)
+        return record_cuda_graph(lambda: lengths.sum()), weakref.ref(lengths)
+
+    replay, lengths = recorded()
+    gc.collect()
+    assert lengths() is not None
+    replay()
+    assert graphs[0].replays == 1
+    del replay
+    gc.collect()
+    assert lengths() is None
