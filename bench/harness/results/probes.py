@@ -46,7 +46,7 @@ def _section(path: Path) -> str:
     parts = [
         f"## {data['gpu']}, {data['date']}",
         f"From [probes/{path.name}](probes/{path.name}); {versions}. {data['method']}",
-        f"The file has all rows, in three calls; of a case that ran twice the tables have the last "
+        f"The file has all rows, call by call; of a case that ran twice the tables have the last "
         f"run. By commit:\n\n{commits}",
         _limits(rows),
         "TFLOP/s of attention, bf16:\n\n" + _attention(rows),
@@ -94,6 +94,9 @@ def _options(rows: list[Row]) -> str:
     for row in rows:
         if row.get("job") in ("fwd", "bwd") and row["name"].startswith("triton-") and row["B"] == 4:
             found.setdefault(row["name"][7:], {})[row["job"], row["D"]] = row["ms"]
+        if row.get("job") == "feature" and not row["tag"]:
+            times = found.setdefault(row["name"], {})
+            times |= {(job, row["D"]): row[f"{job}_ms"] for job in ("fwd", "bwd")}
     keys = [(job, D) for D in (64, 128) for job in ("fwd", "bwd")]
     head = ["option", *(f"{_KINDS['fwd'] if j == 'fwd' else 'backward'}, D {D}" for j, D in keys)]
     lines = ((name, *(f"{ms[key]:.2f}" for key in keys)) for name, ms in found.items())
