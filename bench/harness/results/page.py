@@ -43,23 +43,24 @@ _OPEN = """## What the figures settled, and what is open
   with as many K/V heads as query heads, 13 percent more with 64 on 8, and at head dim 64 it takes 6
   percent more; of the portable kernels it is the slower everywhere.
 - The Hopper kernels are faster than the portable ones, or as fast, wherever both were timed, so
-  `auto` takes them. With causal tiles dealt out in pairs, and shorter steps, causal calls took 18 to
-  28 percent less time than in the call before (7580bdc to 0b37215). The rows of T 16384 and of head
-  dim 256 in the table above are of the older order, and the backward of head dim 256 is that of
-  before a launch for each gradient (2.83 ms in the last call).
+  `auto` takes them. With causal tiles dealt out in pairs, and shorter steps, causal calls took 18
+  to 28 percent less time than in the call before (7580bdc to 0b37215). The rows of T 16384 and of
+  head dim 256 in the table above are of the older order, and the backward of head dim 256 is that
+  of before a launch for each gradient (2.83 ms in the last call).
 - `attn_bias` by TMA takes a fifth to an eighth of the time that it took by pointers (forward 0.78
   ms for 6.22 at head dim 128). dK and dV of one K/V head (32 query heads, T 8192) in parts take 3.6
   ms with dQ, where one program a tile took 6.9 on the same day's kernels and 12.4 before.
 - Padding with holes is still 1.6 times plain at head dim 128 and 2 times at 64, `relative_bias` 5
   to 9 times, dropout 2 to 3.4 times.
-- 8 bits on Hopper take 15 to 22 percent less time than 16 at head dim 128 and 3 to 7 percent less
+- 8 bits on Hopper take 10 to 24 percent less time than 16 at head dim 128 and 3 to 7 percent less
   at 64, packing included or not; the aim of 1.4 times the speed is not reached.
 - Tiles that the last probe found faster and no table has yet: head dim 64, dK/dV 64 by 64 with 4
   warps (1.31 ms for 1.61) and dQ 64 by 64 with 4 warps and 3 stages (0.73 for 1.07).
-- Open: decoding 8-bit caches (the loop is bound by instructions), a dense uniform batch (dividing keys by rows costs it 4 percent, 0.2023
-  ms for 0.1935), packed sequences on Hopper (dealt out in the plain order, up to 1.8 times the
-  mean), the host cost of a Hopper backward (380 us where the portable one takes 191), times on an
-  H200. `python bench/run_all.py --out DIR` measures all in one call.
+- Open: decoding 8-bit caches (the loop is bound by instructions), a dense uniform batch (dividing
+  keys by rows costs it 4 percent, 0.2023 ms for 0.1935), packed sequences on Hopper (dealt out in
+  the plain order, up to 1.8 times the mean), the host cost of a Hopper backward (380 us where the
+  portable one takes 191), times on an H200. `python bench/run_all.py --out DIR` measures all in one
+  call.
 - Automatic warp specialisation (`tl.range(..., warp_specialize=True)`) of the forward kernel. With
   eight warps the compiler takes no notice: the loops come out the same, instruction by instruction.
   With four its pass `NVGPUWarpSpecialization` fails, since the kernel has one loop over full blocks
