@@ -17,7 +17,6 @@ from .decode import decode_attention
 # Any length, number of heads and batch size does: kernels are compiled for none of them. But one
 # query to many keys has a kernel of its own.
 _B, _H, _T = 2, 2, 16
-_MANY_KEYS = 256
 
 
 def _per_row(device: torch.device) -> Tensor:
@@ -163,8 +162,9 @@ def _call(
             found: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
             found = attention(q, k, v, **arguments(_T, _T))
-            keys = zeros(_B, _H, _MANY_KEYS, D)
-            attention(zeros(_B, _H, 1, D), keys, keys, **arguments(1, _MANY_KEYS))
+            many = ops.many_keys()
+            keys = zeros(_B, _H, many, D)
+            attention(zeros(_B, _H, 1, D), keys, keys, **arguments(1, many))
         outputs = found if isinstance(found, tuple) else (found,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])

@@ -80,6 +80,12 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     return why_not_split(q, k, v, options)
 
 
+def many_keys() -> int:
+    """From so many keys on, those of few queries are split: see `why_not_split`."""
+    number: int = kernel("launch.decode_splits").MANY_KEYS
+    return number
+
+
 def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:
     """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
 

@@ -47,14 +47,14 @@ class BackwardDkv(NamedTuple):
     """What the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. statistics: of the queries in q. exchange: of `one_pass`, or None.
+    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None.
     """
 
     k: Any
     v: Any
     q: Any
     do: Any
-    statistics: Any
+    stats_ring: Any
     k_landed: Any
     q_landed: Any
     dk: Any
@@ -65,7 +65,7 @@ class BackwardDkv(NamedTuple):
     work: Any
 
 
-class Statistics(NamedTuple):
+class StatsRing(NamedTuple):
     """-lse / scale and -delta of the queries in the stages of Q's ring, fp32 [STAGES, BLOCK].
 
     full: mbarriers. A stage is empty when that of Q is.
@@ -85,11 +85,11 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def _allocate_statistics(STAGES: gl.constexpr, BLOCK: gl.constexpr):
+def _allocate_stats_ring(STAGES: gl.constexpr, BLOCK: gl.constexpr):
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     minus_lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LAYOUT)
     minus_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], LAYOUT)
-    return Statistics(minus_lse, minus_delta, allocate_barriers(STAGES, 1))
+    return StatsRing(minus_lse, minus_delta, allocate_barriers(STAGES, 1))
 
 
 @gluon.jit
@@ -111,9 +111,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
             minus_delta = gl.load(shared.stats.minus_delta_ptr + slots + row)
             scrubs = load_until(shared.q, shared.q_landed, n, b, h, first, end, scrubs)
             stage, _parity = stage_and_parity(shared.q, n)
-            shared.statistics.minus_lse.index(stage).store(minus_lse)
-            shared.statistics.minus_delta.index(stage).store(minus_delta)
-            mbarrier.arrive(shared.statistics.full.index(stage), count=1)
+            shared.stats_ring.minus_lse.index(stage).store(minus_lse)
+            shared.stats_ring.minus_delta.index(stage).store(minus_delta)
+            mbarrier.arrive(shared.stats_ring.full.index(stage), count=1)
             scrubs = load_until(shared.do, shared.q_landed, n, b, h, first, end, scrubs)
             n += 1
     return n, scrubs
@@ -145,11 +145,11 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
     nowhere = gl.where(exists, 0.0, float("-inf"))[:, None]
     elsewhere = gl.where(exists, 0.0, 1.0)[:, None]
     stage, parity = stage_and_parity(shared.q, n)
-    mbarrier.wait(shared.statistics.full.index(stage), parity)
+    mbarrier.wait(shared.stats_ring.full.index(stage), parity)
     VECTOR: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    minus_lse = shared.statistics.minus_lse.index(stage).load(VECTOR)[None, :]
+    minus_lse = shared.stats_ring.minus_lse.index(stage).load(VECTOR)[None, :]
     s_start = nowhere + minus_lse
-    dp_start = elsewhere + shared.statistics.minus_delta.index(stage).load(VECTOR)[None, :]
+    dp_start = elsewhere + shared.stats_ring.minus_delta.index(stage).load(VECTOR)[None, :]
     lse = 0.0
     if score.softcap is not None:
         # What a capped score needs subtracted cannot be subtracted before.
@@ -317,7 +317,7 @@ def hopper_backward_dkv_kernel(
         v=allocate_ring(v_desc, 2, 1),
         q=allocate_ring(q_desc, config.STAGES, 2),
         do=allocate_ring(do_desc, config.STAGES, 2),
-        statistics=_allocate_statistics(config.STAGES, config.BLOCK),
+        stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,
         dk=Output(dk_desc, dk_ptr, dk_strides),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..launch import tiles as launch_tiles
 from ..launch.arguments import aligned, strides, tiles_of
 from ..launch.descriptors import tma_strides
 from .pipeline import ROWS
@@ -171,9 +171,4 @@ def heads_in_l2(x: Tensor) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors the device has."""
-    return _multiprocessors(device) if device.type == "cuda" else _MULTIPROCESSORS
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return launch_tiles.multiprocessors(device) if device.type == "cuda" else _MULTIPROCESSORS

@@ -19,6 +19,7 @@ from ...kernels.launch import tiles
 from ...options import Options
 from ...testing.compiling.cross_compile import CompiledFacts, compiling_for, describe
 from ...testing.compiling.speed import Clocks, loop_clocks
+from .report import table
 
 TARGET = "sm_90"
 # Of an H100 or H200 SXM: multiprocessors, and their clock at its highest.
@@ -80,14 +81,14 @@ def _named(launched: list[Any], names: dict[str, str]) -> Iterator[tuple[str, Co
 
 
 def _portable(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bound]:
+    apart = iter(("dv", "dk"))  # in the order of their launches
     for kernel, fact in _named(launched, names):
         row = kernel if kernel == "forward" else f"backward_{kernel}"
         tile = tiles.tile_of(TARGET, row, 2, D)
         loop = min(fact.loops, key=lambda loop: loop.total)
         clocks = loop_clocks(loop, TARGET, tile.num_warps)
         if kernel == "dkv" and tile.apart:
-            of_dv = clocks.tensor < 2.5 * D / 2048 * tile.BLOCK_M * tile.BLOCK_N
-            kernel = "dv" if of_dv else "dk"
+            kernel = next(apart)
         yield Bound("triton", kernel, D, loop.total, clocks / (tile.BLOCK_M * tile.BLOCK_N))
 
 
@@ -135,8 +136,6 @@ def section(folder: Path) -> list[str]:
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
     names = list(data["rows"][0])
-    lines = [names, ["---"] * len(names), *([row[n] for n in names] for row in data["rows"])]
-    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     return [
         "## Modelled, not measured",
         f"What `fastattn.testing.compiling.speed` makes of the machine code of the shipped kernels "
@@ -146,5 +145,5 @@ def section(folder: Path) -> list[str]:
         f"products that the kernel makes, on {MULTIPROCESSORS} multiprocessors at {data['ghz']} "
         f"GHz. A backward in two passes makes seven products (dq three, dkv four; dv and dk apart "
         f"two and three), of which the tables of measurements count five.",
-        table,
+        table(names, ([row[name] for name in names] for row in data["rows"])),
     ]

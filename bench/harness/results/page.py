@@ -9,7 +9,7 @@ from typing import Any
 from ...kernels.launch import tiles
 from ..attention import TIMED
 from . import modelled, probes
-from .report import Report, markdown, write_whole
+from .report import Report, markdown, table, write_whole
 
 _INTRODUCTION = """# Results
 
@@ -87,12 +87,7 @@ def page(folder: Path) -> str:
 
 def _verified(reports: list[dict[str, Any]], probed: list[tuple[str, str]]) -> str:
     """A table of what ran on each architecture with tuned tiles. probed: see `probes.ran`."""
-    lines = [
-        "## What has run where",
-        "",
-        "| tiles for | numeric tests | kernels timed |",
-        "| --- | --- | --- |",
-    ]
+    lines = []
     for arch in tiles.TABLES:
         if arch == "interpreter":
             continue
@@ -109,18 +104,24 @@ def _verified(reports: list[dict[str, Any]], probed: list[tuple[str, str]]) -> s
         parts = [
             f"{gpu}: in parts, see above"
             for capability, gpu in probed
-            if tiles.table_for("sm_" + capability.replace(".", "")) == arch
+            if _tiles_for(capability) == arch
         ]
-        cells = [arch, *("; ".join([*found, *parts]) or "not run" for found in (tested, timed))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(
+            [arch, *("; ".join([*found, *parts]) or "not run" for found in (tested, timed))]
+        )
+    columns = ("tiles for", "numeric tests", "kernels timed")
+    return "## What has run where\n\n" + table(columns, lines)
 
 
 def _arch(data: dict[str, Any]) -> str | None:
     gpu = data["environment"].get("gpu")
     if not gpu:
         return None
-    return tiles.table_for("sm_" + gpu["capability"].replace(".", ""))
+    return _tiles_for(gpu["capability"])
+
+
+def _tiles_for(capability: str) -> str:
+    return tiles.table_for("sm_" + capability.replace(".", ""))
 
 
 def _tests(data: dict[str, Any]) -> str:

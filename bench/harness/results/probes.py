@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from .report import table
 
 Row = dict[str, Any]
 _NAMES = {
@@ -58,12 +60,6 @@ def _section(path: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _table(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
-    cells = [list(head), *([str(x) for x in line] for line in lines)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
 def _limits(rows: list[Row]) -> str:
     found = {row["job"]: row for row in rows if row.get("job") in ("matmul", "copy")}
     return (
@@ -86,7 +82,7 @@ def _attention(rows: list[Row]) -> str:
         for case in ordered
         if len(cases[case]) > 1
     )
-    return _table(("pass", "mask", "B", "H", "T", "D", *_NAMES.values()), lines)
+    return table(("pass", "mask", "B", "H", "T", "D", *_NAMES.values()), lines)
 
 
 def _options(rows: list[Row]) -> str:
@@ -100,7 +96,7 @@ def _options(rows: list[Row]) -> str:
     keys = [(job, D) for D in (64, 128) for job in ("fwd", "bwd")]
     head = ["option", *(f"{_KINDS['fwd'] if j == 'fwd' else 'backward'}, D {D}" for j, D in keys)]
     lines = ((name, *(f"{ms[key]:.2f}" for key in keys)) for name, ms in found.items())
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def _decoding(rows: list[Row]) -> str:
@@ -112,7 +108,7 @@ def _decoding(rows: list[Row]) -> str:
                 cache = " ".join(filter(None, (row.get("kind", "dense"), note)))
                 yield who, cache, row["B"], row["T"], f"{row['ms']:.4f}", f"{row['gbps']:.0f}"
 
-    return _table(("", "cache", "B", "T", "ms", "GB/s"), lines())
+    return table(("", "cache", "B", "T", "ms", "GB/s"), lines())
 
 
 def _tiles(rows: list[Row]) -> str:
@@ -122,4 +118,4 @@ def _tiles(rows: list[Row]) -> str:
             key = (_KINDS[row["kind"]], row["D"], row["what"].removeprefix("TileConfig"))
             pairs.setdefault(key, {})[row["causal"]] = row["ms"]
     lines = ((*key, f"{ms[True]:.3f}", f"{ms[False]:.3f}") for key, ms in pairs.items())
-    return _table(("kernel", "D", "tile", "causal", "full"), lines)
+    return table(("kernel", "D", "tile", "causal", "full"), lines)

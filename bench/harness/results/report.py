@@ -151,11 +151,8 @@ def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
     for family, rows in by_family.items():
         names = list(dict.fromkeys(name for row in rows.values() for name in row))
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
-        lines = [f"{family}, {unit}:", "", *_table(["case", *names])]
-        lines += [
-            _row([case, *(row.get(name, "") for name in names)]) for case, row in rows.items()
-        ]
-        yield "\n".join(lines)
+        lines = ([case, *(row.get(name, "") for name in names)] for case, row in rows.items())
+        yield f"{family}, {unit}:\n\n" + table(["case", *names], lines)
 
 
 def _ratios(results: list[dict[str, Any]]) -> str:
@@ -167,11 +164,11 @@ def _ratios(results: list[dict[str, Any]]) -> str:
     for case in cases:
         found = [ratio(results, case, OURS, peer) for peer in TORCH_PEERS]
         if any(found):
-            rows.append(_row([case, *("" if x is None else f"{x:.2f}" for x in found)]))
+            rows.append([case, *("" if x is None else f"{x:.2f}" for x in found)])
     if not rows:
         return ""
-    head = _table(["case", *TORCH_PEERS])
-    return "\n".join([f"Speed of {OURS} as a multiple of a peer's, same run:", "", *head, *rows])
+    head = f"Speed of {OURS} as a multiple of a peer's, same run:\n\n"
+    return head + table(["case", *TORCH_PEERS], rows)
 
 
 def _others(results: list[dict[str, Any]]) -> str:
@@ -184,17 +181,17 @@ def _others(results: list[dict[str, Any]]) -> str:
         figures = [f"{key} {value}" for key, value in record.items() if key not in skipped]
         if "ms" in record:
             figures.insert(0, f"{record['ms']['median']} ms")
-        rows.append(_row([record["case"]["name"], record["implementation"], ", ".join(figures)]))
-    return "\n".join([*_table(["measurement", "of", "figures"]), *rows]) if rows else ""
+        rows.append([record["case"]["name"], record["implementation"], ", ".join(figures)])
+    return table(["measurement", "of", "figures"], rows) if rows else ""
 
 
 def _tuning(data: Mapping[str, Any]) -> str:
     rows = data["tuning"].get("rows", [])
     if not rows:
         return ""
-    keys = ("kernel", "element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    lines = ["Fastest tiles found:", "", *_table([*keys, "ms"])]
-    return "\n".join(lines + [_row([str(row[key]) for key in (*keys, "ms")]) for row in rows])
+    sizes = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    keys = ("kernel", "element_size", "BLOCK_D", *sizes, "ms")
+    return "Fastest tiles found:\n\n" + table(keys, ([row[key] for key in keys] for row in rows))
 
 
 def _unmeasured(data: Mapping[str, Any]) -> str:
@@ -219,9 +216,8 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _table(columns: list[str]) -> list[str]:
-    return [_row(columns), _row(["---"] * len(columns))]
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; a "|" in a cell becomes "/"."""
+    head = list(columns)
+    cells = [head, ["---"] * len(head), *([str(cell) for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
