@@ -30,6 +30,7 @@ FLOORS: tuple[str, ...] = (
     "fastattn.functional",
     "fastattn.cache",
     "fastattn.dispatch",
+    "fastattn.tuned",
     "fastattn.ops",
     "fastattn.torch_backend fastattn.reference",
     "fastattn.*",

@@ -1,0 +1,1 @@
+"""What was found out about the kernels on this very device: stored, read, shared among ranks."""

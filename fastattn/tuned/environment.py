@@ -1,0 +1,85 @@
+"""What a finding about the kernels is true for: a GPU, its driver, the compilers, our sources."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ops import call
+
+_KERNELS = f"{__package__.rpartition('.')[0]}.kernels"
+_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+
+
+class Environment(NamedTuple):
+    """Equal where findings hold for both.
+
+    gpu: its name, or "interpreter", which has no multiprocessors and no driver. kernels: hash of
+    their sources.
+    """
+
+    gpu: str
+    multiprocessors: int
+    driver: str
+    torch: str
+    triton: str
+    kernels: str
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits."""
+        return hashlib.sha256(json.dumps(list(self)).encode()).hexdigest()[:16]
+
+
+def environment(device: torch.device | str) -> Environment:
+    """The environment of kernels on a device: a GPU, or the CPU for the interpreter."""
+    device = torch.device(device)
+    gpu, multiprocessors, driver = "interpreter", 0, ""
+    if device.type == "cuda" and not call.interpreting():
+        properties = torch.cuda.get_device_properties(device)
+        gpu, multiprocessors = properties.name, properties.multi_processor_count
+        driver = _driver()
+    triton = metadata.version("triton") if call.TRITON_INSTALLED else ""
+    return Environment(gpu, multiprocessors, driver, torch.__version__, triton, _sources())
+
+
+@cache
+def _driver() -> str:
+    """Its version, read from files: nvidia-smi would take longer than a first call should."""
+    for path in _DRIVERS:
+        try:
+            found = re.search(r"\d+(\.\d+)+", path.read_text("utf-8"))
+        except OSError:
+            continue
+        if found is not None:
+            return found[0]
+    # A container may hide the files; torch knows at least what the driver supports.
+    supported = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(supported() if supported is not None else torch.version.hip)
+
+
+@cache
+def _sources() -> str:
+    """Hash of the kernels: their code, and the tiles that they are launched with."""
+    found = hashlib.sha256()
+    for name, file in sorted(_files(resources.files(_KERNELS), "")):
+        # What git or an archive does to the ends of lines is no other kernel.
+        text = file.read_bytes().replace(b"\r\n", b"\n")
+        found.update(f"{name} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
+
+
+def _files(folder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Code and tables of a package, installed in whatever way, by their paths in it."""
+    for entry in folder.iterdir():
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            yield from _files(entry, f"{name}/")
+        elif name.endswith((".py", ".json")):
+            yield name, entry

@@ -1,0 +1,103 @@
+"""A file of findings: the environment that they are true for, and rows by kind, as JSON.
+
+People read it, and send it: each row is a line, with its date.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .environment import Environment
+
+FORMAT = 1
+# The fields of each kind that say what a row is about: there is one row of each.
+KEYS = {
+    "verification": ("backend", "family", "dtype", "head_dim"),
+    "tiles": ("kernel", "calls", "element_size", "BLOCK_D"),
+    "backends": ("direction", "dtype", "head_dim", "causal", "waves"),
+    "splits": ("dtype", "head_dim", "waves"),
+}
+Row = dict[str, Any]
+
+
+class Findings(NamedTuple):
+    """What a file holds. rows: by kind, a key of KEYS."""
+
+    environment: Environment
+    rows: dict[str, list[Row]]
+
+
+class Unreadable(ValueError):
+    """A file that is none of findings, is damaged, or of another format; the message says why."""
+
+
+def check_kind(kind: str) -> str:
+    """The kind, if there is such a one."""
+    if kind not in KEYS:
+        raise ValueError(f"kind must be one of {', '.join(KEYS)}, got {kind!r}")
+    return kind
+
+
+def dated(kind: str, row: Mapping[str, Any]) -> Row:
+    """A row as it is stored: with the day of today, unless it has a date."""
+    row = {**row, "date": row.get("date") or str(datetime.now(timezone.utc).date())}
+    _check_row(kind, row)
+    return row
+
+
+def merged(kind: str, *rows: Row) -> list[Row]:
+    """Of rows with the same key the last."""
+    return list({tuple(row[field] for field in KEYS[kind]): row for row in rows}.values())
+
+
+def write(path: Path, findings: Findings) -> None:
+    """Write a file whole: a process that is killed leaves the one that was there.
+
+    Two must not write one file at a time.
+    """
+    kinds = []
+    for kind, rows in findings.rows.items():
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        kinds.append(f'  "{kind}": [\n{lines}\n  ]')
+    head = [
+        f'  "format": {FORMAT}',
+        f'  "environment": {json.dumps(findings.environment._asdict(), indent=4)[:-1]}  }}',
+    ]
+    scratch = path.with_suffix(".partial")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write("{\n" + ",\n".join(head + kinds) + "\n}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def read(path: Path) -> Findings:
+    """What a file holds.
+
+    Raises:
+        Unreadable: it is none of ours.
+        OSError: there is none, or it may not be read.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if found["format"] != FORMAT:
+            raise Unreadable(f"its format is {found['format']}, and this fastattn reads {FORMAT}")
+        environment = Environment(**found["environment"])
+        rows = {kind: found[kind] for kind in KEYS if kind in found}
+        for kind, of_kind in rows.items():
+            for row in of_kind:
+                _check_row(kind, row)
+    except Unreadable:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unreadable(f"it is damaged, or no file of findings: {error!r}") from error
+    return Findings(environment, rows)
+
+
+def _check_row(kind: str, row: Any) -> None:
+    missing = [field for field in KEYS[check_kind(kind)] if field not in row]
+    if missing:
+        raise ValueError(f"a row of {kind} lacks {', '.join(missing)}: {row}")

@@ -1,0 +1,121 @@
+"""Findings on disk: a folder an environment, a file a kind.
+
+A process that is killed leaves the old file or the new one, and two that write lose nothing. What
+cannot be read or written is ignored with one warning: no call depends on a finding.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import findings
+from .environment import Environment
+from .findings import Findings, Row, Unreadable
+
+CACHE_DIR = "FASTATTN_CACHE_DIR"
+_warned: set[str] = set()
+
+
+class Store:
+    """The findings of one environment.
+
+    Args:
+        environment: what they are true for.
+        folder: where those of all environments are; default `cache_folder()`.
+    """
+
+    def __init__(self, environment: Environment, folder: str | Path | None = None) -> None:
+        self.environment = environment
+        home = cache_folder() if folder is None else Path(folder)
+        self.folder = home / f"v{findings.FORMAT}" / environment.hash
+
+    def path(self, kind: str) -> Path:
+        """The file of a kind of findings, a key of `findings.KEYS`."""
+        return self.folder / f"{findings.check_kind(kind)}.json"
+
+    def read(self, kind: str) -> list[Row]:
+        """The rows of a kind; none where nothing is stored, or nothing that can be read."""
+        path = self.path(kind)
+        try:
+            return self._rows(kind)
+        except (OSError, Unreadable) as error:
+            warn_once(f"fastattn ignores {path}: {error}")
+            return []
+
+    def put(self, kind: str, *rows: Mapping[str, Any]) -> bool:
+        """Store rows, each in the place of one with the same key if there is one.
+
+        Returns:
+            Whether they are on disk. Where they could not be written, a warning says so.
+
+        Raises:
+            ValueError: there is no such kind, or a row lacks a field of its key.
+        """
+        path = self.path(kind)
+        dated = [findings.dated(kind, row) for row in rows]
+
+        def put() -> None:
+            try:
+                kept = self._rows(kind)
+            except Unreadable as error:
+                kept = []
+                _move_aside(path, error)
+            merged = findings.merged(kind, *kept, *dated)
+            findings.write(path, Findings(self.environment, {kind: merged}))
+
+        return self._locked(put)
+
+    def clear(self, kind: str) -> bool:
+        """Forget the rows of a kind; whether that was possible, as for `put`."""
+        path = self.path(kind)
+        return not path.exists() or self._locked(lambda: path.unlink(missing_ok=True))
+
+    def _rows(self, kind: str) -> list[Row]:
+        try:
+            found = findings.read(self.path(kind))
+        except FileNotFoundError:
+            return []
+        if found.environment != self.environment:
+            raise Unreadable("it is of another environment than its folder")
+        return found.rows.get(kind, [])
+
+    def _locked(self, change: Callable[[], None]) -> bool:
+        """Whether a change of the folder was made, while no other process makes one."""
+        import fcntl  # Windows has none
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The lock ends with its process, however that ends.
+            with open(self.folder / "lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                change()
+        except OSError as error:
+            warn_once(f"fastattn cannot store what it found: {error}; set {CACHE_DIR}")
+            return False
+        return True
+
+
+def cache_folder() -> Path:
+    """$FASTATTN_CACHE_DIR, else the platform's folder for a user's caches."""
+    if folder := os.environ.get(CACHE_DIR):
+        return Path(folder)
+    from platformdirs import user_cache_path
+
+    return user_cache_path("fastattn")
+
+
+def warn_once(message: str) -> None:
+    """A warning about stored findings, the first time."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _move_aside(path: Path, error: Unreadable) -> None:
+    """Keep a file that cannot be read for people, under a name that none has."""
+    count = len(list(path.parent.glob(f"{path.stem}.damaged-*")))
+    aside = path.with_name(f"{path.stem}.damaged-{count}.json")
+    path.rename(aside)
+    warn_once(f"fastattn moved {path} to {aside.name}: {error}")

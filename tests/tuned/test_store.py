@@ -1,0 +1,215 @@
+"""The store of findings: what is written is read, and nothing that was stored is lost."""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from fastattn.tuned import findings, store
+from fastattn.tuned.environment import Environment
+from fastattn.tuned.store import Store
+
+HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
+ROW = {"kernel": "forward", "calls": "plain", "element_size": 2, "BLOCK_D": 64, "BLOCK_M": 128}
+DAY = "2026-01-31"
+
+
+@pytest.fixture(autouse=True)
+def warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_warned", set())
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Store:
+    return Store(HERE, tmp_path)
+
+
+def rows(here: Store) -> list[Any]:
+    return [row["BLOCK_D"] for row in here.read("tiles")]
+
+
+def test_a_row_replaces_the_one_of_its_key(here: Store) -> None:
+    assert here.read("tiles") == []
+    assert here.put("tiles", ROW, {**ROW, "BLOCK_D": 128})
+    assert here.put("tiles", {**ROW, "BLOCK_M": 64, "date": DAY})
+    first, second = here.read("tiles")
+    assert first == {**ROW, "BLOCK_M": 64, "date": DAY}
+    assert second["BLOCK_D"] == 128 and len(second["date"]) == len(DAY)
+    assert here.read("backends") == []
+    assert here.clear("tiles") and here.clear("tiles")
+    assert here.read("tiles") == []
+
+
+def test_people_can_read_the_file(here: Store, tmp_path: Path) -> None:
+    here.put("tiles", {**ROW, "date": DAY}, {**ROW, "BLOCK_D": 128, "date": DAY})
+    path = here.path("tiles")
+    assert path == tmp_path / "v1" / HERE.hash / "tiles.json"
+    found = json.loads(path.read_text())
+    assert found["environment"] == HERE._asdict()
+    lines = [line.strip(" ,") for line in path.read_text().splitlines()]
+    assert lines[1:4] == ['"format": 1', '"environment": {', '"gpu": "A GPU"']
+    assert json.dumps({**ROW, "date": DAY}) in lines
+
+
+def test_rows_and_kinds_are_checked(here: Store) -> None:
+    with pytest.raises(ValueError, match="a row of tiles lacks BLOCK_D"):
+        here.put("tiles", {name: x for name, x in ROW.items() if name != "BLOCK_D"})
+    with pytest.raises(ValueError, match=r"kind must be one of verification, tiles, .* got 'tile'"):
+        here.read("tile")
+
+
+def test_folder_of_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FASTATTN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert store.cache_folder() == tmp_path / "caches" / "fastattn"
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "ours"))
+    assert Store(HERE).folder == tmp_path / "ours" / "v1" / HERE.hash
+
+
+def test_another_environment_finds_nothing(here: Store, tmp_path: Path) -> None:
+    here.put("tiles", ROW)
+    assert Store(HERE._replace(driver="560.0"), tmp_path).read("tiles") == []
+
+
+def truncate(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
+    "truncated": (truncate, "it is damaged"),
+    "empty": (lambda text: "", "it is damaged"),
+    "list": (lambda text: "[]", "it is damaged"),
+    "version": (lambda text: text.replace('"format": 1', '"format": 2'), "its format is 2"),
+    "row": (lambda text: text.replace("BLOCK_D", "BLOCK_E"), "lacks BLOCK_D"),
+    "moved": (lambda text: text.replace("550.1", "550.2"), "of another environment"),
+    "fields": (lambda text: text.replace('"driver"', '"pilot"'), "it is damaged"),
+    "rows": (lambda text: text.replace('"tiles": [', '"tiles": ["a",'), "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_cannot_be_read_is_ignored_and_kept_aside(name: str, here: Store) -> None:
+    damage, reason = DAMAGES[name]
+    here.put("tiles", ROW)
+    path = here.path("tiles")
+    for count in range(2):
+        damaged = damage(path.read_text())
+        path.write_text(damaged)
+        with pytest.warns(UserWarning, match=f"fastattn ignores .*tiles.json: .*{reason}"):
+            assert here.read("tiles") == []
+        assert here.read("tiles") == []  # and says so once
+        with pytest.warns(UserWarning, match=f"moved .*tiles.json to tiles.damaged-{count}.json"):
+            assert here.put("tiles", {**ROW, "BLOCK_D": 128})
+        assert rows(here) == [128]
+        assert path.with_name(f"tiles.damaged-{count}.json").read_text() == damaged
+        store._warned.clear()
+
+
+def test_bytes_that_are_no_text_are_ignored(here: Store) -> None:
+    here.put("tiles", ROW)
+    here.path("tiles").write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(UserWarning, match="it is damaged"):
+        assert here.read("tiles") == []
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file stands where the folder would be, which stops root as well."""
+    (tmp_path / "home").write_text("")
+    here = Store(HERE, tmp_path / "home" / "fastattn")
+    with pytest.warns(UserWarning, match="cannot store what it found: .*set FASTATTN_CACHE_DIR"):
+        assert not here.put("tiles", ROW)
+    assert not here.put("tiles", ROW)
+    assert here.clear("tiles")
+
+
+def test_full_disk_loses_nothing(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.put("tiles", ROW)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        assert not here.put("tiles", {**ROW, "BLOCK_D": 128})
+    assert rows(here) == [64]
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    """Each has a lock of its own, as processes have."""
+
+    def write(first: int) -> None:
+        here = Store(HERE, tmp_path)
+        for i in range(15):
+            here.put("tiles", {**ROW, "BLOCK_D": first + i})
+
+    writers = [Thread(target=write, args=(first,)) for first in (0, 100)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    expected = [*range(15), *range(100, 115)]
+    assert sorted(rows(Store(HERE, tmp_path))) == expected
+
+
+def killed_at(line: int, task: Callable[[], object]) -> bool:
+    """Whether a process was killed before it ran this line, counted in the package's files.
+
+    One that is not runs the task to its end.
+    """
+    folder = str(Path(store.__file__).parent)
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    with warnings.catch_warnings():
+        # Of threads: the child does nothing that has to do with them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        sys.settrace(trace)
+        task()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_a_writer_that_is_killed_loses_nothing(here: Store) -> None:
+    """20 times, at lines spread over a write; then the next one goes on."""
+    here.put("tiles", ROW)
+    lines = 0
+    while killed_at(lines + 1, lambda: here.put("tiles", ROW)):
+        lines += 8
+    assert lines >= 40
+    stored = [64]
+    assert rows(here) == stored
+    for i in range(20):
+        row = {**ROW, "BLOCK_D": 1000 + i}
+        assert killed_at(i * lines // 20, partial(here.put, "tiles", row))
+        assert rows(here) in (stored, [*stored, 1000 + i]), i
+        assert here.put("tiles", row)
+        stored.append(1000 + i)
+        assert rows(here) == stored
+    assert {path.name for path in here.folder.iterdir()} == {"lock", "tiles.json"}
+
+
+def test_files_hold_several_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "findings.json"
+    found = findings.Findings(HERE, {"tiles": [ROW], "verification": []})
+    findings.write(path, found)
+    assert findings.read(path) == found
