@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from ..launch import tiles
+
 HEAD_DIMS = (64, 128, 256)
 # dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice.
 BACKWARD_HEAD_DIMS = (64, 128)
@@ -36,6 +38,8 @@ def _registers(early: bool) -> tuple[int, int]:
 def forward_config(D: int, early: bool) -> HopperConfig:
     """Tile of forward. early: the keys of a batch row may end before those in memory."""
     registers = _registers(early)
+    if (other := _other("forward", D, early)) is not None:
+        return other
     return {
         64: HopperConfig(D, 128, 4, 2, *registers),
         128: HopperConfig(D, 128, 2, 2, *registers, WIDE_WEIGHTS=not early),
@@ -62,6 +66,8 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
     registers are short.
     """
     registers = _registers(early)
+    if (other := _other(kernel, D, early or softcap)) is not None:
+        return other
     if kernel == "one_pass":
         return HopperConfig(D, 64, 2, 2, *registers)
     if kernel == "dkv":
@@ -69,3 +75,9 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
         return HopperConfig(D, block, stages, 2, *registers)
     small = softcap or (D == 128 and early)
     return HopperConfig(D, 64 if small else 128, 2, 2, *registers)
+
+
+def _other(kernel: str, D: int, economical: bool) -> HopperConfig | None:
+    """What is used in place of this table, for calls that are not economical of registers."""
+    found: HopperConfig | None = None if economical else tiles.other(f"hopper_{kernel}", D)
+    return found

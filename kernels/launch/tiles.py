@@ -29,6 +29,8 @@ MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
 # they are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
+# Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
+HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass")
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -51,7 +53,7 @@ class TileConfig:
 
 # Fixed for the process once triton is imported; the knob reads the environment at every look.
 _INTERPRETING = bool(triton.knobs.runtime.interpret)
-_forced: dict[str, TileConfig] = {}
+_forced: dict[str, Any] = {}
 # Tiles that lookups gave, by kind, element size and head dim, and what stands in for those that a
 # compiler refused.
 _given: dict[tuple[str, int, int], TileConfig] = {}
@@ -74,7 +76,8 @@ def lookup(
         calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, SCORES.
     """
     if kernel in _forced:
-        return _forced[kernel]
+        forced: TileConfig = _forced[kernel]
+        return forced
     kind = kernel if calls == "plain" else f"{kernel}_{calls}"
     row = (kind, element_size, BLOCK_D)
     tile = _smaller.get(row) or tile_of(current_arch(), *row)
@@ -104,10 +107,19 @@ def forget_smaller() -> None:
     _smaller.clear()
 
 
+def other(kernel: str, D: int) -> Any:
+    """The `HopperConfig` that takes the place of the table's for one of HOPPER, or None."""
+    config = _forced.get(kernel)
+    return config if config is not None and config.D == D else None
+
+
 @contextmanager
-def forced(**configs: TileConfig) -> Iterator[None]:
-    """Use these tiles, by kernel name, inside the block: for tests and for measuring."""
-    assert set(configs) <= set(KINDS), configs
+def forced(**configs: Any) -> Iterator[None]:
+    """Use these tiles, by kernel name, inside the block: for tests and for measuring.
+
+    configs: a `TileConfig` for one of KINDS, a `HopperConfig` for one of HOPPER.
+    """
+    assert set(configs) <= {*KINDS, *HOPPER}, configs
     saved = dict(_forced)
     _forced.update(configs)
     try:

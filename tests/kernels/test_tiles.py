@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
@@ -107,3 +108,16 @@ def test_forced_tiles_end_with_their_block() -> None:
             assert tiles.lookup("forward", 2, 64) == TileConfig(32, 16)
         assert tiles.lookup("forward", 2, 64) == forced
     assert tiles.lookup("forward", 2, 64) == usual
+
+
+@pytest.mark.parametrize("kernel", ["dq", "dkv", "one_pass"])
+def test_a_shape_of_a_hopper_kernel_is_forced_for_its_head_dim_and_plain_calls(kernel) -> None:
+    usual = tile_table.backward_config(kernel, 64, False, False)
+    other = usual._replace(STAGES=4)
+    with tiles.forced(**{f"hopper_{kernel}": other}):
+        assert tile_table.backward_config(kernel, 64, False, False) == other
+        assert tile_table.backward_config(kernel, 128, False, False).STAGES == 2
+        for early, softcap in ((True, False), (False, True)):
+            assert tile_table.backward_config(kernel, 64, early, softcap).STAGES == 2
+        assert tile_table.forward_config(64, False).STAGES == 4
+    assert tile_table.backward_config(kernel, 64, False, False) == usual
