@@ -5,7 +5,6 @@ imported, so the choice has to be made here, before any test module imports trit
 """
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -174,33 +173,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("marked gpu: TRITON_INTERPRET=1 runs the kernels on the CPU")
 
 
-def _with_nan_contents(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocate_and_fill(*args, **kwargs) -> torch.Tensor:
-        out = allocate(*args, **kwargs)
-        # A traced allocation stays as the caller wrote it, or the graph under test would change.
-        if (
-            not torch.compiler.is_compiling()
-            and out.is_floating_point()
-            and out.layout is torch.strided
-        ):
-            with torch.no_grad():
-                out.fill_(math.nan)
-        return out
-
-    return allocate_and_fill
-
-
 @pytest.fixture(autouse=True)
-def nan_filled_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def nan_filled_empty() -> Iterator[None]:
     """Uninitialised floating-point memory reads as NaN, so an output left unwritten is seen."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, _with_nan_contents(getattr(owner, name)))
+    from fastattn.testing.inputs import nan_filled_empty
+
+    with nan_filled_empty():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,15 @@ def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
     return float(2 * formula + rounding + 64 * torch.finfo(torch.float32).eps)
 
 
-def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> None:
+class PastBudget(AssertionError):
+    """An error past its budget, and which share of the budget it is."""
+
+    def __init__(self, message: str, share: float) -> None:
+        super().__init__(message)
+        self.share = share
+
+
+def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> float:
     """Check that x has no NaN, is infinite exactly where ref is, and elsewhere within the budget.
 
     Args:
@@ -33,18 +41,24 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> No
         ref: the oracle's result in fp64.
         naive: the oracle's result in x's dtype, from `worst_naive`.
 
+    Returns:
+        The error as a share of the budget.
+
     Raises:
-        AssertionError: naming the result, its error and the budget.
+        AssertionError: naming the result; a `PastBudget` its error and the budget too.
     """
     assert x.shape == ref.shape, f"{name} has shape {tuple(x.shape)}, expected {tuple(ref.shape)}"
     if x.numel() == 0:
-        return
+        return 0.0
     x, ref, naive = x.detach(), ref.detach().to(x.device), naive.detach().to(x.device)
     infinite = ref.isinf()
     assert torch.equal(x.double()[infinite], ref.double()[infinite]), f"{name}: infinities differ"
     assert x[~infinite].isfinite().all(), f"{name} has NaN or inf where the reference is finite"
     if infinite.all():
-        return
+        return 0.0
     error = float((x.double() - ref.double())[~infinite].abs().max())
     allowed = error_budget(ref, naive, x.dtype)
-    assert error <= allowed, f"{name}: error {error:.3e} exceeds the budget {allowed:.3e}"
+    if error > allowed:
+        message = f"{name}: error {error:.3e} exceeds the budget {allowed:.3e}"
+        raise PastBudget(message, error / allowed)
+    return error / allowed

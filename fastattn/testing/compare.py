@@ -1,6 +1,7 @@
 """Check attention against the oracle: outputs, lse and every gradient, by the error budget."""
 
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ def assert_matches_reference(
     *positional: Any,
     clean: tuple[Tensor, Tensor, Tensor] | None = None,
     oracle: Callable[..., Any] = reference.attention,
+    backward: bool = True,
     **arguments: Any,
-) -> None:
+) -> float:
     """Check o, lse, dq, dk, dv and the gradients of float options against the oracle.
 
     Args:
@@ -39,22 +41,35 @@ def assert_matches_reference(
         q, k, v: leaf tensors that require grad, drawn in the tested dtype.
         clean: q, k, v for the oracle, where the tested ones hold NaN in padding.
         oracle: `reference.attention_varlen` for packed sequences, whose offsets are `positional`.
+        backward: check gradients too.
         arguments: options, passed to both. Gradients of those in DIFFERENTIABLE are compared too,
             whether they require grad or not.
+
+    Returns:
+        The worst error as a share of its budget.
 
     Raises:
         AssertionError: a result that is not finite, or past its budget.
     """
-    ours = results(attention, q, k, v, *positional, **arguments)
+    run = results if backward else _outputs
+    ours = run(attention, q, k, v, *positional, **arguments)
     originals = clean if clean is not None else (q, k, v)
     wide = {name: x.double() if name in _floats(arguments) else x for name, x in arguments.items()}
-    ref = results(oracle, *(x.detach().double() for x in originals), *positional, **wide)
+    ref = run(oracle, *(x.detach().double() for x in originals), *positional, **wide)
     naive = worst_naive(
-        ref, lambda: results(oracle, *(x.detach() for x in originals), *positional, **arguments)
+        ref, lambda: run(oracle, *(x.detach() for x in originals), *positional, **arguments)
     )
-    names = (*NAMES, *(f"d{name}" for name in _floats(arguments)))
-    for name, x, exact, plain in zip(names, ours, ref, naive, strict=True):
-        assert_within_budget(name, x, exact, plain)
+    names = (*NAMES, *(f"d{name}" for name in _floats(arguments)))[: None if backward else 2]
+    return max(starmap(assert_within_budget, zip(names, ours, ref, naive, strict=True)))
+
+
+def _outputs(
+    attention: Callable[..., Any], *inputs: Tensor, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """o and lse of a call outside autograd."""
+    with torch.no_grad():
+        o, lse = attention(*inputs, return_lse=True, **arguments)
+    return o, lse
 
 
 def results(

@@ -1,7 +1,10 @@
 """Inputs of attention tests and benchmarks."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -66,3 +69,35 @@ def make_qkv(
         return x.detach().requires_grad_(requires_grad)
 
     return heads(H_q, T_q, D), heads(H_k, T_k, D), heads(H_k, T_k, D_v)
+
+
+@contextmanager
+def nan_filled_empty() -> Iterator[None]:
+    """Uninitialised floating-point memory reads as NaN, so an output left unwritten is seen."""
+    with ExitStack() as stack:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (Tensor, "new_empty"),
+            (Tensor, "new_empty_strided"),
+        ):
+            poisoned = _with_nan_contents(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, poisoned))
+        yield
+
+
+def _with_nan_contents(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+        out = allocate(*args, **kwargs)
+        # A traced allocation stays as the caller wrote it, or the graph under test would change.
+        if (
+            not torch.compiler.is_compiling()
+            and out.is_floating_point()
+            and out.layout is torch.strided
+        ):
+            with torch.no_grad():
+                out.fill_(math.nan)
+        return out
+
+    return allocate_and_fill

@@ -11,6 +11,7 @@ import torch
 
 from fastattn import reference
 from fastattn.testing import assert_matches_reference, assert_within_budget, error_budget, make_qkv
+from fastattn.testing.budget import PastBudget
 from fastattn.testing.compare import results
 from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
@@ -124,6 +125,16 @@ def test_budget_of_an_exact_formula_is_one_rounding() -> None:
     ref = torch.tensor([4.0], dtype=torch.float64)
     budget = error_budget(ref, ref, torch.bfloat16)
     assert budget == pytest.approx(4 * 2**-7 + 64 * 2**-23)
+
+
+def test_an_error_is_a_share_of_its_budget() -> None:
+    ref = torch.tensor([4.0], dtype=torch.float64)
+    budget = error_budget(ref, ref, torch.float32)
+    off = (ref + budget / 2).float()
+    assert assert_within_budget("x", off, ref, ref.float()) == pytest.approx(0.5, rel=0.1)
+    with pytest.raises(PastBudget) as raised:
+        assert_within_budget("x", (ref + 3 * budget).float(), ref, ref.float())
+    assert raised.value.share == pytest.approx(3, rel=0.1)
 
 
 def test_make_qkv() -> None:
