@@ -44,6 +44,8 @@ class Case:
         label: distinguishes cases of equal sizes.
         graph: replay the call as a CUDA graph, which excludes host time.
         slow_peers: also measure peers that compile for seconds.
+        option: of `attention`, in which the call is not plain: one of `inputs.OPTIONS`. The peers
+            do not know it.
     """
 
     family: str
@@ -64,6 +66,7 @@ class Case:
     label: str = ""
     graph: bool = False
     slow_peers: bool = True
+    option: str = ""
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ class Case:
         if self.window is not None:
             left, right = ("inf" if side is None else side for side in self.window)
             parts.append(f"window{left}:{right}")
-        parts += [self.label] if self.label else []
+        parts += [text for text in (self.label, self.option) if text]
         parts += ["graph"] if self.graph else []
         parts += [self.dtype] if self.dtype != "bfloat16" else []
         parts += [self.layout] if self.layout != "bthd" else []

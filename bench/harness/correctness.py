@@ -1,10 +1,10 @@
 """The error budget, checked for every implementation before it is timed.
 
-The float64 oracle of a whole case exceeds memory, so two heads are sampled: the first key/value
-head of the first batch row and the last of the last, each with all of its query heads. Every
-element of their o and, with a backward, of their dq, dk and dv is held to the budget. All other
-results must be finite. The oracle takes query rows in chunks, and sums dk and dv over the chunks in
-float32 or wider.
+The float64 oracle of a whole case takes its time, so two heads are sampled unless a caller asks for
+all: the first key/value head of the first batch row and the last of the last, each with all of its
+query heads. Every element of their o and, with a backward, of their dq, dk and dv is held to the
+budget. All other results must be finite. The oracle takes query rows in chunks, and sums dk and dv
+over the chunks in float32 or wider.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ def rows_at_once(case: Case, dtype: torch.dtype) -> int:
     return max(1, most // (scores * dtype.itemsize))
 
 
-def expect(case: Case, inputs: Inputs) -> Expected:
-    """The oracle's results for the sampled heads."""
-    heads = sampled_heads(case)
+def all_heads(case: Case) -> list[tuple[int, int]]:
+    """Every (batch row, key/value head) pair."""
+    return [(b, h) for b in range(case.B) for h in range(case.H_k)]
+
+
+def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = None) -> Expected:
+    """The oracle's results for these heads; default the sampled ones."""
+    heads = sampled_heads(case) if heads is None else heads
     dtype = getattr(torch, case.dtype)
     return Expected(
         {head: _oracle(case, inputs, *head, torch.float64) for head in heads},
@@ -114,6 +119,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
             window=case.window,
             query_offset=case.T_k - case.T_q + first,
             **padding,
+            **{name: _rows(x, queries, first, rows) for name, x in inputs.option.items()},
         )
         assert isinstance(o, Tensor)
         outputs.append(o.detach())
@@ -126,3 +132,11 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
             dv += dv_part
     o = torch.cat(outputs, 2)
     return (o, torch.cat(dqs, 2), dk.to(dtype), dv.to(dtype)) if needs_grad else (o,)
+
+
+def _rows(option: Tensor, heads: slice, first: int, rows: int) -> Tensor:
+    """An option's tensor, as `Inputs` has it, for some heads and rows of queries."""
+    if option.dim() == 2:
+        return option[heads]
+    part = option[:, :, first : first + rows]
+    return part if part.shape[1] == 1 else part[:, heads]

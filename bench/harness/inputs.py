@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 from .. import reference
 from .cases import Case
 
+# Options that a case may have, each for a class of calls with tiles of their own.
+OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask")
+_REACH = 128  # distances in a table of relative biases
+
 
 @dataclass
 class Inputs:
@@ -18,7 +22,8 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k].
+    bool [B, T_k]. option: the case's, by its name: attn_bias [1, H_q, T_q, T_k], attn_mask bool
+    [1, 1, T_q, T_k] or relative_bias [H_q, distances].
     """
 
     q: Tensor
@@ -27,6 +32,11 @@ class Inputs:
     do: Tensor
     key_lengths: Tensor | None = None
     key_padding_mask: Tensor | None = None
+    option: dict[str, Tensor] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Padding and option as arguments of `fastattn.attention`."""
+        return {**self.padding(), **self.option}
 
     def padding(self) -> dict[str, Any]:
         """The padding as arguments of `fastattn.attention`."""
@@ -64,7 +74,22 @@ def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
         else:
             keys = torch.arange(case.T_k, device=device)
             inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
+    inputs.option = _option(case, generator, device)
     return inputs
+
+
+def _option(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Tensor]:
+    assert case.option in OPTIONS, case.option
+    shape = {
+        "attn_bias": (1, case.H_q, case.T_q, case.T_k),
+        "attn_mask": (1, 1, case.T_q, case.T_k),
+        "relative_bias": (case.H_q, 2 * _REACH + 1),
+    }.get(case.option)
+    if shape is None:
+        return {}
+    dtype = getattr(torch, case.dtype) if case.option == "attn_bias" else torch.float32
+    x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    return {case.option: x > -1 if case.option == "attn_mask" else x}
 
 
 def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:

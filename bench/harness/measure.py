@@ -224,11 +224,32 @@ def compare(
     Raises:
         DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
     """
-    comparison = _Comparison(timer, effort or Effort(), while_busy, sleep, announce)
     found: dict[str, Timing | Exception] = {}
     for names in [[name] for name in functions] if alone else [list(functions)]:
-        found.update(comparison.of({name: functions[name] for name in names}))
+        taken = samples_of(
+            {name: functions[name] for name in names},
+            timer,
+            effort,
+            while_busy=while_busy,
+            sleep=sleep,
+            announce=announce,
+        )
+        for name, samples in taken.items():
+            found[name] = samples if isinstance(samples, Exception) else Timing.of(samples)
     return found
+
+
+def samples_of(
+    functions: Mapping[str, Function],
+    timer: Timer,
+    effort: Effort | None = None,
+    *,
+    while_busy: Callable[[], None] = lambda: None,
+    sleep: Callable[[float], None] = time.sleep,
+    announce: Announce = lambda name, doing: None,
+) -> dict[str, list[float] | Exception]:
+    """The milliseconds of every call of functions that take turns, as `compare` times them."""
+    return _Comparison(timer, effort or Effort(), while_busy, sleep, announce).of(functions)
 
 
 @dataclass(frozen=True)
@@ -239,8 +260,8 @@ class _Comparison:
     sleep: Callable[[float], None]
     announce: Announce
 
-    def of(self, functions: Mapping[str, Function]) -> dict[str, Timing | Exception]:
-        found: dict[str, Timing | Exception] = {}
+    def of(self, functions: Mapping[str, Function]) -> dict[str, list[float] | Exception]:
+        found: dict[str, list[float] | Exception] = {}
         starts: dict[str, Start] = {}
         wanted: dict[str, int] = {}
         for name, function in functions.items():
@@ -260,7 +281,7 @@ class _Comparison:
             names = [n for n in wanted if turn < wanted[n] and n not in found]
             for name, ms in self._turn(turn, names, starts, found, who):
                 samples[name].append(ms)
-        found.update((n, Timing.of(times)) for n, times in samples.items() if n not in found)
+        found.update((n, times) for n, times in samples.items() if n not in found)
         return {name: found[name] for name in functions}
 
     def _warm_up(self, name: str, function: Function) -> Start:
@@ -276,7 +297,7 @@ class _Comparison:
         turn: int,
         names: list[str],
         starts: Mapping[str, Start],
-        found: dict[str, Timing | Exception],
+        found: dict[str, list[float] | Exception],
         who: str,
     ) -> list[tuple[str, float]]:
         """Milliseconds of one call of each function; errors go to `found`."""

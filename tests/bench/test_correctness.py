@@ -8,14 +8,14 @@ import torch
 from fastattn import reference
 from fastattn.bench import correctness
 from fastattn.bench.cases import Case
-from fastattn.bench.inputs import make_inputs
+from fastattn.bench.inputs import OPTIONS, make_inputs
 
 CASE = Case("backward", "backward", 3, 4, 2, 24, 24, 8, True, dtype="float32", device="cpu")
 
 
 def results(case, inputs):
     o = reference.attention(
-        inputs.q, inputs.k, inputs.v, causal=case.causal, window=case.window, **inputs.padding()
+        inputs.q, inputs.k, inputs.v, causal=case.causal, window=case.window, **inputs.arguments()
     )
     if case.direction == "forward":
         return o.detach(), None
@@ -33,6 +33,23 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     for head, tensors in whole.exact.items():
         for a, b in zip(tensors, parts.exact[head], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_head_is_that_of_the_whole(monkeypatch, option):
+    """Options come in parts, by heads and by rows of queries, as the oracle takes them."""
+    case = replace(CASE, option=option)
+    inputs = make_inputs(case)
+    o, grads = results(case, inputs)
+    monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", 8 * 2 * 24 * 5)
+    expected = correctness.expect(case, inputs, correctness.all_heads(case))
+    assert len(expected.exact) == 3 * 2
+    correctness.check(case, o, grads, expected)
+    wrong = o.clone()
+    wrong[1, 1, 3, 2] += 0.01
+    correctness.check(case, wrong, grads, correctness.expect(case, inputs))
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        correctness.check(case, wrong, grads, expected)
 
 
 def test_chunks_fit_the_memory_that_is_free(monkeypatch):

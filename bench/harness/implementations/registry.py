@@ -63,7 +63,7 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
                 window=case.window,
                 backend=backend,
                 deterministic=deterministic,
-                **inputs.padding(),
+                **inputs.arguments(),
             )
 
         return call
@@ -82,6 +82,8 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
     k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
     if case.lengths is not None and case.padding_side == "left":
         return "its kernels know key_lengths, and no key_padding_mask"
+    if case.option:
+        return f"its kernels do not know {case.option}"
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
     reason = ops.why_not_hopper(q, k, k, Options(), device)
     if reason is None and not deterministic and not ops.hopper_has_backward(q, k, k, Options()):
@@ -106,7 +108,7 @@ def _naive() -> Implementation:
     def prepare(case: Case, inputs: Inputs) -> Attention:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = reference.attention(
-                q, k, v, causal=case.causal, window=case.window, **inputs.padding()
+                q, k, v, causal=case.causal, window=case.window, **inputs.arguments()
             )
             assert isinstance(o, Tensor)
             return o
