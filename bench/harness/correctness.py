@@ -110,6 +110,9 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
     outputs, dqs = [], []
     rows = rows_at_once(case, dtype)
     for first in range(0, case.T_q, rows):
+        option: dict[str, Any] = {
+            name: _rows(x, queries, first, rows) for name, x in inputs.option.items()
+        }
         leaves = [
             x.detach().requires_grad_(needs_grad) for x in (q[:, :, first:][:, :, :rows], k, v)
         ]
@@ -119,7 +122,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
             window=case.window,
             query_offset=case.T_k - case.T_q + first,
             **padding,
-            **{name: _rows(x, queries, first, rows) for name, x in inputs.option.items()},
+            **option,
         )
         assert isinstance(o, Tensor)
         outputs.append(o.detach())
