@@ -114,26 +114,30 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
 uncompiled: list[str] = []
 
 
-def _leave_hopper(error: Exception) -> None:
-    """Serve this and later calls by the portable kernels, if the error is the compiler's.
+def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any) -> Any:
+    """What a launcher of the kernels for Hopper gives, or an operator of the portable ones.
 
-    A release of Triton that was never seen may refuse a kernel; no training ends by that.
+    Those serve this and later calls if the compiler refuses a kernel, as a release of Triton that
+    was never seen may: no training ends by that. A shape that was tuned is taken back before.
     """
-    if not call.from_compiler(error):
-        raise error
-    said = " ".join(str(error).split())[:200]
-    uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
+    try:
+        return launch(*arguments)
+    except Exception as error:
+        if not call.from_compiler(error):
+            raise
+        if kernel("launch.tiles").take_back_hopper():
+            return _by_hopper(launch, otherwise, *arguments)
+        said = " ".join(str(error).split())[:200]
+        uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
     warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
+    return otherwise.direct(*arguments)
 
 
 @Operator
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the kernels for Hopper."""
-    try:
-        return kernel("hopper.forward").launch_hopper_forward(q, k, v, options)
-    except Exception as error:
-        _leave_hopper(error)
-        return attention_forward.direct(q, k, v, options)
+    launch = kernel("hopper.forward").launch_hopper_forward
+    return _by_hopper(launch, attention_forward, q, k, v, options)
 
 
 @hopper_forward.op.register_fake
@@ -177,12 +181,10 @@ def hopper_backward(
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
         options = options._replace(atomic_dq=False)
+    arguments = (do, dlse, q, k, v, o, lse, options)
     launch = kernel("hopper.backward").launch_hopper_backward
-    try:
-        return (*launch(do, dlse, q, k, v, o, lse, options), q.new_empty(0))
-    except Exception as error:
-        _leave_hopper(error)
-        return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
+    dq, dk, dv, delta, *rest = _by_hopper(launch, attention_backward, *arguments)
+    return dq, dk, dv, delta, rest[0] if rest else q.new_empty(0)
 
 
 @hopper_backward.op.register_fake

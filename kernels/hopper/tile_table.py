@@ -79,5 +79,10 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
 
 def _other(kernel: str, D: int, economical: bool) -> HopperConfig | None:
     """What is used in place of this table, for calls that are not economical of registers."""
-    found: HopperConfig | None = None if economical else tiles.other(f"hopper_{kernel}", D)
-    return found
+    if economical:
+        return None
+    forced: HopperConfig | None = tiles.other(f"hopper_{kernel}", D)
+    row = tiles.other_row(f"hopper_{kernel}", D)
+    if forced is not None or row is None:
+        return forced
+    return HopperConfig(**{field: row[field] for field in HopperConfig._fields if field in row})

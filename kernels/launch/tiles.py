@@ -1,13 +1,14 @@
 """Tile choices as data: tuning/<arch>.json, looked up by kernel, element size and head dim.
 
 Nothing is timed or tuned at run time, so a first call compiles one kernel and results reproduce.
+Tiles that were tuned on a device before take the place of the table's there: `install`.
 """
 
 import json
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -51,6 +52,7 @@ class TileConfig:
     apart: bool = False
 
 
+_FIELDS = tuple(field.name for field in fields(TileConfig))
 # Fixed for the process once triton is imported; the knob reads the environment at every look.
 _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, Any] = {}
@@ -59,6 +61,13 @@ _forced: dict[str, Any] = {}
 _given: dict[tuple[str, int, int], TileConfig] = {}
 _smaller: dict[tuple[str, int, int], TileConfig] = {}
 _SMALLEST = 16
+Row = Mapping[str, Any]
+# By device, what takes the place of rows of its table; and how often that has changed.
+_installed: dict[int, tuple[Row, ...]] = {}
+_installs = 0
+# Powers of two that each of them has.
+_TILE_FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps")
+_HOPPER_FIELDS = ("D", "BLOCK", "STAGES")
 
 
 def lookup(
@@ -80,16 +89,45 @@ def lookup(
         return forced
     kind = kernel if calls == "plain" else f"{kernel}_{calls}"
     row = (kind, element_size, BLOCK_D)
-    tile = _smaller.get(row) or tile_of(current_arch(), *row)
+    device = current_device() if _installed else None
+    tile = _smaller.get(row) or tile_of(current_arch(), *row, device)
     _given[row] = tile
     return tile
+
+
+def install(rows: Iterable[Row], device: int) -> None:
+    """On this device, look up these rows instead of the table's with the same key.
+
+    Args:
+        rows: "kernel", "calls" as in `lookup`, "element_size", "BLOCK_D" and the fields of the
+            configuration. They replace those of an earlier call.
+        device: as in `current_device`.
+
+    Raises:
+        ValueError: a row is none of a kernel here; nothing is installed.
+    """
+    found = []
+    for row in rows:
+        plain = row.get("calls", "plain") == "plain"
+        kind = row["kernel"] if plain else f"{row['kernel']}_{row['calls']}"
+        if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *HOPPER}:
+            raise ValueError(f"there is no kernel {kind}: {dict(row)}")
+        shape = _HOPPER_FIELDS if kind in HOPPER else _TILE_FIELDS
+        powers = [row.get(field) for field in shape]
+        if not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in powers):
+            raise ValueError(f"this is no tile: {dict(row)}")
+        found.append({**row, "kernel": kind, "source": "tuned"})
+    _replace(device, found)
 
 
 def make_smaller(tile: TileConfig) -> bool:
     """From now on look up a smaller one instead, if there is any: this one does not compile here.
 
-    One stage first, then half of the longer side at a time.
+    The table's own first in place of one that was installed; then one stage, then half of the
+    longer side at a time.
     """
+    if _take_back(lambda row: row["kernel"] not in HOPPER and _config(row) == tile):
+        return True
     rows = [row for row, given in _given.items() if given == tile]
     longer = "BLOCK_M" if tile.BLOCK_M > tile.BLOCK_N else "BLOCK_N"
     if tile.num_stages > 1:
@@ -102,6 +140,29 @@ def make_smaller(tile: TileConfig) -> bool:
     return True
 
 
+def take_back_hopper() -> bool:
+    """Forget installed shapes of HOPPER, one of which does not compile; whether there was any."""
+    return _take_back(lambda row: row["kernel"] in HOPPER)
+
+
+def _take_back(refused: Callable[[Row], bool]) -> bool:
+    """Whether there were such rows among those installed, instead of which the table's serve."""
+    device = current_device()
+    rows = _installed.get(device, ())
+    kept = [row for row in rows if not refused(row)]
+    if len(kept) < len(rows):
+        _replace(device, kept)
+    return len(kept) < len(rows)
+
+
+def _replace(device: int, rows: Iterable[Row]) -> None:
+    global _installs
+    _installed[device] = tuple(rows)
+    _installs += 1
+    row_of.cache_clear()
+    tile_of.cache_clear()
+
+
 def forget_smaller() -> None:
     """Look up the tables' own tiles again."""
     _smaller.clear()
@@ -111,6 +172,14 @@ def other(kernel: str, D: int) -> Any:
     """The `HopperConfig` that takes the place of the table's for one of HOPPER, or None."""
     config = _forced.get(kernel)
     return config if config is not None and config.D == D else None
+
+
+def other_row(kernel: str, D: int) -> Row | None:
+    """The fields of a `HopperConfig` that was installed for one of HOPPER, or None."""
+    for row in _installed.get(current_device(), ()) if _installed else ():
+        if row["kernel"] == kernel and row["BLOCK_D"] == D:
+            return row
+    return None
 
 
 @contextmanager
@@ -132,7 +201,9 @@ def forced(**configs: Any) -> Iterator[None]:
 def device_key(dtype: torch.dtype) -> Hashable:
     """What kernels of a dtype go by beside their arguments: equal where they are the same."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
-    changed = (*_forced.items(), *_smaller.items()) if _forced or _smaller else ()
+    changed: Hashable = _installs
+    if _forced or _smaller:
+        changed = (*_forced.items(), *_smaller.items(), _installs)
     return device, changed, dtype == torch.float32 and tf32()
 
 
@@ -147,6 +218,11 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def current_device() -> int:
+    """Index of the GPU that is the current one; -1: the interpreter."""
+    return -1 if _INTERPRETING else int(triton.runtime.driver.active.get_current_device())
 
 
 def current_arch() -> str:
@@ -187,15 +263,43 @@ def table(name: str) -> tuple[dict[str, Any], ...]:
 
 
 @cache
-def tile_of(arch: str, kernel: str, element_size: int, BLOCK_D: int) -> TileConfig:
-    """The tile of an architecture for `kernel`, of KINDS or the groups above; see `lookup`."""
+def tile_of(
+    arch: str, kernel: str, element_size: int, BLOCK_D: int, device: int | None = None
+) -> TileConfig:
+    """The tile of an architecture for `kernel`, of KINDS or the groups above; see `lookup`.
+
+    device: index of one whose installed tiles count too.
+    """
+    return _config(row_of(arch, kernel, element_size, BLOCK_D, device))
+
+
+@cache
+def row_of(
+    arch: str, kernel: str, element_size: int, BLOCK_D: int, device: int | None = None
+) -> Row:
+    """The row that the tile of `tile_of` is from. "source": "modelled", "measured" or "tuned"."""
     name = table_for(arch)
-    rows = [r for r in table(name) if r["kernel"] == kernel and r["element_size"] == element_size]
-    fitting = [r for r in rows if r["BLOCK_D"] >= BLOCK_D]
-    if not fitting and kernel in MASKED:
-        return tile_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D)
-    if not fitting and kernel in BIAS + SCORES:
-        return tile_of(arch, f"{kernel.rpartition('_')[0]}_heavy", element_size, BLOCK_D)
-    assert fitting, f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
-    row = min(fitting, key=lambda r: r["BLOCK_D"])
-    return TileConfig(**{field: row[field] for field in asdict(TileConfig(1, 1)) if field in row})
+    by_key: dict[tuple[Any, ...], Row]
+    by_key = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in table(name)}
+    if device is not None:
+        rows = _installed.get(device, ())
+        by_key |= {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in rows}
+    fitting = {
+        key[2]: row
+        for key, row in by_key.items()
+        if key[:2] == (kernel, element_size) and key[2] >= BLOCK_D
+    }
+    if fitting:
+        return fitting[min(fitting)]
+    if kernel in MASKED:
+        return row_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D, device)
+    if kernel in BIAS + SCORES:
+        heavy = f"{kernel.rpartition('_')[0]}_heavy"
+        return row_of(arch, heavy, element_size, BLOCK_D, device)
+    raise AssertionError(
+        f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
+    )
+
+
+def _config(row: Row) -> TileConfig:
+    return TileConfig(**{field: row[field] for field in _FIELDS if field in row})

@@ -1,6 +1,9 @@
 """The tile tables: every kernel has a tile for every size, and lookups find it."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
+import torch
 
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
@@ -121,3 +124,77 @@ def test_a_shape_of_a_hopper_kernel_is_forced_for_its_head_dim_and_plain_calls(k
             assert tile_table.backward_config(kernel, 64, early, softcap).STAGES == 2
         assert tile_table.forward_config(64, False).STAGES == 4
     assert tile_table.backward_config(kernel, 64, False, False) == usual
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Installs rows of kernels for 2-byte elements on this device, until the test ends."""
+    monkeypatch.setattr(tiles, "_installed", {})
+
+    def install(*rows: dict) -> None:
+        given = [{"calls": "plain", "element_size": 2, "BLOCK_D": 64, **row} for row in rows]
+        tiles.install(given, tiles.current_device())
+
+    yield install
+    tiles.install([], tiles.current_device())
+
+
+OTHER = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 2}
+
+
+def test_installed_tiles_take_the_place_of_the_tables(install: Callable[..., None]) -> None:
+    arch, key = tiles.current_arch(), tiles.device_key(torch.bfloat16)
+    usual = tiles.lookup("forward", 2, 64)
+    install({"kernel": "forward", **OTHER}, {"kernel": "forward", **OTHER, "calls": "masked"})
+    for kind, BLOCK_D in (("plain", 64), ("plain", 32), ("masked", 64)):
+        assert tiles.lookup("forward", 2, BLOCK_D, kind) == TileConfig(16, 32, 2)
+    assert tiles.lookup("forward", 4, 64) == tiles.tile_of(arch, "forward", 4, 64)
+    assert tiles.lookup("forward", 2, 512) == tiles.tile_of(arch, "forward", 2, 512)
+    assert tiles.tile_of(arch, "forward", 2, 64) == usual, "the table stays as it is"
+    device = tiles.current_device()
+    assert tiles.row_of(arch, "forward", 2, 64, device)["source"] == "tuned"
+    assert tiles.row_of(arch, "forward", 2, 64, device + 1) == tiles.row_of(arch, "forward", 2, 64)
+    assert tiles.device_key(torch.bfloat16) != key, "known launches have other tiles"
+    with tiles.forced(forward=usual):
+        assert tiles.lookup("forward", 2, 64) == usual
+    install()
+    assert tiles.lookup("forward", 2, 64) == usual
+
+
+def test_an_installed_tile_that_does_not_compile_is_taken_back(
+    install: Callable[..., None],
+) -> None:
+    usual = tiles.lookup("forward", 2, 64)
+    install({"kernel": "forward", **OTHER}, {"kernel": "backward_dq", **OTHER, "BLOCK_M": 64})
+    assert tiles.make_smaller(tiles.lookup("forward", 2, 64))
+    assert tiles.lookup("forward", 2, 64) == usual
+    assert tiles.lookup("backward_dq", 2, 64).BLOCK_M == 64
+
+
+def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> None:
+    usual = tile_table.forward_config(64, False)
+    install({"kernel": "hopper_forward", "BLOCK": 64, "STAGES": 2, "D": 64})
+    assert tile_table.forward_config(64, False) == tile_table.HopperConfig(64, 64, 2)
+    assert tile_table.forward_config(64, True).STAGES == 4
+    assert tile_table.forward_config(128, False).BLOCK == 128
+    with tiles.forced(hopper_forward=usual):
+        assert tile_table.forward_config(64, False) == usual
+    assert tiles.take_back_hopper() and not tiles.take_back_hopper()
+    assert tile_table.forward_config(64, False) == usual
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"kernel": "foreward", **OTHER},
+        {"kernel": "decode", **OTHER, "calls": "masked"},
+        {"kernel": "forward", **OTHER, "BLOCK_M": 48},
+        {"kernel": "forward", **OTHER, "BLOCK_M": "16"},
+        {"kernel": "forward", "BLOCK_M": 16},
+        {"kernel": "hopper_forward", "BLOCK": 64},
+    ],
+)
+def test_what_is_no_tile_is_not_installed(install: Callable[..., None], row: dict) -> None:
+    with pytest.raises(ValueError, match=r"there is no kernel|this is no tile"):
+        install({"kernel": "backward_dq", **OTHER}, row)
+    assert tiles.lookup("backward_dq", 2, 64) != TileConfig(16, 32, 2)

@@ -336,6 +336,30 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
         run(None)
 
 
+def test_a_tuned_shape_that_does_not_compile_is_taken_back(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastattn.kernels import forward
+    from fastattn.kernels.hopper import forward as hopper_forward
+    from fastattn.kernels.hopper import tile_table
+    from fastattn.kernels.launch import tiles
+
+    def launch(*arguments):
+        if tile_table.forward_config(64, False).BLOCK == 64:
+            raise triton.TritonError("too many registers")
+        return forward.launch_forward(*arguments)
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch)
+    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(tiles, "_installed", {})
+    row = {"kernel": "hopper_forward", "element_size": 2, "BLOCK_D": 64, "BLOCK": 64, "STAGES": 2}
+    tiles.install([row | {"D": 64}], tiles.current_device())
+    q, k, v = make_qkv(B=1, H_q=1, H_k=1, T_q=16, D=64, dtype=torch.bfloat16, device=device)
+    attend.hopper_forward.direct(q, k, v, Options(scale=0.125))
+    assert not attend.uncompiled
+    assert tile_table.forward_config(64, False).BLOCK == 128
+
+
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
