@@ -121,8 +121,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
             causal=case.causal,
             window=case.window,
             query_offset=case.T_k - case.T_q + first,
-            **padding,
-            **option,
+            **{**padding, **option},
         )
         assert isinstance(o, Tensor)
         outputs.append(o.detach())
