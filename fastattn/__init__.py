@@ -15,6 +15,9 @@ from .functional.additive import additive_attention as additive_attention
 from .functional.attend import attention as attention
 from .functional.attend import attention_varlen as attention_varlen
 from .functional.attend import explain as explain
+from .functional.block import BlockGradients as BlockGradients
+from .functional.block import attention_block_backward as attention_block_backward
+from .functional.block import attention_block_forward as attention_block_forward
 from .functional.decode import decode_attention as decode_attention
 from .functional.decode import explain_decode as explain_decode
 from .functional.decode import view_of_tensors as view_of_tensors
@@ -41,6 +44,7 @@ from .torch_backend.dropout import keep_mask as dropout_keep_mask
 
 __all__ = [
     "AttentionStatistics",
+    "BlockGradients",
     "BlockMask",
     "CacheView",
     "CausalGQAttention",
@@ -56,6 +60,8 @@ __all__ = [
     "additive_attention",
     "alibi_slopes",
     "attention",
+    "attention_block_backward",
+    "attention_block_forward",
     "attention_fp8",
     "attention_statistics",
     "attention_varlen",

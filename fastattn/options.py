@@ -291,6 +291,8 @@ class Options(NamedTuple):
     dropout: Annotated[float, Tags(registers="scores")] = 0
     # Whether dQ may be added up by atomics, in an order that is another in each run.
     atomic_dq: bool = False
+    # Whether o, dQ, dK, dV and dquery stay in fp32: each is a part of a sum.
+    fp32_results: bool = False
     mask_mod: Annotated[Any, Tags(registers="heavy")] = None
     score_mod: Annotated[Any, Tags(registers="heavy")] = None
     score_mod_grad: Any = None

@@ -27,9 +27,9 @@ from .launch.arguments import (
     bias_stream,
     block_dim,
     constants,
-    empty_in_layout,
     kernel_score,
     query_programs,
+    result_in_layout,
     sizes,
     strides,
     tile_for,
@@ -165,17 +165,18 @@ def launch_backward(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse; and the
-    gradient of options.relative_query as dq is that of q, empty without one.
+    """dq, dk, dv in the shapes, dtypes (or fp32, if options say so) and memory orders of q, k, v;
+    delta fp32 like lse; and the gradient of options.relative_query as dq is that of q, empty
+    without one.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v and options.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    dq = empty_in_layout(q, *q.shape[1:])
+    dq = result_in_layout(options, q, *q.shape[1:])
     delta = torch.empty_like(lse)
     query = options.relative_query
-    dquery = None if query is None else empty_in_layout(query, *query.shape[1:])
+    dquery = None if query is None else result_in_layout(options, query, *query.shape[1:])
 
     launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
     launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
@@ -199,7 +200,7 @@ def launch_backward_one_pass(
     """
     assert options.relative_keys is None, "left to launch_backward"
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    dq = empty_in_layout(q, *q.shape[1:])
+    dq = result_in_layout(options, q, *q.shape[1:])
     delta = torch.empty_like(lse)
     total = launch_start_dq(do, dlse, q, o, lse, delta, options)
     dk, dv = launch_dkv(q, k, v, do, lse, delta, options, total)

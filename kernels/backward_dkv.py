@@ -24,9 +24,9 @@ from .launch.arguments import (
     block_dim,
     blocks,
     constants,
-    empty_in_layout,
     kernel_score,
     key_programs,
+    result_in_layout,
     sizes,
     strides,
     tile_for,
@@ -283,15 +283,15 @@ def launch_dkv(
     options: Options,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv in the shapes, dtypes and memory orders of k and v.
+    """dk and dv in the shapes, dtypes (or fp32, if options say so) and memory orders of k and v.
 
     dq: fp32 [B, H_q, T_q, D] to add dQ to, without the scale.
 
     Where heads are dealt out (`head_parts`) each part has an fp32 copy of dk and dv for the time of
     the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths.
     """
-    dk = empty_in_layout(k, *k.shape[1:])
-    dv = empty_in_layout(v, *v.shape[1:])
+    dk = result_in_layout(options, k, *k.shape[1:])
+    dv = result_in_layout(options, v, *v.shape[1:])
     plan = _plan if dq is None else _plan_with_dq
     both, for_dv, for_dk, parts = launch_for(plan, options, (q, k, v, do), dk, dv)
     # With one part anything of its type stands for them.

@@ -18,6 +18,7 @@ from .launch.arguments import (
     empty_in_layout,
     kernel_score,
     query_programs,
+    result_in_layout,
     sizes,
     strides,
     tile_for,
@@ -141,14 +142,15 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
+    """o [B, H_q, T_q, D_v] in q's dtype, or fp32 if options say so, and its memory order; lse fp32
+    [B, H_q, T_q], natural log.
 
     q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
     whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, _ = q.shape
-    o = empty_in_layout(q, H_q, T_q, v.shape[3])
+    o = result_in_layout(options, q, H_q, T_q, v.shape[3])
     lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
     return o, lse

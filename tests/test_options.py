@@ -55,7 +55,7 @@ def test_rows_and_fields_agree() -> None:
         for field in row.fields or (name,):
             assert field in Options._fields, name
     given = {field for name, row in ROWS.items() for field in row.fields or (name,)}
-    assert set(Options._fields) - given == {"cu_seqlens_q", "cu_seqlens_k"}
+    assert set(Options._fields) - given == {"cu_seqlens_q", "cu_seqlens_k", "fp32_results"}
 
 
 @pytest.mark.parametrize("name", ROWS)

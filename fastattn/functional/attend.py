@@ -150,7 +150,7 @@ def attention(
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.dense_options(q, k, v, **options)
-    return _compute(q, k, v, checked, return_lse, backend, key, given)
+    return compute(q, k, v, checked, return_lse, backend, key, given)
 
 
 @overload
@@ -214,7 +214,7 @@ def attention_varlen(
     checks.check_packed(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return _compute(q, k, v, checked, return_lse, backend, key, given)
+    return compute(q, k, v, checked, return_lse, backend, key, given)
 
 
 @call_options.DENSE.sign
@@ -248,7 +248,7 @@ def explain(
     return dispatch.with_backward(choice, q, k, v, checked)
 
 
-def _compute(
+def compute(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None,
     key: list[Hashable] | None, given: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip

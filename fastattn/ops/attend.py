@@ -142,8 +142,8 @@ def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 
 @hopper_forward.op.register_fake
 @attention_forward.op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return fake_output(q, v.shape[3])
+def _(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    return fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
 
 
 @Operator
@@ -191,9 +191,11 @@ def hopper_backward(
 @attention_backward.op.register_fake
 def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, _, lse, *fields = arguments
-    dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
-    query = unflat(tuple(fields)).relative_query
-    dquery = q.new_empty(0) if query is None else fake_in_layout(query, *query.shape[1:])
+    options = unflat(tuple(fields))
+    dq, dk, dv, dquery = (
+        q.new_empty(0) if x is None else fake_in_layout(x, *x.shape[1:], fp32=options.fp32_results)
+        for x in (q, k, v, options.relative_query)
+    )
     return dq, dk, dv, torch.empty_like(lse), dquery
 
 

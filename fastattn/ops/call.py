@@ -148,15 +148,16 @@ def contiguous(options: Options) -> Options:
     return options._replace(**changed) if changed else options
 
 
-def fake_in_layout(like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
+def fake_in_layout(like: Tensor, heads: int, rows: int, cols: int, *, fp32: bool = False) -> Tensor:
     """The strides of `kernels.launch.arguments.empty_in_layout`, which a fake may not import."""
-    B = like.shape[0]
+    B, dtype = like.shape[0], torch.float32 if fp32 else like.dtype
     if like.stride(1) < like.stride(2):
-        return like.new_empty(B, rows, heads, cols).transpose(1, 2)
-    return like.new_empty(B, heads, rows, cols)
+        return like.new_empty(B, rows, heads, cols, dtype=dtype).transpose(1, 2)
+    return like.new_empty(B, heads, rows, cols, dtype=dtype)
 
 
-def fake_output(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def fake_output(q: Tensor, width: int, *, fp32: bool = False) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, width] in the order of q [B, H_q, T_q, D], and lse."""
     B, H_q, T_q, _D = q.shape
-    return fake_in_layout(q, H_q, T_q, width), q.new_empty(B, H_q, T_q, dtype=torch.float32)
+    lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
+    return fake_in_layout(q, H_q, T_q, width, fp32=fp32), lse

@@ -98,6 +98,17 @@ def kernel_gradients(
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """`gradients` by the kernels; they have none of their own."""
+    return gradients_and_delta(kernels, inputs, needed, do, dlse)[0]
+
+
+def gradients_and_delta(
+    kernels: Kernels,
+    inputs: Saved,
+    needed: Sequence[bool],
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[list[Tensor | None], Tensor]:
+    """`kernel_gradients`, and delta = rowsum(do * o) - dlse, fp32 like lse."""
     q, k, v, o, lse, options = inputs
     if do is None:
         do = torch.zeros_like(o)
@@ -118,12 +129,14 @@ def kernel_gradients(
         found["relative_bias"], found["relative_keys"] = kernels.backward_relative(
             do, q, k, v, lse, delta, options
         )
-    if "sinks" in wanted:
-        # A sink is one more key with value 0: its ds is its weight times (0 - delta).
-        weight = torch.exp(wanted["sinks"].float()[:, None] - lse)
-        found["sinks"] = -(weight * delta).sum((0, 2))
-    others = (found[name].to(wanted[name].dtype) if name in wanted else None for name in LEARNED)
-    return [dq, dk, dv, *others]
+    found |= formula.denominator_gradients(wanted, lse, delta)
+    others = [found[name] if name in wanted else None for name in LEARNED]
+    if not options.fp32_results:
+        others = [
+            x if x is None or given is None else x.to(given.dtype)
+            for x, given in zip(others, options.differentiable, strict=True)
+        ]
+    return [dq, dk, dv, *others], delta
 
 
 def differentiable_gradients(

@@ -103,19 +103,21 @@ varlen_backward = operator(
 )
 
 
-def _fake_o(q: Tensor, v: Tensor) -> Tensor:
+def _fake_o(q: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     _, H_q, total_q, _ = q.shape
-    return as_batch(q.new_empty(total_q, H_q, v.shape[3]))
+    wide = unflat(arguments).fp32_results
+    dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
+    return as_batch(q.new_empty(total_q, H_q, v.shape[3], dtype=dtype))
 
 
 @varlen_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fake_o(q, v), q.new_empty(0, dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake_o(q, v, arguments), q.new_empty(0, dtype=torch.float32)
 
 
 @varlen_forward_lse.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fake_o(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake_o(q, v, arguments), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @varlen_backward.register_fake

@@ -4,7 +4,7 @@ It holds all scores in memory. It serves what torch's own attention has no argum
 derivatives, of the kernels too. The oracle that judges it and them is `reference`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def attention(
     return_lse: bool = False,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+    """o in q's dtype, or as it is computed if options say so; lse; computed in fp32 or wider.
 
     Args:
         q, k, v: as `fastattn.attention`'s, or packed as `attention_varlen`'s.
@@ -44,7 +44,8 @@ def attention(
     weights = dropped(weights, options, first_row=first_row)
     v = wide(v, existing_keys(options, T_k, q.device))
     o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
-    o = o.reshape(B, H_q, T_q, D_v).to(q.dtype)
+    o = o.reshape(B, H_q, T_q, D_v)
+    o = o if options.fp32_results else o.to(q.dtype)
     return (o, lse) if return_lse else o
 
 
@@ -130,6 +131,17 @@ def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     weights = torch.where(blind, 0.0, x.softmax(-1))[..., :T_k]
     lse = x.logsumexp(-1) if x.shape[-1] else x.sum(-1)
     return weights, torch.where(blind[..., 0], float("-inf"), lse)
+
+
+def denominator_gradients(
+    fields: Mapping[str, Tensor], lse: Tensor, delta: Tensor
+) -> dict[str, Tensor]:
+    """The gradients of those fields that add to the denominators of the softmax alone."""
+    if "sinks" not in fields:
+        return {}
+    # A sink is one more key with value 0: its ds is its weight times (0 - delta).
+    weight = torch.exp(fields["sinks"].to(lse.dtype)[:, None] - lse)
+    return {"sinks": -(weight * delta).sum((0, 2))}
 
 
 def visible(

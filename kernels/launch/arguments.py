@@ -136,6 +136,12 @@ def empty_in_layout(
     return torch.empty(B, heads, rows, cols, dtype=dtype, device=like.device)
 
 
+def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
+    """`empty_in_layout` for what a kernel returns, in the dtype that the call wants."""
+    dtype = torch.float32 if options.fp32_results else None
+    return empty_in_layout(like, heads, rows, cols, dtype)
+
+
 def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     """H_q, G, T_q and T_k, in the kernels' order."""
     _, H_q, T_q, _ = q.shape

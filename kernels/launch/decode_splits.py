@@ -138,6 +138,8 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
         return f"there are fewer than {MANY_KEYS} keys, {T_k}"
     if options.dropout:
         return "its kernel does not know dropout"
+    if options.fp32_results:
+        return "its kernel rounds o to the dtype of q"
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
     if index_type(k, v).primitive_bitwidth > 32:

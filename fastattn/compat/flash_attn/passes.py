@@ -5,15 +5,15 @@ keys: they merge what the forward gives, and call the backward on each part with
 of the whole.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import checks
-from ...functional import call_options
 from ...functional.attend import attention, attention_varlen
-from ...functional.block_backward import part_gradients
+from ...functional.block import attention_block_backward
 from ...torch_backend import dropout
 from .conventions import checked, errors_of_flash_attn, options_of
 
@@ -146,11 +146,10 @@ def _flash_attn_backward(
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
     with errors_of_flash_attn(), torch.no_grad():
         _take_seed(options, rng_state)
-        given = call_options.dense_options(q, k, v, **options)
         _check_results(do, o, softmax_lse, q, v, tuple(q.shape[:3]))
-        *grads, delta = part_gradients(do, q, k, v, o, softmax_lse, given)
-    _write((dq, dk, dv), [x.transpose(1, 2) for x in grads])
-    return delta
+        found = attention_block_backward(do, q, k, v, o, softmax_lse, **options)
+    _write((dq, dk, dv), [x.transpose(1, 2) for x in found[:3]])
+    return found.delta
 
 
 def _flash_attn_varlen_backward(
@@ -188,11 +187,12 @@ def _flash_attn_varlen_backward(
     dout, q, k, v, out = _checked_all(3, dout=dout, q=q, k=k, v=v, out=out)
     with errors_of_flash_attn(), torch.no_grad():
         _take_seed(options, rng_state)
-        given = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
         _check_results(dout, out, softmax_lse, q, v, (q.shape[1], q.shape[0]))
-        *grads, delta = part_gradients(dout, q, k, v, out, softmax_lse, given)
-    _write((dq, dk, dv), grads)
-    return delta
+        found = attention_block_backward(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, **options
+        )
+    _write((dq, dk, dv), found[:3])
+    return found.delta
 
 
 # There the same functions as operators that torch.compile keeps whole; diffusers takes these names.
@@ -236,7 +236,7 @@ def _check_results(
         raise TypeError(f"softmax_lse must be float32, got {lse.dtype}")
 
 
-def _write(into: tuple[Tensor | None, ...], grads: list[Tensor]) -> None:
+def _write(into: tuple[Tensor | None, ...], grads: Sequence[Tensor]) -> None:
     for wanted, grad in zip(into, grads, strict=True):
         if wanted is not None:
             wanted.copy_(grad)

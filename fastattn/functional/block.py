@@ -1,0 +1,230 @@
+"""Attention to a part of the keys, forward and backward, for callers that put parts together.
+
+Ring attention keeps the keys of a sequence on several devices. Its forward merges what the parts
+give. Backward every part works by itself, as the weights exp(score - lse) need the lse of the whole
+and the gradients of scores, weight * (do.v - do.o), the o of the whole: Liu et al., "Ring Attention
+with Blockwise Transformers for Near-Infinite Context", 2023, arXiv 2310.01889.
+"""
+
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks, dispatch
+from ..ops import attend
+from ..ops.call import contiguous
+from ..ops.gradients import as_batch, as_packed, gradients_and_delta
+from ..options import LEARNED, Options
+from ..torch_backend import block as formula
+from . import call_options, inputs
+from .attend import compute
+
+
+class BlockGradients(NamedTuple):
+    """What a part of the keys adds to the gradients; see `attention_block_backward`.
+
+    of_options: by name, those of options that are given and require grad.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    delta: Tensor
+    of_options: dict[str, Tensor]
+
+
+@call_options.DENSE.sign
+def attention_block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """o and lse of `attention` to a part of the keys, which `merge` puts together; no gradients.
+
+    Parts in bf16 are rounded once each, and their sum is worse the more there are: with out_dtype
+    torch.float32 they are not rounded.
+
+    Args:
+        q, k, v: as `attention`'s, k and v of this part. With cu_seqlens_q as `attention_varlen`'s.
+        out_dtype: of o: that of q (default), or torch.float32 where q is fp16 or bf16.
+        backend, options: as for `attention`. Of all parts one alone takes sinks. Dropout needs its
+            seed. Autocast casts nothing here.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    name = "attention_block_forward"
+    checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
+    with torch.no_grad():
+        o, lse = compute(q, k, v, checked, True, backend, None, options)
+    return o, lse
+
+
+@call_options.DENSE.sign
+def attention_block_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    dlse: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> BlockGradients:
+    """What a part of the keys adds to the gradients of `attention` to all of them.
+
+    Args:
+        do: the gradient of o, in q's dtype.
+        q, k, v: as `attention_block_forward`'s, k and v of this part.
+        o: [B, H_q, T_q, D_v], or packed [total_q, H_q, D_v], of the whole; in fp32 it is taken in
+            q's dtype.
+        lse: fp32 [B, H_q, T_q], or packed [H_q, total_q], of the whole, natural log.
+        dlse: the gradient of lse, as lse; default: none.
+        out_dtype: of all gradients: that of their tensor (default), or torch.float32 where q is
+            fp16 or bf16.
+        backend, options: as for `attention`, of this part. relative_bias, relative_keys,
+            relative_query, attn_bias and sinks get gradients where they require grad; those of
+            sinks come of the whole, so one part alone takes them. Dropout needs its seed.
+
+    Returns:
+        dq, dk and dv in the shapes of q, k and v; delta = do.o - dlse, fp32 as lse; and gradients
+        of options by their names, in their shapes.
+
+    Raises:
+        TypeError, ValueError: as `attention`, or results that are not those of such a call.
+    """
+    name = "attention_block_backward"
+    checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
+    if checked.score_mod is not None and checked.score_mod_grad is None:
+        raise ValueError(f"score_mod needs score_mod_grad in {name}")
+    rows = tuple(q.shape[:3]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    _check_results(do, o, lse, dlse, q, v, rows)
+    learned = _learned(options, checked)
+    with torch.no_grad():
+        choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
+        results = (do, dlse, q, k, v, o.to(q.dtype), lse)
+        if choice.backend == "torch":
+            if not q.is_cpu:
+                dispatch.warn_if_slow(choice, q.device)
+            found, delta = formula.gradients(*results, checked, list(learned))
+        else:
+            hopper = choice.backend == "hopper"
+            found, delta = _by_kernels(*results, checked, learned, hopper=hopper)
+        given = (x for _, x in learned.values())
+        shaped = []
+        for grad, x in zip(found, (q, k, v, *given), strict=True):
+            grad = grad[..., : x.shape[-1]].reshape(x.shape)
+            shaped.append(grad.to(x.dtype if out_dtype is None else out_dtype))
+        dq, dk, dv, *rest = shaped
+    names = [name for name, _ in learned.values()]
+    return BlockGradients(dq, dk, dv, delta, dict(zip(names, rest, strict=True)))
+
+
+def _checked(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    out_dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> Options:
+    """The checked options of a part; name: of the function that is called."""
+    if cu_seqlens_q is None:
+        call_options.DENSE._replace(name=name).refuse_others(options)
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k is for packed sequences: cu_seqlens_q is not given")
+        checks.check_tensors(q, k, v)
+        checked = call_options.dense_options(q, k, v, **options)
+    else:
+        call_options.PACKED._replace(name=name).refuse_others(options)
+        checks.check_packed(q, k, v)
+        checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    if checked.dropout and checked.dropout_seed is None:
+        raise ValueError("dropout_seed must be given: all parts, and their gradients, share it")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if out_dtype not in (None, q.dtype, wide):
+        raise ValueError(f"out_dtype must be {q.dtype} or {wide}, got {out_dtype}")
+    return checked._replace(fp32_results=out_dtype not in (None, q.dtype))
+
+
+def _check_results(
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    v: Tensor,
+    rows: tuple[int, ...],
+) -> None:
+    for name, x in (("do", do), ("o", o)):
+        checks.check_placement(name, x, (*q.shape[:-1], v.shape[-1]), q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if x.dtype != q.dtype and (name == "do" or x.dtype != wide):
+            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
+    statistics = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
+    for name, x in statistics.items():
+        checks.check_placement(name, x, rows, q)
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+
+
+def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, Tensor]]:
+    """By field, the options that gradients are wanted of: their names, and what was given.
+
+    What was given says it: a view of it that a check makes without autograd requires no grad.
+    """
+    found = {}
+    for name, x in options.items():
+        field = "attn_bias" if name == "attn_mask" else name
+        if field in LEARNED and getattr(checked, field) is not None and x.requires_grad:
+            found[field] = (name, x)
+    return {field: found[field] for field in LEARNED if field in found}
+
+
+def _by_kernels(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    learned: Container[str],
+    *,
+    hopper: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of q, k, v and of the learned fields, as wide as kernels take them; delta."""
+    rows = [inputs.kernel_rows(x) for x in (do, q, k, v, o)]
+    options = inputs.kernel_options(options)
+    packed = options.cu_seqlens_q is not None
+    if packed:
+        rows, lse = [as_batch(x) for x in rows], lse[None]
+        dlse = None if dlse is None else dlse[None]
+        query = options.relative_query
+        options = options._replace(relative_query=None if query is None else as_batch(query))
+    do, q, k, v, o = rows
+    saved = (q, k, v, o, lse.contiguous(), contiguous(options))
+    needed = [True] * 3 + [name in learned for name in LEARNED]
+    kernels = attend.kernels_for(q, hopper=hopper)
+    grads, delta = gradients_and_delta(kernels, saved, needed, do, dlse)
+    if packed:
+        delta = delta[0]
+        # Of tensors with rows; others have fewer dims.
+        grads = [x if x is None or x.dim() != 4 else as_packed(x) for x in grads]
+    return [x for x in grads if x is not None], delta

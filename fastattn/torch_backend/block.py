@@ -1,0 +1,97 @@
+"""Gradients of a part of an attention in torch; see `fastattn.functional.block`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from . import formula
+
+# Gradients of q, k, v and of fields of Options; delta.
+Gradients = tuple[list[Tensor], Tensor]
+
+
+def gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    learned: Sequence[str],
+    *,
+    first_row: int = 0,
+) -> Gradients:
+    """In fp32 or wider. Holds all scores in memory.
+
+    Args:
+        do, dlse, q, k, v, o, lse: as `fastattn.attention_block_backward` takes them.
+        options: checked, those of this part.
+        learned: names of fields that are given and whose gradients are wanted.
+        first_row: b of the first batch row; not 0 for a packed sequence.
+    """
+    if options.cu_seqlens_q is not None:
+        return _each_sequence(do, dlse, q, k, v, o, lse, options, learned)
+    (B, H_q, T_q, D_v), (_, H_k, T_k, _) = do.shape, k.shape
+    groups = (B, H_k, H_q // H_k, T_q)
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        leaves: dict[str, Any] = {name: _leaf(getattr(options, name)) for name in learned}
+        wide_q, wide_k = _leaf(q), _leaf(k)
+        x = formula.scores(wide_q, wide_k, options._replace(**leaves), first_row=first_row)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        weights = torch.where(x > float("-inf"), torch.exp(x - lse.unsqueeze(-1)), 0.0)
+        do = do.to(x.dtype)
+        delta = (do * o).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        grouped = do.reshape(*groups, D_v)
+        used = formula.dropped(weights, options, first_row=first_row).reshape(*groups, T_k)
+        dv = torch.einsum("bhgqk,bhgqd->bhkd", used, grouped)
+        v = formula.wide(v, formula.existing_keys(options, T_k, q.device))
+        dw = torch.einsum("bhgqd,bhkd->bhgqk", grouped, v).reshape(x.shape)
+        dw = formula.dropped(dw, options, first_row=first_row)
+        inputs = (wide_q, wide_k, *leaves.values())
+        ds = weights * (dw - delta.unsqueeze(-1))
+        dq, dk, *rest = torch.autograd.grad(x, inputs, ds, allow_unused=True)
+        by_name = dict(zip(learned, rest, strict=True))
+        by_name |= formula.denominator_gradients(leaves, lse.to(x.dtype), delta)
+    return [dq, dk, dv, *(by_name[name] for name in learned)], delta.float()
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return formula.wide(x.detach(), None).requires_grad_()
+
+
+def _each_sequence(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    learned: Sequence[str],
+) -> Gradients:
+    fields = [getattr(options, name) for name in learned]
+    totals = [torch.zeros_like(formula.wide(x, None)) for x in (q, k, v, *fields)]
+    delta = torch.zeros_like(lse)
+    for n, rows, keys, of_sequence in formula.sequences(options, q.shape[0], k.shape[0]):
+        do_n, q_n, o_n, k_n, v_n = (
+            x[part].transpose(0, 1)[None]
+            for x, part in ((do, rows), (q, rows), (o, rows), (k, keys), (v, keys))
+        )
+        dlse_n = None if dlse is None else dlse[None, :, rows]
+        results = (do_n, dlse_n, q_n, k_n, v_n, o_n, lse[None, :, rows])
+        found, delta_n = gradients(*results, of_sequence, learned, first_row=n)
+        delta[:, rows] = delta_n[0]
+        for name, total, grad in zip(("q", "k", "v", *learned), totals, found, strict=True):
+            if grad.dim() == 4:
+                part = rows if name in ("q", "relative_query") else keys
+                total[part] = grad[0].transpose(0, 1)
+            else:
+                total += grad
+    return totals, delta

@@ -1,0 +1,207 @@
+"""Parts of the keys: their o is merged to that of the whole, their gradients add up to its."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fastattn import (
+    attention,
+    attention_block_backward,
+    attention_block_forward,
+    attention_varlen,
+    reference,
+)
+from fastattn.ops import attend, schema
+from fastattn.options import Options
+from fastattn.testing import assert_within_budget, worst_naive
+
+BACKENDS = ("triton", "torch")
+CUT = 5
+
+
+def drawn(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def by_oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    dtype: torch.dtype,
+    **options,
+) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    o = reference.attention(*leaves, **options)
+    return torch.autograd.grad(o, leaves, do.to(dtype))
+
+
+def parts_of(options: dict) -> list[dict]:
+    """Options of the keys before CUT and of those from it on, whose positions start at 0 again."""
+    if not options.get("causal"):
+        return [options, options]
+    return [{**options, "query_offset": 3}, {**options, "query_offset": 3 - CUT}]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("options", "D", "D_v", "dtype"),
+    [
+        ({}, 16, 16, torch.float32),
+        ({"causal": True}, 20, 12, torch.float16),
+        ({"softcap": 1.5, "causal": True}, 16, 16, torch.float32),
+    ],
+    ids=["plain", "causal-no-whole-16-bytes", "softcap"],
+)
+def test_two_parts_add_up(options, D, D_v, dtype, backend, device):
+    """Queries 3..8 of 9 keys: the first ones see nothing of the second part."""
+    q, k, v, do = drawn(
+        device, dtype, (2, 4, 6, D), (2, 2, 9, D), (2, 2, 9, D_v), (2, 4, 6, D_v)
+    )  # fmt: skip
+    o, lse = attention(q, k, v, return_lse=True, backend=backend, **options)
+    shares = []
+    for keep, given in zip((slice(CUT), slice(CUT, None)), parts_of(options), strict=True):
+        keys, values = k[:, :, keep], v[:, :, keep]
+        part = attention_block_backward(do, q, keys, values, o, lse, backend=backend, **given)
+        grads = part[:3]
+        assert all(x.dtype == dtype for x in grads)
+        naive = (do.float() * o.float()).sum(-1)
+        assert_within_budget("delta", part.delta, (do.double() * o.double()).sum(-1), naive)
+        shares.append(grads)
+    dq, dk, dv = zip(*shares, strict=True)
+    found = ((dq[0].double() + dq[1].double()).to(dtype), torch.cat(dk, 2), torch.cat(dv, 2))
+    exact = by_oracle(q, k, v, do, torch.float64, **options)
+    naive = worst_naive(exact, lambda: by_oracle(q, k, v, do, dtype, **options))
+    for name, got, *both in zip(("dq", "dk", "dv"), found, exact, naive, strict=True):
+        assert_within_budget(name, got, *both)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_packed_sequences_and_dropout(dropout, backend, device):
+    """One part with all keys: what autograd of the whole call gives. One sequence is empty."""
+    q, k, v, do = drawn(device, torch.float32, (7, 4, 8), (9, 2, 8), (9, 2, 8), (7, 4, 8))
+    cu_q, cu_k = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 3, 3, 7], [0, 4, 5, 9])
+    )
+    options = {"causal": True}
+    if dropout:
+        seed = torch.tensor([3, 4], device=device)
+        options = {"dropout": dropout, "dropout_seed": seed}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = attention_varlen(*leaves, cu_q, cu_k, return_lse=True, backend=backend, **options)
+    wanted = torch.autograd.grad(o, leaves, do)
+    found = attention_block_backward(do, q, k, v, o, lse, cu_q, cu_k, backend=backend, **options)
+    assert found.delta.shape == lse.shape
+    for name, got, exact in zip(("dq", "dk", "dv"), found[:3], wanted, strict=True):
+        assert_within_budget(name, got, exact.double(), exact)
+
+
+R = 3
+LEARNED = {
+    "attn_bias": (1, 4, 6, 9),
+    "relative_bias": (4, 2 * R + 1),
+    "relative_keys": (2, 2 * R + 1, 12),
+    "relative_query": (2, 4, 6, 12),
+    "sinks": (4,),
+}
+
+
+def call_with_learned(device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
+    """q, k, v, do, dlse and options of every kind that learns; rows are no whole 16 bytes."""
+    shapes = ((2, 4, 6, 12), (2, 2, 9, 12), (2, 2, 9, 20), (2, 4, 6, 20), (2, 4, 6))
+    inputs = drawn(device, dtype, *shapes)
+    inputs[4] = inputs[4].float()
+    learned = zip(LEARNED, drawn(device, dtype, *LEARNED.values()), strict=True)
+    options = {name: x.requires_grad_() for name, x in learned}
+    return inputs, {"causal": True, "dropout": 0.2, "dropout_seed": torch.tensor([3, 4]), **options}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options_that_learn_get_their_gradients(backend, device):
+    """One part with all keys: what autograd of the whole call gives."""
+    (q, k, v, do, dlse), options = call_with_learned(device, torch.float32)
+    options["dropout_seed"] = options["dropout_seed"].to(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = attention(*leaves, return_lse=True, backend=backend, **options)
+    wanted = torch.autograd.grad((o, lse), (*leaves, *map(options.get, LEARNED)), (do, dlse))
+    o, lse = o.detach(), lse.detach()
+    given = {"dlse": dlse, "backend": backend, **options}
+    found = attention_block_backward(do, q, k, v, o, lse, **given)
+    assert found.of_options.keys() == LEARNED.keys()
+    for name, grad, exact in zip(
+        ("dq", "dk", "dv", *LEARNED), (*found[:3], *found.of_options.values()), wanted, strict=True
+    ):
+        assert_within_budget(name, grad, exact.double(), exact)
+    options["sinks"] = options["sinks"].detach()
+    found = attention_block_backward(do, q, k, v, o, lse, dlse=dlse, backend=backend, **options)
+    assert "sinks" not in found.of_options
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_in_fp32_are_those_of_16_bits_before_they_are_rounded(backend, device):
+    (q, k, v, do, dlse), options = call_with_learned(device, torch.bfloat16)
+    options["dropout_seed"] = options["dropout_seed"].to(device)
+    options["backend"] = backend
+    narrow, lse = attention_block_forward(q, k, v, **options)
+    wide, wide_lse = attention_block_forward(q, k, v, out_dtype=torch.float32, **options)
+    assert wide.dtype == torch.float32 and torch.equal(wide_lse, lse)
+    assert torch.equal(wide.bfloat16(), narrow) and not torch.equal(wide, narrow.float())
+    given = (do, q, k, v, wide, lse)
+    rounded = attention_block_backward(*given, dlse=dlse, **options)
+    found = attention_block_backward(*given, dlse=dlse, out_dtype=torch.float32, **options)
+    assert torch.equal(found.delta, rounded.delta)
+    for x, y in zip(
+        (*found[:3], *found.of_options.values()),
+        (*rounded[:3], *rounded.of_options.values()),
+        strict=True,
+    ):
+        assert x.dtype == torch.float32 and y.dtype == torch.bfloat16
+        assert torch.equal(x.bfloat16(), y) and not torch.equal(x, y.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_sequences_learn(backend, device):
+    """The gradients of what all sequences share are sums over them."""
+    q, k, v, do, query = drawn(device, torch.float32, *[(7, 4, 8)] * 5)
+    starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+    bias, keys, sinks = drawn(device, torch.float32, (4, 7), (4, 7, 8), (4,))
+    options = {"relative_bias": bias, "relative_keys": keys, "relative_query": query}
+    options = {name: x.requires_grad_() for name, x in {**options, "sinks": sinks}.items()}
+    o, lse = attention_varlen(q, k, v, starts, return_lse=True, backend=backend, **options)
+    wanted = torch.autograd.grad(o, list(options.values()), do)
+    given = (do, q, k, v, o.detach(), lse.detach(), starts)
+    found = attention_block_backward(*given, backend=backend, **options).of_options
+    for name, exact in zip(options, wanted, strict=True):
+        assert_within_budget(name, found[name], exact.double(), exact)
+
+
+def test_tracers_know_that_results_are_fp32(device):
+    (q, k, v, do, _), _ = call_with_learned(device, torch.bfloat16)
+    q, k = (torch.nn.functional.pad(x, (0, 4)) for x in (q, k))
+    v, do = (torch.nn.functional.pad(x, (0, 4)) for x in (v, do))
+    flat = schema.flat(Options(fp32_results=True, relative_query=q, relative_keys=k[0, :, :7]))
+    check = partial(torch.library.opcheck, test_utils="test_faketensor")
+    check(attend.attention_forward.op, (q, k, v, *flat))
+    o, lse = attend.attention_forward.op(q, k, v, *flat)
+    check(attend.attention_backward.op, (do, None, q, k, v, o.bfloat16(), lse, *flat))
+
+
+def test_bad_input():
+    q, k, v, do, lse = drawn("cpu", torch.float16, *[(1, 2, 4, 8)] * 4, (1, 2, 4))
+    forward, backward = attention_block_forward, attention_block_backward
+    results = (do, q, k, v, do, lse.float())
+    for wrong, error, message in (
+        (lambda: forward(q, k, v, dropout=0.5), ValueError, "dropout_seed must be given"),
+        (lambda: forward(q, k, v, out_dtype=torch.bfloat16), ValueError, "out_dtype must be"),
+        (lambda: forward(q, k, v, windows=3), TypeError, "attention_block_forward takes no win"),
+        (lambda: forward(q, k, v, cu_seqlens_k=lse), ValueError, "cu_seqlens_q is not given"),
+        (lambda: backward(*results[:5], lse), TypeError, "lse must be float32"),
+        (lambda: backward(*results, dlse=lse), TypeError, "dlse must be float32"),
+        (lambda: backward(do.float(), *results[1:]), TypeError, "do must have the dtype of q"),
+        (lambda: backward(do[:, :, :3], *results[1:]), ValueError, "do must have shape"),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
