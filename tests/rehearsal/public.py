@@ -29,7 +29,14 @@ from fastattn import BlockMask, KVCache, QuantizedKVCache
 
 Calls = dict[str, Callable[[], object]]
 # What others return, raise or are given.
-NO_CALLS = {"AttentionStatistics", "CacheView", "Explanation", "OutOfPages", "PackedValues"}
+NO_CALLS = {
+    "AttentionStatistics",
+    "BlockGradients",
+    "CacheView",
+    "Explanation",
+    "OutOfPages",
+    "PackedValues",
+}
 # Called by custom operators whether or not something traces, so here their fakes answer.
 BY_OPERATOR = {"additive_attention"}
 KERNELS_BY_OPERATOR = {
@@ -100,11 +107,20 @@ def attention_calls() -> Calls:
         "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
         "additive_attention": lambda: additive(B, T),
+        "attention_block_forward": lambda: of_a_part(torch.float32),
+        "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
         "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
         "multiplicative_attention": lambda: scored(fastattn.multiplicative_attention, (D, D)),
         "merge": lambda: merged(B, T),
         "warmup": lambda: fastattn.warmup(D, calls=("causal", "varlen+causal")),
     }
+
+
+def of_a_part(out_dtype: torch.dtype, **options: Any) -> None:
+    q, k, v, do = (random(B, H, T, D) for _ in range(4))
+    how: dict[str, Any] = {"out_dtype": out_dtype, **options}
+    o, lse = fastattn.attention_block_forward(q, k, v, **how)
+    fastattn.attention_block_backward(do, q, k, v, o, lse, **how)
 
 
 def scored(function: Any, *weights: tuple[int, ...]) -> None:
