@@ -29,9 +29,10 @@ from .launch.arguments import (
     kernel_mask,
     kernel_score,
 )
-from .launch.decode_splits import Split, decode_tile, in_one_page, reads_e4m3, split_keys
+from .launch.decode_splits import Split, decode_tile, in_one_page, nvidia_capability, split_keys
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
+from .rules.codes import numbers_of
 from .rules.integers import runtime_int, value
 from .rules.mask import Mask, valid_keys, visible
 from .rules.pages import (
@@ -44,7 +45,6 @@ from .rules.pages import (
     stored,
 )
 from .rules.product import add_weighted_rows, rows_by_rows
-from .rules.quantize import numbers_of
 from .rules.score import first_state, modified
 from .rules.softmax import finish, online_step
 from .rules.splits import Lengths, Plan, cache_row_of, part_of, share
@@ -77,7 +77,7 @@ def _take_block(
     acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block."""
     k_pos = n_first + tl.arange(0, BLOCK_N)
@@ -92,7 +92,7 @@ def _take_block(
         s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     else:
         k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        s = rows_by_rows(q, numbers_of(k, q.dtype, NATIVE), PRECISION) * k_scale[None, :]
+        s = rows_by_rows(q, numbers_of(k, q.dtype, NVIDIA), PRECISION) * k_scale[None, :]
     s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
@@ -103,9 +103,9 @@ def _take_block(
         v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         if q.dtype == tl.float16:
             # Times a weight, a small scale would fall below the range of fp16.
-            v = (numbers_of(v, tl.float32, NATIVE) * v_scale[:, None]).to(tl.float16)
+            v = (numbers_of(v, tl.float32, NVIDIA) * v_scale[:, None]).to(tl.float16)
         else:
-            v = numbers_of(v, q.dtype, NATIVE)
+            v = numbers_of(v, q.dtype, NVIDIA)
             p = p * v_scale[None, :]
     acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
@@ -117,7 +117,7 @@ def decode_kernel(
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
-    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
     each its tiles.
@@ -170,7 +170,7 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
             (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NATIVE,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NVIDIA,
         )  # fmt: skip
     before = full_first - first
     for i in range(0, before + last - full_last):
@@ -182,7 +182,7 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
             t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NATIVE,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NVIDIA,
         )  # fmt: skip
 
     result, lse = finish(acc, m, l)
@@ -339,7 +339,7 @@ def _plan(
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v), _alignment(q),
         in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
         _shown_by_ranges(options),
-        dot_precision(q.dtype), cache.k_scale is not None and reads_e4m3(),
+        dot_precision(q.dtype), 0 if cache.k_scale is None else nvidia_capability(),
     )  # fmt: skip
 
 

@@ -90,10 +90,10 @@ def decode_tile(q: Tensor, cache: CacheTensors) -> TileConfig:
     return replace(tile, num_stages=2 * tile.num_stages - 1) if deeper else tile
 
 
-def reads_e4m3() -> bool:
-    """Whether the device converts e4m3 numbers by itself, which is the faster way."""
+def nvidia_capability() -> int:
+    """The device's compute capability, as 89, or 0 where it is not NVIDIA's: see `codes`."""
     arch = tiles.current_arch()
-    return arch.startswith("sm_") and int(re.sub(r"\D", "", arch)) >= 89
+    return int(re.sub(r"\D", "", arch)) if arch.startswith("sm_") else 0
 
 
 def in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:

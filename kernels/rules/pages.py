@@ -38,12 +38,16 @@ class CacheTensors(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where positions are kept; integers in the form of `runtime_int`."""
+    """Where positions are kept; integers in the form of `runtime_int`.
+
+    shift: page_size = 2**shift, where it is a power of two: then no position is divided.
+    """
 
     block_table_ptr: Any
     table_width: int | None  # columns
     page_count: int | None
     page_size: int | None
+    shift: int | None
     keep_first: int | None
     heads: int | None  # H_k
 
@@ -78,14 +82,26 @@ def pages_of(cache: CacheTensors) -> Pages:
     table = cache.block_table
     P, H_k, S, _ = cache.k.shape
     width = None if table is None else runtime_int(table.shape[1])
+    whole = table is not None and S & (S - 1) == 0
     return Pages(
         table,
         width,
         runtime_int(P),
         runtime_int(S),
+        runtime_int(S.bit_length() - 1) if whole else None,
         runtime_int(cache.keep_first),
         runtime_int(H_k),
     )
+
+
+@triton.jit
+def _page_number(positions, pages):
+    """Which of its row's pages holds a position."""
+    if pages.shift is not None:
+        number = positions >> value(pages.shift)
+    else:
+        number = positions // value(pages.page_size)
+    return number
 
 
 @triton.jit
@@ -96,7 +112,7 @@ def has_slot(positions, pages):
     """
     found = positions >= 0
     if pages.block_table_ptr is not None:
-        found = found & (positions // value(pages.page_size) < value(pages.table_width))
+        found = found & (_page_number(positions, pages) < value(pages.table_width))
     else:
         if pages.keep_first is None:
             found = found & (positions < value(pages.page_size))
@@ -117,9 +133,10 @@ def locate(row, positions, keep, pages):
     """
     size = value(pages.page_size)
     if pages.block_table_ptr is not None:
-        entry = row.to(tl.int64) * value(pages.table_width) + positions // size
+        number = _page_number(positions, pages)
+        entry = row.to(tl.int64) * value(pages.table_width) + number
         page = tl.load(pages.block_table_ptr + entry, mask=keep, other=0)
-        slot = positions % size
+        slot = positions - number * size
     else:
         page = row.to(tl.int32) + 0 * positions
         slot = positions

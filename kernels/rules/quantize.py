@@ -61,16 +61,3 @@ def key_at(place):
     that weights and values share. In this one those four stand side by side: no weight moves.
     """
     return (place & -16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
-
-
-@triton.jit
-def numbers_of(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """int8 or (as uint8) e4m3 codes in DTYPE, which holds each exactly.
-
-    NATIVE: this GPU reads e4m3 by itself.
-    """
-    if codes.dtype == tl.uint8:
-        numbers = codes.to(tl.float8e4nv, bitcast=True) if NATIVE else from_e4m3(codes)
-    else:
-        numbers = codes
-    return numbers.to(DTYPE)

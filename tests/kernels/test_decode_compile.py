@@ -111,7 +111,10 @@ CASES = compiled_cases(
         ("sm_90", "paged-3", 128, "bf16", "int8", 1, "scores"),
         *((target, "contiguous", 128, "bf16", None, 16, "plain") for target in ("sm_80", "sm_90")),
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
-        ("sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"),
+        *(
+            ("sm_90", kind, 128, "bf16", codes, 1, "plain")
+            for kind, codes in (("contiguous", "fp8"), ("contiguous", "int8"), ("paged", "int8"))
+        ),
         ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
         ("sm_90", "paged-3", 64, "bf16", None, 16, "mod"),
         ("sm_90", "contiguous", 40, "bf16", None, 1, "mod"),
@@ -220,13 +223,27 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     assert boundary.count("FSEL") > 0
 
 
-def test_the_gpu_itself_reads_fp8_where_it_can(compiled: dict[tuple, Future]) -> None:
-    """The loop is less than two thirds as long as the one that shifts bits."""
-    native = decode_facts(compiled["sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"])
-    by_bits = decode_facts(compiled["sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"])
-    assert min(loop.total for loop in native.loops) < 2 / 3 * min(
-        loop.total for loop in by_bits.loops
-    )
+# What a block of 64 keys takes, a little above what was found. At 1.83 GHz an H200 reads a block
+# of codes in 811 clocks, one of bf16 in 1560, and a multiprocessor issues four a clock.
+MOST_INSTRUCTIONS = {
+    ("contiguous", None): 280,
+    ("paged", None): 320,
+    ("contiguous", "int8"): 570,
+    ("contiguous", "fp8"): 570,
+    ("paged", "int8"): 620,
+}
+
+
+@pytest.mark.parametrize(("kind", "codes"), MOST_INSTRUCTIONS)
+def test_instructions_of_a_block(
+    kind: str, codes: str | None, compiled: dict[tuple, Future]
+) -> None:
+    fact = decode_facts(compiled["sm_90", kind, 128, "bf16", codes, 1, "plain"])
+    full = min(fact.loops, key=lambda loop: loop.total)
+    assert full.total <= MOST_INSTRUCTIONS[kind, codes]
+    # No value is read by the byte, none takes a conversion at a quarter of the rate.
+    assert full.count("LDS.U8") == full.count("F2F") == full.count("I2F") == 0
+    assert full.count("LDGSTS.E.BYPASS.128") > 0
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
