@@ -12,7 +12,7 @@ from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import CompiledFacts
 from fastattn.testing.compiling.sass import Loop
-from fastattn.testing.compiling.speed import loop_clocks
+from fastattn.testing.compiling.speed import loop_clocks, programs_at_once
 
 B, H, T = 4, 16, 4096
 KINDS = {
@@ -68,7 +68,9 @@ def clocks(fact: CompiledFacts, loop: Loop, feature: str, D: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastattn.kernels.launch.tiles.current_arch", lambda: "sm_90")
         tile = tile_for(KINDS[fact.name], FEATURES[feature], q, D, streams_bias=True)
-    return (loop_clocks(loop, "sm_90", fact.num_warps) / (tile.BLOCK_M * tile.BLOCK_N)).bound
+    programs = programs_at_once(fact)
+    found = loop_clocks(loop, "sm_90", fact.num_warps, programs=programs)
+    return (found / (tile.BLOCK_M * tile.BLOCK_N)).bound
 
 
 @pytest.mark.parametrize(("feature", "D"), FULL)

@@ -18,7 +18,7 @@ from ...kernels.hopper.tile_table import backward_config, forward_config
 from ...kernels.launch import tiles
 from ...options import Options
 from ...testing.compiling.cross_compile import CompiledFacts, compiling_for, describe
-from ...testing.compiling.speed import Clocks, loop_clocks
+from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 from .report import table
 
 TARGET = "sm_90"
@@ -86,7 +86,8 @@ def _portable(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bo
         row = kernel if kernel == "forward" else f"backward_{kernel}"
         tile = tiles.tile_of(TARGET, row, 2, D)
         loop = min(fact.loops, key=lambda loop: loop.total)
-        clocks = loop_clocks(loop, TARGET, tile.num_warps)
+        programs = programs_at_once(fact)
+        clocks = loop_clocks(loop, TARGET, tile.num_warps, programs=programs)
         if kernel == "dkv" and tile.apart:
             kernel = next(apart)
         yield Bound("triton", kernel, D, loop.total, clocks / (tile.BLOCK_M * tile.BLOCK_N))

@@ -17,13 +17,10 @@ from typing import Any
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import TileConfig
 from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
-from ...testing.compiling.speed import Clocks, loop_clocks
+from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 from ..results.report import write_whole
 from .candidates import BY_KEYS, ENTRIES, KERNEL_OF, Compilation, TableEntry, candidates
 from .timed_sweep import merge, table_text
-
-# Registers of a multiprocessor.
-_REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,12 @@ def survivor(
 def _full_block(entry: TableEntry, tile: TileConfig, fact: CompiledFacts) -> Clocks:
     """Of the loop over full blocks, the shorter one."""
     loop = min(fact.loops, key=lambda loop: loop.total)
-    by_registers = _REGISTERS // (32 * tile.num_warps * max(1, fact.registers))
-    by_memory = TARGETS[fact.target].shared_bytes // max(1, fact.shared_bytes)
     streamed = 2 * tile.BLOCK_N * entry.BLOCK_D * entry.element_size
     return loop_clocks(
         loop,
         fact.target,
         tile.num_warps,
-        programs=max(1, min(by_registers, by_memory)),
+        programs=programs_at_once(fact),
         streamed_bytes=streamed if loop.count("UTMALDG") else 0,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cross_compile import TARGETS, CompiledFacts
 from .sass import Loop
 
 # Warp instructions a clock: one for each of four schedulers (CUDA C++ Programming Guide,
@@ -16,6 +17,7 @@ from .sass import Loop
 _ISSUE = 4
 # Results of MUFU a clock (ibid., "Arithmetic Instructions"), and bytes of shared memory.
 _MUFU_LANES = 16
+_REGISTERS = 65536
 _SHARED_BYTES = 128
 # Multiply-adds of 16-bit numbers with fp32 sums a clock, from the dense rates in white papers of
 # the GPUs. What is not asynchronous gets half of it on sm_90 (Luo et al., arXiv 2402.13499).
@@ -59,6 +61,16 @@ class Clocks:
         )
 
 
+def programs_at_once(fact: CompiledFacts) -> int:
+    """How many programs of a kernel share a multiprocessor, by their registers and shared memory.
+
+    One where neither is known.
+    """
+    by_registers = _REGISTERS // (32 * fact.num_warps * max(1, fact.registers))
+    by_memory = TARGETS[fact.target].shared_bytes // max(1, fact.shared_bytes)
+    return max(1, min(by_registers, by_memory))
+
+
 def loop_clocks(
     loop: Loop, target: str, warps: int, *, programs: int = 1, streamed_bytes: int = 0
 ) -> Clocks:
@@ -69,8 +81,8 @@ def loop_clocks(
         target: "sm_80" to "sm_100". The products of sm_100's own matrix units are not counted:
             their instructions do not name their shapes.
         warps: of the program.
-        programs: that share a multiprocessor. A second one, or a second group of four warps, works
-            while the first waits for its products.
+        programs: that share a multiprocessor, see `programs_at_once`. A second one, or a second
+            group of four warps, works while the first waits for its products.
         streamed_bytes: what TMA writes to shared memory in a pass, which the code does not say.
     """
     return Clocks(
