@@ -10,6 +10,9 @@ A single naive run can be exact by luck, and differs between machines: naive is 
 runs, by `orders.worst_naive`.
 """
 
+from collections.abc import Iterable
+from itertools import starmap
+
 import torch
 from torch import Tensor
 
@@ -62,3 +65,10 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
         message = f"{name}: error {error:.3e} exceeds the budget {allowed:.3e}"
         raise PastBudget(message, error / allowed)
     return error / allowed
+
+
+def assert_all_within_budget(
+    names: Iterable[str], found: Iterable[Tensor], ref: Iterable[Tensor], naive: Iterable[Tensor]
+) -> float:
+    """`assert_within_budget` of each result; the largest share."""
+    return max(starmap(assert_within_budget, zip(names, found, ref, naive, strict=True)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
 from ..functional.decode import decode_attention
 from ..quantization import quantize_rows
-from .budget import assert_within_budget
+from .budget import assert_all_within_budget
 from .orders import worst_naive
 
 # Kinds of caches: constructor arguments beside sizes, and how rows start and are indexed.
@@ -108,8 +107,7 @@ def assert_decodes(
         AssertionError: a result that is not finite, or past its budget.
     """
     found = decode(q, filled.view, return_lse=True, **(how or {}), **options)
-    judged = zip(("o", "lse"), found, *expected(q, filled, **options), strict=True)
-    return max(starmap(assert_within_budget, judged))
+    return assert_all_within_budget(("o", "lse"), found, *expected(q, filled, **options))
 
 
 def expected(q: Tensor, filled: Filled, **options: Any) -> tuple[Any, Any]:

@@ -14,11 +14,14 @@ import fastattn
 from fastattn import reference
 from fastattn.testing import assert_matches_reference, make_qkv, worst_naive
 from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.inputs import draws, to_device
+from fastattn.testing.inputs import draws
+from fastattn.testing.verify.scoring import ADDITIVE_RESULTS as NAMES
+from fastattn.testing.verify.scoring import additive_formula as naive
+from fastattn.testing.verify.scoring import additive_results as results
+from fastattn.testing.verify.scoring import assert_additive
 from fastattn.torch_backend import additive
 
 B, H_q, H_k, T_q, T_k, HIDDEN = 2, 2, 1, 18, 21, 3
-NAMES = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
 
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,46 +51,6 @@ def inputs(
     q, k, v, u = draw(B, H_q, T_q, 4), draw(B, H_k, T_k, 6), draw(B, H_k, T_k, 3), draw(HIDDEN)
     heads = ((H_q,), (H_k,)) if per_head else ((), ())
     return [q, k, v, u, draw(*heads[0], HIDDEN, 4), draw(*heads[1], HIDDEN, 6)]
-
-
-def naive(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
-) -> tuple[Tensor, Tensor]:
-    """The formula as it is written, [B, H_q, T_q, T_k, hidden] and all."""
-    a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
-    b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
-    b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
-    u = u.expand(q.shape[1], u.shape[-1])
-    x = ((a[:, :, :, None] + b[:, :, None]).tanh() * u[:, None, None]).sum(-1)
-    masks = dict(masks)
-    attn_mask = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
-    keep = reference.visible_mask(q.shape[2], k.shape[2], device=q.device, **masks) & attn_mask
-    x = x.masked_fill(~keep, -math.inf)
-    blind = ~keep.expand(x.shape).any(-1)
-    x = x.masked_fill(blind[..., None], 0.0)
-    weights = x.softmax(-1).masked_fill(blind[..., None], 0.0)
-    return weights @ v, x.logsumexp(-1).masked_fill(blind, -math.inf)
-
-
-def results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
-    """o, lse and all gradients; those of o and lse are the same numbers in every dtype."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    o, lse = function(*tensors, **arguments)
-    generator = torch.Generator().manual_seed(1)
-    do, dlse = (
-        torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
-    )
-    grads = torch.autograd.grad((o, lse), tensors, (do, dlse))
-    return [o.detach(), lse.detach(), *grads]
-
-
-def assert_additive(tensors: list[Tensor], backend: str, masks: dict[str, Any]) -> None:
-    masks = to_device(masks, tensors[0].device)
-    ours = results(fastattn.additive_attention, tensors, return_lse=True, backend=backend, **masks)
-    ref = results(naive, [x.double() for x in tensors], **masks)
-    plain = worst_naive(ref, lambda: results(naive, tensors, **masks))
-    for name, x, exact, rough in zip(NAMES, ours, ref, plain, strict=True):
-        assert_within_budget(name, x, exact, rough)
 
 
 @pytest.mark.parametrize("name", MASKS)

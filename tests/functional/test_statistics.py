@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import reference
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.testing import make_qkv, worst_naive
-from fastattn.testing.budget import assert_within_budget
+from fastattn.testing import make_qkv
 from fastattn.testing.inputs import draw, to_device
+from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
 from fastattn.torch_backend import statistics
 
 B, H_q, H_k, T_q, T_k, D = 2, 2, 1, 21, 25, 12
@@ -63,53 +62,6 @@ def make(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tenso
     return q, k
 
 
-def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Float options in the dtype of the inputs; slopes stay fp32."""
-    return {
-        name: x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and name != "alibi_slopes"
-        else x
-        for name, x in options.items()
-    }
-
-
-def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy, weight received and weights, from the output of the oracle for unit vectors."""
-    T = k.shape[2]
-    v = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:2], T, T)
-    weights, lse = reference.attention(q, k, v, return_lse=True, **options)
-    entropy = -torch.special.xlogy(weights, weights).sum(-1)
-    if "sinks" in options:
-        sink = torch.exp(options["sinks"][:, None] - lse)
-        entropy = entropy - torch.special.xlogy(sink, sink)
-    return entropy, weights.sum(-2), weights
-
-
-def assert_statistics(q: Tensor, k: Tensor, backend: str, options: dict[str, Any]) -> None:
-    """Every statistic within the error budget; the largest weights are the largest."""
-    top = 3
-    options = in_dtype(options, q.dtype)
-    exact = oracle(q.double(), k.double(), **in_dtype(options, torch.float64))
-    naive = worst_naive(exact, lambda: oracle(q, k, **options))
-    found = fastattn.attention_statistics(q, k, top=top, backend=backend, **options)
-    weights = fastattn.attention_weights(q, k, backend=backend, **options)
-    names = ("entropy", "received", "weights")
-    ours = (found.entropy, found.received, weights)
-    for name, x, ref, plain in zip(names, ours, exact, naive, strict=True):
-        assert_within_budget(name, x, ref, plain)
-
-    largest = exact[2].sort(-1, descending=True)
-    rounded = naive[2].sort(-1, descending=True).values[..., :top]
-    assert_within_budget("top_weights", found.top_weights, largest.values[..., :top], rounded)
-    seen = largest.values[..., :top] > 0
-    assert torch.equal(found.top_positions == -1, ~seen)
-    assert torch.all(found.top_weights[~seen] == 0)
-    if q.dtype == torch.float32:
-        # No two scores are so close that fp32 would take one for the other.
-        expected = torch.where(seen, largest.indices[..., :top], -1)
-        assert torch.equal(found.top_positions, expected)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_kernels_match_the_oracle(name: str, device: str) -> None:
     assert_statistics(*make(device=device), "triton", to_device(OPTIONS[name], device))
@@ -129,7 +81,7 @@ def test_bf16(backend: str, device: str) -> None:
 def test_torch_keeps_fp64() -> None:
     q, k = (x.double() for x in make())
     found = fastattn.attention_statistics(q, k, top=1, causal=True)
-    entropy, received, _ = oracle(q, k, causal=True)
+    entropy, received, _ = statistics_oracle(q, k, causal=True)
     torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-13)
     torch.testing.assert_close(found.received, received, rtol=0, atol=1e-13)
 

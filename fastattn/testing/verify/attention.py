@@ -1,0 +1,180 @@
+"""Cases of `attention` and `attention_varlen`: every direction, option and shape of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...functional import call_options
+from ..compare import assert_matches_reference
+from ..inputs import make_qkv
+from ..option_examples import option_examples, sets_that_cover_pairs, together
+from .case import Case, Setting
+
+_REPEATS = 20
+_REACH = 9
+# Beside masks that every kernel has: what takes the most registers, which has tiles of its own.
+_HEAVY = ("stride", "mask", "mask-mod", "score-mod", "bias", "relative-bias", "dropout")
+_HEAVY_AT_ONCE = 3
+_QUICK_HEAVY = 2  # sets of them in a quick verification
+# Options that stand for the others of their kind.
+_QUICK = (
+    *("window", "padding", "documents", "softcap", "alibi", "sinks", "bias", "bias-with-holes"),
+    *("relative-bias", "dropout", "mask", "mask-mod", "score-mod", "stride"),
+    *("relative-keys", "relative-query"),
+)
+_INTERPRETED = ("window", "documents", "bias", "relative-bias", "mask-mod", "relative-query")
+_FEW = 20  # queries and keys, where options are only listed
+
+
+def forward() -> Iterator[Case]:
+    """o and lse without gradients."""
+    yield from _plain(backward=False)
+    yield Case("few queries", _few_queries, interpreted=True)
+    yield Case("20 repeats", _repeats_forward)
+
+
+def backward() -> Iterator[Case]:
+    """o, lse and gradients, in two passes."""
+    yield from _plain(backward=True)
+    yield from options("")
+    yield Case("20 repeats", _repeats_backward)
+
+
+def one_pass() -> Iterator[Case]:
+    """Gradients in one pass with atomics."""
+    yield from _plain(backward=True, deterministic=False)
+
+
+def options(registers: str) -> Iterator[Case]:
+    """Each option alone whose calls take so many registers: see `options.Tags`."""
+    for name in _examples(registers):
+        interpreted = name in _INTERPRETED
+        yield Case(name, partial(_example, name=name), name in _QUICK, interpreted)
+
+
+def heavy() -> Iterator[Case]:
+    """Options that take many registers, alone and several at once."""
+    yield from options("heavy")
+    examples = _all_examples(_FEW, _FEW, 16)
+    sets = sets_that_cover_pairs({name: examples[name] for name in _HEAVY}, _HEAVY_AT_ONCE)
+    for index, names in enumerate(sets):
+        case = partial(_together, names=names)
+        yield Case(" + ".join(names), case, quick=index < _QUICK_HEAVY)
+
+
+def packed() -> Iterator[Case]:
+    """Sequences behind one another, some of them empty."""
+    yield Case("causal", partial(_packed, causal=True), interpreted=True)
+    yield Case("full", _packed)
+    yield Case("one pass", partial(_packed, causal=True, deterministic=False))
+
+
+def _plain(**how: Any) -> Iterator[Case]:
+    """Calls whose masks are causal order and lengths, in shapes that meet every edge of a tile."""
+    causal = {**how, "causal": True}
+    yield Case("full", partial(_compare, **how), interpreted=True)
+    yield Case("causal", partial(_compare, sizes={"layout": "bthd"}, **causal), interpreted=True)
+    yield Case("NaN past lengths", partial(_past_lengths, **causal), interpreted=True)
+    heads = {"H_q": 16, "H_k": 4, "T_q": 17, "T_k": 17}
+    yield Case("many heads", partial(_compare, sizes=heads, **causal))
+    yield Case("odd head dim", partial(_odd_head_dim, **causal), quick=False)
+    yield Case("more tiles than multiprocessors", partial(_many_tiles, **causal))
+
+
+def _past_lengths(setting: Setting, **how: Any) -> float:
+    _, T_k = setting.lengths
+    return setting.compare(key_lengths=[T_k - 6, T_k // 3], **how)
+
+
+def _few_queries(setting: Setting) -> float:
+    """So few that their keys are split among programs."""
+    sizes = {"T_q": 1, "T_k": 260 if setting.small else 1500}
+    return setting.compare(sizes=sizes, backward=False)
+
+
+def _compare(setting: Setting, **how: Any) -> float:
+    return setting.compare(**how)
+
+
+def _odd_head_dim(setting: Setting, **how: Any) -> float:
+    """A head dim that is no power of two, and narrower values."""
+    D = setting.subject.head_dim * 5 // 8
+    return setting.compare(sizes={"D": D, "D_v": D - 8}, **how)
+
+
+def _many_tiles(setting: Setting, **how: Any) -> float:
+    T = setting.many_queries
+    return setting.compare(sizes={"T_q": T, "T_k": T + 33}, **how)
+
+
+def _repeats_forward(setting: Setting) -> float:
+    q, k, v = setting.qkv()
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found: tuple[Tensor, ...] = setting.attention(q, k, v, causal=True, return_lse=True)
+        return found
+
+    return _repeats(run, ("o", "lse"))
+
+
+def _repeats_backward(setting: Setting) -> float:
+    inputs = setting.qkv()
+
+    def run() -> tuple[Tensor, ...]:
+        o = setting.attention(*inputs, causal=True)
+        return torch.autograd.grad(o.float().square().sum(), inputs)
+
+    return _repeats(run, ("dq", "dk", "dv"))
+
+
+def _repeats(run: Callable[[], tuple[Tensor, ...]], names: tuple[str, ...]) -> float:
+    """Check that the bits of results are the same in each run."""
+    first = run()
+    for _ in range(_REPEATS - 1):
+        for name, x, again in zip(names, first, run(), strict=True):
+            assert torch.equal(x, again), f"{name} has other bits when the call is repeated"
+    return 0.0
+
+
+def _packed(setting: Setting, **how: Any) -> float:
+    ends_q, ends_k = ((0, 17, 17, 35, 36), (0, 9, 20, 20, 41))
+    if not setting.small:
+        ends_q, ends_k = ((0, 700, 700, 829, 1000), (0, 500, 620, 620, 1100))
+    sizes = {"B": 1, "T_q": ends_q[-1], "T_k": ends_k[-1]}
+    batch = setting.qkv(**sizes, layout="bthd")
+    starts = (torch.tensor(x, dtype=torch.int32, device=setting.device) for x in (ends_q, ends_k))
+    return assert_matches_reference(
+        setting.attention,
+        *(x.detach()[0].transpose(0, 1) for x in batch),
+        *starts,
+        oracle=reference.attention_varlen,
+        **how,
+    )
+
+
+def _all_examples(T_q: int, T_k: int, D: int) -> dict[str, dict[str, Any]]:
+    return option_examples(4, 2, T_q, T_k, D, reach=_REACH)
+
+
+def _examples(registers: str) -> Iterator[str]:
+    """Names of examples of options whose calls take so many registers, at any size."""
+    q, k, v = make_qkv(2, 4, 2, _FEW, D=16, requires_grad=False)
+    for name, options in _all_examples(_FEW, _FEW, 16).items():
+        if call_options.dense_options(q, k, v, **options).registers == registers:
+            yield name
+
+
+def _example(setting: Setting, *, name: str) -> float:
+    return _together(setting, names=(name,))
+
+
+def _together(setting: Setting, *, names: tuple[str, ...]) -> float:
+    examples = _all_examples(*setting.lengths, setting.subject.head_dim)
+    return setting.compare(**together(examples, names))

@@ -1,0 +1,178 @@
+"""Cases of decoding: every cache, what is appended to it, and parts that are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...cache.dense import KVCache
+from ...cache.paged import PagedKVCache
+from ...functional.decode import decode_attention
+from ...functional.merge import merge as merge_parts
+from ...rotary import rotary_tables
+from ..budget import assert_all_within_budget
+from ..decoding import KINDS, assert_decodes, fill
+from ..inputs import draw, draws, to_device
+from ..orders import worst_naive
+from .case import Case, Setting
+
+# Caches that are like no other to a kernel.
+_QUICK = ("contiguous", "pages-of-3", "pages-of-16", "int8", "fp8", "pages-int8", "ring-keep-first")
+_INTERPRETED = ("contiguous", "pages-of-3", "int8", "ring-keep-first")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (4, None)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": draw(3, 4).abs()},
+    "relative-bias": {"relative_bias": draw(4, 13)},
+    "sinks": {"sinks": draw(4)},
+}
+_STEPS = ((5, (5, 2, 0)), (1, None), (6, (6, 3, 6)))
+_SLOTS = 20
+_QUANTIZED = (None, "int8", "fp8")
+
+
+def decode() -> Iterator[Case]:
+    """o and lse of new tokens, from every cache."""
+    for kind in KINDS:
+        case = partial(_decode, kind=kind)
+        yield Case(kind, case, quick=kind in _QUICK, interpreted=kind in _INTERPRETED)
+    for T_q in (2, 15):
+        yield Case(f"{T_q} new tokens", partial(_decode, kind="pages-of-16", T_q=T_q))
+    for splits in (1, 3, 40):
+        yield Case(f"num_splits={splits}", partial(_decode, num_splits=splits))
+    yield Case("batch_invariant", partial(_decode, batch_invariant=True))
+    yield Case("long rows", partial(_decode, lengths=(5000, 1, 2049)))
+    for name, given in _OPTIONS.items():
+        yield Case(name, partial(_decode, options=given), quick=False)
+    yield Case("20 repeats", _repeats)
+
+
+def append() -> Iterator[Case]:
+    """The bits that torch stores, rotated or not, and nothing beside them."""
+    for name, make in (("rows", _rows), ("ring", _ring), ("pages", _pages)):
+        for quantize in _QUANTIZED:
+            case = partial(_append, make=make, quantize=quantize)
+            interpreted = quantize is None and make is not _ring
+            yield Case(f"{name}, {quantize or 'plain'}", case, interpreted=interpreted)
+
+
+def merge() -> Iterator[Case]:
+    """Two parts of the keys, one of which some queries do not see."""
+    yield Case("two parts", _merge, interpreted=True)
+
+
+def _tokens(
+    setting: Setting, lengths: tuple[int, ...], T_q: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q of the newest T_q tokens, k and v of all, and how many of them each row has."""
+    sizes = {"B": len(lengths), "T_q": T_q, "T_k": max(lengths), "requires_grad": False}
+    counts = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+    return *setting.qkv(**sizes), counts
+
+
+def _decode(
+    setting: Setting,
+    *,
+    kind: str = "contiguous",
+    lengths: tuple[int, ...] = (33, 47, 4),
+    T_q: int = 1,
+    options: dict[str, Any] | None = None,
+    **how: Any,
+) -> float:
+    q, k, v, counts = _tokens(setting, lengths, min(T_q, *lengths))
+    how["backend"] = setting.subject.backend
+    filled = fill(kind, k, v, counts)
+    return assert_decodes(q, filled, how=how, **to_device(options or {}, setting.device))
+
+
+def _repeats(setting: Setting) -> float:
+    q, k, v, counts = _tokens(setting, (1000, 47, 4), 1)
+    view = fill("contiguous", k, v, counts).view
+    first = decode_attention(q, view, backend=setting.subject.backend)
+    for _ in range(19):
+        again = decode_attention(q, view, backend=setting.subject.backend)
+        assert torch.equal(first, again), "o has other bits when the call is repeated"
+    return 0.0
+
+
+def _rows(setting: Setting, **how: Any) -> KVCache:
+    return KVCache(3, 2, _SLOTS, setting.subject.head_dim, **how)
+
+
+def _ring(setting: Setting, **how: Any) -> KVCache:
+    D = setting.subject.head_dim
+    return KVCache(3, 2, 9, D, window=5, keep_first=2, **how)
+
+
+def _pages(setting: Setting, **how: Any) -> PagedKVCache:
+    cache = PagedKVCache(24, 3, 2, setting.subject.head_dim, **how)
+    # Pages of a row are not in order.
+    rows = [cache.allocate() for _ in range(4)]
+    cache.append(rows, *torch.zeros(2, 4, 2, 4, setting.subject.head_dim, **_like(setting)))
+    cache.free(rows[1])
+    cache.free(rows[3])
+    cache.allocate()
+    return cache
+
+
+def _like(setting: Setting) -> dict[str, Any]:
+    return {"dtype": setting.dtype, "device": setting.device}
+
+
+def _append(
+    setting: Setting, *, make: Callable[..., KVCache | PagedKVCache], quantize: str | None
+) -> float:
+    found, expected = (
+        _appended(setting, make(setting, quantize=quantize, **_like(setting)), backend)
+        for backend in (setting.subject.backend, "torch")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs), f"{int((ours != theirs).sum())} numbers differ"
+    return 0.0
+
+
+def _appended(setting: Setting, cache: KVCache | PagedKVCache, backend: str) -> list[Tensor]:
+    """What can be seen after some steps: queries that were rotated, keys, values, positions."""
+    D, seen = setting.subject.head_dim, []
+    numbers = draws(1, setting.device, setting.dtype)
+    rotary = rotary_tables(_SLOTS, D // 2, device=setting.device)
+    for T, counts in _STEPS:
+        q, k, v = (numbers(3, T, heads, D).transpose(1, 2) for heads in (4, 2, 2))
+        how = {"q": q, "rotary": rotary, "backend": backend}
+        if isinstance(cache, PagedKVCache):
+            turned = cache.append(cache.rows, k, v, counts, **how)
+        else:
+            new = None if counts is None else torch.tensor(counts, device=setting.device)
+            turned = cache.append(k, v, new, **how)
+        seen += [turned[b, :, :n] for b, n in enumerate(counts or [T] * 3)]
+    view = cache.view(cache.rows) if isinstance(cache, PagedKVCache) else cache.view()
+    return [*seen, *view.gather(), cache.lengths]
+
+
+def _merge(setting: Setting) -> float:
+    q, k, v = (x.detach().double() for x in setting.qkv())
+    cut = k.shape[2] // 3
+    # The second row of the batch sees no key of the first part.
+    lengths = torch.tensor([cut, 0], device=setting.device)
+    first = reference.attention(
+        q, k[:, :, :cut], v[:, :, :cut], key_lengths=lengths, return_lse=True
+    )
+    second = reference.attention(q, k[:, :, cut:], v[:, :, cut:], return_lse=True)
+    outputs = [o.to(setting.dtype) for o, _ in (first, second)]
+    lses = [lse.float() for _, lse in (first, second)]
+    parts = outputs[0], lses[0], outputs[1], lses[1]
+    found = merge_parts(*parts, backend=setting.subject.backend)
+    exact = _merged(*(x.double() for x in parts))
+    naive = worst_naive(exact, lambda: _merged(*parts))
+    return assert_all_within_budget(("o", "lse"), found, exact, naive)
+
+
+def _merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(lse1, lse2)
+    first, second = ((x - lse).exp()[..., None].to(o1.dtype) for x in (lse1, lse2))
+    return o1 * first + o2 * second, lse

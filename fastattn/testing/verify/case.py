@@ -1,0 +1,100 @@
+"""A case of a verification: a call whose results are held to the error budget, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import attention, attention_varlen
+from ..compare import assert_matches_reference
+from ..inputs import make_qkv, to_device
+
+# What a case takes and gives: the sizes that the device permits, and the worst error as a share of
+# its budget. It raises AssertionError where a result is wrong.
+Check = Callable[["Setting"], float]
+
+
+class Subject(NamedTuple):
+    """What a verdict is about.
+
+    family: one of `cases.FAMILIES`. dtype: "bfloat16" and so on. head_dim: the largest of its
+    class: 64, 128 or 256.
+    """
+
+    backend: str
+    family: str
+    dtype: str
+    head_dim: int
+
+
+class Case(NamedTuple):
+    """quick: it is in a quick verification. interpreted: the interpreter takes seconds for it."""
+
+    name: str
+    check: Check
+    quick: bool = True
+    interpreted: bool = False
+
+
+class Setting(NamedTuple):
+    """Where the cases of a subject run."""
+
+    subject: Subject
+    device: torch.device
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are for the interpreter, which takes its time."""
+        return self.device.type == "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.subject.dtype)
+        return found
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """T_q and T_k: tiles that are whole, and in each direction one that is not."""
+        return (37, 45) if self.small else (300, 333)
+
+    @property
+    def many_queries(self) -> int:
+        """So many that 8 heads of them have more tiles of 128 than there are multiprocessors."""
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return 128 * (count // 8 + 1) + 77
+
+    def qkv(self, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q of 2 x 4 heads, k and v of 2 x 2, of the lengths above unless `sizes` differ."""
+        T_q, T_k = self.lengths
+        default = {"B": 2, "H_q": 4, "H_k": 2, "T_q": T_q, "T_k": T_k, "D": self.subject.head_dim}
+        return make_qkv(**{**default, **sizes}, dtype=self.dtype, device=self.device)
+
+    def attention(self, *inputs: Tensor, **options: Any) -> Any:
+        """`attention`, or `attention_varlen` of packed tensors, by the backend."""
+        function: Any = attention_varlen if inputs[0].dim() == 3 else attention
+        return function(*inputs, backend=self.subject.backend, **options)
+
+    def compare(
+        self,
+        *,
+        sizes: dict[str, Any] | None = None,
+        key_lengths: list[int] | None = None,
+        **how: Any,
+    ) -> float:
+        """`assert_matches_reference` of a call; keys and values past key_lengths are NaN.
+
+        sizes: see `qkv`. how: its arguments, and options, moved to the device.
+        """
+        clean = self.qkv(**(sizes or {}))
+        q, k, v = (x.detach().clone() for x in clean)
+        for b, length in enumerate(key_lengths or ()):
+            k[b, :, length:] = v[b, :, length:] = torch.nan
+        options = to_device(how, self.device)
+        for name in {"relative_keys", "relative_query"} & options.keys():
+            options[name] = options[name].to(self.dtype)
+        if key_lengths is not None:
+            options["key_lengths"] = torch.tensor(key_lengths, device=self.device)
+        return assert_matches_reference(self.attention, q, k, v, clean=clean, **options)

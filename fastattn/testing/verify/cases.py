@@ -1,0 +1,86 @@
+"""The cases of a verification by what they are about: backend, family, dtype and head dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from . import attention, caches, others
+from .case import Case, Subject
+
+# What each family has cases of; those of options are called as `options.Tags.registers` are.
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "forward": attention.forward,
+    "backward": attention.backward,
+    "one-pass": attention.one_pass,
+    "packed": attention.packed,
+    "masked": partial(attention.options, "masked"),
+    "bias": partial(attention.options, "bias"),
+    "scores": partial(attention.options, "scores"),
+    "heavy": attention.heavy,
+    "relative": partial(attention.options, "relative"),
+    "decode": caches.decode,
+    "append": caches.append,
+    "merge": caches.merge,
+    "statistics": others.statistics,
+    "additive": others.additive,
+    "fp8": others.fp8,
+}
+BACKENDS = ("triton", "hopper")
+DTYPES = ("bfloat16", "float16", "float32")
+HEAD_DIMS = (64, 128, 256)
+_OF_HOPPER = ("forward", "backward", "one-pass", "packed", "masked", "fp8")
+# A quick verification has every family in one dtype and head dim, and a few families elsewhere.
+_QUICK = ("bfloat16", 128)
+_QUICK_ELSEWHERE = ("forward", "backward", "decode")
+# The interpreter takes as long as there are numbers.
+_INTERPRETED = ("bfloat16", 64)
+_INTERPRETED_ELSEWHERE = (("forward", "float32", 64), ("backward", "float32", 64))
+
+
+class Scope(NamedTuple):
+    """Which cases run; None: all.
+
+    quick: a part of them, of kernels that matter most. interpreted: those that the interpreter has
+    time for, of the portable kernels.
+    """
+
+    backends: tuple[str, ...] | None = None
+    families: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    quick: bool = False
+    interpreted: bool = False
+
+    def subjects(self) -> list[Subject]:
+        """What there are cases of, the most important first."""
+        every = (
+            Subject(backend, family, dtype, head_dim)
+            for family in FAMILIES
+            for dtype in DTYPES
+            for head_dim in HEAD_DIMS
+            for backend in BACKENDS
+        )
+        return [subject for subject in every if self._asks_for(subject) and self._has(subject)]
+
+    def cases(self, subject: Subject) -> list[Case]:
+        """The cases of a subject."""
+        found = FAMILIES[subject.family]()
+        if self.interpreted:
+            return [case for case in found if case.interpreted]
+        return [case for case in found if case.quick or not self.quick]
+
+    def _asks_for(self, subject: Subject) -> bool:
+        asked = (self.backends, self.families, self.dtypes, self.head_dims)
+        return all(some is None or x in some for some, x in zip(asked, subject, strict=True))
+
+    def _has(self, subject: Subject) -> bool:
+        backend, family, dtype, head_dim = subject
+        if backend == "hopper":
+            served = family in _OF_HOPPER and dtype != "float32"
+            return served and not self.interpreted
+        if self.interpreted:
+            known = (family, dtype, head_dim) in _INTERPRETED_ELSEWHERE
+            return known or (dtype, head_dim) == _INTERPRETED
+        return not self.quick or (dtype, head_dim) == _QUICK or family in _QUICK_ELSEWHERE

@@ -1,0 +1,109 @@
+"""The process that runs cases: jobs come by its stdin, and what happens goes out by its stdout.
+
+Both are lines of JSON. A process of its own can be killed when a kernel hangs, and a kernel that
+ends it ends nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...bench.failures import LOST, log, reason
+from ...ops import attend, call
+from ..budget import PastBudget
+from ..inputs import nan_filled_empty
+from .case import Case, Setting, Subject
+from .cases import FAMILIES
+from .verdicts import CRASH, NO_COMPILE, RIGHT, UNSERVED, WRONG, Outcome
+
+# Tells the parent of something; each message says that there is progress.
+Tell = Callable[..., None]
+
+
+def main() -> None:
+    """Run jobs until stdin ends; the argument is the device."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else a compiler prints
+
+    def tell(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    device = torch.device(sys.argv[1])
+    tell(ready=True)
+    with reported_compilations(tell):
+        for line in sys.stdin:
+            subject, names = json.loads(line)
+            run(Subject(*subject), names, device, tell)
+            tell(done=True)
+
+
+def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> None:
+    """Run cases of a subject, by name; tell of each when it starts and what came of it."""
+    cases = {case.name: case for case in FAMILIES[subject.family]()}
+    for name in names:
+        tell(starts=name)
+        found = outcome(cases[name], Setting(subject, device))
+        tell(outcome=found)
+        if found.verdict == CRASH and _is_lost(device):
+            raise SystemExit(LOST)
+
+
+def outcome(case: Case, setting: Setting) -> Outcome:
+    """What comes of a case."""
+    try:
+        with warnings.catch_warnings(), nan_filled_empty():
+            warnings.simplefilter("ignore")
+            share = case.check(setting)
+        if attend.uncompiled:
+            return Outcome(case.name, NO_COMPILE, None, attend.uncompiled.pop())
+        return Outcome(case.name, RIGHT, share, "")
+    except PastBudget as error:
+        return Outcome(case.name, WRONG, error.share, str(error))
+    except AssertionError as error:
+        return Outcome(case.name, WRONG, None, str(error) or "an assertion of the case failed")
+    except torch.OutOfMemoryError as error:
+        return Outcome(case.name, UNSERVED, None, reason(error))
+    except Exception as error:
+        return Outcome(case.name, *_blamed(case.name, error))
+
+
+def _blamed(name: str, error: Exception) -> tuple[str, None, str]:
+    if isinstance(error, ValueError) and " cannot serve this call" in str(error):
+        return UNSERVED, None, str(error)
+    log(name, error)
+    return NO_COMPILE if call.from_compiler(error) else CRASH, None, reason(error)
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether the CUDA context is broken, and with it every later call of this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
+
+
+@contextmanager
+def reported_compilations(tell: Tell) -> Iterator[None]:
+    """Tell of each kernel that is compiled: that takes long, and is no hang."""
+    import triton
+
+    def listen(*_: Any, **__: Any) -> None:
+        tell(compiled=True)
+
+    knobs = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, listen
+    try:
+        yield
+    finally:
+        knobs.listener = before

@@ -1,0 +1,129 @@
+"""Cases of statistics of weights, additive attention, and attention in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...functional.fp8 import attention_fp8, pack_values, quantize_fp8
+from ...ops import fp8 as fp8_ops
+from ..budget import assert_all_within_budget
+from ..fp8 import assert_within_fp8_bounds, dequantized
+from ..inputs import draw, draws, to_device
+from ..orders import worst_naive
+from .case import Case, Setting
+from .scoring import assert_additive, assert_statistics
+
+_B, _H_Q, _H_K = 2, 2, 1
+_MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window, lengths": {"window": (9, 2), "key_lengths": torch.tensor([20, 9])},
+}
+_SCORES: dict[str, dict[str, Any]] = {
+    "softcap, sinks": {"softcap": 2.0, "sinks": draw(_H_Q), "causal": True},
+    "alibi": {"alibi_slopes": draw(_H_Q).abs()},
+    "relative bias": {"relative_bias": draw(_H_Q, 7)},
+}
+
+
+def statistics() -> Iterator[Case]:
+    """Entropy, weight received, the largest weights, and the weights."""
+    for name, options in {**_MASKS, **_SCORES}.items():
+        quick = name in ("causal", "softcap, sinks")
+        case = partial(_statistics, options=options)
+        yield Case(name, case, quick=quick, interpreted=name == "softcap, sinks")
+
+
+def additive() -> Iterator[Case]:
+    """o, lse and gradients of additive attention."""
+    for name, masks in _MASKS.items():
+        case = partial(_additive, masks=masks)
+        yield Case(name, case, quick=name != "full", interpreted=name == "causal")
+
+
+def fp8() -> Iterator[Case]:
+    """Codes and packed values by their bits, and attention within the bound of 8 bits."""
+    yield Case("codes", _codes, interpreted=True)
+    yield Case("packed values", _packed_values, interpreted=True)
+    for name, options in {**_MASKS, "softcap, sinks": _SCORES["softcap, sinks"]}.items():
+        yield Case(name, partial(_fp8, options=options), interpreted=name == "causal")
+    yield Case("20 repeats", _fp8_repeats)
+
+
+def _statistics(setting: Setting, *, options: dict[str, Any]) -> float:
+    q, k, _ = _numbers(setting)
+    return assert_statistics(q, k, setting.subject.backend, to_device(options, setting.device))
+
+
+def _numbers(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k and v."""
+    T_q, T_k = (18, 21) if setting.small else (70, 90)
+    sizes = {"B": _B, "H_q": _H_Q, "H_k": _H_K, "T_q": T_q, "T_k": T_k}
+    return setting.qkv(**sizes, requires_grad=False)
+
+
+def _additive(setting: Setting, *, masks: dict[str, Any]) -> float:
+    D, hidden = setting.subject.head_dim, 3 if setting.small else 24
+    q, k, v = _numbers(setting)
+    number = draws(1, setting.device, setting.dtype)
+    weights = [number(hidden), *(number(hidden, D) / D**0.5 for _ in range(2))]
+    return assert_additive([q, k, v, *weights], setting.subject.backend, masks)
+
+
+def _codes(setting: Setting) -> float:
+    """Of heads whose sizes differ, and rows that are shorter."""
+    x, _, _ = _numbers(setting)
+    x = x * torch.tensor([1.0, 1e3], device=setting.device, dtype=x.dtype)[:, None, None]
+    lengths = torch.tensor([x.shape[2], x.shape[2] // 3])
+    codes, scale = quantize_fp8(x.cpu(), lengths)
+    found, found_scale = fp8_ops.quantize(x, lengths.to(setting.device), False)
+    assert torch.equal(found_scale.cpu(), scale), "scales differ from torch's"
+    assert torch.equal(found.cpu().float(), codes.float()), "codes differ from torch's"
+    return 0.0
+
+
+def _packed_values(setting: Setting) -> float:
+    (_, _, v), _ = _fp8_inputs(setting)
+    expected = pack_values(v.cpu()).codes
+    assert torch.equal(fp8_ops.pack(v).cpu().float(), expected.float()), "values are out of place"
+    return 0.0
+
+
+def _fp8_inputs(setting: Setting) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    """Codes of q, k and v, and their scales by name."""
+    (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize_fp8, _numbers(setting))
+    return (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
+    codes, scales = _fp8_inputs(setting)
+    options = to_device(options, setting.device)
+    backend = setting.subject.backend
+    o, lse = attention_fp8(
+        *codes, **scales, **options, out_dtype=setting.dtype, return_lse=True, backend=backend
+    )
+    if backend == "hopper":
+        all_scales = tuple(scales.values())
+        return assert_within_fp8_bounds(o, lse, codes, all_scales, tensor_cores=True, **options)
+    # Other kernels read the codes back first, and take weights in the dtype of the output.
+    numbers = [dequantized(*both) for both in zip(codes, scales.values(), strict=True)]
+    exact = reference.attention(*numbers, return_lse=True, **options)
+    rounded = [x.to(setting.dtype) for x in numbers]
+    naive = worst_naive(exact, lambda: reference.attention(*rounded, return_lse=True, **options))
+    return assert_all_within_budget(("o", "lse"), (o, lse), exact, naive)
+
+
+def _fp8_repeats(setting: Setting) -> float:
+    codes, scales = _fp8_inputs(setting)
+    backend = setting.subject.backend
+    first = attention_fp8(*codes, **scales, causal=True, backend=backend)
+    for _ in range(19):
+        again = attention_fp8(*codes, **scales, causal=True, backend=backend)
+        assert torch.equal(first, again), "o has other bits when the call is repeated"
+    return 0.0

@@ -1,0 +1,112 @@
+"""Statistics of weights and additive attention, checked against their formulas written out."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...functional.additive import additive_attention
+from ...functional.statistics import attention_statistics, attention_weights
+from ..budget import assert_all_within_budget, assert_within_budget
+from ..inputs import to_device
+from ..orders import worst_naive
+
+ADDITIVE_RESULTS = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
+
+
+def _in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Float options in the dtype of the inputs; slopes stay fp32."""
+    return {
+        name: x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and name != "alibi_slopes"
+        else x
+        for name, x in options.items()
+    }
+
+
+def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, weight received and weights, from the output of the oracle for unit vectors."""
+    T = k.shape[2]
+    v = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:2], T, T)
+    weights, lse = reference.attention(q, k, v, return_lse=True, **options)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)
+    if "sinks" in options:
+        sink = torch.exp(options["sinks"][:, None] - lse)
+        entropy = entropy - torch.special.xlogy(sink, sink)
+    return entropy, weights.sum(-2), weights
+
+
+def assert_statistics(q: Tensor, k: Tensor, backend: str, options: dict[str, Any]) -> float:
+    """Check every statistic against the error budget, and that the largest weights are the largest.
+
+    Returns:
+        The worst error as a share of its budget.
+    """
+    top = 3
+    options = _in_dtype(options, q.dtype)
+    exact = statistics_oracle(q.double(), k.double(), **_in_dtype(options, torch.float64))
+    naive = worst_naive(exact, lambda: statistics_oracle(q, k, **options))
+    found = attention_statistics(q, k, top=top, backend=backend, **options)
+    weights = attention_weights(q, k, backend=backend, **options)
+    names = ("entropy", "received", "weights")
+    ours = (found.entropy, found.received, weights)
+    share = assert_all_within_budget(names, ours, exact, naive)
+
+    largest = exact[2].sort(-1, descending=True)
+    rounded = naive[2].sort(-1, descending=True).values[..., :top]
+    expected = largest.values[..., :top]
+    of_top = assert_within_budget("top_weights", found.top_weights, expected, rounded)
+    seen = expected > 0
+    assert torch.equal(found.top_positions == -1, ~seen), "keys without weight are listed"
+    assert torch.all(found.top_weights[~seen] == 0), "a key without weight has some"
+    if q.dtype == torch.float32:
+        # No two scores are so close that fp32 would take one for the other.
+        positions = torch.where(seen, largest.indices[..., :top], -1)
+        assert torch.equal(found.top_positions, positions), "other keys have the largest weights"
+    return max(share, of_top)
+
+
+def additive_formula(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
+) -> tuple[Tensor, Tensor]:
+    """The formula as it is written, [B, H_q, T_q, T_k, hidden] and all."""
+    a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
+    b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
+    b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
+    u = u.expand(q.shape[1], u.shape[-1])
+    x = ((a[:, :, :, None] + b[:, :, None]).tanh() * u[:, None, None]).sum(-1)
+    masks = dict(masks)
+    attn_mask = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
+    keep = reference.visible_mask(q.shape[2], k.shape[2], device=q.device, **masks) & attn_mask
+    x = x.masked_fill(~keep, -math.inf)
+    blind = ~keep.expand(x.shape).any(-1)
+    x = x.masked_fill(blind[..., None], 0.0)
+    weights = x.softmax(-1).masked_fill(blind[..., None], 0.0)
+    return weights @ v, x.logsumexp(-1).masked_fill(blind, -math.inf)
+
+
+def additive_results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
+    """o, lse and all gradients; those of o and lse are the same numbers in every dtype."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    o, lse = function(*tensors, **arguments)
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (
+        torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
+    )
+    grads = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    return [o.detach(), lse.detach(), *grads]
+
+
+def assert_additive(tensors: list[Tensor], backend: str, masks: dict[str, Any]) -> float:
+    """Check o, lse and gradients of `additive_attention` against its formula.
+
+    Returns:
+        The worst error as a share of its budget.
+    """
+    masks = to_device(masks, tensors[0].device)
+    ours = additive_results(additive_attention, tensors, return_lse=True, backend=backend, **masks)
+    ref = additive_results(additive_formula, [x.double() for x in tensors], **masks)
+    plain = worst_naive(ref, lambda: additive_results(additive_formula, tensors, **masks))
+    return assert_all_within_budget(ADDITIVE_RESULTS, ours, ref, plain)

@@ -1,0 +1,77 @@
+"""Verdicts on kernels: of a case, and of all cases of a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .case import Subject
+
+RIGHT, WRONG, HANG, CRASH, NO_COMPILE = "right", "wrong", "hang", "crash", "no compile"
+# No kernel serves the case, or it does not fit in memory: it says nothing about a kernel.
+UNSERVED = "unserved"
+# What says most about a kernel stands first.
+_WORST = (HANG, CRASH, NO_COMPILE, WRONG, RIGHT)
+
+
+class Outcome(NamedTuple):
+    """What came of a case.
+
+    share: the worst error as a share of its budget; None: there is no such number. reason: of
+    every verdict but "right".
+    """
+
+    case: str
+    verdict: str
+    share: float | None
+    reason: str
+
+
+class Finding(NamedTuple):
+    """What is known of the kernels for a backend, family, dtype and class of head dims.
+
+    cases: how many ran. share: the worst error as a share of its budget; None: a result was not
+    finite, or there was none. verdict: right, wrong, hang, crash or no compile. case: the worst.
+    """
+
+    backend: str
+    family: str
+    dtype: str
+    head_dim: int
+    cases: int
+    share: float | None
+    verdict: str
+    case: str
+    reason: str
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(*self[:4])
+
+    def __str__(self) -> str:
+        name = f"{self.backend} {self.family} {self.dtype} {self.head_dim}"
+        if self.verdict == RIGHT:
+            return f"{name}: right, {self.cases} cases"
+        return f"{name}: {self.verdict}: {self.case}: {self.reason}"
+
+
+def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
+    """The verdict on a subject: that of its worst case. None: nothing of it was served."""
+    served = [x for x in outcomes if x.verdict != UNSERVED]
+    if not served:
+        return None
+    # Without a number a result is farther off than with any.
+    worst = min(served, key=lambda x: (_WORST.index(x.verdict), x.share is not None, -_share(x)))
+    return Finding(
+        *subject, len(served), worst.share, worst.verdict, worst.case, worst.reason
+    )
+
+
+def _share(outcome: Outcome) -> float:
+    return outcome.share or 0.0
+
+
+def still_holds(stored: dict[str, Any], outcomes: Sequence[Outcome]) -> bool:
+    """Whether a stored row says more than these outcomes: they lack the case that failed there."""
+    failed = stored["verdict"] != RIGHT and all(x.verdict in (RIGHT, UNSERVED) for x in outcomes)
+    return failed and stored["case"] not in {x.case for x in outcomes if x.verdict == RIGHT}
