@@ -1,5 +1,8 @@
 """Exact fused attention in Triton, as functions and as drop-in torch modules."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .block_mask import BlockMask as BlockMask
 from .cache.dense import KVCache as KVCache
 from .cache.page_allocator import OutOfPages as OutOfPages
@@ -42,6 +45,21 @@ from .position_tables import document_ids as document_ids
 from .position_tables import t5_relative_bias as t5_relative_bias
 from .torch_backend.dropout import keep_mask as dropout_keep_mask
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    verify: Callable[..., Any]
+
+# What stands above all else in the package is imported when it is used.
+_LATE = {"verify": ".testing.verify"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AttentionStatistics",
     "BlockGradients",
@@ -82,6 +100,7 @@ __all__ = [
     "swap",
     "t5_relative_bias",
     "unpatch_sdpa",
+    "verify",
     "view_of_tensors",
     "warmup",
 ]

@@ -18,6 +18,7 @@ from .generate import add_generate
 from .inspect import add_inspect
 from .tasks import add_tag, add_translate
 from .train import INTERRUPTED, add_train, say
+from .verify import add_verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_inspect(commands)
     info = commands.add_parser("info", help="show devices, backends and versions")
     info.set_defaults(command=_info)
+    add_verify(commands)
     add_bench(commands)
     add_convert(commands)
     return parser

@@ -95,7 +95,7 @@ def _packed_values(setting: Setting) -> float:
     return 0.0
 
 
-def _fp8_inputs(setting: Setting) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+def _fp8_inputs(setting: Setting) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Codes of q, k and v, and their scales by name."""
     (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize_fp8, _numbers(setting))
     return (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
@@ -104,11 +104,9 @@ def _fp8_inputs(setting: Setting) -> tuple[tuple[Tensor, Tensor, Tensor], dict[s
 def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
     codes, scales = _fp8_inputs(setting)
     options = to_device(options, setting.device)
-    backend = setting.subject.backend
-    o, lse = attention_fp8(
-        *codes, **scales, **options, out_dtype=setting.dtype, return_lse=True, backend=backend
-    )
-    if backend == "hopper":
+    how: dict[str, Any] = {**scales, **options, "backend": setting.subject.backend}
+    o, lse = attention_fp8(*codes, **how, out_dtype=setting.dtype, return_lse=True)
+    if setting.subject.backend == "hopper":
         all_scales = tuple(scales.values())
         return assert_within_fp8_bounds(o, lse, codes, all_scales, tensor_cores=True, **options)
     # Other kernels read the codes back first, and take weights in the dtype of the output.

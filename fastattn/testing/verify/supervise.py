@@ -56,6 +56,9 @@ class Stall(NamedTuple):
     case: float = 60.0
 
 
+STALL = Stall()
+
+
 class Ended(NamedTuple):
     """A job that has ended, all its cases run or the first that its process did not survive."""
 
@@ -68,7 +71,7 @@ def supervise(
     start: Callable[[], Child],
     *,
     children: int = 1,
-    stall: Stall = Stall(),
+    stall: Stall = STALL,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Ended]:
@@ -187,7 +190,9 @@ def _how(code: int) -> str:
 
 
 # Modules are found where this process finds them, whatever the folder that it runs in.
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
+)
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -204,7 +209,7 @@ class ChildProcess:
     """
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the process
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -242,6 +247,7 @@ class ChildProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         for file in (self._process.stdin, self._process.stdout, self._log):
+            assert file is not None
             with contextlib.suppress(BrokenPipeError):
                 file.close()
 

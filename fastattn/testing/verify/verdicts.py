@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .case import Subject
 
@@ -51,8 +51,11 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         name = f"{self.backend} {self.family} {self.dtype} {self.head_dim}"
         if self.verdict == RIGHT:
-            return f"{name}: right, {self.cases} cases"
+            return f"{name}: right, {self.cases} case{'s' * (self.cases > 1)}"
         return f"{name}: {self.verdict}: {self.case}: {self.reason}"
+
+
+Verdict = TypeVar("Verdict", Outcome, Finding)
 
 
 def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
@@ -60,15 +63,17 @@ def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
     served = [x for x in outcomes if x.verdict != UNSERVED]
     if not served:
         return None
+    worst = worst_of(served)
+    return Finding(*subject, len(served), worst.share, worst.verdict, worst.case, worst.reason)
+
+
+def worst_of(found: Sequence[Verdict]) -> Verdict:
+    """The outcome or finding that says most about a kernel."""
     # Without a number a result is farther off than with any.
-    worst = min(served, key=lambda x: (_WORST.index(x.verdict), x.share is not None, -_share(x)))
-    return Finding(
-        *subject, len(served), worst.share, worst.verdict, worst.case, worst.reason
+    return min(
+        found,
+        key=lambda x: (_WORST.index(x.verdict), x.share is not None, -(x.share or 0.0)),
     )
-
-
-def _share(outcome: Outcome) -> float:
-    return outcome.share or 0.0
 
 
 def still_holds(stored: dict[str, Any], outcomes: Sequence[Outcome]) -> bool:

@@ -1,0 +1,59 @@
+"""`fastattn verify`: whether the kernels are right on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .train import say
+
+
+def add_verify(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "verify",
+        help="hold every kernel to the error budget on this machine",
+        description="Run every family of kernels on this GPU against float64, in processes that "
+        "may hang or crash. What fails is not chosen here any more; explain and fastattn info say "
+        "why. Without a GPU a part of it runs in Triton's interpreter.",
+    )
+    parser.set_defaults(command=_verify)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the kernels that matter most, in a minute")
+    add("--backend", nargs="+", metavar="NAME", help="triton, hopper (those that the GPU has)")
+    family = "families of kernels, such as forward, backward, decode (all; a wrong name lists them)"
+    add("--family", nargs="+", metavar="NAME", help=family)
+    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--json", metavar="FILE", help="write the verdicts to a file")
+    add("--clear", action="store_true", help="forget all verdicts about this device, and end")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """0 if all that ran is right; 1 if not, or if nothing ran."""
+    from ..testing.verify import report, verification
+    from ..training.train_config import resolve_device
+    from ..tuned import findings
+    from ..tuned.environment import environment
+    from ..tuned.store import Store
+
+    auto = arguments.device == "auto"
+    device = verification.device_of(None if auto else resolve_device(arguments.device))
+    store = Store(environment(device))
+    if arguments.clear:
+        store.clear(verification.KIND)
+        sys.stdout.write(f"forgot what was verified on {report.name_of(device)}\n")
+        return 0
+    asked = {"backends": arguments.backend, "families": arguments.family}
+    scope = verification.scope_of(device, **asked, quick=arguments.quick)
+    say(f"verifying the kernels on {report.name_of(device)}")
+    with report.Progress(sys.stderr) as progress:
+        found = list(verification.run(scope, device, store=store, progress=progress.advance))
+    if arguments.json is not None:
+        rows = [findings.dated(verification.KIND, x._asdict()) for x in found]
+        verified = findings.Findings(store.environment, {verification.KIND: rows})
+        findings.write(Path(arguments.json), verified)
+    lines = [*report.table(found), *report.conclusions(found, device)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if found and all(x.verdict == "right" for x in found) else 1

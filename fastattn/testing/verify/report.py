@@ -1,0 +1,124 @@
+"""What a verification prints: progress, a table of families, and what follows from it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+import torch
+
+from .cases import DTYPES, FAMILIES, HEAD_DIMS
+from .verdicts import RIGHT, Finding, worst_of
+
+_HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", "verdict")
+
+
+class Progress:
+    """A bar of subjects where tqdm is installed and the stream is a terminal, else lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._bar = stream, None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int, total: int, found: Finding | None) -> None:
+        """See `verification.Progress`."""
+        said = "no kernel serves it" if found is None else str(found)
+        if count == 1 and self._stream.isatty():
+            self._bar = _bar(total, self._stream)
+        if self._bar is None:
+            self._say(f"{count:3}/{total} {said}")
+            return
+        if found is not None and found.verdict != RIGHT:
+            self._bar.clear()
+            self._say(said)
+        self._bar.set_postfix_str(said[:60], refresh=False)
+        self._bar.update()
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def _bar(total: int, stream: TextIO) -> Any:
+    """A bar of tqdm; None without it."""
+    try:
+        tqdm = importlib.import_module("tqdm")
+    except ModuleNotFoundError:
+        return None
+    return tqdm.tqdm(total=total, file=stream, dynamic_ncols=True)
+
+
+def name_of(device: torch.device) -> str:
+    """The GPU, or the interpreter that stands for one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the CPU, interpreted: no kernel is compiled"
+
+
+def table(found: Sequence[Finding]) -> list[str]:
+    """A line for each family of a backend, with its worst case; then one for each failure."""
+    rows = [_HEAD, *_rows(found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [*lines, *(str(x) for x in found if x.verdict != RIGHT)]
+
+
+def _rows(found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
+    for backend, family in dict.fromkeys((x.backend, x.family) for x in found):
+        of_family = [x for x in found if (x.backend, x.family) == (backend, family)]
+        worst = worst_of(of_family)
+        yield (
+            backend,
+            family,
+            " ".join(x for x in DTYPES if any(x == y.dtype for y in of_family)),
+            " ".join(str(x) for x in HEAD_DIMS if any(x == y.head_dim for y in of_family)),
+            str(sum(x.cases for x in of_family)),
+            "none" if worst.share is None else f"{worst.share:.2f}",
+            worst.verdict,
+        )
+
+
+def conclusions(found: Sequence[Finding], device: torch.device) -> list[str]:
+    """What follows: how much is right, what is left aside, and what was not looked at."""
+    cases, wrong = sum(x.cases for x in found), [x for x in found if x.verdict != RIGHT]
+    if not found:
+        return ["none of the cases is about these"]
+    kinds = f"{len(found)} kind{'s' * (len(found) > 1)} of kernels"
+    said = f"{len(wrong)} not right" if wrong else "all are within their budgets"
+    lines = [f"{cases} cases of {kinds}: {said}"]
+    if wrong and device.type == "cuda":
+        lines.append(
+            "Calls that would take what is not right take another backend; `fastattn verify "
+            "--clear` forgets this."
+        )
+    if device.type == "cpu":
+        lines.append(
+            "Not checked, for want of a GPU: compiled kernels, the Hopper kernels, repeated bits, "
+            "more tiles than multiprocessors."
+        )
+    if left := _left_out(found):
+        lines.append(f"Not among these cases: {left}.")
+    return lines
+
+
+def _left_out(found: Sequence[Finding]) -> str:
+    """Families, dtypes and head dims that no finding is about."""
+    seen = {x for one in found for x in one[1:4]}
+    known: tuple[tuple[str, Sequence[Any]], ...] = (
+        ("family", tuple(FAMILIES)),
+        ("dtype", DTYPES),
+        ("head dim", HEAD_DIMS),
+    )
+    parts = (
+        f"{name} {' '.join(str(x) for x in every if x not in seen)}"
+        for name, every in known
+        if not seen.issuperset(every)
+    )
+    return ", ".join(parts)

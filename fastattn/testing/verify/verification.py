@@ -1,0 +1,184 @@
+"""Verify the kernels where they run: cases in child processes, verdicts into the store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...ops import attend, call
+from ...tuned.environment import environment
+from ...tuned.findings import KEYS
+from ...tuned.store import Store
+from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS, Scope
+from .supervise import Child, ChildProcess, Job, python, supervise
+from .verdicts import Finding, Outcome, finding, still_holds
+
+KIND = "verification"
+# A child compiles on one core and holds an oracle in float64 on the GPU.
+_MOST_CHILDREN = 12
+_CHILD_BYTES = 5 << 30
+
+# What is called when a subject has its verdict: how many have, of how many, and the verdict; None
+# where nothing serves it.
+Progress = Callable[[int, int, Finding | None], None]
+
+
+def verify(
+    *,
+    backends: Iterable[str] | None = None,
+    families: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    head_dims: Iterable[int] | None = None,
+    quick: bool = False,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> list[Finding]:
+    """Hold the kernels to the error budget on this machine, and remember what fails here.
+
+    Every kernel runs compiled on the device, on poisoned memory and at awkward sizes, in child
+    processes: one that hangs or crashes is a verdict. Verdicts are stored as they come, and `auto`
+    leaves a backend aside where it is not right; see `explain`. Without a GPU a part of the cases
+    runs in Triton's interpreter, which says nothing about compiled code.
+
+    Args:
+        backends: "triton" or "hopper"; default: those that the device has.
+        families: of kernels; default: all, see `fastattn verify --help`.
+        dtypes: "bfloat16", "float16", "float32"; default: all.
+        head_dims: classes of head dims, 64, 128 and 256; default: all.
+        quick: the kernels that matter most.
+        device: a GPU, or "cpu" for the interpreter; default: the current GPU, if there is one.
+        progress: called as verdicts come, with how many there are, of how many, and the verdict.
+
+    Returns:
+        A `Finding` for each backend, family, dtype and head dim class.
+
+    Raises:
+        ValueError: an unknown name, or a backend or device that is not here.
+        ChildProcessError: no case can run here.
+    """
+    place = device_of(device)
+    scope = scope_of(
+        place,
+        backends=backends,
+        families=families,
+        dtypes=dtypes,
+        head_dims=head_dims,
+        quick=quick,
+    )
+    return list(run(scope, place, progress=progress))
+
+
+def scope_of(
+    device: torch.device,
+    *,
+    backends: Iterable[str] | None = None,
+    families: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    head_dims: Iterable[int] | None = None,
+    quick: bool = False,
+) -> Scope:
+    """The cases that `verify` with these arguments runs.
+
+    Raises:
+        ValueError: an unknown name, or a backend that the device has not.
+    """
+    return Scope(
+        _checked("backends", backends, available(device)),
+        _checked("families", families, tuple(FAMILIES)),
+        _checked("dtypes", dtypes, DTYPES),
+        _checked("head_dims", head_dims, HEAD_DIMS),
+        quick,
+        device.type == "cpu",
+    )
+
+
+def run(
+    scope: Scope,
+    device: torch.device,
+    *,
+    store: Store | None = None,
+    start: Callable[[], Child] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Finding]:
+    """Yield the verdicts of a scope as they come, and store them.
+
+    store: default that of the device. start: starts a child, see `supervise`; default: a process.
+    """
+    store = Store(environment(device)) if store is None else store
+    jobs = [
+        Job(subject, tuple(case.name for case in scope.cases(subject)))
+        for subject in scope.subjects()
+    ]
+    jobs = [job for job in jobs if job.cases]
+    children = _children(device)
+    ended = supervise(jobs, start or partial(_start, device, children), children=children)
+    for count, job in enumerate(ended, 1):
+        found = finding(*job)
+        if found is not None:
+            _keep(store, found, job.outcomes)
+            yield found
+        if progress is not None:
+            progress(count, len(jobs), found)
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device to verify: the CPU where kernels are interpreted.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and not call.interpreting() else "cpu"
+    place = torch.device(device)
+    if place.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"device must be a GPU or the CPU, got {place}: kernels exist for no other"
+        )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, got {place}: torch finds no GPU")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def available(device: torch.device) -> tuple[str, ...]:
+    """The backends whose kernels can run on a device."""
+    return BACKENDS if attend.on_hopper(device) else BACKENDS[:1]
+
+
+def _checked(name: str, given: Iterable[Any] | None, known: tuple[Any, ...]) -> tuple[Any, ...]:
+    found = known if given is None else tuple(given)
+    for x in found:
+        if x not in known:
+            names = ", ".join(map(str, known))
+            raise ValueError(f"{name} must be some of {names} here, got {x!r}")
+    return found
+
+
+def _children(device: torch.device) -> int:
+    """How many processes: their work is to compile, or to interpret."""
+    cores = len(os.sched_getaffinity(0))
+    if device.type == "cpu":
+        return min(cores, 4)
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(_MOST_CHILDREN, cores * 3 // 4, free // _CHILD_BYTES))
+
+
+def _start(device: torch.device, children: int) -> Child:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // children))}
+    # Cases name their backend.
+    environment.pop("FASTATTN_BACKEND", None)
+    if device.type == "cpu":
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return ChildProcess(python("fastattn.testing.verify.child", str(device)), environment)
+
+
+def _keep(store: Store, found: Finding, outcomes: list[Outcome]) -> None:
+    """Store a verdict, unless what is stored of the same kernels says more."""
+    same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*found.subject])
+    if not any(still_holds(row, outcomes) for row in same):
+        store.put(KIND, found._asdict())

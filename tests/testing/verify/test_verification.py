@@ -1,0 +1,257 @@
+"""`fastattn verify`: broken kernels are named, kept and forgotten; an installed wheel does it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton import TritonError
+
+import fastattn
+from fastattn.cli.main import main
+from fastattn.kernels import forward
+from fastattn.ops import attend
+from fastattn.testing.budget import PastBudget, assert_within_budget
+from fastattn.testing.hopper import forget
+from fastattn.testing.verify import child, verification
+from fastattn.testing.verify.case import Case, Setting, Subject
+from fastattn.testing.verify.cases import FAMILIES, Scope
+from fastattn.testing.verify.supervise import Job
+from fastattn.testing.verify.verdicts import Outcome, finding, still_holds
+from fastattn.tuned.environment import environment
+from fastattn.tuned.store import Store
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+REFUSED = 'backend "hopper" cannot serve this call: head dim 40 is not 64, 128 or 256'
+NANS = partial(assert_within_budget, "o", ref=torch.ones(3).double(), naive=torch.ones(3))
+SUBJECT = Subject("triton", "forward", "bfloat16", 64)
+
+
+class InProcess:
+    """A child that is this very process, so that kernels can be broken for it."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = [{"ready": True}]
+
+    def send(self, job: Job) -> None:
+        tell: Callable[..., None] = lambda **message: self._messages.append(message)  # noqa: E731
+        child.run(job.subject, job.cases, torch.device("cpu"), tell)
+        tell(done=True)
+
+    def messages(self) -> list[dict[str, Any]]:
+        told, self._messages = self._messages, []
+        return told
+
+    def poll(self) -> int | None:
+        return None
+
+    def kill(self) -> None: ...
+
+    def last_words(self) -> str:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("kernels are broken in the interpreter")
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(verification, "_start", lambda device, children: InProcess())
+    monkeypatch.setattr(verification, "_children", lambda device: 1)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Any]], None]]:
+    """Replaces what the forward kernel gives by a function of it."""
+    launch = forward.launch_forward
+
+    def replace(change: Callable[..., Any]) -> None:
+        monkeypatch.setattr(forward, "launch_forward", lambda *x: change(*launch(*x)))
+
+    forget()
+    yield replace
+    forget()
+
+
+def stored() -> list[dict[str, Any]]:
+    return Store(environment("cpu")).read("verification")
+
+
+def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "found.json"
+    command = ["verify", "--quick", "--family", "fp8", "append", "--json", str(file)]
+    assert main(command) == 0
+    written = capsys.readouterr()
+    assert [line.split()[:2] for line in written.out.splitlines()[:3]] == [
+        ["backend", "family"],
+        ["triton", "append"],
+        ["triton", "fp8"],
+    ]
+    assert "5 cases of 2 kinds of kernels: all are within their budgets" in written.out
+    assert "Not checked, for want of a GPU: compiled kernels, the Hopper kernels" in written.out
+    assert "interpreted" in written.err and "2/2 triton fp8 bfloat16 64: right" in written.err
+    rows = json.loads(file.read_text())["verification"]
+    assert rows == stored()
+    assert [(x["family"], x["cases"], x["verdict"]) for x in rows] == [
+        ("append", 2, "right"),
+        ("fp8", 3, "right"),
+    ]
+
+
+def test_a_broken_kernel_is_named_and_kept(launched: Any, capsys: pytest.CaptureFixture) -> None:
+    launched(lambda o, lse: (o * 1.1, lse))
+    assert main(["verify", "--quick", "--family", "forward"]) == 1
+    line = capsys.readouterr().out.splitlines()[2]
+    assert re.match(r"triton forward bfloat16 64: wrong: .*: o: error .* exceeds the budget", line)
+    first, second = stored()
+    assert (first["dtype"], second["dtype"]) == ("bfloat16", "float32")
+    assert {first["verdict"], second["verdict"]} == {"wrong"}
+    assert first["share"] > 1 and first["cases"] == 4
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        (lambda _: 0.3, ("right", 0.3, "")),
+        (raising(PastBudget("dq: error", 4.0)), ("wrong", 4.0, "dq: error")),
+        (lambda _: NANS(torch.empty(3)), ("wrong", None, "o has NaN or inf")),
+        (raising(RuntimeError("address")), ("crash", None, "RuntimeError: address")),
+        (raising(TritonError("tl.dot")), ("no compile", None, "TritonError: tl.dot")),
+        (raising(RuntimeError("PassManager::run failed")), ("no compile", None, "PassManager")),
+        (raising(torch.OutOfMemoryError("full")), ("unserved", None, "OutOfMemoryError: full")),
+        (raising(ValueError(REFUSED)), ("unserved", None, REFUSED)),
+        (raising(ValueError("q must be")), ("crash", None, "ValueError: q must be")),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_what_comes_of_a_case(check: Any, expected: tuple[Any, ...]) -> None:
+    found = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
+    assert found[:3] == ("x", *expected[:2])
+    assert expected[2] in found.reason
+
+
+def test_verdicts_are_forgotten(launched: Any, capsys: pytest.CaptureFixture) -> None:
+    launched(raising(RuntimeError("an illegal memory access")))
+    found = fastattn.verify(families=["forward"], dtypes=["float32"])
+    assert [(*x.subject, x.verdict) for x in found] == [
+        ("triton", "forward", "float32", 64, "crash")
+    ]
+    assert len(stored()) == 1
+    assert main(["verify", "--clear"]) == 0
+    assert "forgot" in capsys.readouterr().out
+    assert stored() == []
+
+
+def test_a_pass_of_other_cases_lifts_no_verdict() -> None:
+    failed = {"verdict": "wrong", "case": "many heads"}
+    other, same = (Outcome(x, "right", 0.1, "") for x in ("full", "many heads"))
+    assert still_holds(failed, [other])
+    assert not still_holds(failed, [other, same])
+    assert not still_holds(failed, [other, Outcome("full", "hang", None, "")])
+    assert not still_holds({"verdict": "right", "case": "full"}, [other])
+
+
+def test_the_worst_case_is_the_verdict() -> None:
+    right, more = Outcome("a", "right", 0.2, ""), Outcome("b", "right", 0.4, "")
+    wrong, nan = Outcome("c", "wrong", 3.0, "off"), Outcome("d", "wrong", None, "NaN")
+    crash, none = Outcome("e", "crash", None, "lost"), Outcome("f", "unserved", None, "")
+    assert finding(SUBJECT, [none]) is None
+
+    def worst(*outcomes: Outcome) -> tuple[object, ...]:
+        found = finding(SUBJECT, outcomes)
+        assert found is not None
+        return found.cases, found.case, found.verdict, found.share
+
+    assert worst(right, more, none) == (2, "b", "right", 0.4)
+    assert worst(right, wrong, more) == (3, "c", "wrong", 3.0)
+    assert worst(wrong, nan, right) == (3, "d", "wrong", None)
+    assert worst(nan, crash) == (2, "e", "crash", None)
+
+
+def test_a_hopper_kernel_that_was_left_did_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "uncompiled", ["a kernel of it does not compile here"])
+    messages = []
+    child.run(SUBJECT, ["full"], torch.device("cpu"), lambda **x: messages.append(x))
+    assert messages[1]["outcome"][1] == "no compile"
+    assert attend.uncompiled == []
+
+
+def test_the_scopes() -> None:
+    """A full verification has every kind, a quick one part of it; names of cases are unique."""
+    whole, quick = Scope(), Scope(quick=True)
+    assert len(whole.subjects()) == len(set(whole.subjects())) == 15 * 9 + 6 * 6
+    assert set(quick.subjects()) < set(whole.subjects())
+    assert {x.family for x in quick.subjects()} == set(FAMILIES)
+    assert {x.family for x in Scope(interpreted=True).subjects()} == set(FAMILIES)
+    for subject in quick.subjects():
+        names = [case.name for case in whole.cases(subject)]
+        assert len(names) == len(set(names))
+        assert {case.name for case in quick.cases(subject)} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "hopper"], "backends must be some of triton here, got 'hopper'"),
+        (["--family", "backwards"], "families must be some of forward, backward, one-pass"),
+        (["--device", "cuda:9"], "device must be one that torch sees"),
+    ],
+)
+def test_unknown_names_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["verify", *arguments]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastattn: error: ") and message in line
+
+
+PROGRAM = """
+import sys
+import fastattn
+from fastattn.cli import main
+
+assert fastattn.__file__.startswith(sys.argv[1]), fastattn.__file__
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_an_installed_wheel_does_it(tmp_path: Path) -> None:
+    """By the command, in a folder without the checkout, with nothing set."""
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml is for this one")
+    source = tmp_path / "source"  # a build leaves files behind
+    for name in ("fastattn", "kernels", "bench/harness"):
+        shutil.copytree(CHECKOUT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(CHECKOUT / name, source / name)
+    build = "import sys, setuptools.build_meta as x; x.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", build, tmp_path]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site := tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, site, "verify", "--quick", "--family", "append"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 cases of 1 kind of kernels: all are within their budgets" in done.stdout
