@@ -339,7 +339,7 @@ class Run:
         planted("upward", OPS, "from .. import functional", "floor above"),
         planted("upward-lazy", OPS, "def f():\n    import fastattn.modules", "floor above"),
         planted("package-root", CHECKS, "import fastattn", "floor above"),
-        planted("testing", "fastattn/cli/main.py", "import fastattn.testing", "floor above"),
+        planted("testing", ATTEND, "import fastattn.testing", "floor above"),
         planted("kernel-upward", MASK, "from .. import forward", "floor above"),
         planted("oracle", "fastattn/reference.py", "from . import ops", "stay apart"),
         planted("oracle-used", OPS, "from .. import reference", "stay apart"),
