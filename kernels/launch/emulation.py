@@ -45,7 +45,7 @@ def bf16_values(bits: Array) -> Array:
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
-    return bool(handle.dtype.scalar == tl.bfloat16)
+    return bool(handle.dtype.scalar.name == "bf16")
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:

@@ -2,7 +2,8 @@
 
 The stock interpreter multiplies bfloat16 by its bit pattern, truncates where a GPU rounds, lets NaN
 through tl.maximum where a GPU drops it, and reads past the end of a tensor without a word.
-`mend` repairs that for the whole process; `emulation` holds the repairs.
+`mend` repairs that for the whole process; `emulation` holds the repairs, `interpreter_speed` what
+makes it fast enough to test with.
 """
 
 import triton
@@ -16,6 +17,7 @@ def mend() -> None:
     if not triton.knobs.runtime.interpret:
         return
     # The interpreter needs NumPy, which compiled kernels do without.
-    from . import emulation
+    from . import emulation, interpreter_speed
 
     emulation.install()
+    interpreter_speed.install()

@@ -1,0 +1,137 @@
+"""Makes the interpreter about twice as fast without changing a number.
+
+Triton's front end is written to go once over the source of a kernel. The interpreter goes through
+it at every operation of every program, so that NumPy gets a fraction of the time. Here types are
+made once, the attributes of a tensor are copied from its type, operands that need no promotion skip
+its rules, and calls skip the wrappers around the functions of the language.
+Valid for Triton 3.6 to 3.9.
+"""
+
+from typing import Any
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as stock
+
+_init_block_type = tl.block_type.__init__
+_init_tensor = tl.tensor.__init__
+_equal_dtypes = tl.dtype.__eq__
+_unwrap = tl.core._unwrap_if_constexpr
+
+# Classes of what is no constexpr and contains none.
+_PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
+_INTEGERS = frozenset({"int32", "int64"})
+_FLOATS = frozenset({"fp32", "fp16", "bf16"})
+
+
+def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
+    """The type made before for these elements and this shape; the elements' type holds it."""
+    known = element_ty.__dict__.get("_blocks") if cls is tl.block_type else None
+    if known and isinstance(shape, list | tl.tuple):
+        sizes = tuple([s.value if type(s) is tl.constexpr else s for s in shape])
+        if sizes in known:
+            return known[sizes]
+    return object.__new__(cls)
+
+
+def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+    if "numel" in self.__dict__:
+        return
+    _init_block_type(self, element_ty, shape)
+    if type(self) is tl.block_type:
+        self.element_ty.__dict__.setdefault("_blocks", {})[tuple(self.shape)] = self
+
+
+def _init_tensor_by_type(self: Any, handle: Any, type: Any) -> None:
+    """All attributes but the handle follow from the type, which keeps those of its first tensor."""
+    attributes = type.__dict__.get("_attributes")
+    if attributes is None:
+        _init_tensor(self, handle, type)
+        type._attributes = {name: x for name, x in self.__dict__.items() if name != "handle"}
+        return
+    self.__dict__.update(attributes)
+    self.handle = handle
+
+
+def _equal(self: Any, other: Any) -> bool:
+    if type(self) is type(other) is tl.dtype:
+        return bool(self.name == other.name)
+    return self is other or _equal_dtypes(self, other)
+
+
+def _unwrap_if_constexpr(x: Any) -> Any:
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    return x.value if kind is tl.constexpr else _unwrap(x)
+
+
+class _Semantic(TritonSemantic):  # type: ignore[misc]
+    def binary_op_type_checking_impl(
+        self,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        if arithmetic_check and not div_or_mod:
+            if type(rhs) is tl.tensor:
+                lhs = self._constant(lhs, rhs.dtype)
+            elif type(lhs) is tl.tensor:
+                rhs = self._constant(rhs, lhs.dtype)
+            if type(lhs) is type(rhs) is tl.tensor:
+                one, other = lhs.dtype.name, rhs.dtype.name
+                same = one == other and (one in _INTEGERS or one in _FLOATS)
+                if same or (allow_lhs_ptr and other in _INTEGERS and lhs.dtype.is_ptr()):
+                    return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(
+            lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+
+    def _constant(self, x: Any, dtype: Any) -> Any:
+        """A number as a scalar of the other operand's dtype, if that is what it is promoted to."""
+        small = type(x) is int and -(2**31) <= x < 2**31
+        if (small and dtype.name in _INTEGERS) or (
+            (small or type(x) is float) and dtype.name in _FLOATS
+        ):
+            return self.scalar_constant(x, dtype)
+        return x
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        if not lhs.type.is_block():
+            return (self._filled(lhs, rhs.type.shape) if rhs.type.is_block() else lhs), rhs
+        if not rhs.type.is_block():
+            return lhs, self._filled(rhs, lhs.type.shape)
+        if lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return super().broadcast_impl_value(lhs, rhs)
+
+    def _filled(self, scalar: Any, shape: Any) -> Any:
+        block = tl.block_type(scalar.dtype, shape)
+        return self.tensor(self.builder.create_splat(block, scalar.handle), block)
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Interpret a function of the language, without the wrapper that looks for its semantics."""
+    function = getattr(member, "__wrapped__", member)
+
+    def interpreted(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = stock.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, interpreted)
+
+
+def install() -> None:
+    """Put the quick ways in place of Triton's."""
+    tl.block_type.__new__ = _block_type
+    tl.block_type.__init__ = _init_block_type_once
+    tl.tensor.__init__ = _init_tensor_by_type
+    tl.dtype.__eq__ = _equal
+    tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
+    stock.interpreter_semantic.__class__ = _Semantic
+    stock._patch_attr = _patch_attr
