@@ -7,11 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, tracing
 from .ops import attend, call
 from .options import Options
+from .tuned import choices
 
 ENVIRONMENT = "FASTATTN_BACKEND"
+# A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
+# they do not so many times.
+_ROWS = 128
+_SOME = 4
 
 
 class Explanation(NamedTuple):
@@ -22,6 +27,8 @@ class Explanation(NamedTuple):
     Where they do not although it does, `reasons` has "one-pass" too.
     split_keys: whether keys are split among programs, as decoding splits them: there are few
     queries.
+    measured: `fastattn tune` found this backend the fastest here.
+    findings: what `fastattn verify` and `fastattn tune` found about it on this device.
     """
 
     backend: str
@@ -29,12 +36,15 @@ class Explanation(NamedTuple):
     forced: bool = False
     one_pass: bool = False
     split_keys: bool = False
+    measured: bool = False
+    findings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         forward = ["forward: keys split among programs"] if self.split_keys else []
         backward = ["backward: one-pass"] if self.one_pass else []
         passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over])
+        found = [f"  {finding}" for finding in self.findings]
+        return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over, *found])
 
 
 def asked_for(backend: str | None) -> str:
@@ -57,10 +67,15 @@ def choose(
     backend: str | None = None,
     *,
     hopper: bool = False,
+    family: str | None = None,
+    training: bool | None = None,
 ) -> Explanation:
     """The first backend of hopper, triton, torch that serves the call, or the forced one.
 
-    hopper: whether the caller has Hopper kernels.
+    What `fastattn verify` found wrong on this device is passed over unless it is forced.
+
+    hopper: whether the caller has Hopper kernels, as attention itself has. family: of verification,
+    if not those of attention. training: whether there is a backward; default: if autograd asks.
 
     Raises:
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
@@ -70,11 +85,26 @@ def choose(
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     reason = why_not_triton(q, k, v, options)
     why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
+    fastest = None
+    # Whoever asks first has the tiles of this device installed, for forced backends too.
+    known = choices.any_about(q.device)
+    if forced == "auto" and reason is None and known:
+        if training is None:
+            training = wants_gradients(q, k, v, options)
+        families = (family,) if family else choices.families(options, training)
+        reason = why_quarantined("triton", q, v, families)
+        why_not_hopper = why_not_hopper or why_quarantined("hopper", q, v, families)
+        if family is None:
+            fastest, slower = _fastest(q, v, options, training)
+        if fastest == "torch":
+            reason = reason or slower
+        if fastest == "torch" or (fastest == "triton" and reason is None):
+            why_not_hopper = why_not_hopper or slower
     if forced == "auto" and why_not_hopper is None:
         few = attend.why_hopper_is_not_worth_it(q)
         why_not_hopper = _why_split(q, k, v, options) or few
     if forced in ("hopper", "auto") and why_not_hopper is None:
-        return Explanation("hopper", {}, forced=forced == "hopper")
+        return Explanation("hopper", {}, forced=forced == "hopper", measured=fastest == "hopper")
     if forced == "hopper":
         raise ValueError(f'backend "hopper" cannot serve this call: {why_not_hopper}')
     if reason is None:
@@ -83,10 +113,63 @@ def choose(
         if hopper and attend.on_hopper(q.device):
             asked = 'backend "triton" was asked for'
             passed_over["hopper"] = asked if why_not_hopper is None else why_not_hopper
-        return Explanation("triton", passed_over, forced=forced == "triton")
+        return Explanation(
+            "triton", passed_over, forced=forced == "triton", measured=fastest == "triton"
+        )
     if forced == "triton":
         raise ValueError(f'backend "triton" cannot serve this call: {reason}')
-    return Explanation("torch", {"triton": reason})
+    return Explanation("torch", {"triton": reason}, measured=fastest == "torch")
+
+
+def _fastest(
+    q: Tensor, v: Tensor, options: Options, training: bool
+) -> tuple[str | None, str | None]:
+    """The backend that is fastest on this device, and what was found; None where nothing was."""
+    bucket = _bucket(q, v, options, training)
+    fastest = None if bucket is None else choices.fastest(*bucket)
+    # Torch's own kernels add up gradients in any order.
+    repeats = not training or options.atomic_dq or torch.are_deterministic_algorithms_enabled()
+    if bucket is None or fastest is None or (fastest == "torch" and not repeats):
+        return None, None
+    return fastest, choices.why_fastest(*bucket)
+
+
+def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:
+    """What `fastattn verify` found wrong on this device about such calls of a backend, or None."""
+    if not choices.any_about(q.device):
+        return None
+    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
+    return choices.quarantined(q.device, backend, families, q.dtype, width)
+
+
+def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether autograd will ask for a backward."""
+    inputs = (q, k, v, *options.differentiable)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def _bucket(
+    q: Tensor, v: Tensor, options: Options, training: bool
+) -> tuple[torch.device, str, torch.dtype, int, bool, str] | None:
+    """What the fastest backend goes by, if it is one of the calls that backends are timed on.
+
+    Those have no option but the causal order that torch has a flag for. Sizes are compared where
+    they are known: what is compiled for all of them counts as many.
+    """
+    plain = options.plain and not (options.registers or options.fp32_results)
+    offset = options.query_offset
+    if not plain or options.right is not None or offset is None:
+        return None
+    if options.causal and not tracing.always(offset == 0):
+        return None
+    tiles = q.shape[0] * q.shape[1] * ((q.shape[2] + _ROWS - 1) // _ROWS)
+    waves = "many"
+    for name, limit in (("some", _SOME), ("few", 1)):
+        if tracing.always(tiles < limit * choices.multiprocessors(q.device)):
+            waves = name
+    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
+    direction = "training" if training else "forward"
+    return q.device, direction, q.dtype, width, options.causal, waves
 
 
 def with_forward(
@@ -107,9 +190,37 @@ def with_backward(
     if choice.backend != "torch":
         hopper = choice.backend == "hopper" and attend.hopper_has_backward(q, k, v, options)
         reason = attend.why_not_one_pass(q.shape[-1], options, hopper=hopper)
+    reason = reason or _why_two_passes(choice, q, v)
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
+
+
+def without_wrong_passes(choice: Explanation, q: Tensor, v: Tensor, options: Options) -> Options:
+    """The options of a call, without one pass for gradients where that is wrong on this device."""
+    if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
+        return options._replace(atomic_dq=False)
+    return options
+
+
+def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
+    """What was found wrong with one pass; who forces a backend means all of it."""
+    return None if choice.forced else why_quarantined(choice.backend, q, v, ("one-pass",))
+
+
+def with_findings(
+    choice: Explanation, q: Tensor, v: Tensor, families: tuple[str, ...], calls: str = ""
+) -> Explanation:
+    """The choice for a call, and what was found about its backend on this device.
+
+    families: as `choices.families` has them. calls: see `options.Tags.registers`.
+    """
+    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
+    known = choices.choices(q.device)
+    said = known.verdicts(choice.backend, families, q.dtype, width)
+    if choice.backend != "torch":
+        said += known.tuned_tiles(q.element_size(), width, calls or "plain")
+    return choice._replace(findings=said)
 
 
 def _why_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -157,13 +268,14 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
     return None
 
 
-def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor]) -> bool:
+def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], family: str) -> bool:
     """Whether the kernel does a task beside attention itself, else torch.
 
     Args:
         task: what is done, for the message.
         backend: as the caller gave it.
         inputs: by their names; the first tells the device.
+        family: what `fastattn verify` calls it.
 
     Raises:
         ValueError: the backend is unknown, or "triton" and cannot.
@@ -177,7 +289,8 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor]) -> b
             raise ValueError(f'backend "triton" cannot {task}: {reason}')
         return True
     # Interpreted, the kernel is opt-in: torch does the same at once.
-    return reason is None and not next(iter(inputs.values())).is_cpu
+    x = next(iter(inputs.values()))
+    return reason is None and not x.is_cpu and why_quarantined("triton", x, x, (family,)) is None
 
 
 def _has_bf16(device: torch.device) -> bool:
@@ -190,7 +303,8 @@ _warned: set[str] = set()
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     """Say once for each reason that a GPU tensor is served by torch although nobody asked."""
-    if explanation.backend == "torch" and not explanation.forced:
+    asked = explanation.forced or explanation.measured
+    if explanation.backend == "torch" and not asked:
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
 
 

@@ -84,4 +84,4 @@ def serves(k: Tensor, backend: str | None) -> bool:
     Raises:
         ValueError: as `append`.
     """
-    return dispatch.takes_kernel("append to this cache", backend, {"k": k})
+    return dispatch.takes_kernel("append to this cache", backend, {"k": k}, "append")

@@ -98,7 +98,7 @@ def _compute(
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """o, or (o, lse), from the backend that serves the checked call."""
-    choice = dispatch.choose(q, k, v, options, backend)
+    choice = dispatch.choose(q, k, v, options, backend, family="additive")
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         o, lse = additive_formula.attention(q, k, v, u, options)

@@ -13,6 +13,7 @@ from ..ops import torch_varlen
 from ..options import Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
+from ..tuned import choices
 from . import call_memo, call_options, inputs
 
 if TYPE_CHECKING:
@@ -245,6 +246,8 @@ def explain(
     checked = call_options.dense_options(q, k, v, **given)
     choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
     choice = dispatch.with_forward(choice, q, k, v, checked)
+    families = choices.families(checked, dispatch.wants_gradients(q, k, v, checked))
+    choice = dispatch.with_findings(choice, q, v, families, checked.registers)
     return dispatch.with_backward(choice, q, k, v, checked)
 
 
@@ -264,7 +267,7 @@ def compute(
             dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    options = inputs.kernel_options(options)
+    options = dispatch.without_wrong_passes(choice, q, v, inputs.kernel_options(options))
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     hopper = choice.backend == "hopper"
     o, lse = ops.attend(*rows, options, hopper=hopper)

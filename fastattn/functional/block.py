@@ -114,7 +114,7 @@ def attention_block_backward(
     _check_results(do, o, lse, dlse, q, v, rows)
     learned = _learned(options, checked)
     with torch.no_grad():
-        choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
+        choice = dispatch.choose(q, k, v, checked, backend, hopper=True, training=True)
         results = (do, dlse, q, k, v, o.to(q.dtype), lse)
         if choice.backend == "torch":
             if not q.is_cpu:
@@ -122,6 +122,7 @@ def attention_block_backward(
             found, delta = formula.gradients(*results, checked, list(learned))
         else:
             hopper = choice.backend == "hopper"
+            checked = dispatch.without_wrong_passes(choice, q, v, checked)
             found, delta = _by_kernels(*results, checked, learned, hopper=hopper)
         given = (x for _, x in learned.values())
         shaped = []

@@ -18,6 +18,7 @@ from .. import dispatch, tracing
 from ..ops import attend
 from ..options import Options
 from ..torch_backend import dropout
+from ..tuned import choices
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
@@ -94,6 +95,8 @@ def key_of(
                 key.append(x)
             else:
                 return None
+        if choices.by_direction:
+            key += (torch.is_grad_enabled(), *(x.requires_grad for x in inputs))
     except RuntimeError:  # nested or sparse, and about to be refused
         return None
     return key

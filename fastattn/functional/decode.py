@@ -119,7 +119,7 @@ def decode_attention(
         return (o, lse) if return_lse else o
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
-    choice = dispatch.choose(q, view.k, view.v, checked, backend)
+    choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:
@@ -151,7 +151,8 @@ def explain_decode(
     view, _ = _view(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, dict(options))
-    return dispatch.choose(q, view.k, view.v, checked, backend)
+    choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
 def view_of_tensors(

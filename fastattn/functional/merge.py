@@ -37,7 +37,8 @@ def merge(
     """
     _check(o1, lse1, o2, lse2)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2))
-    if dispatch.takes_kernel("merge", backend, {"o1": o1, "lse1": lse1}) and not wants_grad:
+    inputs = {"o1": o1, "lse1": lse1}
+    if dispatch.takes_kernel("merge", backend, inputs, "merge") and not wants_grad:
         return merge_forward(o1, lse1, o2, lse2)
     return _formula(o1, lse1, o2, lse2)
 

@@ -142,7 +142,7 @@ def _prepared(
         checks.check_floats("lse", lse)
         checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
         lse = lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-    choice = dispatch.choose(q, k, k, options, backend)
+    choice = dispatch.choose(q, k, k, options, backend, family="statistics")
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         return q, k, lse, options, choice.backend

@@ -49,6 +49,12 @@ def environment(device: torch.device | str) -> Environment:
     return Environment(gpu, multiprocessors, driver, torch.__version__, triton, _sources())
 
 
+def difference(found: Environment, here: Environment) -> str:
+    """In which fields two differ, in words."""
+    pairs = zip(Environment._fields, found, here, strict=True)
+    return ", ".join(f"{name} {x} instead of {y}" for name, x, y in pairs if x != y)
+
+
 @cache
 def _driver() -> str:
     """Its version, read from files: nvidia-smi would take longer than a first call should."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import findings
-from .environment import Environment
+from .environment import Environment, difference
 from .findings import Findings, Row, Unreadable
 
 CACHE_DIR = "FASTATTN_CACHE_DIR"
@@ -71,6 +71,31 @@ class Store:
         """Forget the rows of a kind; whether that was possible, as for `put`."""
         path = self.path(kind)
         return not path.exists() or self._locked(lambda: path.unlink(missing_ok=True))
+
+    def export(self, path: str | Path) -> None:
+        """Write all findings into one file, for `import_` elsewhere or FASTATTN_TUNED.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        rows = {kind: self.read(kind) for kind in findings.KEYS}
+        findings.write(Path(path), Findings(self.environment, rows))
+
+    def import_(self, path: str | Path) -> int:
+        """Store the findings of a file that `export` wrote.
+
+        Returns:
+            How many there are; 0 too where they could not be written: see `put`.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no such file, or of another environment.
+        """
+        found = findings.read(Path(path))
+        if found.environment != self.environment:
+            other = difference(found.environment, self.environment)
+            raise ValueError(f"{path} is of another environment: it has {other}")
+        return sum(len(rows) for kind, rows in found.rows.items() if rows and self.put(kind, *rows))
 
     def _rows(self, kind: str) -> list[Row]:
         try:

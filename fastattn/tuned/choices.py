@@ -1,0 +1,250 @@
+"""What stored findings say about calls on a device: read once, at the first call there.
+
+Nothing is timed in a call. FASTATTN_TUNED=0 leaves findings aside, and FASTATTN_TUNED=path reads a
+file that `Store.export` wrote.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ops import call
+from ..options import Options
+from . import findings
+from .environment import Environment, difference, environment
+from .findings import Row, Unreadable
+from .store import Store, warn_once
+
+TUNED = "FASTATTN_TUNED"
+# A verdict or a time holds for heads up to these widths.
+HEAD_DIMS = (64, 128, 256, 512)
+Rows = Mapping[str, list[Row]]
+Key = tuple[Any, ...]
+
+
+class Choices(NamedTuple):
+    """Findings of one device, by the fields of their keys: see `findings.KEYS`."""
+
+    verification: dict[Key, Row]
+    tiles: dict[Key, Row]
+    backends: dict[Key, Row]
+    multiprocessors: int
+
+    def quarantined(
+        self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """Why a backend is not for calls of these families of `fastattn verify`, or None.
+
+        head_dim: one of HEAD_DIMS.
+        """
+        for family in families:
+            row = self.verification.get((backend, family, _name(dtype), head_dim))
+            if row is not None and row.get("verdict") != "right":
+                return verdict(row)
+        return None
+
+    def verdicts(
+        self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
+    ) -> tuple[str, ...]:
+        """What was found about calls of these families, right or wrong; see `quarantined`."""
+        keys = [(backend, family, _name(dtype), head_dim) for family in families]
+        return tuple(verdict(self.verification[key]) for key in keys if key in self.verification)
+
+    def tuned_tiles(self, element_size: int, head_dim: int, calls: str) -> tuple[str, ...]:
+        """Which kernels have a tile of this device in such calls: see `tiles.lookup`."""
+        named = (calls, element_size, head_dim)
+        return tuple(tuned(row) for key, row in self.tiles.items() if key[1:] == named)
+
+    def fastest(
+        self, direction: str, dtype: torch.dtype, head_dim: int, causal: bool, waves: str
+    ) -> Row | None:
+        """The finding about the fastest backend of plain attention; the arguments are its key."""
+        return self.backends.get((direction, _name(dtype), head_dim, causal, waves))
+
+
+def verdict(row: Row) -> str:
+    """A finding of `fastattn verify` in words."""
+    said = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
+    if row.get("verdict") != "right":
+        return f"{said} ({row['date']}): {row.get('reason') or row.get('case')}"
+    share = row.get("share")
+    worst = "" if share is None else f", worst error {share:.2f} of its budget"
+    return f"{said} ({row['date']}): {row.get('cases')} cases{worst}"
+
+
+def tuned(row: Row) -> str:
+    """A tile that `fastattn tune` found, in words."""
+    times = f"{row.get('ms')} ms, shipped {row.get('ms_shipped')} ms"
+    return f"fastattn tune found the tile of {row['kernel']} ({row['date']}): {times}"
+
+
+_known: dict[torch.device, Choices] = {}
+# Whether a call with gradients may have another backend than the same call without.
+by_direction = False
+
+
+def choices(device: torch.device) -> Choices:
+    """The findings about a device, read at the first call."""
+    found = _known.get(device)
+    if found is None:
+        rows = read(device) if applies(device) else {}
+        found = adopt(device, rows)
+    return found
+
+
+def adopt(device: torch.device, rows: Rows) -> Choices:
+    """Take these findings for those of the device, and its tiles for those of its kernels."""
+    global by_direction
+    verification, tiles, backends = (
+        {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
+        for kind in ("verification", "tiles", "backends")
+    )
+    if tiles:
+        _install(device, tiles.values())
+    wrong = any(row.get("verdict") != "right" for row in verification.values())
+    by_direction = by_direction or wrong or bool(backends)
+    multiprocessors = environment(device).multiprocessors if backends else 0
+    found = _known[device] = Choices(verification, tiles, backends, multiprocessors)
+    return found
+
+
+def forget() -> None:
+    """Read findings again at the next call: they have changed."""
+    global by_direction
+    for device, found in _known.items():
+        if found.tiles:
+            _install(device, ())
+    _known.clear()
+    by_direction = False
+
+
+def _install(device: torch.device, tiles: Iterable[Row]) -> None:
+    index = -1 if call.interpreting() else device.index
+    try:
+        call.kernel("launch.tiles").install(tiles, index)
+    except ValueError as error:
+        warn_once(f"fastattn ignores the tiles that were tuned on {device}: {error}")
+
+
+def applies(device: torch.device) -> bool:
+    """Whether findings change calls on a device: on a GPU; nobody waits for the interpreter."""
+    return device.type == "cuda" and not call.interpreting()
+
+
+def read(device: torch.device) -> Rows:
+    """The stored findings about a device, by kind."""
+    setting = os.environ.get(TUNED, "")
+    if setting == "0":
+        return {}
+    try:
+        here = environment(device)
+    except (RuntimeError, AssertionError):  # a fake tensor's device, which is not here
+        return {}
+    if setting not in ("", "1"):
+        return _read_file(Path(setting), here)
+    store = Store(here)
+    rows = {kind: store.read(kind) for kind in findings.KEYS}
+    if not any(rows.values()):
+        _tell_of_others(store)
+    return rows
+
+
+def _read_file(path: Path, here: Environment) -> Rows:
+    """The findings of a file, if they are of this environment."""
+    try:
+        found = findings.read(path)
+    except (OSError, Unreadable) as error:
+        warn_once(f"fastattn ignores {TUNED}={path}: {error}")
+        return {}
+    if found.environment == here:
+        return found.rows
+    warn_once(f"fastattn ignores {TUNED}={path}: it has {difference(found.environment, here)}")
+    return {}
+
+
+def _tell_of_others(store: Store) -> None:
+    """Say that what was found on this GPU was found with other software, if that is so."""
+    for path in sorted(store.folder.parent.glob("*/*.json")):
+        try:
+            other = findings.read(path).environment
+        except (OSError, Unreadable):
+            continue
+        if other[:2] == store.environment[:2]:
+            why = difference(other, store.environment)
+            warn_once(
+                f"fastattn has findings about this GPU, but with {why}: "
+                "`fastattn verify` and `fastattn tune` renew them"
+            )
+            return
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def families(options: Options, training: bool) -> tuple[str, ...]:
+    """The families of `fastattn verify` that a call of attention belongs to."""
+    packed = ("packed",) if options.cu_seqlens_q is not None else ()
+    registers = (options.registers,) if options.registers else ()
+    return ("forward", *(("backward",) if training else ()), *packed, *registers)
+
+
+def head_dim_class(D: int) -> int:
+    """The least of HEAD_DIMS that holds it."""
+    for width in HEAD_DIMS:
+        if width >= D:
+            return width
+    return D
+
+
+# What follows torch.compile runs while it traces, and takes what comes of it for constants. Marked
+# so by hand: torch.compiler.assume_constant_result would import torch._dynamo.
+def any_about(device: torch.device) -> bool:
+    """Whether anything is known about calls on a device."""
+    found = choices(device)
+    return bool(found.verification or found.backends)
+
+
+def quarantined(
+    device: torch.device, backend: str, families: tuple[str, ...], dtype: torch.dtype, width: int
+) -> str | None:
+    """`Choices.quarantined` of a device."""
+    return choices(device).quarantined(backend, families, dtype, width)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has, of which findings about backends are known."""
+    return choices(device).multiprocessors
+
+
+def fastest(
+    device: torch.device, direction: str, dtype: torch.dtype, width: int, causal: bool, waves: str
+) -> str | None:
+    """The name of the fastest backend, of `Choices.fastest`."""
+    row = choices(device).fastest(direction, dtype, width, causal, waves)
+    return None if row is None else str(row["backend"])
+
+
+def why_fastest(
+    device: torch.device, direction: str, dtype: torch.dtype, width: int, causal: bool, waves: str
+) -> str:
+    """`fastest` in words."""
+    row = choices(device).fastest(direction, dtype, width, causal, waves)
+    assert row is not None
+    times = ", ".join(f"{name} {ms} ms" for name, ms in row.get("ms", {}).items())
+    said = f" ({times})" if times else ""
+    return f"fastattn tune found {row['backend']} faster on this device{said}, {row['date']}"
+
+
+_CONSTANT: tuple[Callable[..., object], ...] = (
+    any_about,
+    quarantined,
+    multiprocessors,
+    fastest,
+    why_fastest,
+)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

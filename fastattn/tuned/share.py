@@ -1,0 +1,45 @@
+"""One set of findings for all ranks of a distributed run."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from . import choices
+from .environment import environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def share(group: "ProcessGroup | None" = None, device: torch.device | str | None = None) -> None:
+    """Let every rank go by the findings of the group's first one, for as long as it runs.
+
+    All ranks call it, before their first attention. Nothing is written.
+
+    Args:
+        group: default the whole world.
+        device: of this rank; default the current GPU, without any the CPU.
+
+    Raises:
+        RuntimeError: on some rank another GPU, driver, torch, triton or fastattn is in use than on
+            the first; on every rank alike.
+    """
+    distributed = torch.distributed
+    if device is None:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    device = torch.device(device)
+    here: list[str] = [""] * distributed.get_world_size(group)
+    distributed.all_gather_object(here, environment(device).hash, group)
+    for rank, found in enumerate(here):
+        if found != here[0]:
+            raise RuntimeError(
+                f"ranks 0 and {rank} differ in GPU, driver, torch, triton or fastattn: findings of "
+                f"{here[0]} are not those of {found}"
+            )
+    first = distributed.get_rank(group) == 0
+    rows: list[Any] = [choices.read(device) if first else None]
+    distributed.broadcast_object_list(rows, group=group, group_src=0)
+    if choices.applies(device):
+        choices.adopt(device, rows[0])
