@@ -27,6 +27,7 @@ FLOORS: tuple[str, ...] = (
     "fastattn",
     "fastattn.compat",
     "fastattn.modules",
+    "fastattn.parallel",
     "fastattn.functional",
     "fastattn.cache",
     "fastattn.dispatch",

@@ -36,6 +36,7 @@ MODULES = (
     "fastattn.models.positions",
     "fastattn.models.seq2seq",
     "fastattn.modules",
+    "fastattn.parallel",
     "fastattn.reference",
     "fastattn.rotary",
     "fastattn.rotary_scaling",

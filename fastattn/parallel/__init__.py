@@ -1,0 +1,7 @@
+"""One sequence on several GPUs: exact attention over torch.distributed, for every mask."""
+
+from .attend import context_attention as context_attention
+from .plan import ContextPlan as ContextPlan
+from .shard import roll as roll
+from .shard import shard as shard
+from .shard import unshard as unshard

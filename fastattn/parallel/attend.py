@@ -1,0 +1,294 @@
+"""Attention over a sequence that is spread over ranks: check, choose a method, compute."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..functional import call_options, inputs
+from ..functional.attend import attention
+from ..options import ROWS
+from . import heads
+from .gather import gather_backward, gather_forward
+from .parts import LEARNED, Whole, sinks_gradient
+from .pieces import Options, Pair, of_pair, with_leaves
+from .plan import ContextPlan
+from .ranks import (
+    Mesh,
+    Ranks,
+    agree,
+    check_mesh,
+    gather_sequence,
+    replicated,
+)
+from .ring import ring_backward, ring_forward
+from .shard import padded
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import AttentionArguments
+
+METHODS = ("gather", "ring", "ulysses", "usp")
+_BY_METHOD = {"gather": (gather_forward, gather_backward), "ring": (ring_forward, ring_backward)}
+_CALLEE = call_options.DENSE._replace(name="context_attention")
+_REFUSED = {
+    "query_offset": "the plan says where queries stand",
+}
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    plan: ContextPlan,
+    method: str = "auto",
+    return_lse: bool = False,
+    **options: "Unpack[AttentionArguments]",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fastattn.attention` of a whole sequence to itself, of which each rank holds some tokens.
+
+    Exact for every option, or it raises and names a method that is. Every rank makes the same call;
+    the first time that it does, all look whether the others make it too.
+
+    Methods, on a mesh of one dimension but for the last:
+
+        gather    every rank gathers all keys, a few heads at a time, for its queries
+        ring      keys go around a ring while they are computed; memory grows as T / ranks
+        ulysses   ranks exchange tokens for heads, and attend to the whole sequence
+        usp       a mesh (ring, heads): ulysses in the inner dimension, ring in the outer one
+
+    Args:
+        q, k, v: this rank's tokens of [B, H, T, D], as `shard(x, 2, plan, mesh)` gives them.
+        mesh: a DeviceMesh of one or two dimensions, or a ProcessGroup.
+        plan: which rank holds which tokens: the same on every rank.
+        method: one of these, or "auto": `explain_context` says which and why.
+        return_lse: also return the log of the softmax denominators.
+        options: as of `attention`, the same on every rank. Those of tokens are sharded as q is:
+            documents and key_padding_mask in dim 1, relative_query in dim 2, attn_mask and
+            attn_bias in the dim of the queries, [..., plan.length or 1, T or 1]. Positions,
+            key_lengths and prefix_lengths count the whole sequence. Tables with gradients
+            (relative_bias, relative_keys, sinks, an attn_bias for all queries) are the same on
+            every rank, and so are their gradients: summed over ranks, in their order.
+
+    Returns:
+        o as q, [B, H_q, plan.length, D_v], 0 in padding; with return_lse also lse, fp32
+        [B, H_q, plan.length], -inf in padding. Both are differentiable, once.
+
+    Raises:
+        TypeError, ValueError: on every rank, if one cannot make the call, the plans, shapes or
+            options differ, or the method cannot serve an option.
+    """
+    ranks = Ranks.of(mesh)
+    call, error = None, None
+    try:
+        checks.check_tensors(q, k, v)
+        q, k, v, given = inputs.autocast(q, k, v, dict(options))
+        call = _check(q, k, v, ranks, plan, method, given)
+    except (TypeError, ValueError) as problem:
+        error = problem
+    agree(ranks, () if call is None else call.signature, error)
+    assert call is not None, "else agree has raised"
+    with torch.autocast(q.device.type, enabled=False):
+        given = _spread(call.options, plan, ranks)
+        if call.method in ("ulysses", "usp"):
+            o, lse = _by_heads(q, k, v, given, call, plan, ranks)
+        else:
+            o, lse = _along(q, k, v, given, call.method, plan, ranks)
+    return (o, lse) if return_lse else o
+
+
+class _Call(NamedTuple):
+    """A checked call: its method, its options, and what has to be the same on every rank."""
+
+    method: str
+    options: Options
+    signature: tuple[Any, ...]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, method: str, options: dict[str, Any]
+) -> _Call:
+    check_mesh(plan, ranks)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[2] != plan.length:
+            raise ValueError(
+                f"{name} must have {plan.length} tokens, as a rank has by the plan for "
+                f"{plan.T} tokens on {plan.ranks} ranks, got {x.shape[2]}"
+            )
+    given = _check_options(q, k, v, plan, options)
+    found = choose(q, k, ranks, given, method)
+    return _Call(found, given, _signature(q, k, v, plan, found, given))
+
+
+def _check_options(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[str, Any]
+) -> Options:
+    """The options that are given, checked as `attention` checks them for the whole sequence."""
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None:
+            raise TypeError(f"context_attention takes no {name}: {reason}")
+    _CALLEE.refuse_others(options)
+    given = {name: x for name, x in options.items() if not _is_default(name, x)}
+    mask = given.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.is_floating_point() and "attn_bias" not in given:
+        given["attn_bias"] = given.pop("attn_mask")
+    for name in ("attn_mask", "attn_bias"):
+        x = given.get(name)
+        if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-2] not in (1, plan.length):
+            raise ValueError(
+                f"{name} must be sharded by its queries, [..., {plan.length} or 1, {plan.T} or 1], "
+                f"got {list(x.shape)}: shard(x, -2, plan, mesh) does it"
+            )
+    # Checked against a rank's queries and all keys, of which nothing is stored.
+    everything = dict(given)
+    B, T = q.shape[0], plan.T
+    keys, values = (x[:, :, :1].detach().expand(-1, -1, T, -1) for x in (k, v))
+    if "documents" in given:
+        ids = given["documents"]
+        if isinstance(ids, tuple):
+            raise TypeError("documents must be one tensor: a sequence attends to itself")
+        checks.check_integers("documents", ids)
+        checks.check_placement("documents", ids, (B, plan.length), q)
+        everything["documents"] = (ids, ids[:, :1].expand(-1, T))
+    if "key_padding_mask" in given:
+        mask = checks.check_key_padding_mask(given["key_padding_mask"], k)
+        everything["key_padding_mask"] = mask[:, :1].expand(-1, T)
+    call_options.dense_options(q, keys, values, **everything)
+    return given
+
+
+def _is_default(name: str, x: Any) -> bool:
+    return x is None or (isinstance(x, (bool, int, float)) and x == ROWS[name].default)
+
+
+def _signature(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, method: str, given: Options
+) -> tuple[Any, ...]:
+    def seen(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return str(x.dtype), tuple(x.shape)
+        return x if isinstance(x, (bool, int, float, tuple)) else type(x).__name__
+
+    tensors = tuple(seen(x) for x in (q, k, v))
+    named = tuple((name, seen(given[name])) for name in sorted(given) if name != "mod_tensors")
+    return (method, plan.hash, *tensors, *named)
+
+
+def choose(q: Tensor, k: Tensor, ranks: Ranks, given: Options, method: str) -> str:
+    """The method of a call, which can serve it."""
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
+    reasons = {name: why_not(name, q, k, ranks, given) for name in METHODS}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if method == "auto":
+        if not able:
+            raise ValueError(f"no method serves this call: {reasons}")
+        return able[0]
+    if reasons[method] is not None:
+        instead = f"; {' and '.join(able)} can" if able else ""
+        raise ValueError(f"method {method!r} cannot serve this call: {reasons[method]}{instead}")
+    return method
+
+
+def why_not(method: str, q: Tensor, k: Tensor, ranks: Ranks, given: Options) -> str | None:
+    """Why a method cannot serve a call, or None."""
+    two = ranks.inner is not None
+    if (method == "usp") != two:
+        wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"
+        return f"it takes a mesh of {wanted}"
+    if given.get("dropout"):
+        return "which weights are dropped goes by where queries lie in memory"
+    mods = [name for name in ("mask_mod", "score_mod") if name in given]
+    if mods and method != "gather":
+        return f"{mods[0]} counts the heads and keys of a call, of which this method has a part"
+    degree = ranks.degree if two else ranks.size
+    if method in ("ulysses", "usp") and q.shape[1] % degree:
+        return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
+    return None
+
+
+def _spread(given: Options, plan: ContextPlan, ranks: Ranks) -> Options:
+    """The options as `pieces` describes them, from what this rank holds of them."""
+    found = dict(given)
+    for name in ("documents", "key_padding_mask"):
+        if name in found:
+            found[name] = gather_sequence(found[name], 1, plan, ranks)
+    for name in ("relative_bias", "relative_keys", "sinks", "attn_bias"):
+        x = found.get(name)
+        of_all = name != "attn_bias" or (x is not None and x.shape[-2] == 1 != plan.length)
+        if x is not None and of_all and x.requires_grad:
+            found[name] = replicated(x, ranks)
+    return found
+
+
+def _by_heads(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, call: _Call, plan: ContextPlan, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Exchange tokens for heads, attend along the outer dimension, and exchange back."""
+    if call.method == "ulysses":
+        ranks = Ranks(None, ranks.outer)
+    part = heads.to_heads(q, k, v, given, plan, ranks)
+    merged = plan.merged(ranks.degree)
+    o, lse = _along(part.q, part.k, part.v, part.options, "ring", merged, Ranks(ranks.outer))
+    return heads.to_tokens(o, plan, ranks), heads.to_tokens(lse, plan, ranks)
+
+
+def _along(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, method: str, plan: ContextPlan, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Attention over a sequence that is split along its tokens alone."""
+    if ranks.outer is None:
+        rows = slice(0, plan.T)
+        q, k, v = (x[:, :, : plan.T] for x in (q, k, v))
+        o, lse = attention(
+            q, k, v, return_lse=True, **of_pair(given, Pair(rows, rows, (0, plan.T), (0, plan.T)))
+        )
+        return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
+    names = [name for name in (*LEARNED, "sinks") if given.get(name) is not None]
+    others = {name: x for name, x in given.items() if name not in names}
+    real = plan.real(ranks.rank)
+    o, lse = _Attention.apply(  # type: ignore[no-untyped-call]
+        q[:, :, :real], k, v, others, method, plan, ranks, names, *(given[name] for name in names)
+    )
+    return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
+
+
+class _Attention(torch.autograd.Function):
+    """Attention along a sequence, from what each rank keeps: its own q, k, v, o and lse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: Options, method: str, plan: ContextPlan,
+        ranks: Ranks, names: list[str], *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        options = others | dict(zip(names, learned, strict=True))
+        forward, _ = _BY_METHOD[method]
+        assert ranks.outer is not None, "one rank needs no messages"
+        o, lse = forward(q, k, v, options, plan, ranks.outer)
+        ctx.call = (others, method, plan, ranks, names)
+        ctx.save_for_backward(q, k, v, o, lse, *learned)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, o, lse, *learned = ctx.saved_tensors
+        others, method, plan, ranks, names = ctx.call
+        whole = Whole(torch.zeros_like(o) if do is None else do, dlse, o, lse)
+        options = others | dict(zip(names, learned, strict=True))
+        sinks = options.pop("sinks", None)
+        keyed = [name for name in names if name != "sinks"]
+        options, leaves = with_leaves(options, keyed)
+        _, backward = _BY_METHOD[method]
+        with torch.autocast(q.device.type, enabled=False):
+            found = backward(q, k, v, options, leaves, whole, plan, ranks.outer)
+        grads = dict(zip(keyed, found.learned, strict=True))
+        if sinks is not None:
+            grads["sinks"] = sinks_gradient(sinks, whole)
+        given = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
+        three = (found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype))
+        return *three, None, None, None, None, None, *given

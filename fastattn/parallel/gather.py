@@ -1,0 +1,109 @@
+"""Every rank gathers the keys of the whole sequence, a few heads at a time, for its own queries.
+
+Backward the keys are gathered again. Each rank sends their gradients to the rank that holds them,
+which adds what it gets in the order of the ranks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .parts import Gradients, Whole, part_backward, whole_forward
+from .pieces import Options, of_heads
+from .plan import ContextPlan
+from .ranks import all_to_all, gather_single, ordered_sum, rank_in, size_of
+
+
+def gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """o in q's dtype, and lse.
+
+    Args:
+        q: [B, H_q, T_r, D], this rank's queries without padding.
+        k, v: [B, H_k, plan.length, D or D_v], its keys.
+        options: as `pieces` describes them.
+    """
+    runs = plan.runs(rank_in(group))
+    found = [
+        whole_forward(q[:, heads], keys, values, runs, given)
+        for heads, keys, values, given in _by_heads(q, k, v, options, plan, group)
+    ]
+    o, lse = zip(*found, strict=True)
+    return torch.cat(o, 1), torch.cat(lse, 1)
+
+
+def gather_backward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, leaves: list[Tensor], whole: Whole,
+    plan: ContextPlan, group: ProcessGroup,
+) -> Gradients:  # fmt: skip
+    """All gradients, k's and v's with their padding. Arguments as of `gather_forward`."""
+    runs, everything = plan.runs(rank_in(group)), [(0, plan.T)]
+    found = []
+    for heads, keys, values, given in _by_heads(q, k, v, options, plan, group):
+        parts = part_backward(
+            q[:, heads], keys, values, runs, everything, given, leaves, whole.heads(heads)
+        )
+        both = _to_owners(torch.cat((parts.k, parts.v), -1), plan, group)
+        dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        found.append((parts.q, dk, dv, parts.learned))
+    dq, dks, dvs, learned = zip(*found, strict=True)
+    sums = [ordered_sum(grads) for grads in zip(*learned, strict=True)]
+    return Gradients(torch.cat(dq, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
+
+
+def heads_at_once(H_k: int, ranks: int, options: Options) -> int:
+    """K/V heads that are gathered together: a divisor of H_k, of about 4 H_k / ranks.
+
+    So what is gathered stays within a few times what a rank holds. Dropout and functions of users
+    count the heads of a call: they get all of them.
+    """
+    if options.get("dropout") or options.get("score_mod") or options.get("mask_mod"):
+        return H_k
+    most = max(1, 4 * H_k // ranks)
+    return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
+
+
+def _by_heads(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
+) -> Iterator[tuple[slice, Tensor, Tensor, Options]]:
+    """Heads of q, their keys and values of the whole sequence, and their options.
+
+    The next heads are on their way while these are computed.
+    """
+    H_q, H_k = q.shape[1], k.shape[1]
+    step, of_query = heads_at_once(H_k, size_of(group), options), H_q // H_k
+    order = plan.order.to(k.device)
+    coming = _start(k[:, :step], v[:, :step], group)
+    for first in range(0, H_k, step):
+        buffer, _, work = coming
+        work.wait()
+        if first + step < H_k:
+            following = slice(first + step, first + 2 * step)
+            coming = _start(k[:, following], v[:, following], group)
+        both = buffer.flatten(0, 1).index_select(0, order).permute(1, 2, 0, 3)
+        keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        heads = slice(first * of_query, (first + step) * of_query)
+        with torch.enable_grad():
+            given = of_heads(options, H_q, H_k, heads.start, step * of_query)
+        yield heads, keys, values, given
+
+
+def _start(k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, dist.Work]:
+    """Starts to gather [ranks, length, B, heads, D + D_v]. What is sent has to live as long."""
+    own = torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
+    found = torch.empty((size_of(group), *own.shape), dtype=own.dtype, device=own.device)
+    work = gather_single(found.view(-1), own.view(-1), group, async_op=True)
+    assert work is not None
+    return found, own, work
+
+
+def _to_owners(grad: Tensor, plan: ContextPlan, group: ProcessGroup) -> Tensor:
+    """This rank's tokens of the sum of every rank's gradient [B, H, T, D]."""
+    rows = grad.new_zeros(plan.ranks * plan.length, *grad.shape[:2], grad.shape[-1])
+    rows[plan.order.to(grad.device)] = grad.permute(2, 0, 1, 3)
+    parts = all_to_all(rows.view(plan.ranks, plan.length, *rows.shape[1:]), group)
+    return ordered_sum(parts).permute(1, 2, 0, 3)

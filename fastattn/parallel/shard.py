@@ -1,0 +1,121 @@
+"""Tensors of a whole sequence to a rank's tokens and back, as a plan deals them out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from .plan import ContextPlan
+from .ranks import Mesh, Ranks, check_mesh, gather_sequence
+
+
+def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
+    """This rank's tokens of x, which is the same on every rank; differentiable.
+
+    The gradient of x is whole again, and the same on every rank.
+
+    Args:
+        x: T long in dim.
+        dim: that of the tokens.
+        plan: which rank holds which.
+        mesh: the ranks.
+
+    Returns:
+        plan.length long in dim. Padding is 0.
+
+    Raises:
+        ValueError: x is not as long as the plan's sequence, or the mesh has other ranks.
+    """
+    ranks = Ranks.of(mesh)
+    check_mesh(plan, ranks)
+    _check_length(x, dim, plan.T, "the plan's sequence")
+    found: Tensor = _Shard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
+    return found
+
+
+def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
+    """The whole sequence from each rank's tokens, without padding; differentiable.
+
+    Each rank gets all of it and is taken to compute the same with it: of the gradient a rank keeps
+    what belongs to its tokens, as a DTensor that is gathered does.
+
+    Args, Raises: as `shard`, of which this is the inverse.
+    """
+    ranks = Ranks.of(mesh)
+    check_mesh(plan, ranks)
+    _check_length(x, dim, plan.length, "a rank's part")
+    found: Tensor = _Unshard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
+    return found
+
+
+def roll(
+    x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh, *, shift: int = -1, fill: float = -100
+) -> Tensor:
+    """What stands `-shift` tokens further on in the sequence: with -1, the next token's id.
+
+    Targets of a language model are `roll(tokens, 1, plan, mesh)`: where there is no such token, and
+    in padding, they are `fill`, which `cross_entropy` ignores. Without gradient.
+
+    Args:
+        x: this rank's tokens, plan.length long in dim.
+        dim, plan, mesh: as of `shard`.
+        shift: as of `torch.roll`, which goes around the end.
+        fill: what stands beyond the ends.
+    """
+    ranks = Ranks.of(mesh)
+    check_mesh(plan, ranks)
+    _check_length(x, dim, plan.length, "a rank's part")
+    whole = gather_sequence(x.detach(), dim, plan, ranks).movedim(dim, 0)
+    wanted = plan.indices(ranks.rank).to(x.device)
+    source = wanted - checks.check_int("shift", shift)
+    inside = (wanted < plan.T) & (source >= 0) & (source < plan.T)
+    found = whole[source.clamp(0, plan.T - 1)]
+    found[~inside] = fill
+    return found.movedim(0, dim)
+
+
+def own_tokens(x: Tensor, dim: int, plan: ContextPlan, rank: int) -> Tensor:
+    """A rank's tokens of the whole x, 0 in padding."""
+    index = plan.indices(rank)
+    real = plan.real(rank)
+    found = x.index_select(dim, index[:real].to(x.device))
+    return padded(found, dim, plan.length)
+
+
+def padded(x: Tensor, dim: int, length: int, value: float = 0.0) -> Tensor:
+    """x with more entries behind the others in dim, up to a length."""
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat((x, x.new_full(shape, value)), dim) if shape[dim] else x
+
+
+def _check_length(x: Tensor, dim: int, length: int, of: str) -> None:
+    checks.check_tensor("x", x)
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"x must have {length} tokens in dim {dim}, as {of} has, got {list(x.shape)}"
+        )
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Tensor:
+        ctx.call = (dim, plan, ranks)
+        return own_tokens(x, dim, plan, ranks.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_sequence(grad, *ctx.call), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Tensor:
+        ctx.call = (dim, plan, ranks)
+        return gather_sequence(x, dim, plan, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, plan, ranks = ctx.call
+        return own_tokens(grad, dim, plan, ranks.rank), None, None, None

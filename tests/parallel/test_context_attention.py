@@ -1,0 +1,169 @@
+"""Attention of a sequence that is spread over ranks is that of one device, by every method.
+
+Each world of processes is started once, and makes all of its calls.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastattn import alibi_slopes, reference
+from fastattn.parallel import ContextPlan, context_attention, shard, unshard
+from fastattn.testing import assert_within_budget, make_qkv, worst_naive
+from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
+from fastattn.testing.inputs import draw
+from fastattn.testing.option_examples import option_examples
+from fastattn.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T, H_q, H_k, D = 100, 4, 2, 16
+METHODS = ("gather", "ring", "ulysses", "usp")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LENGTHS = torch.tensor([40, 0, 3, 50, 0, 7])  # of documents
+DOCUMENTS = torch.arange(6).repeat_interleave(LENGTHS).expand(2, T)
+
+
+def examples() -> dict[str, dict[str, Any]]:
+    """Every option by itself that a sequence's attention to itself has, and some sets."""
+    found = option_examples(H_q, H_k, T, T, D, reach=20)
+    for name in ("offsets", "first-ahead", "documents-anywhere"):  # of other queries than keys
+        del found[name]
+    found["documents"]["documents"] = found["documents"]["documents"][1]
+    found["no-option"] = {}
+    found["causal-window"] = {"causal": True, "window": 33}
+    found["packed"] = {"causal": True, "documents": DOCUMENTS.clone()}
+    found["all"] = {
+        "causal": True,
+        "window": 60,
+        "keep_first": 5,
+        "documents": DOCUMENTS.clone(),
+        "sinks": draw(H_q),
+        "softcap": 2.0,
+        "alibi_slopes": alibi_slopes(H_q),
+        "relative_bias": draw(H_q, 41),
+        "attn_bias": draw(2, 1, T, T),
+        "key_lengths": torch.tensor([T, T - 20]),
+    }
+    return found
+
+
+# Of a call: how it differs from two rows of q, k and v of the sizes above.
+SIZES: dict[str, dict[str, Any]] = {
+    "one-row": {"B": 1},
+    "one-key-head": {"H_k": 1},
+    "fewer-tokens-than-blocks": {"T_q": 20},
+    "one-token": {"T_q": 1},
+    "wide-values": {"D_v": 24},
+}
+IN_BOTH = ("causal", "causal-window", "packed", "sinks", "bias", "alibi", "softcap", "all")
+IN_BOTH += ("relative-bias",)
+MODS = ("mask-mod", "score-mod", "dropout")
+
+
+def named_calls(ranks: int) -> list[tuple[str, str, str]]:
+    """(example, method, dtype) of the calls that a world makes."""
+    every = [name for name in examples() if name not in MODS]
+    names = every if ranks == 2 else list(IN_BOTH)
+    methods = {name: METHODS if name in IN_BOTH else METHODS[:3] for name in names}
+    calls = [(name, method, "fp32") for name in names for method in methods[name]]
+    calls += [(name, method, "bf16") for name in IN_BOTH for method in METHODS]
+    calls += [(name, "gather", "fp32") for name in MODS[:2] if ranks == 2]
+    return calls + [(name, method, "fp32") for name in SIZES for method in METHODS]
+
+
+def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    sizes = {"B": 2, "H_q": H_q, "H_k": H_k, "T_q": T, "D": D, **SIZES.get(name, {})}
+    options = {"causal": True} if name in SIZES else examples()[name]
+    cast = ("relative_keys", "relative_query")
+    options = {key: x.to(dtype) if key in cast else x for key, x in options.items()}
+    return make_qkv(**sizes, dtype=dtype), options
+
+
+def learned(options: dict[str, Any]) -> list[str]:
+    given = [key for key in DIFFERENTIABLE if key in options]
+    return [key for key in given if options[key].is_floating_point()]
+
+
+def spread(method: str, plan: ContextPlan, mesh: Any):
+    """`attention` of the whole sequence by `context_attention`."""
+    dims = {"documents": 1, "key_padding_mask": 1, "relative_query": 2}
+    dims |= {"attn_mask": -2, "attn_bias": -2}
+
+    def attention(q, k, v, **options):
+        for name, dim in dims.items():
+            x = options.get(name)
+            if x is not None and x.shape[dim] == plan.T:
+                options[name] = shard(x, dim, plan, mesh)
+        own = (shard(x, 2, plan, mesh) for x in (q, k, v))
+        o, lse = context_attention(*own, mesh=mesh, plan=plan, method=method, **options)
+        return unshard(o, 2, plan, mesh), unshard(lse, 2, plan, mesh)
+
+    return attention
+
+
+def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
+    """Of rank 0, o, lse and all gradients of every call."""
+    ranks = dist.get_world_size()
+    flat = init_device_mesh("cpu", (ranks,))
+    square = init_device_mesh("cpu", (2, ranks // 2))
+    found = {}
+    for name, method, dtype in named_calls(ranks):
+        (q, k, v), options = inputs_of(name, DTYPES[dtype])
+        masks = {key: options[key] for key in ("causal", "window", "documents") if key in options}
+        plan = ContextPlan.make(q.shape[2], ranks, block=8, **masks)
+        attend = spread(method, plan, square if method == "usp" else flat)
+        call = results(attend, q, k, v, **options)
+        found[name, method, dtype] = [x.float().numpy() for x in call]
+    return found if dist.get_rank() == 0 else None
+
+
+@cache
+def expected(name: str, dtype: str) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """(exact, naive) results of one device."""
+    (q, k, v), options = inputs_of(name, DTYPES[dtype])
+    wide = options | {key: options[key].double() for key in learned(options)}
+    exact = results(reference.attention, q.double(), k.double(), v.double(), **wide)
+    naive = worst_naive(exact, lambda: results(reference.attention, q, k, v, **options))
+    return exact, naive
+
+
+def started(ranks: int) -> Iterator[dict[tuple[str, str, str], list[Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        yield run_ranks(f"{__file__}:all_results", ranks)[0]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[dict[tuple[str, str, str], list[Any]]]:
+    yield from started(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[dict[tuple[str, str, str], list[Any]]]:
+    yield from started(4)
+
+
+def check(call: tuple[str, str, str], found: dict[tuple[str, str, str], list[Any]]) -> None:
+    name, _, dtype = call
+    exact, naive = expected(name, dtype)
+    _, options = inputs_of(name, DTYPES[dtype])
+    names = (*NAMES, *(f"d{key}" for key in learned(options)))
+    for what, x, *both in zip(names, found[call], exact, naive, strict=True):
+        x = torch.from_numpy(x).to(DTYPES[dtype] if what != "lse" else torch.float32)
+        assert_within_budget(what, x, *both)
+
+
+@pytest.mark.parametrize("call", named_calls(2), ids="-".join)
+def test_two_ranks(call, two):
+    check(call, two)
+
+
+@pytest.mark.parametrize("call", named_calls(4), ids="-".join)
+def test_four_ranks(call, four):
+    check(call, four)

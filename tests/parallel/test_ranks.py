@@ -1,0 +1,270 @@
+"""What ranks send each other: shards, refusals that all of them see, and when transfers start."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastattn.parallel import ContextPlan, context_attention, gather, ring, roll, shard, unshard
+from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draw
+from fastattn.testing.option_examples import squash
+from fastattn.testing.ranks import run_ranks
+
+T = 90
+METHODS = ("gather", "ring", "ulysses")
+
+
+def world() -> dict[str, Any]:
+    """Everything that this file asserts of a rank, in one start of two processes."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
+    found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
+    found["absent"] = absent()
+    return found
+
+
+def plan_of(ranks: int = 2, **given: Any) -> ContextPlan:
+    return ContextPlan.make(T, ranks, causal=True, **{"block": 8, **given})
+
+
+def inputs(mesh: Any, plan: ContextPlan, **sizes: int) -> list[torch.Tensor]:
+    return [shard(x, 2, plan, mesh) for x in make_qkv(**{"B": 1, "T_q": T, "D": 8, **sizes})]
+
+
+def attend(mesh: Any, method: str, **options: Any) -> torch.Tensor:
+    plan = plan_of()
+    q, k, v = inputs(mesh, plan)
+    return context_attention(q, k, v, mesh=mesh, plan=plan, method=method, causal=True, **options)
+
+
+def shards(mesh: Any) -> dict[str, bool]:
+    found = {}
+    for balance in ("contiguous", "zigzag", "longest_first"):
+        plan = plan_of(balance=balance)
+        tokens = torch.arange(2 * T).view(2, T)
+        own = shard(tokens, 1, plan, mesh)
+        index, real = plan.indices(dist.get_rank()), plan.real(dist.get_rank())
+        found[f"{balance} shard"] = torch.equal(own[:, :real], tokens[:, index[:real]])
+        found[f"{balance} padding"] = not own[:, real:].any()
+        found[f"{balance} unshard"] = torch.equal(unshard(own, 1, plan, mesh), tokens)
+        for shift in (-1, 2):
+            wanted = tokens.roll(shift, 1)
+            wanted[:, -1:] = wanted[:, -1:] if shift > 0 else -100
+            wanted[:, :2] = -100 if shift > 0 else wanted[:, :2]
+            rolled = roll(own, 1, plan, mesh, shift=shift)
+            found[f"{balance} roll {shift}"] = torch.equal(
+                rolled[:, :real], wanted[:, index[:real]]
+            ) and bool((rolled[:, real:] == -100).all())
+        x = draw(T, 3).requires_grad_()
+        weight = draw(T, 3, seed=1)
+        y = unshard(shard(x, 0, plan, mesh) ** 2, 0, plan, mesh)
+        (grad,) = torch.autograd.grad((y * weight).sum(), x)
+        found[f"{balance} gradient"] = torch.equal(grad, 2 * x * weight)
+    return found
+
+
+def same_bits(mesh: Any) -> dict[str, bool]:
+    """Whether two runs of forward and backward give the same bits."""
+    found = {}
+    for method in METHODS:
+        runs = []
+        for _ in range(2):
+            plan = plan_of()
+            whole = make_qkv(B=1, T_q=T, D=8, dtype=torch.bfloat16)
+            bias = draw(4, 21).requires_grad_()
+            own = [shard(x, 2, plan, mesh) for x in whole]
+            o = context_attention(
+                *own, mesh=mesh, plan=plan, method=method, causal=True, relative_bias=bias
+            )
+            grads = torch.autograd.grad(o.float().square().sum(), (*whole, bias))
+            runs.append((o.detach(), *grads))
+        found[method] = all(map(torch.equal, *runs))
+    return found
+
+
+class Recorded:
+    """A transfer on its way that notes when it is waited for."""
+
+    def __init__(self, work: Any, events: list[str]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        if self.events[-1] != "wait":
+            self.events.append("wait")
+        self.work.wait()
+
+
+def orders(mesh: Any) -> dict[str, list[str]]:
+    """When transfers are issued and waited for, and when a part is computed."""
+    events: list[str] = []
+
+    def noted(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(what)
+            found = function(*args, **kwargs)
+            if what == "compute":
+                return found
+            works = [Recorded(x, events) for x in (found if isinstance(found, list) else [found])]
+            return works if isinstance(found, list) else works[0]
+
+        return call
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted(dist.batch_isend_irecv, "issue"))
+        patch.setattr(gather, "gather_single", noted(gather.gather_single, "issue"))
+        for module, names in (
+            (ring, ("part_forward", "part_backward")),
+            (gather, ("whole_forward", "part_backward")),
+        ):
+            for name in names:
+                patch.setattr(module, name, noted(getattr(module, name), "compute"))
+        patch.setattr(gather, "heads_at_once", lambda *_: 1)
+        for method in ("ring", "gather"):
+            events.clear()
+            o = attend(mesh, method, softcap=5.0)
+            found[f"{method} forward"] = events.copy()
+            events.clear()
+            o.sum().backward()
+            found[f"{method} backward"] = events.copy()
+    return found
+
+
+def absent() -> str:
+    """What rank 0 hears of a call that rank 1 never makes, in a group with a short timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    attend(group, "ring")
+    return "" if dist.get_rank() == 1 else refusal(lambda group: attend(group, "ring"), group)
+
+
+def refusal(call: Callable[[Any], Any], mesh: Any) -> str:
+    """The type and message of what a call raises."""
+    try:
+        call(mesh)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "served"
+
+
+def other_plans(mesh: Any) -> None:
+    plan = plan_of(balance=("contiguous", "zigzag")[dist.get_rank()])
+    context_attention(*inputs(mesh, plan), mesh=mesh, plan=plan)
+
+
+def other_length(mesh: Any) -> None:
+    plan = plan_of()
+    q, k, v = inputs(mesh, plan)
+    if dist.get_rank() == 1:
+        k = k[:, :, 1:]
+    context_attention(q, k, v, mesh=mesh, plan=plan)
+
+
+def three_heads(mesh: Any) -> None:
+    plan = plan_of()
+    own = inputs(mesh, plan, H_q=3, H_k=1)
+    context_attention(*own, mesh=mesh, plan=plan, method="ulysses")
+
+
+# What cannot be served, and what each rank says. {n}: where ranks differ, rank n's words.
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "plans": other_plans,
+    "options": lambda mesh: attend(mesh, "ring", softcap=(1.0, 2.0)[dist.get_rank()]),
+    "length": other_length,
+    "heads": three_heads,
+    "ranks": lambda mesh: context_attention(
+        *inputs(mesh, plan_of()), mesh=mesh, plan=plan_of(ranks=4)
+    ),
+    "plan": lambda mesh: context_attention(*inputs(mesh, plan_of()), mesh=mesh, plan=T),
+    "mesh": lambda mesh: attend("cpu", "ring"),
+    "method": lambda mesh: attend(mesh, "star"),
+    "dimensions": lambda mesh: attend(mesh, "usp"),
+    "mask": lambda mesh: attend(mesh, "gather", attn_mask=torch.ones(T, T, dtype=torch.bool)),
+    "bias of other keys": lambda mesh: attend(mesh, "gather", attn_bias=torch.ones(1, 48)),
+    "documents": lambda mesh: attend(mesh, "ring", documents=torch.zeros(1, T).int()),
+    "padding": lambda mesh: attend(mesh, "ring", key_padding_mask=torch.ones(1, T).bool()),
+    "offset": lambda mesh: attend(mesh, "ring", query_offset=3),
+    "typo": lambda mesh: attend(mesh, "ring", windw=3),
+    "value": lambda mesh: attend(mesh, "ring", softcap=-1.0),
+    "score_mod": lambda mesh: attend(
+        mesh, "ring", score_mod=squash, mod_tensors=(torch.ones(4), torch.ones(T))
+    ),
+}
+BOTH_SAY = {
+    "plans": "ValueError: plan, shapes and options must be the same on every rank: rank 0 has",
+    "options": "ValueError: plan, shapes and options must be the same on every rank: rank 0 has",
+    "heads": "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do not divide the 3 "
+    "heads of q; gather and ring can",
+    "ranks": "ValueError: mesh must have the plan's 4 ranks, got 2",
+    "plan": "TypeError: plan must be a ContextPlan, got int",
+    "mesh": "TypeError: mesh must be a DeviceMesh or ProcessGroup, got str",
+    "method": "ValueError: method must be one of auto, gather, ring, ulysses, usp, got 'star'",
+    "dimensions": "ValueError: method 'usp' cannot serve this call: it takes a mesh of two "
+    "dimensions (ring, heads); gather and ring and ulysses can",
+    "mask": "ValueError: attn_mask must be sharded by its queries, [..., 48 or 1, 90 or 1], got "
+    "[90, 90]: shard(x, -2, plan, mesh) does it",
+    "bias of other keys": "ValueError: attn_bias must broadcast to [B, H_q, T_q, T_k] = "
+    "[1, 4, 48, 90], got [1, 48]",
+    "documents": "ValueError: documents must have shape [1, 48], got [1, 90]",
+    "padding": "ValueError: key_padding_mask must have shape [1, 48], got [1, 90]",
+    "offset": "TypeError: context_attention takes no query_offset: the plan says where queries",
+    "typo": "TypeError: context_attention takes no windw: there is no such argument; the closest",
+    "value": "ValueError: softcap must be positive and finite, got -1.0",
+    "score_mod": "ValueError: score_mod needs score_mod_grad where an input requires grad",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        return run_ranks(f"{__file__}:world", 2)
+
+
+def test_shards_and_back(ranks):
+    for rank in ranks:
+        assert len(rank["shards"]) == 18
+        assert [name for name, holds in rank["shards"].items() if not holds] == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_results_are_the_same_bits_again(ranks, method):
+    assert all(rank["bits"][method] for rank in ranks)
+
+
+def test_the_next_transfer_starts_before_this_part_is_computed(ranks):
+    for rank in ranks:
+        assert rank["order"]["ring forward"] == ["issue", "compute", "wait", "compute"]
+        # Backward the gradients of the keys follow: their first hop, then the one home.
+        assert rank["order"]["ring backward"] == [
+            *("issue", "compute", "issue", "wait"),
+            *("compute", "wait", "issue", "wait"),
+        ]
+        assert rank["order"]["gather forward"] == [
+            "issue",
+            "wait",
+            "issue",
+            "compute",
+            "wait",
+            "compute",
+        ]
+
+
+@pytest.mark.parametrize("name", BOTH_SAY)
+def test_every_rank_refuses_by_name(ranks, name):
+    for rank in ranks:
+        assert rank["refusals"][name].startswith(BOTH_SAY[name])
+
+
+def test_a_rank_hears_why_another_refused(ranks):
+    reason = "k must have 48 tokens, as a rank has by the plan for 90 tokens on 2 ranks, got 47"
+    assert ranks[1]["refusals"]["length"] == f"ValueError: {reason}"
+    assert ranks[0]["refusals"]["length"] == f"ValueError: rank 1 refused the call: {reason}"
+
+
+def test_a_rank_that_does_not_come_is_an_error(ranks):
+    assert ranks[0]["absent"].startswith("RuntimeError: ")
