@@ -196,16 +196,20 @@ def with_backward(
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
 
 
-def without_wrong_passes(choice: Explanation, q: Tensor, v: Tensor, options: Options) -> Options:
-    """The options of a call, without one pass for gradients where that is wrong on this device."""
+def with_fit_passes(choice: Explanation, q: Tensor, v: Tensor, options: Options) -> Options:
+    """The options of a call, without one pass for gradients where that is wrong here, or slower."""
     if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
         return options._replace(atomic_dq=False)
     return options
 
 
 def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
-    """What was found wrong with one pass; who forces a backend means all of it."""
-    return None if choice.forced else why_quarantined(choice.backend, q, v, ("one-pass",))
+    """What was found against one pass; who forces a backend means all of it."""
+    if choice.forced or not choices.any_about(q.device):
+        return None
+    wrong = why_quarantined(choice.backend, q, v, ("one-pass",))
+    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
+    return wrong or choices.why_two_passes(q.device, choice.backend, q.dtype, width)
 
 
 def with_findings(

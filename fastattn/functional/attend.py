@@ -267,7 +267,7 @@ def compute(
             dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    options = dispatch.without_wrong_passes(choice, q, v, inputs.kernel_options(options))
+    options = dispatch.with_fit_passes(choice, q, v, inputs.kernel_options(options))
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     hopper = choice.backend == "hopper"
     o, lse = ops.attend(*rows, options, hopper=hopper)

@@ -122,7 +122,7 @@ def attention_block_backward(
             found, delta = formula.gradients(*results, checked, list(learned))
         else:
             hopper = choice.backend == "hopper"
-            checked = dispatch.without_wrong_passes(choice, q, v, checked)
+            checked = dispatch.with_fit_passes(choice, q, v, checked)
             found, delta = _by_kernels(*results, checked, learned, hopper=hopper)
         given = (x for _, x in learned.values())
         shaped = []

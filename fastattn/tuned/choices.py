@@ -31,6 +31,7 @@ class Choices(NamedTuple):
     verification: dict[Key, Row]
     tiles: dict[Key, Row]
     backends: dict[Key, Row]
+    passes: dict[Key, Row]
     multiprocessors: int
 
     def quarantined(
@@ -81,6 +82,14 @@ def tuned(row: Row) -> str:
     return f"fastattn tune found the tile of {row['kernel']} ({row['date']}): {times}"
 
 
+def faster(name: str, row: Row) -> str:
+    """A finding of `fastattn tune` about what is fastest, in words."""
+    times = row.get("ms")
+    said = [f"{x} {ms} ms" for x, ms in times.items()] if isinstance(times, dict) else []
+    on = f"on this device ({', '.join(said)})" if said else "on this device"
+    return f"fastattn tune found {name} faster {on}, {row['date']}"
+
+
 _known: dict[torch.device, Choices] = {}
 # Whether a call with gradients may have another backend than the same call without.
 by_direction = False
@@ -98,16 +107,17 @@ def choices(device: torch.device) -> Choices:
 def adopt(device: torch.device, rows: Rows) -> Choices:
     """Take these findings for those of the device, and its tiles for those of its kernels."""
     global by_direction
-    verification, tiles, backends = (
+    verification, tiles, backends, passes = (
         {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
-        for kind in ("verification", "tiles", "backends")
+        for kind in ("verification", "tiles", "backends", "passes")
     )
-    if tiles:
+    before = _known.get(device)
+    if tiles or (before is not None and before.tiles):
         _install(device, tiles.values())
     wrong = any(row.get("verdict") != "right" for row in verification.values())
     by_direction = by_direction or wrong or bool(backends)
     multiprocessors = environment(device).multiprocessors if backends else 0
-    found = _known[device] = Choices(verification, tiles, backends, multiprocessors)
+    found = _known[device] = Choices(verification, tiles, backends, passes, multiprocessors)
     return found
 
 
@@ -205,7 +215,7 @@ def head_dim_class(D: int) -> int:
 def any_about(device: torch.device) -> bool:
     """Whether anything is known about calls on a device."""
     found = choices(device)
-    return bool(found.verification or found.backends)
+    return bool(found.verification or found.backends or found.passes)
 
 
 def quarantined(
@@ -234,9 +244,17 @@ def why_fastest(
     """`fastest` in words."""
     row = choices(device).fastest(direction, dtype, width, causal, waves)
     assert row is not None
-    times = ", ".join(f"{name} {ms} ms" for name, ms in row.get("ms", {}).items())
-    said = f" ({times})" if times else ""
-    return f"fastattn tune found {row['backend']} faster on this device{said}, {row['date']}"
+    return faster(str(row["backend"]), row)
+
+
+def why_two_passes(
+    device: torch.device, backend: str, dtype: torch.dtype, width: int
+) -> str | None:
+    """Why gradients do not come in one pass although they may: two are faster; or None."""
+    row = choices(device).passes.get((backend, _name(dtype), width))
+    if row is None or row.get("passes") != "two":
+        return None
+    return faster("two passes", row)
 
 
 _CONSTANT: tuple[Callable[..., object], ...] = (
@@ -245,6 +263,7 @@ _CONSTANT: tuple[Callable[..., object], ...] = (
     multiprocessors,
     fastest,
     why_fastest,
+    why_two_passes,
 )
 for _function in _CONSTANT:
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

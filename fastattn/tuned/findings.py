@@ -18,7 +18,14 @@ KEYS = {
     "verification": ("backend", "family", "dtype", "head_dim"),
     "tiles": ("kernel", "calls", "element_size", "BLOCK_D"),
     "backends": ("direction", "dtype", "head_dim", "causal", "waves"),
-    "splits": ("dtype", "head_dim", "waves"),
+    "passes": ("backend", "dtype", "head_dim"),
+}
+# What else calls read of a row.
+_READ = {
+    "verification": ("verdict", "date"),
+    "tiles": ("date",),
+    "backends": ("backend", "date"),
+    "passes": ("passes", "date"),
 }
 Row = dict[str, Any]
 
@@ -98,6 +105,9 @@ def read(path: Path) -> Findings:
 
 
 def _check_row(kind: str, row: Any) -> None:
-    missing = [field for field in KEYS[check_kind(kind)] if field not in row]
+    key = KEYS[check_kind(kind)]
+    missing = [field for field in (*key, *_READ[kind]) if field not in row]
     if missing:
         raise ValueError(f"a row of {kind} lacks {', '.join(missing)}: {row}")
+    if not all(isinstance(row[field], str | int) for field in key):
+        raise ValueError(f"a row of {kind} has a key that is no text or number: {row}")

@@ -59,6 +59,7 @@ def plant(here: Store) -> Plant:
     usual = {
         "verification": {"backend": "triton", "dtype": "bfloat16", "head_dim": 64, "cases": 3},
         "tiles": {"calls": "plain", "element_size": 2, "BLOCK_D": 64, "ms": 0.9, "ms_shipped": 1.0},
+        "passes": {"backend": "triton", "dtype": "bfloat16", "head_dim": 64},
         "backends": {
             "direction": "forward",
             "dtype": "bfloat16",
@@ -123,12 +124,25 @@ def test_a_wrong_backward_leaves_the_forward(plant: Plant, device: str) -> None:
         assert backend(*inputs(device)) == "triton"
 
 
-def test_a_wrong_one_pass_leaves_two(plant: Plant, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "row", "reason"),
+    [
+        ("verification", {**WRONG, "family": "one-pass"}, "fastattn verify found one-pass wrong"),
+        (
+            "passes",
+            {"passes": "two", "ms": {"one": 0.5, "two": 0.4}},
+            "fastattn tune found two passes faster on this device (one 0.5 ms, two 0.4 ms)",
+        ),
+    ],
+)
+def test_one_pass_that_is_wrong_or_slower_leaves_two(
+    plant: Plant, device: str, kind: str, row: dict, reason: str
+) -> None:
     qkv = inputs(device)
-    plant("verification", {**WRONG, "family": "one-pass"})
+    plant(kind, row)
     told = explain(*qkv, deterministic=False)
     assert told.backend == "triton" and not told.one_pass
-    assert told.reasons["one-pass"].startswith("fastattn verify found one-pass wrong")
+    assert told.reasons["one-pass"].startswith(reason)
     assert explain(*qkv, deterministic=False, backend="triton").one_pass
     grads = [
         torch.autograd.grad(attention(*qkv, deterministic=flag).float().sum(), qkv)

@@ -89,6 +89,8 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "list": (lambda text: "[]", "it is damaged"),
     "version": (lambda text: text.replace('"format": 1', '"format": 2'), "its format is 2"),
     "row": (lambda text: text.replace("BLOCK_D", "BLOCK_E"), "lacks BLOCK_D"),
+    "key": (lambda text: text.replace('"forward"', '["forward"]'), "no text or number"),
+    "date": (lambda text: text.replace('"date"', '"data"'), "lacks date"),
     "moved": (lambda text: text.replace("550.1", "550.2"), "of another environment"),
     "fields": (lambda text: text.replace('"driver"', '"pilot"'), "it is damaged"),
     "rows": (lambda text: text.replace('"tiles": [', '"tiles": ["a",'), "it is damaged"),
@@ -210,6 +212,6 @@ def test_a_writer_that_is_killed_loses_nothing(here: Store) -> None:
 
 def test_files_hold_several_kinds(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
-    found = findings.Findings(HERE, {"tiles": [ROW], "verification": []})
+    found = findings.Findings(HERE, {"tiles": [{**ROW, "date": DAY}], "verification": []})
     findings.write(path, found)
     assert findings.read(path) == found
