@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from fastattn.bench import overhead
 from fastattn.bench.cases import FAMILIES, cpu_cases
@@ -55,20 +56,42 @@ def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tm
     assert len(generated) == 2
 
 
+class Observer:
+    """A plugin that keeps what a session of pytest collects and reports."""
+
+    def __init__(self):
+        self.items, self.reports = [], []
+
+    def pytest_collection_finish(self, session):
+        self.items += session.items
+
+    def pytest_runtest_logreport(self, report):
+        self.reports.append(report)
+
+
+def observed(*arguments):
+    """A session of pytest in this process."""
+    seen = Observer()
+    code = pytest.main(["-p", "no:cacheprovider", "-q", *arguments], plugins=[seen])
+    assert code == pytest.ExitCode.OK
+    return seen
+
+
 def test_the_set_of_a_minute_is_single_calls():
-    done = run_bench(str(BENCH), "--collect-only", "-q", "--case-set", "minute")
-    found = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert {Path(name).stem for name in found} == {f"bench_{family}" for family in FAMILIES}
-    assert done.stdout.count("::") < 150, done.stdout
+    found = observed(str(BENCH), "--collect-only", "--case-set", "minute").items
+    assert {item.path.stem for item in found} == {f"bench_{family}" for family in FAMILIES}
+    assert len(found) < 150
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU nothing is compiled for it")
+@pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
+)
 def test_interpreting_processes_do_not_measure_launches():
-    name = str(BENCH / "bench_overhead.py")
-    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-k", "bare", name]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert "TRITON_INTERPRET=1: kernels are interpreted" in done.stdout
+    found = observed("-k", "bare", str(BENCH / "bench_overhead.py")).reports
+    skipped = [report for report in found if report.skipped]
+    assert len(skipped) == len(overhead.ROWS)
+    for report in skipped:
+        assert "TRITON_INTERPRET=1: kernels are interpreted" in str(report.longrepr)
 
 
 def test_every_family_has_a_file():

@@ -42,9 +42,16 @@ def op_arguments(**options):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("which", [0, 1], ids=["causal", "masks"])
-@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+# Every pair of layout, masks and dtype.
+@pytest.mark.parametrize(
+    ("layout", "which", "dtype"),
+    [
+        pytest.param("bhtd", 0, torch.float32, id="bhtd-causal-fp32"),
+        pytest.param("bhtd", 1, torch.bfloat16, id="bhtd-masks-bf16"),
+        pytest.param("bthd", 0, torch.bfloat16, id="bthd-causal-bf16"),
+        pytest.param("bthd", 1, torch.float32, id="bthd-masks-fp32"),
+    ],
+)
 def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
     arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
     torch.library.opcheck(attend.attention_forward.op, arguments)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -138,22 +138,25 @@ def test_the_page_in_the_repository_agrees_with_its_files():
     assert page.check(CHECKOUT / "bench" / "results") == ""
 
 
-def run_script(*arguments):
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run_script(monkeypatch, *arguments):
+    """The exit code of the script."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return ended.value.code
 
 
-def test_check_fails_on_a_figure_that_was_changed(report):
+def test_check_fails_on_a_figure_that_was_changed(report, monkeypatch, capsys):
     folder = report.path.parent
-    assert run_script("--results", str(folder)).returncode == 0
+    assert run_script(monkeypatch, "--results", folder) == 0
     assert page.check(folder) == ""
     readme = folder / "README.md"
     text = readme.read_text()
     assert "| 1.50 |" in text
     readme.write_text(text.replace("| 1.50 |", "| 1.60 |", 1))
-    done = run_script("--results", str(folder), "--check")
-    assert done.returncode == 1
-    assert "+" in done.stderr and "1.50" in done.stderr
+    assert run_script(monkeypatch, "--results", folder, "--check") == 1
+    told = capsys.readouterr().err
+    assert "+" in told and "1.50" in told
 
 
 def test_check_fails_on_results_that_were_changed(report):
