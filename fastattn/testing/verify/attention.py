@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,21 +14,19 @@ from ...functional import call_options
 from ..compare import assert_matches_reference
 from ..inputs import make_qkv
 from ..option_examples import option_examples, sets_that_cover_pairs, together
-from .case import Case, Setting
+from .case import Case, Setting, same_bits
 
-_REPEATS = 20
 _REACH = 9
 # Beside masks that every kernel has: what takes the most registers, which has tiles of its own.
 _HEAVY = ("stride", "mask", "mask-mod", "score-mod", "bias", "relative-bias", "dropout")
 _HEAVY_AT_ONCE = 3
 _QUICK_HEAVY = 2  # sets of them in a quick verification
 # Options that stand for the others of their kind.
-_QUICK = (
+_TYPICAL = (
     *("window", "padding", "documents", "softcap", "alibi", "sinks", "bias", "bias-with-holes"),
     *("relative-bias", "dropout", "mask", "mask-mod", "score-mod", "stride"),
     *("relative-keys", "relative-query"),
 )
-_INTERPRETED = ("window", "documents", "bias", "relative-bias", "mask-mod", "relative-query")
 _FEW = 20  # queries and keys, where options are only listed
 
 
@@ -54,8 +52,8 @@ def one_pass() -> Iterator[Case]:
 def options(registers: str) -> Iterator[Case]:
     """Each option alone whose calls take so many registers: see `options.Tags`."""
     for name in _examples(registers):
-        interpreted = name in _INTERPRETED
-        yield Case(name, partial(_example, name=name), name in _QUICK, interpreted)
+        known = name in _TYPICAL
+        yield Case(name, partial(_example, name=name), quick=known, interpreted=known)
 
 
 def heavy() -> Iterator[Case]:
@@ -114,14 +112,13 @@ def _many_tiles(setting: Setting, **how: Any) -> float:
 
 
 def _repeats_forward(setting: Setting) -> float:
-    q, k, v = setting.qkv()
+    inputs = setting.qkv(requires_grad=False)
 
     def run() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            found: tuple[Tensor, ...] = setting.attention(q, k, v, causal=True, return_lse=True)
+        found: tuple[Tensor, ...] = setting.attention(*inputs, causal=True, return_lse=True)
         return found
 
-    return _repeats(run, ("o", "lse"))
+    return same_bits(run)
 
 
 def _repeats_backward(setting: Setting) -> float:
@@ -131,16 +128,7 @@ def _repeats_backward(setting: Setting) -> float:
         o = setting.attention(*inputs, causal=True)
         return torch.autograd.grad(o.float().square().sum(), inputs)
 
-    return _repeats(run, ("dq", "dk", "dv"))
-
-
-def _repeats(run: Callable[[], tuple[Tensor, ...]], names: tuple[str, ...]) -> float:
-    """Check that the bits of results are the same in each run."""
-    first = run()
-    for _ in range(_REPEATS - 1):
-        for name, x, again in zip(names, first, run(), strict=True):
-            assert torch.equal(x, again), f"{name} has other bits when the call is repeated"
-    return 0.0
+    return same_bits(run)
 
 
 def _packed(setting: Setting, **how: Any) -> float:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import attention, attention_varlen
-from ..compare import assert_matches_reference
+from ..compare import DIFFERENTIABLE, assert_matches_reference
 from ..inputs import make_qkv, to_device
+
+REPEATS = 20
 
 # What a case takes and gives: the sizes that the device permits, and the worst error as a share of
 # its budget. It raises AssertionError where a result is wrong.
@@ -93,8 +95,19 @@ class Setting(NamedTuple):
         for b, length in enumerate(key_lengths or ()):
             k[b, :, length:] = v[b, :, length:] = torch.nan
         options = to_device(how, self.device)
-        for name in {"relative_keys", "relative_query"} & options.keys():
-            options[name] = options[name].to(self.dtype)
+        for name, x in options.items():
+            if name in DIFFERENTIABLE and x.is_floating_point():
+                options[name] = x.to(self.dtype)
         if key_lengths is not None:
             options["key_lengths"] = torch.tensor(key_lengths, device=self.device)
         return assert_matches_reference(self.attention, q, k, v, clean=clean, **options)
+
+
+def same_bits(run: Callable[[], tuple[Tensor, ...]]) -> float:
+    """Check that a call gives the same bits each time."""
+    first = run()
+    for _ in range(REPEATS - 1):
+        again = run()
+        different = [i for i, x in enumerate(first) if not torch.equal(x, again[i])]
+        assert not different, f"results {different} have other bits when the call is repeated"
+    return 0.0

@@ -33,10 +33,10 @@ HEAD_DIMS = (64, 128, 256)
 _OF_HOPPER = ("forward", "backward", "one-pass", "packed", "masked", "fp8")
 # A quick verification has every family in one dtype and head dim, and a few families elsewhere.
 _QUICK = ("bfloat16", 128)
-_QUICK_ELSEWHERE = ("forward", "backward", "decode")
+_ELSEWHERE = ("forward", "backward", "decode")
 # The interpreter takes as long as there are numbers.
 _INTERPRETED = ("bfloat16", 64)
-_INTERPRETED_ELSEWHERE = (("forward", "float32", 64), ("backward", "float32", 64))
+_INTERPRETED_TOO = (("float16", 64), ("float32", 64), ("bfloat16", 128))
 
 
 class Scope(NamedTuple):
@@ -81,6 +81,6 @@ class Scope(NamedTuple):
             served = family in _OF_HOPPER and dtype != "float32"
             return served and not self.interpreted
         if self.interpreted:
-            known = (family, dtype, head_dim) in _INTERPRETED_ELSEWHERE
-            return known or (dtype, head_dim) == _INTERPRETED
-        return not self.quick or (dtype, head_dim) == _QUICK or family in _QUICK_ELSEWHERE
+            too = family in _ELSEWHERE and (dtype, head_dim) in _INTERPRETED_TOO
+            return too or (dtype, head_dim) == _INTERPRETED
+        return not self.quick or (dtype, head_dim) == _QUICK or family in _ELSEWHERE

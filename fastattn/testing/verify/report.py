@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import torch
 
-from .cases import DTYPES, FAMILIES, HEAD_DIMS
+from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS
 from .verdicts import RIGHT, Finding, worst_of
 
 _HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", "verdict")
@@ -71,7 +71,8 @@ def table(found: Sequence[Finding]) -> list[str]:
 
 
 def _rows(found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
-    for backend, family in dict.fromkeys((x.backend, x.family) for x in found):
+    listed = [(x, y) for x in BACKENDS for y in FAMILIES]
+    for backend, family in sorted({(x.backend, x.family) for x in found}, key=listed.index):
         of_family = [x for x in found if (x.backend, x.family) == (backend, family)]
         worst = worst_of(of_family)
         yield (

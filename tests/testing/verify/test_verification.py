@@ -109,13 +109,12 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_broken_kernel_is_named_and_kept(launched: Any, capsys: pytest.CaptureFixture) -> None:
     launched(lambda o, lse: (o * 1.1, lse))
-    assert main(["verify", "--quick", "--family", "forward"]) == 1
+    assert main(["verify", "--quick", "--family", "packed"]) == 1
     line = capsys.readouterr().out.splitlines()[2]
-    assert re.match(r"triton forward bfloat16 64: wrong: .*: o: error .* exceeds the budget", line)
-    first, second = stored()
-    assert (first["dtype"], second["dtype"]) == ("bfloat16", "float32")
-    assert {first["verdict"], second["verdict"]} == {"wrong"}
-    assert first["share"] > 1 and first["cases"] == 4
+    assert re.match(r"triton packed bfloat16 64: wrong: causal: o: error .* exceeds the", line)
+    (row,) = stored()
+    assert (row["family"], row["verdict"], row["case"]) == ("packed", "wrong", "causal")
+    assert row["share"] > 1 and row["reason"].startswith("o: error")
 
 
 def raising(error: Exception) -> Callable[..., Any]:
