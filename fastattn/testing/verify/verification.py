@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...ops import attend, call
+from ...tuned import choices
 from ...tuned.environment import environment
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
@@ -182,3 +183,4 @@ def _keep(store: Store, found: Finding, outcomes: list[Outcome]) -> None:
     same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*found.subject])
     if not any(still_holds(row, outcomes) for row in same):
         store.put(KIND, found._asdict())
+        choices.forget()
