@@ -2,6 +2,8 @@
 
 python bench/results_table.py            # write
 python bench/results_table.py --check    # exit 1 if the page is not what the files say
+python bench/results_table.py --add F    # first take in what `fastattn tune --export F` wrote, or a
+                                         # report: a copy beside the others, and tiles to ship
 """
 
 import argparse
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 from fastattn.bench.results.page import check, draw
+from fastattn.bench.results.tuned import add
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -18,8 +21,18 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 on a difference"
     )
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     arguments = parser.parse_args()
+    for path in arguments.add:
+        try:
+            written = add(path, arguments.results)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        sys.stdout.writelines(f"{file}\n" for file in written)
     if not arguments.check:
         draw(arguments.results)
         return 0

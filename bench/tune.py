@@ -1,14 +1,13 @@
-"""Choose tiles of the kernels and write tuning tables: by timing them on this machine's GPU, or,
-without one, by what the compilers make of them.
+"""Choose tiles of the kernels and write tuning tables: by timing them on this machine's GPU, as
+`fastattn tune` does, or, without one, by what the compilers make of them.
 
     python bench/tune.py --out DIR --static sm_90        # leaves DIR/sm_90.json and .survivors.json
-    python bench/tune.py --out DIR --seconds 300         # on a GPU
+    python bench/tune.py --out DIR --seconds 300         # on a GPU: leaves DIR/tuned.json
     python bench/tune.py --out DIR --survivors DIR/sm_90.survivors.json
 
-DIR gets <arch>.json: the table in kernels/launch/tuning with the rows that were chosen in place,
-each saying whether it was modelled or measured. On a GPU, rows come in the order of importance
-and the file is written after each; with --survivors only what a static sweep left is timed. The
-rows and every candidate's outcome also go to DIR/results.json, where a second call goes on.
+DIR/tuned.json is what `fastattn tune --export` writes, and `bench/results_table.py --add` takes. It
+is written after each step, and a second call goes on with what has no finding yet. With --survivors
+only what a static sweep left is timed.
 """
 
 import argparse
@@ -17,17 +16,20 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import environment
-from fastattn.bench.results.report import Report
-from fastattn.bench.run.suite import gpu_bench
-from fastattn.bench.tuning import static_sweep, timed_sweep
+from fastattn.bench.tuning import static_sweep
+from fastattn.bench.tuning.ahead import Compilation
+from fastattn.bench.tuning.entries import ENTRIES, entries_named
+from fastattn.bench.tuning.tune import tune
+from fastattn.bench.tuning.tuner import Progress
 from fastattn.testing.compiling.cross_compile import TARGETS
+from fastattn.tuned.environment import environment
+from fastattn.tuned.store import Store
 
 
 def static(out: Path, target: str, entries: list[str], workers: int) -> int:
     """Run a static sweep: print a line for each entry, and write the files after each."""
-    chosen = static_sweep.entries_named(entries) if entries else timed_sweep.ENTRIES
-    compilation = timed_sweep.Compilation(target, workers)
+    chosen = entries_named(entries) if entries else ENTRIES
+    compilation = Compilation(target, workers)
     found = {}
     try:
         for entry, survivors in static_sweep.sweep(target, chosen, compilation):
@@ -39,10 +41,25 @@ def static(out: Path, target: str, entries: list[str], workers: int) -> int:
     return 0
 
 
+def timed(out: Path, seconds: float, survivors: Path | None) -> int:
+    """Tune on this machine's GPU: print a line for each step, and write the findings after each."""
+    store = Store(environment("cuda"), out / "findings")
+
+    def show(progress: Progress) -> None:
+        if progress.done:
+            store.export(out / "tuned.json")
+            sys.stdout.write(f"{progress.step}: {progress.text}\n")
+            sys.stdout.flush()
+
+    left = static_sweep.read(survivors) if survivors else None
+    tune(seconds=seconds, folder=out / "findings", survivors=left, show=show)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder for the table"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the files"
     )
     parser.add_argument("--seconds", type=float, default=300, help="for everything (300)")
     parser.add_argument(
@@ -56,34 +73,13 @@ def main(argv: list[str] | None = None) -> int:
         "--survivors", type=Path, metavar="FILE", help="time what a static sweep left"
     )
     arguments = parser.parse_args(argv)
-    if arguments.static:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        return static(arguments.out, arguments.static, arguments.places, arguments.workers)
-    if not torch.cuda.is_available():
+    if not arguments.static and not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to time here\n")
         return 2
-    left = timed_sweep.deadline(arguments.seconds)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path, command = arguments.out / "results.json", environment.command_line()
-    report = Report.load(path) if path.exists() else Report.create(path, command)
-    if not report.data["environment"]:
-        report.data["environment"] = environment.collect()
-    bench = gpu_bench("quick")
-    bench.effort = timed_sweep.effort_for(arguments.seconds)
-    for table, rows, tried in timed_sweep.tune(
-        arguments.out,
-        bench,
-        left,
-        report.data["environment"],
-        command,
-        static_sweep.read(arguments.survivors) if arguments.survivors else None,
-        report.data["tuning"].get("rows", ()),
-        report.data["tuning"].get("tried", ()),
-    ):
-        report.data["tuning"] = {"table": table.name, "rows": rows, "tried": tried}
-        report.save()
-        sys.stdout.write(f"{rows[-1]}\n")
-    return 0
+    if arguments.static:
+        return static(arguments.out, arguments.static, arguments.places, arguments.workers)
+    return timed(arguments.out, arguments.seconds, arguments.survivors)
 
 
 if __name__ == "__main__":

@@ -48,10 +48,11 @@ from .torch_backend.dropout import keep_mask as dropout_keep_mask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    tune: Callable[..., Any]
     verify: Callable[..., Any]
 
 # What stands above all else in the package is imported when it is used.
-_LATE = {"verify": ".testing.verify"}
+_LATE = {"tune": ".bench.tuning.tune", "verify": ".testing.verify"}
 
 
 def __getattr__(name: str) -> Any:
@@ -99,6 +100,7 @@ __all__ = [
     "quantize_fp8",
     "swap",
     "t5_relative_bias",
+    "tune",
     "unpatch_sdpa",
     "verify",
     "view_of_tensors",

@@ -18,6 +18,7 @@ from .generate import add_generate
 from .inspect import add_inspect
 from .tasks import add_tag, add_translate
 from .train import INTERRUPTED, add_train, say
+from .tune import add_tune
 from .verify import add_verify
 
 
@@ -69,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show devices, backends and versions")
     info.set_defaults(command=_info)
     add_verify(commands)
+    add_tune(commands)
     add_bench(commands)
     add_convert(commands)
     return parser

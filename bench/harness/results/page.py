@@ -8,14 +8,14 @@ from typing import Any
 
 from ...kernels.launch import tiles
 from ..attention import TIMED
-from . import modelled, probes
+from . import modelled, probes, tuned
 from .report import Report, markdown, table, write_whole
 
 _INTRODUCTION = """# Results
 
 This page is drawn from the JSON files of this folder by `bench/results_table.py`, and the test
 suite fails where the two differ. Every performance figure of the project is in such a file, one for
-each GPU and date, as `bench/run_all.py` wrote it.
+each GPU and date, as `bench/run_all.py` or `fastattn tune --export` wrote it.
 
 How the figures are made: times are medians between CUDA events with the second-level cache cold,
 the implementations taking turns in one process. TFLOP/s count 4 * D operations for a pair of query
@@ -78,6 +78,7 @@ def page(folder: Path) -> str:
     parts = [_INTRODUCTION.strip()]
     parts.append("## Measured" if reports else _NOTHING)
     parts += [markdown(data).strip() for data in reports]
+    parts += tuned.sections(folder / "tuned")
     parts += probes.tables(folder / "probes")
     parts += modelled.section(folder)
     parts.append(_verified(reports, probes.ran(folder / "probes")))

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...kernels.launch import tiles
+from ...tuned import findings
 from ..results import plots
 from ..results.report import DONE, Report, markdown, write_whole
 from . import numeric_tests
@@ -41,7 +43,7 @@ def run_all(
 
     Args:
         out: folder, made if missing, for results.json, results.md, PNG files, log.txt, tests.jsonl
-            and the tuning table; an earlier run there is continued.
+            and tuned.json, the findings of `bench/tune.py`; an earlier run there is continued.
         checkout: the repository, whose tests and scripts are run.
         which: case set; with "quick" there is no time for tuning.
         seconds: for everything.
@@ -93,6 +95,8 @@ def run_all(
         say(f"tiles, at most {budget.left(_RESERVE):.0f} s")
         _run_tuning(checkout, out, partial(start, log=log), budget, sleep)
     report = Report.load(path)
+    report.data["tuning"] = tuned_tiles(out / "tuned.json") or report.data["tuning"]
+    report.save()
     write_whole(out / "results.md", markdown(report.data))
     try:
         plots.draw_all(report.data, out)
@@ -120,6 +124,14 @@ def _run_tuning(
             break
         sleep(0.2)
     process.kill()
+
+
+def tuned_tiles(path: Path) -> dict[str, Any]:
+    """The tiles in a file of findings, as a report has them; nothing without the file."""
+    if not path.exists():
+        return {}
+    rows = findings.read(path).rows.get("tiles", [])
+    return {"rows": [row for row in rows if row["kernel"] not in tiles.HOPPER]}
 
 
 def _suite_command(path: Path, which: str, seconds: float) -> list[str]:

@@ -19,8 +19,10 @@ from ...kernels.launch.tiles import TileConfig
 from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
 from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 from ..results.report import write_whole
-from .candidates import BY_KEYS, ENTRIES, KERNEL_OF, Compilation, TableEntry, candidates
-from .timed_sweep import merge, table_text
+from . import tables
+from .ahead import Compilation
+from .choices import KERNEL_OF, tile_choice
+from .entries import BY_KEYS, TableEntry
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,16 @@ def sweep(
     target: str, entries: Iterable[TableEntry], compilation: Compilation
 ) -> Iterator[tuple[TableEntry, list[Survivor]]]:
     """Yield each entry with its Pareto set, best tile first, as soon as it is compiled."""
-    entries = list(entries)
     shared = TARGETS[target].shared_bytes
-    tried = {entry: candidates(entry, shared, target) for entry in entries}
-    for entry in entries:
-        for tile in tried[entry]:
-            compilation.submit(entry, tile)
-    for entry in entries:
+    choices = {entry: tile_choice(entry, target, shared) for entry in entries}
+    for choice in choices.values():
+        for candidate in choice.candidates:
+            compilation.submit(choice, candidate)
+    for entry, choice in choices.items():
         found = []
-        for tile in tried[entry]:
-            facts = compilation.facts(entry, tile)
+        for candidate in choice.candidates:
+            tile = TileConfig(**candidate.row)
+            facts = compilation.facts(choice, candidate)
             if facts is not None and (one := survivor(entry, tile, facts)) is not None:
                 found.append(one)
         yield entry, pareto(found)
@@ -113,21 +115,23 @@ def write(out: Path, target: str, found: Mapping[TableEntry, list[Survivor]]) ->
     """Write the tuning table with the best tile of each set, and the sets in a file for `read`."""
     name = tiles.table_for(target)
     rows = [
-        {**asdict(entry), **asdict(best[0].tile), "source": "modelled"}
+        {**_key(entry), **asdict(best[0].tile), "source": "modelled"}
         for entry, best in found.items()
         if best
     ]
-    device = json.loads(_table_file(name))["device"]
-    table = {"device": device, "rows": list(tiles.table(name))}
-    sets = [{**asdict(entry), "tiles": [asdict(s) for s in found[entry]]} for entry in found]
+    sets = [{**_key(entry), "tiles": [asdict(s) for s in found[entry]]} for entry in found]
     paths = out / f"{name}.json", out / f"{name}.survivors.json"
-    write_whole(paths[0], table_text(merge(table, rows)))
+    write_whole(paths[0], tables.text(tables.merge(tables.read(name), rows)))
     write_whole(paths[1], json.dumps({"target": target, "sets": sets}, indent=1) + "\n")
     return paths
 
 
-def _table_file(name: str) -> str:
-    return (Path(tiles.__file__).parent / "tuning" / f"{name}.json").read_text("utf-8")
+def _key(entry: TableEntry) -> dict[str, Any]:
+    return {
+        "kernel": entry.kind,
+        "element_size": entry.element_size,
+        "BLOCK_D": entry.BLOCK_D,
+    }
 
 
 def read(path: Path) -> dict[TableEntry, list[TileConfig]]:
@@ -139,16 +143,3 @@ def read(path: Path) -> dict[TableEntry, list[TileConfig]]:
         ]
         for s in data["sets"]
     }
-
-
-def entries_named(names: Iterable[str]) -> list[TableEntry]:
-    """Entries by names like "forward:2:128": kernel, bytes of an element, head dim.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    by_name = {f"{p.kernel}:{p.element_size}:{p.BLOCK_D}": p for p in ENTRIES}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        raise ValueError(f"places must be among {', '.join(by_name)}, got {unknown[0]!r}")
-    return [by_name[name] for name in names]

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from fastattn.bench.tuning import static_sweep
-from fastattn.bench.tuning.candidates import Compilation, TableEntry, candidates
-from fastattn.bench.tuning.static_sweep import Survivor, entries_named, pareto, survivor
+from fastattn.bench.tuning.ahead import Compilation
+from fastattn.bench.tuning.candidates import candidates
+from fastattn.bench.tuning.choices import Candidate, Choice
+from fastattn.bench.tuning.entries import TableEntry
+from fastattn.bench.tuning.static_sweep import Survivor, pareto, survivor
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.compiling.cross_compile import CompiledFacts
@@ -147,7 +150,8 @@ class Known(Compilation):
     def __init__(self) -> None:
         super().__init__("an unknown architecture", 1)
 
-    def facts(self, entry: TableEntry, tile: TileConfig) -> list[CompiledFacts] | None:
+    def facts(self, choice: Choice, candidate: Candidate) -> list[CompiledFacts] | None:
+        tile = TileConfig(**candidate.row)
         if tile.num_stages == 3:
             return None
         return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=100 * (tile.num_warps == 4))]
@@ -174,15 +178,6 @@ def test_an_entry_without_tiles_keeps_its_row(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["rows"] == list(tiles.table("sm_86"))
 
 
-def test_entries_are_named() -> None:
-    assert entries_named(["decode:2:64", "forward:4:128"]) == [
-        TableEntry("decode", 2, 64),
-        TableEntry("forward", 4, 128),
-    ]
-    with pytest.raises(ValueError, match=r"places must be among forward:2:128, .*got 'forward'"):
-        entries_named(["forward"])
-
-
 def test_the_tool_sweeps_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +186,7 @@ def test_the_tool_sweeps_without_a_gpu(
     assert spec is not None and spec.loader is not None
     tune = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tune)
-    monkeypatch.setattr(tune.timed_sweep, "Compilation", lambda target, workers: Known())
+    monkeypatch.setattr(tune, "Compilation", lambda target, workers: Known())
     arguments = ["--out", str(tmp_path), "--static", "sm_90", "--places", "decode:2:64"]
     assert tune.main(arguments) == 0
     assert "no tile fits" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""`fastattn tune`: which tiles, shapes and backends are fastest on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, TextIO
+
+from .train import say
+
+
+def add_tune(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "tune",
+        help="time tiles and backends on this machine's GPU, and remember the fastest",
+        description="Verify what is to be timed, time candidates against what is shipped, and "
+        "store each winner at once: Ctrl-C keeps all that is found. What has no finding yet comes "
+        "first. Calls use the findings by themselves; FASTATTN_TUNED=0 leaves them aside.",
+    )
+    parser.set_defaults(command=_tune)
+    add = parser.add_argument
+    add("--model", metavar="CONFIG", help="a model's config.json or its folder: tune for its sizes")
+    add("--heads", type=int, help="query heads")
+    add("--kv-heads", type=int, help="key/value heads (as many)")
+    add("--dims", type=int, nargs="+", metavar="D", help="head dims (128, 64 and 256)")
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", nargs="+", choices=dtypes, help="(bfloat16, then float32)")
+    add("--seconds", type=float, default=300.0, help="for everything, the most important first")
+    add("--device", default="auto", help="auto (default) or cuda:<index>")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--export", metavar="FILE", help="at the end, write all findings to a file")
+    one.add_argument("--import", dest="read", metavar="FILE", help="store a file's, and end")
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    """0; 1 if a kernel broke the device."""
+    import torch
+
+    from ..bench.tuning.tune import tune
+    from ..tuned.environment import environment
+    from ..tuned.store import Store
+
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU: torch sees no CUDA device, so there is nothing to tune here")
+    name = "cuda" if arguments.device == "auto" else arguments.device
+    device = torch.device(name)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a GPU, got {arguments.device}")
+    store = Store(environment(device))
+    if arguments.read is not None:
+        count = store.import_(arguments.read)
+        sys.stdout.write(f"stored {count} findings of {arguments.read}\n")
+        return 0
+    say(f"tuning on {store.environment.gpu}, {arguments.seconds:.0f} s")
+    with Status(sys.stderr) as status:
+        try:
+            found = tune(
+                model=arguments.model,
+                heads=arguments.heads,
+                kv_heads=arguments.kv_heads,
+                head_dims=arguments.dims,
+                dtypes=arguments.dtype,
+                seconds=arguments.seconds,
+                device=device,
+                show=status.show,
+            )
+        finally:
+            if arguments.export is not None:
+                store.export(arguments.export)
+    sys.stdout.write("\n".join(summary(found)) + "\n")
+    return int(any(step.status == "lost the device" for step in found.steps))
+
+
+def summary(found: Any) -> list[str]:
+    """What a `Tuning` came to, in a few lines."""
+    faster = [row for _, row in found.rows if row["gain"]]
+    left = sum(step.status == "not reached" for step in found.steps)
+    lines = [f"{len(found.rows)} choices measured, {len(faster)} faster than shipped"]
+    if found.rows:
+        lines[0] += f"; kept in {found.folder}"
+    if left:
+        lines.append(
+            f"{left} of {len(found.steps)} steps were not reached: the same command goes on there"
+        )
+    return lines
+
+
+class Status:
+    """A line for every step of a run and, on a terminal, one that tells how far the step is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._shown = stream, ""
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def show(self, progress: Any) -> None:
+        """Show a `bench.tuning.tuner.Progress`."""
+        place = f"{progress.number:3}/{progress.steps} {max(0.0, progress.left):4.0f} s left"
+        line = f"{place}  {progress.step}: {progress.text}"
+        self._clear()
+        if progress.done:
+            self._stream.write(f"{line}\n")
+        elif self._stream.isatty():
+            self._shown = line[:110]
+            self._stream.write(self._shown)
+        self._stream.flush()
+
+    def _clear(self) -> None:
+        if self._shown:
+            self._stream.write(f"\r{' ' * len(self._shown)}\r")
+            self._shown = ""

@@ -1,0 +1,157 @@
+"""Findings that someone sends: a copy, tables for people, and tiles to ship."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import pytest
+
+from fastattn.bench.results import page, tuned
+from fastattn.bench.results.report import Report
+from fastattn.bench.run.full_run import tuned_tiles
+from fastattn.bench.tuning import tables
+from fastattn.kernels.hopper.tile_table import forward_config
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.tuned import findings
+from fastattn.tuned.environment import Environment
+from fastattn.tuned.findings import Findings
+
+H100 = Environment("NVIDIA H100 80GB HBM3", 132, "580.1", "2.11.0", "3.6.0", "0123456789abcdef")
+TILE = TileConfig(64, 64, 4, 3, sum_parts=4)
+MEASURED = {"ms": 0.5, "ms_full": 0.9, "ms_shipped": 0.625, "ms_full_shipped": 1.0}
+COMMON = {"element_size": 2, "BLOCK_D": 64, "arch": "sm_90", "date": "2026-11-22"}
+ROWS = {
+    "tiles": [
+        {"kernel": "forward", "calls": "plain", **asdict(TILE), **MEASURED, "gain": 0.15, **COMMON},
+        {"kernel": "forward", "calls": "masked", **asdict(TILE), "ms": 0.5, "gain": 0.1, **COMMON},
+        {
+            "kernel": "hopper_forward",
+            "calls": "plain",
+            **forward_config(64, False)._asdict(),
+            **MEASURED,
+            "gain": 0.0,
+            **COMMON,
+        },
+        # Of a GPU that takes another one's table.
+        {"kernel": "decode", "calls": "plain", **asdict(TILE), "ms": 1.0, "gain": 0.5, **COMMON}
+        | {"arch": "sm_89"},
+    ],
+    "backends": [
+        {
+            "direction": "training",
+            "dtype": "bfloat16",
+            "head_dim": 128,
+            "causal": True,
+            "waves": "many",
+            "backend": "torch",
+            "ms": {"hopper": 2.0, "torch": 1.5},
+            "gain": 0.25,
+            "date": "2026-11-21",
+        }
+    ],
+}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A file of findings, a folder of results, and one of tables."""
+    shutil.copytree(tables.FOLDER, tmp_path / "shipped")
+    (tmp_path / "results").mkdir()
+    findings.write(tmp_path / "sent.json", Findings(H100, ROWS))
+    return tmp_path / "sent.json", tmp_path / "results", tmp_path / "shipped"
+
+
+def test_findings_are_copied_and_their_tiles_shipped(folders):
+    sent, results, shipped = folders
+    written = tuned.add(sent, results, shipped)
+    assert written == [results / "tuned" / "h100-2026-11-22.json", shipped / "sm_90.json"]
+    assert findings.read(written[0]) == findings.read(sent)
+    rows = {
+        (r["kernel"], r["element_size"], r["BLOCK_D"]): r
+        for r in json.loads(written[1].read_text())["rows"]
+    }
+    before = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in tiles.table("sm_90")}
+    changed = {key for key in rows if rows[key] != before.get(key)}
+    assert changed == {("forward", 2, 64), ("forward_masked", 2, 64)}
+    assert rows["forward", 2, 64] == {
+        "kernel": "forward",
+        "element_size": 2,
+        "BLOCK_D": 64,
+        **asdict(TILE),
+        "source": "measured",
+        "ms": 0.5,
+        "ms_full": 0.9,
+        "gpu": H100.gpu,
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "date": "2026-11-22",
+        "command": "fastattn tune",
+    }
+    # The others stand as they stood, to the letter.
+    kept = (tables.FOLDER / "sm_90.json").read_text().splitlines()
+    assert len(set(kept) - set(written[1].read_text().splitlines())) == 2
+
+
+def test_the_page_has_what_was_found(folders):
+    sent, results, shipped = folders
+    tuned.add(sent, results, shipped)
+    page.draw(results)
+    text = (results / "README.md").read_text()
+    assert "## NVIDIA H100 80GB HBM3: what `fastattn tune` found, 2026-11-22" in text
+    shapes = "(64, 64, 4, 3) | 0.5 / 0.9 | 0.625 / 1 | 15.0 %"
+    assert f"| forward | plain | 2 | 64 | {shapes} |" in text
+    assert "| hopper_forward | plain | 2 | 64 | (128, 4) | 0.5 / 0.9 | 0.625 / 1 | 0.0 % |" in text
+    assert "| training | bfloat16 | 128 | causal | many | torch | hopper 2, torch 1.5 |" in text
+    assert "in one pass with atomics, or in two" not in text
+    assert page.check(results) == ""
+
+
+def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
+    _, results, shipped = folders
+    report = Report.create(tmp_path / "out.json", "python run_all.py")
+    with pytest.raises(ValueError, match=r"out\.json is a report of no GPU"):
+        tuned.add(report.path, results, shipped)
+    report.data["environment"] = {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}
+    report.data["started"] = "2026-11-22T10:00:00"
+    report.save()
+    (copy,) = tuned.add(report.path, results, shipped)
+    assert copy == results / "rtx-4090-2026-11-22.json"
+    assert Report.load(copy).data == report.data
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"format": 1}'])
+def test_what_is_neither_is_an_error_and_changes_nothing(folders, tmp_path, text):
+    _, results, shipped = folders
+    (tmp_path / "broken.json").write_text(text)
+    with pytest.raises(ValueError, match=r"neither a report nor findings|of no GPU"):
+        tuned.add(tmp_path / "broken.json", results, shipped)
+    assert not list(results.iterdir())
+
+
+def test_findings_of_the_interpreter_are_not_taken(folders, tmp_path):
+    _, results, shipped = folders
+    made = Findings(H100._replace(gpu="interpreter"), ROWS)
+    findings.write(tmp_path / "sent.json", made)
+    with pytest.raises(ValueError, match="has no findings of a GPU"):
+        tuned.add(tmp_path / "sent.json", results, shipped)
+
+
+def test_a_report_has_the_tiles_that_were_found(folders, tmp_path):
+    sent, *_ = folders
+    assert tuned_tiles(tmp_path / "none.json") == {}
+    kernels = [row["kernel"] for row in tuned_tiles(sent)["rows"]]
+    assert kernels == ["forward", "forward", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 3060", "rtx-3060"),
+    ],
+)
+def test_files_are_named_by_gpu(gpu, name):
+    assert tuned.slug(gpu) == name

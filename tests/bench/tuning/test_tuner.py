@@ -1,0 +1,347 @@
+"""A tuning run in the interpreter, with planned times: what wins, what is kept and reported."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn.bench.attention import Bench
+from fastattn.bench.cases import Case
+from fastattn.bench.measure import Effort, HostTimer
+from fastattn.bench.tuning import trial, tune
+from fastattn.bench.tuning.ahead import Compilation
+from fastattn.bench.tuning.choices import Candidate, Choice, tile_candidate
+from fastattn.bench.tuning.plan import Gpu, Verification
+from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Record, Tuner
+from fastattn.functional import call_memo
+from fastattn.kernels.launch import launches, tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.tuned.environment import environment
+from fastattn.tuned.store import Store
+
+QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
+A, B, C = TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16)
+NAMES = {A: "(32, 16, 4, 1)", B: "(16, 32, 4, 1)", C: "(16, 16, 4, 1)"}
+FORWARD = Case("forward", "forward", 1, 1, 1, 20, 20, 16, True, dtype="float32", device="cpu")
+BACKWARD = replace(FORWARD, family="backward", direction="backward")
+DECODE = replace(FORWARD, family="decode", T_q=1, layout="bhtd")
+VERIFY = Verification((("triton", "forward"), ("triton", "backward")), "float32", 64)
+
+
+def choice(kernel="forward", calls="plain", **changes) -> Choice:
+    """Three tiles of a kernel; A is the shipped one."""
+    case = {"forward": FORWARD, "decode": DECODE}.get(kernel, BACKWARD)
+    cases = (case,) if kernel == "decode" else (case, replace(case, causal=False))
+    made = [tile_candidate(kernel, calls, tile) for tile in (A, B, C)]
+    key = {"kernel": kernel, "calls": calls, "element_size": 4, "BLOCK_D": 64}
+    return Choice("tiles", key, cases, made[0], tuple(made[1:]), **changes)
+
+
+class Planned(HostTimer):
+    """A call takes the times that are planned for the tile that is in force when it first runs.
+
+    times: by kernel and tile: milliseconds, or a list of those of the call's samples.
+    """
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def prepare(self, function):
+        used, count = set(), iter(range(1000))
+        lookup = tiles.lookup
+
+        def remember(kernel, *sizes, **kind):
+            tile = lookup(kernel, *sizes, **kind)
+            used.add((kernel, tile))
+            return tile
+
+        call_memo.forget()
+        launches.forget()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "lookup", remember)
+            function()
+
+        def start():
+            number = next(count)
+            planned = [self.times[one] for one in used if one in self.times]
+            ms = sum(x[number % len(x)] if isinstance(x, list) else x for x in planned)
+            return lambda: ms
+
+        return start
+
+
+class NoCompilation(Compilation):
+    """Nothing is compiled ahead; some tiles are known not to be worth a launch."""
+
+    def __init__(self, refused=()):
+        super().__init__("an unknown architecture", 1)
+        self.refused, self.submitted = refused, []
+
+    def submit(self, choice, candidate):
+        self.submitted.append(candidate.name)
+
+    def why_not(self, choice, candidate, seconds):
+        return "spills 8 bytes a thread" if candidate.name in self.refused else None
+
+
+def right(step, show):
+    return {(*pair, step.dtype, step.head_dim): "right" for pair in step.families}
+
+
+def tuner(times, left=lambda: 1.0, refused=(), verify=right, **more) -> Tuner:
+    """A run in which tiles take the given milliseconds; `kept` has what it stores."""
+    by_kernel = {
+        ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
+    }
+    bench = Bench(Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all)
+    kept = []
+    made = Tuner(
+        bench,
+        left,
+        NoCompilation(refused),
+        lambda kind, row: kept.append((kind, row)),
+        verify,
+        **more,
+    )
+    made.kept = kept
+    return made
+
+
+def prepare_lookups(implementation, case, inputs, expected):
+    """In place of kernels, which the interpreter takes seconds for: what they look up."""
+    kernels = ["forward"] if case.direction == "forward" else ["forward", "backward_dq"]
+    ours = implementation.name == "fastattn-triton"
+    return (lambda: [tiles.lookup(kernel, 4, 16) for kernel in kernels if ours]), {}
+
+
+@pytest.fixture
+def lookups_alone(monkeypatch):
+    monkeypatch.setattr(trial, "prepare", prepare_lookups)
+
+
+@pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
+def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
+    run = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
+    (record,) = run.run([choice(kernel)])
+    assert record == Record(
+        f"tiles: {kernel} plain 4 bytes D 64",
+        DONE,
+        "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time",
+    )
+    ((kind, row),) = run.kept
+    assert (
+        kind == "tiles" and {name: row[name] for name in choice(kernel).key} == choice(kernel).key
+    )
+    assert (row["BLOCK_M"], row["BLOCK_N"], row["gain"]) == (16, 32, 0.6667)
+    assert (row["ms"], row["ms_shipped"]) == (1.0, 3.0)
+    assert ("ms_full" in row) == (kernel != "decode")
+    assert [tried["ms"] for tried in run.tried] == [3.0, 1.0, 2.0]
+    assert run.compilation.submitted == [NAMES[tile] for tile in (A, B, C)]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [2.95, 3.0, 3.3, [2.0] * 6 + [3.0] * 4, [3.0] * 5 + [1.0] * 5],
+    ids=["less-than-3-percent", "equal", "slower", "first-half", "second-half"],
+)
+def test_what_is_not_surely_faster_does_not_win(lookups_alone, times):
+    """The shipped tile is stored as measured, and as what stays."""
+    run = tuner({A: 3.0, B: times, C: 9.0})
+    (record,) = run.run([choice()])
+    assert record.text == "(32, 16, 4, 1) stays: nothing else saves more than 3 %"
+    ((_, row),) = run.kept
+    assert (row["BLOCK_M"], row["gain"], row["ms"], row["ms_shipped"]) == (32, 0.0, 3.0, 3.0)
+
+
+def test_every_step_is_recorded_with_what_came_of_it(lookups_alone):
+    shown = []
+    times = {A: 3.0, B: 1.0, ("backward_dq", A): 2.0, ("backward_dq", B): 2.0}
+    run = tuner({**times, C: 3.0, ("backward_dq", C): 2.0}, show=shown.append)
+    plan = [VERIFY, choice(), choice("backward_dq")]
+    assert run.run(plan) == [
+        Record("verify float32 D 64: triton forward, triton backward", DONE, "all right"),
+        Record(plan[1].name, DONE, "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time"),
+        Record(plan[2].name, DONE, "(32, 16, 4, 1) stays: nothing else saves more than 3 %"),
+    ]
+    assert [(p.number, p.steps, p.text) for p in shown if p.done] == [
+        (1, 3, "all right"),
+        (2, 3, "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time"),
+        (3, 3, "(32, 16, 4, 1) stays: nothing else saves more than 3 %"),
+    ]
+    assert [p.text for p in shown if p.number == 2 and not p.done] == [
+        "",
+        "1 of 3; best so far (32, 16, 4, 1) 3 ms, 0.0 % less",
+        "2 of 3; best so far (16, 32, 4, 1) 1 ms, 66.7 % less",
+        "3 of 3; best so far (16, 32, 4, 1) 1 ms, 66.7 % less",
+    ]
+
+
+def test_a_tile_that_won_is_in_use_where_backends_are_compared(lookups_alone):
+    """Its own time is that of the backend then."""
+    names = ("triton", "torch")
+    made = [Candidate(name, f"fastattn-{name}", {}, {"backend": name}) for name in names]
+    key = {"direction": "forward", "dtype": "float32", "head_dim": 64}
+    backends = Choice("backends", key, (FORWARD,), made[0], (made[1],))
+    run = tuner({A: 3.0, B: 1.0, C: 2.0})
+    run.run([choice(), backends])
+    assert run.kept[1][1]["ms"]["triton"] == 1.0
+    assert run.kept[1][0] == "backends"
+
+
+def test_tiles_that_spill_are_not_tried(lookups_alone):
+    run = tuner({A: 3.0, B: 1.0, C: 2.0}, refused=(NAMES[B],))
+    run.run([choice()])
+    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert run.tried[1]["reason"] == "spills 8 bytes a thread"
+
+
+def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
+    """In a head that no sample would have had."""
+    check = trial.prepare
+
+    def prepare(implementation, case, inputs, expected):
+        assert len(expected.exact) == case.B * case.H_k
+        if tiles.lookup("forward", 4, 16) == B:
+            raise AssertionError("o: error 1 exceeds the budget 0")
+        return check(implementation, case, inputs, expected)
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    many = replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),))
+    run = tuner({A: 3.0, B: 1.0, C: 2.0})
+    run.run([many])
+    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert "exceeds the budget" in run.tried[1]["reason"]
+
+
+def test_where_the_shipped_tile_does_not_run_the_fastest_other_one_does(lookups_alone):
+    run = tuner({B: 1.0, C: 2.0}, refused=(NAMES[A],))
+    (record,) = run.run([choice()])
+    assert record.text == "(16, 32, 4, 1) in place of (32, 16, 4, 1): spills 8 bytes a thread"
+    assert run.kept[0][1]["gain"] == 1.0 and "ms_shipped" not in run.kept[0][1]
+
+
+def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(lookups_alone):
+    asked = []
+
+    def verify(step, show):
+        asked.append(step.families)
+        return {("triton", "backward", "float32", 64): "hang"}
+
+    known = {("triton", "forward", "float32", 64): "right"}
+    run = tuner({A: 3.0, B: 1.0, C: 2.0}, verify=verify, verified=known)
+    records = run.run([VERIFY, choice(), choice("backward_dq"), VERIFY])
+    assert asked == [(("triton", "backward"),)]
+    assert records[0].text == records[3].text == "triton backward: hang"
+    assert records[1].status == DONE and records[2].status == SKIPPED
+    assert records[2].text == "verification of triton backward says: hang"
+    assert len(run.kept) == 1
+
+
+def test_a_run_ends_in_time(lookups_alone):
+    """It finishes what it began: the shipped tile alone says nothing."""
+    left = iter([1.0, 1.0, 1.0, *[-1.0] * 100])
+    run = tuner({A: 3.0, B: 1.0, C: 2.0}, left=lambda: next(left))
+    records = run.run([choice(), choice("backward_dq"), VERIFY])
+    assert [record.status for record in records] == [DONE, NOT_REACHED, NOT_REACHED]
+    assert records[0].text == "nothing was compared: the time was up"
+    assert len(run.tried) == 1 and not run.kept
+
+
+def test_too_short_a_time_is_enough_for_nothing_and_compiles_nothing():
+    run = tuner({}, left=lambda: 0.0)
+    assert {record.status for record in run.run([VERIFY, choice()])} == {NOT_REACHED}
+    assert not run.compilation.submitted
+
+
+def test_a_lost_device_ends_the_run_and_names_its_culprit(monkeypatch):
+    times = {A: 3.0, B: 1.0, C: 2.0}
+    run = tuner({**times, **{("backward_dq", tile): ms for tile, ms in times.items()}})
+
+    def prepare(*arguments):
+        if tiles.lookup("backward_dq", 4, 16) == B:
+            monkeypatch.setattr(run.bench.timer, "synchronize", lost)
+            raise RuntimeError("an illegal memory access was encountered")
+        return prepare_lookups(*arguments)
+
+    def lost():
+        raise RuntimeError("the context is lost")
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    records = run.run([choice(), choice("backward_dq"), choice("backward_dkv")])
+    assert [record.status for record in records] == [DONE, LOST, NOT_REACHED]
+    assert records[1].text.startswith("(16, 32, 4, 1): RuntimeError: an illegal memory access")
+    assert len(run.kept) == 1
+
+
+RUN = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import test_tuner
+test_tuner.tune_until_killed(sys.argv[1])
+"""
+
+
+def tune_until_killed(folder):
+    """Store a winner, then hang in the second step, until this process is killed."""
+    gpu = Gpu("interpreter", 2**16, 4, hopper=False)
+    made = tuner({A: 3.0, B: 1.0, C: 2.0})
+
+    def show(progress):
+        if progress.number == 2:
+            sys.stdout.write("the second step\n")
+            sys.stdout.flush()
+            signal.pause()
+
+    store = Store(environment("cpu"), folder)
+    plan = [choice(), choice("backward_dq")]
+    trial.prepare = prepare_lookups
+    tune.run(plan, gpu, made.bench, made.left, store, made.compilation, right, show)
+
+
+def test_what_was_found_survives_a_kill(tmp_path):
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, env=environ
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"the second step\n"
+        process.kill()
+    store = Store(environment("cpu"), tmp_path)
+    (row,) = store.read("tiles")
+    assert (row["kernel"], row["BLOCK_M"], row["arch"]) == ("forward", 16, "interpreter")
+    # Another run goes on with what has no finding yet.
+    plan = [VERIFY, choice(), choice("backward_dq")]
+    assert tune.unknown_first(plan, store) == [VERIFY, plan[2], plan[1]]
+
+
+def test_effort_grows_with_the_time():
+    assert tune.effort_for(60).target_ms < tune.effort_for(3600).target_ms
+
+
+def test_a_step_that_hangs_ends_the_process():
+    """Here a stand-in for its end; a kernel that waits for ever would not return."""
+    ended = []
+    done = tune.threading.Event()
+
+    def end(why):
+        ended.append(why)
+        done.set()
+
+    shown = []
+    with tune.Watchdog(shown.append, stall_seconds=0.01, end=end) as watched:
+        done.wait()
+    assert ended == [": nothing happened for 0 s, a kernel may hang"]
+    watched(tune.Progress(1, 2, 3.0, "a step", "text", False))
+    assert shown[0].step == "a step"
+
+
+def test_without_a_gpu_nothing_is_tuned():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="no GPU: torch sees no CUDA device"):
+        tune.tune(seconds=1)
