@@ -10,11 +10,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .bench import add_bench
 from .convert import add_convert
 from .generate import add_generate
+from .info import add_info
 from .inspect import add_inspect
 from .tasks import add_tag, add_translate
 from .train import INTERRUPTED, add_train, say
@@ -67,54 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_tag(commands)
     add_translate(commands)
     add_inspect(commands)
-    info = commands.add_parser("info", help="show devices, backends and versions")
-    info.set_defaults(command=_info)
+    add_info(commands)
     add_verify(commands)
     add_tune(commands)
     add_bench(commands)
     add_convert(commands)
     return parser
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    import platform
-    from importlib import metadata
-
-    import torch
-
-    from .. import explain
-
-    lines = [f"python {platform.python_version()} on {platform.platform()}"]
-    for package in ("fastattn", "torch", "triton", "einops", "tokenizers", "safetensors"):
-        try:
-            lines.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{package} is not installed")
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    for device in (*devices, torch.device("cpu")):
-        lines.append(f"{device}: {_device_name(device)}")
-        for dtype in (torch.float32, torch.bfloat16):
-            q = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype)
-            try:
-                why = str(explain(q, q, q, causal=True))
-            except ValueError as error:
-                why = str(error)
-            lines += [f"  {str(dtype).removeprefix('torch.')}", *_indented(why, 4)]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
-
-
-def _device_name(device: Any) -> str:
-    import torch
-
-    if device.type == "cpu":
-        return f"{torch.get_num_threads()} threads"
-    properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    return (
-        f"{properties.name}, compute capability {capability}, {properties.total_memory >> 20} MiB"
-    )
-
-
-def _indented(text: str, width: int) -> list[str]:
-    return [" " * width + line for line in text.splitlines()]

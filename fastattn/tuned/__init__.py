@@ -1,1 +1,5 @@
 """What was found out about the kernels on this very device: stored, read, shared among ranks."""
+
+from .ranks import share
+
+__all__ = ["share"]

@@ -157,7 +157,7 @@ def read(device: torch.device) -> Rows:
         return _read_file(Path(setting), here)
     store = Store(here)
     rows = {kind: store.read(kind) for kind in findings.KEYS}
-    if not any(rows.values()):
+    if applies(device) and not any(rows.values()):
         _tell_of_others(store)
     return rows
 

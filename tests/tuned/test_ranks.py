@@ -8,9 +8,8 @@ import torch
 from fastattn import explain
 from fastattn.testing import make_qkv
 from fastattn.testing.ranks import run_ranks
-from fastattn.tuned import choices
+from fastattn.tuned import choices, share
 from fastattn.tuned.environment import Environment
-from fastattn.tuned.share import share
 from fastattn.tuned.store import Store
 
 HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
@@ -34,7 +33,7 @@ def shared_by_rank(folder: str) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTATTN_CACHE_DIR", f"{folder}/{rank}")
         patch.delenv("FASTATTN_TUNED")
-        for module in ("choices", "share"):
+        for module in ("choices", "ranks"):
             patch.setattr(f"fastattn.tuned.{module}.environment", lambda device: here[0])
         patch.setattr(choices, "applies", lambda device: True)
         if rank == 0:

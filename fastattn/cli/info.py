@@ -1,0 +1,62 @@
+"""`fastattn info`: versions, and for each device which backend serves, by which tiles, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_info(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    text = "show devices, backends and versions"
+    description = "Show versions, and for each device which backend serves a causal call and why, "
+    description += "where the tiles of its kernels come from, and what `fastattn verify` found."
+    info = commands.add_parser("info", help=text, description=description)
+    info.set_defaults(command=_info)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    from .. import explain
+    from ..tuned import report
+
+    lines = [f"python {platform.python_version()} on {platform.platform()}"]
+    for package in ("fastattn", "torch", "triton", "einops", "tokenizers", "safetensors"):
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in (*devices, torch.device("cpu")):
+        lines.append(f"{device}: {_device_name(device)}")
+        for dtype in (torch.float32, torch.bfloat16):
+            q = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype)
+            try:
+                why = str(explain(q, q, q, causal=True))
+            except ValueError as error:
+                why = str(error)
+            lines += [f"  {str(dtype).removeprefix('torch.')}", *_indented(why.splitlines(), 4)]
+        lines += _indented(report.describe(device), 2)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _device_name(device: Any) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return (
+        f"{properties.name}, compute capability {capability}, {properties.total_memory >> 20} MiB"
+    )
+
+
+def _indented(lines: list[str], width: int) -> list[str]:
+    return [" " * width + line for line in lines]

@@ -1,0 +1,73 @@
+"""What `fastattn info` says of kernels on a device: whose tiles they have, what is verified."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..ops import call
+from . import choices
+from .findings import Row
+
+_HEAD_DIMS = (64, 128, 256)
+
+
+def describe(device: torch.device) -> list[str]:
+    """Lines about the kernels of a device; none where no kernel runs."""
+    if not call.TRITON_INSTALLED:
+        return []
+    if choices.applies(device):
+        rows = choices.read(device)
+        choices.choices(device)  # which installs its tiles
+        with torch.cuda.device(-1 if device.index is None else device.index):
+            return [*_tiles(), *_fastest(rows), *_verified(rows, "on this device")]
+    if call.interpreting():
+        return _verified(choices.read(device), "in the interpreter")
+    return []
+
+
+def _tiles() -> Iterator[str]:
+    """Where the tile of each kernel comes from, for plain calls, by head dim."""
+    tiles = call.kernel("launch.tiles")
+    arch, device = tiles.current_arch(), tiles.current_device()
+    yield "tiles by head dim; modelled and measured ones are those that are shipped"
+    for kernel in tiles.KINDS:
+        for size in (2, 4):
+            rows = ((D, tiles.row_of(arch, kernel, size, D, device)) for D in _HEAD_DIMS)
+            origins = ", ".join(f"{D} {_origin(row)}" for D, row in rows)
+            yield f"  {kernel}, {size} bytes: {origins}"
+    for kernel in tiles.HOPPER:
+        rows = ((D, tiles.other_row(kernel, D)) for D in _HEAD_DIMS)
+        found = [f"{D} {_origin(row)}" for D, row in rows if row is not None]
+        if found:
+            yield f"  {kernel}: {', '.join(found)}"
+
+
+def _origin(row: Any) -> str:
+    source = str(row.get("source", "modelled"))
+    return f"tuned here {row['date']}" if source == "tuned" else source
+
+
+def _fastest(rows: choices.Rows) -> Iterator[str]:
+    """How often each backend is the fastest, in the buckets that were timed."""
+    count = Counter(row["backend"] for row in rows.get("backends", ()))
+    if count:
+        said = ", ".join(f"{name} {n}" for name, n in count.most_common())
+        yield f"fastest backend of {sum(count.values())} kinds of plain calls: {said}"
+
+
+def _verified(rows: choices.Rows, where: str) -> list[str]:
+    """How many families are right, and which are not."""
+    found = rows.get("verification", ())
+    if not found:
+        return [f"not verified {where}: run fastattn verify"]
+    right = [row for row in found if row["verdict"] == "right"]
+    last = max(row["date"] for row in found)
+    said = f"verified {where}, last {last}: {len(right)} of {len(found)} families of kernels right"
+    return [said, *(f"  {_failed(row)}" for row in found if row not in right)]
+
+
+def _failed(row: Row) -> str:
+    what = f"{row['backend']} {row['family']} {row['dtype']} {row['head_dim']}"
+    return f"{what}: {row['verdict']}: {row.get('reason') or row.get('case')}"
