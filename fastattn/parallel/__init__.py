@@ -1,6 +1,8 @@
 """One sequence on several GPUs: exact attention over torch.distributed, for every mask."""
 
 from .attend import context_attention as context_attention
+from .attend import explain_context as explain_context
+from .choose import MethodExplanation as MethodExplanation
 from .plan import ContextPlan as ContextPlan
 from .shard import roll as roll
 from .shard import shard as shard

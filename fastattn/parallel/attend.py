@@ -9,7 +9,9 @@ from .. import checks
 from ..functional import call_options, inputs
 from ..functional.attend import attention
 from ..options import ROWS
+from ..torch_backend import dropout
 from . import heads
+from .choose import MethodExplanation, choose, explanation
 from .gather import gather_backward, gather_forward
 from .parts import LEARNED, Whole, sinks_gradient
 from .pieces import Options, Pair, of_pair, with_leaves
@@ -19,6 +21,7 @@ from .ranks import (
     Ranks,
     agree,
     check_mesh,
+    first_rank,
     gather_sequence,
     replicated,
 )
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
 
     from ..options import AttentionArguments
 
-METHODS = ("gather", "ring", "ulysses", "usp")
 _BY_METHOD = {"gather": (gather_forward, gather_backward), "ring": (ring_forward, ring_backward)}
 _CALLEE = call_options.DENSE._replace(name="context_attention")
 _REFUSED = {
     "query_offset": "the plan says where queries stand",
+    "positions": "the plan says where tokens stand",
 }
 
 
@@ -93,12 +96,32 @@ def context_attention(
     agree(ranks, () if call is None else call.signature, error)
     assert call is not None, "else agree has raised"
     with torch.autocast(q.device.type, enabled=False):
-        given = _spread(call.options, plan, ranks)
+        given = _spread(call.options, plan, ranks, q.device)
         if call.method in ("ulysses", "usp"):
             o, lse = _by_heads(q, k, v, given, call, plan, ranks)
         else:
             o, lse = _along(q, k, v, given, call.method, plan, ranks)
     return (o, lse) if return_lse else o
+
+
+def explain_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    plan: ContextPlan,
+    method: str = "auto",
+    **options: "Unpack[AttentionArguments]",
+) -> MethodExplanation:
+    """Which method `context_attention` would take for these arguments, and why not another.
+
+    Checks the arguments of this rank as it does. Computes nothing, and sends nothing.
+    """
+    ranks = Ranks.of(mesh)
+    checks.check_tensors(q, k, v)
+    given = _checked_options(q, k, v, ranks, plan, dict(options))
+    return explanation(q, k, ranks, plan, given, method)
 
 
 class _Call(NamedTuple):
@@ -112,6 +135,14 @@ class _Call(NamedTuple):
 def _check(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, method: str, options: dict[str, Any]
 ) -> _Call:
+    given = _checked_options(q, k, v, ranks, plan, options)
+    found = choose(explanation(q, k, ranks, plan, given, method), method)
+    return _Call(found, given, _signature(q, k, v, plan, found, given))
+
+
+def _checked_options(
+    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, options: dict[str, Any]
+) -> Options:
     check_mesh(plan, ranks)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[2] != plan.length:
@@ -119,9 +150,7 @@ def _check(
                 f"{name} must have {plan.length} tokens, as a rank has by the plan for "
                 f"{plan.T} tokens on {plan.ranks} ranks, got {x.shape[2]}"
             )
-    given = _check_options(q, k, v, plan, options)
-    found = choose(q, k, ranks, given, method)
-    return _Call(found, given, _signature(q, k, v, plan, found, given))
+    return _check_options(q, k, v, plan, options)
 
 
 def _check_options(
@@ -178,45 +207,14 @@ def _signature(
     return (method, plan.hash, *tensors, *named)
 
 
-def choose(q: Tensor, k: Tensor, ranks: Ranks, given: Options, method: str) -> str:
-    """The method of a call, which can serve it."""
-    if method != "auto" and method not in METHODS:
-        raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
-    reasons = {name: why_not(name, q, k, ranks, given) for name in METHODS}
-    able = [name for name, reason in reasons.items() if reason is None]
-    if method == "auto":
-        if not able:
-            raise ValueError(f"no method serves this call: {reasons}")
-        return able[0]
-    if reasons[method] is not None:
-        instead = f"; {' and '.join(able)} can" if able else ""
-        raise ValueError(f"method {method!r} cannot serve this call: {reasons[method]}{instead}")
-    return method
-
-
-def why_not(method: str, q: Tensor, k: Tensor, ranks: Ranks, given: Options) -> str | None:
-    """Why a method cannot serve a call, or None."""
-    two = ranks.inner is not None
-    if (method == "usp") != two:
-        wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"
-        return f"it takes a mesh of {wanted}"
-    if given.get("dropout"):
-        return "which weights are dropped goes by where queries lie in memory"
-    mods = [name for name in ("mask_mod", "score_mod") if name in given]
-    if mods and method != "gather":
-        return f"{mods[0]} counts the heads and keys of a call, of which this method has a part"
-    degree = ranks.degree if two else ranks.size
-    if method in ("ulysses", "usp") and q.shape[1] % degree:
-        return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
-    return None
-
-
-def _spread(given: Options, plan: ContextPlan, ranks: Ranks) -> Options:
+def _spread(given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device) -> Options:
     """The options as `pieces` describes them, from what this rank holds of them."""
     found = dict(given)
     for name in ("documents", "key_padding_mask"):
         if name in found:
             found[name] = gather_sequence(found[name], 1, plan, ranks)
+    if "dropout" in found and "dropout_seed" not in found:
+        found["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
     for name in ("relative_bias", "relative_keys", "sinks", "attn_bias"):
         x = found.get(name)
         of_all = name != "attn_bias" or (x is not None and x.shape[-2] == 1 != plan.length)
@@ -245,7 +243,11 @@ def _along(
         rows = slice(0, plan.T)
         q, k, v = (x[:, :, : plan.T] for x in (q, k, v))
         o, lse = attention(
-            q, k, v, return_lse=True, **of_pair(given, Pair(rows, rows, (0, plan.T), (0, plan.T)))
+            q,
+            k,
+            v,
+            return_lse=True,
+            **of_pair(given, Pair(rows, rows, ((0, plan.T),), ((0, plan.T),)), q.device),
         )
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
     names = [name for name in (*LEARNED, "sinks") if given.get(name) is not None]

@@ -1,7 +1,6 @@
 """Attention of a rank's queries to a part of the keys, and that part's share of the gradients.
 
-A part is computed run by run: a run of queries and a run of keys without gaps are an ordinary call,
-with a query_offset.
+A part is one call or several, as `pieces.pairs` cuts it.
 """
 
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def part_forward(
             k[:, :, pair.keys],
             v[:, :, pair.keys],
             out_dtype=o.dtype,
-            **of_pair(options, pair),
+            **of_pair(options, pair, q.device),
         )
         seen = o[:, :, pair.rows], lse[:, :, pair.rows]
         o[:, :, pair.rows], lse[:, :, pair.rows] = merge(*seen, *found)
@@ -84,7 +83,7 @@ def whole_forward(
     o, lse = blank(q, v, q.dtype)
     for pair in pairs(q_runs, [(0, k.shape[2])], options):
         o[:, :, pair.rows], lse[:, :, pair.rows] = attention_block_forward(
-            q[:, :, pair.rows], k, v, **of_pair(options, pair)
+            q[:, :, pair.rows], k, v, **of_pair(options, pair, q.device)
         )
     return o, lse
 
@@ -102,7 +101,7 @@ def part_backward(
     dq, dk, dv, *learned = (torch.zeros_like(wide(x.detach())) for x in (q, k, v, *leaves))
     for pair in pairs(q_runs, k_runs, options):
         with torch.enable_grad():
-            given = of_pair(options, pair)
+            given = of_pair(options, pair, q.device)
         do, dlse, o, lse = whole.rows(pair.rows)
         found = attention_block_backward(
             do,

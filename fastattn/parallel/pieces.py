@@ -4,34 +4,48 @@ Options come as keyword arguments of `fastattn.attention`. Where tensors have a 
 counts the whole sequence; a dim of the queries counts the tokens that this rank holds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..options import along
+from ..options import ROWS, along
 
 Options = dict[str, Any]
 Run = tuple[int, int]
+Runs = tuple[Run, ...]
 _HEADS = along("H_q")
 _QUERIES = along("T_q")
 _KEYS = along("T_k")
 # Of the table of options, documents are a pair.
 _DOCUMENTS = "documents"
+POSITIONS_BLOCK = 128
+# Calls of a run each that are preferred to one call with positions: two runs meet two in a zigzag.
+_MOST_CALLS = 4
 
 
 class Pair(NamedTuple):
-    """A run of queries and a run of keys: where they lie in memory, and where in the sequence."""
+    """Runs of queries and runs of keys: where they lie in memory, and where in the sequence.
+
+    by_positions: a call that says where each token stands; else one run of each, by an offset.
+    """
 
     rows: slice
     keys: slice
-    query: Run
-    key: Run
+    query: Runs
+    key: Runs
+    by_positions: bool = False
 
 
-def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> Iterator[Pair]:
-    """Runs of queries with each run of keys that positions do not hide from all of them."""
+def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> list[Pair]:
+    """The calls for these queries and keys, without those in which positions hide every key.
+
+    A run of each is an ordinary call, which any kernel serves. Many runs are one call together,
+    with positions.
+    """
+    found = []
     row = 0
     for query in q_runs:
         rows = slice(row, row + query[1] - query[0])
@@ -39,9 +53,22 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> Ite
         for key in k_runs:
             keys = slice(column, column + key[1] - key[0])
             if may_see(query, key, options):
-                yield Pair(rows, keys, query, key)
+                found.append(Pair(rows, keys, (query,), (key,)))
             column = keys.stop
         row = rows.stop
+    counted = options.get("dropout") or ("mask_mod" in options or "score_mod" in options)
+    together = len(found) > _MOST_CALLS or counted
+    if not found or not together or not aligned(q_runs) or not aligned(k_runs):
+        return found
+    return [Pair(slice(0, row), slice(0, column), tuple(q_runs), tuple(k_runs), True)]
+
+
+def aligned(runs: Sequence[Run]) -> bool:
+    """Whether runs behind one another are what `positions` of `attention` may be."""
+    if "positions" not in ROWS:
+        return False
+    lengths = (stop - start for start, stop in runs[:-1])
+    return all(n % POSITIONS_BLOCK == 0 for n in lengths) and all(run[0] % 4 == 0 for run in runs)
 
 
 def may_see(query: Run, key: Run, options: Options) -> bool:
@@ -59,25 +86,43 @@ def may_see(query: Run, key: Run, options: Options) -> bool:
     return (left is None or behind <= left) and (right is None or ahead <= right)
 
 
-def of_pair(options: Options, pair: Pair) -> Options:
+def of_pair(options: Options, pair: Pair, device: torch.device) -> Options:
     """The options of `fastattn.attention` for the pair's queries and keys alone."""
-    start, stop = pair.key
-    found = dict(options, query_offset=pair.query[0] - start)
+    found = dict(options)
     for name, behind in _QUERIES.items():
         if (x := found.get(name)) is not None and x.shape[-1 - behind] > 1:
             found[name] = x.narrow(-1 - behind, pair.rows.start, pair.rows.stop - pair.rows.start)
     for name, behind in _KEYS.items():
         if (x := found.get(name)) is not None and x.shape[-1 - behind] > 1:
-            found[name] = x.narrow(-1 - behind, start, stop - start)
+            found[name] = _taken(x, -1 - behind, pair.key)
     if (ids := found.get(_DOCUMENTS)) is not None:
-        found[_DOCUMENTS] = (ids[:, slice(*pair.query)], ids[:, start:stop])
-    if start:
-        for name in ("key_lengths", "prefix_lengths", "keep_first"):
-            if (x := found.get(name)) is not None:
-                found[name] = (
-                    (x - start).clamp(min=0) if isinstance(x, Tensor) else max(x - start, 0)
-                )
+        found[_DOCUMENTS] = (_taken(ids, 1, pair.query), _taken(ids, 1, pair.key))
+    start = pair.key[0][0]
+    if pair.by_positions:
+        found["positions"] = (_positions(pair.query, device), _positions(pair.key, device))
+        if (lengths := found.get("key_lengths")) is not None and (start or len(pair.key) > 1):
+            del found["key_lengths"]
+            exists = found["positions"][1] < lengths[:, None]
+            padding = found.get("key_padding_mask")
+            found["key_padding_mask"] = exists if padding is None else exists & padding
+        return found
+    found["query_offset"] = pair.query[0][0] - start
+    for name in ("key_lengths", "prefix_lengths", "keep_first"):
+        if start and (x := found.get(name)) is not None:
+            x = x - start
+            found[name] = x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
     return found
+
+
+def _taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
+    parts = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@lru_cache(maxsize=256)
+def _positions(runs: Runs, device: torch.device) -> Tensor:
+    """int32 [1, T]: where the tokens of runs stand in the sequence."""
+    return torch.cat([torch.arange(*run, dtype=torch.int32) for run in runs])[None].to(device)
 
 
 def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Options:

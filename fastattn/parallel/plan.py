@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .pieces import aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
 # "auto" prefers fewer, longer runs of tokens to less imbalance than this.
@@ -126,6 +127,11 @@ class ContextPlan:
     def real(self, rank: int) -> int:
         """How many of a rank's tokens are no padding: they come first."""
         return sum(stop - start for start, stop in self.runs(rank))
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether kernels can tell each token's position: blocks are a multiple of 128, or runs."""
+        return all(aligned(self.runs(rank)) for rank in range(self.ranks))
 
     def merged(self, degree: int) -> ContextPlan:
         """The plan of groups of `degree` ranks that follow each other, each group one rank."""

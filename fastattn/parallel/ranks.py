@@ -143,6 +143,13 @@ def gather_sequence(x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Ten
     return parts.index_select(0, plan.order.to(x.device)).movedim(0, dim)
 
 
+def first_rank(x: Tensor, ranks: Ranks) -> Tensor:
+    """x of the first rank."""
+    for group in ranks.groups:
+        x = all_gather(x, group)[0]
+    return x
+
+
 def all_to_all(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """x [ranks, ...] with its first dim sent out: entry r comes from rank r."""
     if group is None:

@@ -34,7 +34,7 @@ def ring_forward(
     for step in range(size):
         coming = _pass_on(held, group) if step + 1 < size else None
         source = (rank - step) % size
-        if any(pairs(runs, plan.runs(source), options)):
+        if pairs(runs, plan.runs(source), options):
             keys, values = (x[:, :, : plan.real(source)] for x in held)
             part = part_forward(q, keys, values, runs, plan.runs(source), options)
             o, lse = merge(o, lse, *part)
@@ -58,7 +58,7 @@ def ring_backward(
         coming = _pass_on(held, group) if step + 1 < size else None
         source = (rank - step) % size
         dk, dv = (torch.zeros_like(wide(x)) for x in held)
-        if any(pairs(runs, plan.runs(source), options)):
+        if pairs(runs, plan.runs(source), options):
             real = slice(plan.real(source))
             keys, values = (x[:, :, real] for x in held)
             part = part_backward(q, keys, values, runs, plan.runs(source), options, leaves, whole)

@@ -61,6 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "one-token": {"T_q": 1},
     "wide-values": {"D_v": 24},
 }
+SCATTERED = ("all", "packed", "one-row")  # with plans of many short runs
 IN_BOTH = ("causal", "causal-window", "packed", "sinks", "bias", "alibi", "softcap", "all")
 IN_BOTH += ("relative-bias",)
 MODS = ("mask-mod", "score-mod", "dropout")
@@ -115,8 +116,8 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
     found = {}
     for name, method, dtype in named_calls(ranks):
         (q, k, v), options = inputs_of(name, DTYPES[dtype])
-        masks = {key: options[key] for key in ("causal", "window", "documents") if key in options}
-        plan = ContextPlan.make(q.shape[2], ranks, block=8, **masks)
+        balance = "longest_first" if name in SCATTERED else "zigzag"
+        plan = ContextPlan.make(q.shape[2], ranks, causal=True, block=8, balance=balance)
         attend = spread(method, plan, square if method == "usp" else flat)
         call = results(attend, q, k, v, **options)
         found[name, method, dtype] = [x.float().numpy() for x in call]

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fastattn.parallel import ContextPlan, context_attention, gather, ring, roll, shard, unshard
+from fastattn.parallel import (
+    ContextPlan,
+    context_attention,
+    explain_context,
+    gather,
+    ring,
+    roll,
+    shard,
+    unshard,
+)
 from fastattn.testing import make_qkv
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import squash
@@ -24,6 +33,7 @@ def world() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
+    found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
     found["absent"] = absent()
     return found
 
@@ -133,6 +143,12 @@ def orders(mesh: Any) -> dict[str, list[str]]:
             o.sum().backward()
             found[f"{method} backward"] = events.copy()
     return found
+
+
+def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
+    plan = plan_of()
+    own = inputs(mesh, plan, **sizes)
+    return explain_context(*own, mesh=mesh, plan=plan, method=method, causal=True)
 
 
 def absent() -> str:
@@ -268,3 +284,14 @@ def test_a_rank_hears_why_another_refused(ranks):
 
 def test_a_rank_that_does_not_come_is_an_error(ranks):
     assert ranks[0]["absent"].startswith("RuntimeError: ")
+
+
+def test_explanations_say_which_method_and_why_not_another(ranks):
+    for rank in ranks:
+        auto, forced = rank["explained"]
+        first, *lines = auto.splitlines()
+        seconds = {line.split(":")[0].strip() for line in lines if "by the model" in line}
+        assert seconds == {"gather", "ring", "ulysses"} and first.split()[1] in seconds
+        assert "not usp: it takes a mesh of two dimensions" in auto
+        assert forced.startswith("method: None")
+        assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in forced

@@ -1,0 +1,98 @@
+"""Which method serves a call of `context_attention`, and why not another one."""
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cost import Rates, Shape, cost
+from .pieces import Options
+from .plan import ContextPlan
+from .ranks import Ranks
+
+METHODS = ("gather", "ring", "ulysses", "usp")
+
+
+class MethodExplanation(NamedTuple):
+    """The method that serves a call; `str()` of it is meant for people.
+
+    method: None if none does. reasons: by name, why a method cannot serve the call. seconds: by
+    name, what the model of `cost` says that forward and backward take by one that can.
+    """
+
+    method: str | None
+    reasons: dict[str, str]
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        able = [f"  {name}: {x * 1e3:.3g} ms by the model" for name, x in self.seconds.items()]
+        unable = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"method: {self.method}", *able, *unable])
+
+
+def explanation(
+    q: Tensor, k: Tensor, ranks: Ranks, plan: ContextPlan, options: Options, method: str
+) -> MethodExplanation:
+    """Of the checked options of a call, and a method or "auto"."""
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
+    found = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
+    reasons = {name: reason for name, reason in found.items() if reason is not None}
+    B, H_q, _, D = q.shape
+    shape = Shape(plan.T, H_q, k.shape[1], D, B, 0.5 if options.get("causal") else 1.0)
+    rates = Rates()._replace(node=_gpus_of_a_node(ranks.size))
+    seconds = {
+        name: cost(name, shape, ranks.size, rates, ranks.degree).seconds
+        for name in METHODS
+        if name not in reasons
+    }
+    if method == "auto":
+        return MethodExplanation(
+            min(seconds, key=seconds.__getitem__, default=None), reasons, seconds
+        )
+    return MethodExplanation(None if method in reasons else method, reasons, seconds)
+
+
+def choose(found: MethodExplanation, method: str) -> str:
+    """The method of the explanation of a call that asked for `method`.
+
+    Raises:
+        ValueError: there is none; it names those that can serve the call.
+    """
+    if found.method is not None:
+        return found.method
+    if method == "auto":
+        raise ValueError(f"no method can serve this call: {found.reasons}")
+    instead = f"; {' and '.join(found.seconds)} can" if found.seconds else ""
+    reason = found.reasons[method]
+    raise ValueError(f"method {method!r} cannot serve this call: {reason}{instead}")
+
+
+def why_not(
+    method: str, q: Tensor, ranks: Ranks, plan: ContextPlan, options: Options
+) -> str | None:
+    """Why a method cannot serve a call, or None."""
+    two = ranks.inner is not None
+    if (method == "usp") != two:
+        wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"
+        return f"it takes a mesh of {wanted}"
+    heads = method in ("ulysses", "usp")
+    for name in ("dropout", "mask_mod", "score_mod"):
+        if name not in options:
+            continue
+        promised = name == "mask_mod" and not getattr(options[name], "per_head", True)
+        if heads and not promised:
+            return f"{name} counts the heads of a call, and this method's calls have a part of them"
+        if not plan.aligned and (name == "dropout" or method != "gather"):
+            return f"{name} goes by positions: the plan's block must be a multiple of 128"
+    degree = ranks.degree if two else ranks.size
+    if heads and q.shape[1] % degree:
+        return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
+    return None
+
+
+def _gpus_of_a_node(ranks: int) -> int:
+    """As torchrun says, or how many this process sees; the same on all nodes."""
+    found = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
+    return min(found, ranks) or ranks
