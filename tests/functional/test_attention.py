@@ -66,8 +66,16 @@ MASKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("mask", MASKS)
+# fp32 and bf16 with every mask, fp16 with every other one: masks are made of integers alone.
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [
+        pytest.param(mask, dtype, id=f"{mask}-{dtype}")
+        for i, mask in enumerate(MASKS)
+        for dtype in FLOATS
+        if dtype != torch.float16 or i % 2
+    ],
+)
 def test_masks(mask: str, dtype: torch.dtype, device: str) -> None:
     B, T_q, T_k = 3, 45, 75
     q, k, v = make_qkv(B, 2, 1, T_q, T_k, 16, dtype=dtype, device=device)
