@@ -16,11 +16,10 @@ from fastattn.parallel.cost import (
 LLAMA = Shape(32768, 32, 8, 128)
 
 
-def test_one_gpu_is_ideal():
+def test_one_gpu_is_ideal_but_for_latencies():
+    ideal = ideal_seconds(LLAMA, 1, Rates())
     for method in ("gather", "ring", "ulysses", "usp"):
-        assert cost(method, LLAMA, 1, Rates()).seconds == pytest.approx(
-            ideal_seconds(LLAMA, 1, Rates())
-        )
+        assert cost(method, LLAMA, 1, Rates()).seconds == pytest.approx(ideal, rel=1e-3)
 
 
 def test_bytes_are_those_of_the_messages():
