@@ -31,12 +31,11 @@ BACKENDS = ("triton", "hopper")
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
 _OF_HOPPER = ("forward", "backward", "one-pass", "packed", "masked", "fp8")
-# A quick verification has every family in one dtype and head dim, and a few families elsewhere.
-_QUICK = ("bfloat16", 128)
+# Parts of all cases: every family in one dtype and head dim, and a few families in some others.
 _ELSEWHERE = ("forward", "backward", "decode")
+_QUICK = (("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float16", 128), ("float32", 64))
 # The interpreter takes as long as there are numbers.
-_INTERPRETED = ("bfloat16", 64)
-_INTERPRETED_TOO = (("float16", 64), ("float32", 64), ("bfloat16", 128))
+_INTERPRETED = (("bfloat16", 64), ("float16", 64), ("float32", 64), ("bfloat16", 128))
 
 
 class Scope(NamedTuple):
@@ -77,10 +76,12 @@ class Scope(NamedTuple):
 
     def _has(self, subject: Subject) -> bool:
         backend, family, dtype, head_dim = subject
-        if backend == "hopper":
-            served = family in _OF_HOPPER and dtype != "float32"
-            return served and not self.interpreted
-        if self.interpreted:
-            too = family in _ELSEWHERE and (dtype, head_dim) in _INTERPRETED_TOO
-            return too or (dtype, head_dim) == _INTERPRETED
-        return not self.quick or (dtype, head_dim) == _QUICK or family in _ELSEWHERE
+        if backend == "hopper" and (family not in _OF_HOPPER or dtype == "float32"):
+            return False
+        if self.interpreted and backend == "hopper":
+            return False
+        if not (self.interpreted or self.quick):
+            return True
+        whole, *others = _INTERPRETED if self.interpreted else _QUICK
+        here = (dtype, head_dim)
+        return here == whole or (here in others and family in _ELSEWHERE)

@@ -38,6 +38,8 @@ def main() -> None:
         out.flush()
 
     device = torch.device(sys.argv[1])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     tell(ready=True)
     with reported_compilations(tell):
         for line in sys.stdin:

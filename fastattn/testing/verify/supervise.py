@@ -53,7 +53,7 @@ class Stall(NamedTuple):
     """
 
     start: float = 180.0
-    case: float = 60.0
+    case: float = 90.0
 
 
 STALL = Stall()
