@@ -52,6 +52,8 @@ def _tune(arguments: argparse.Namespace) -> int:
         count = store.import_(arguments.read)
         sys.stdout.write(f"stored {count} findings of {arguments.read}\n")
         return 0
+    if arguments.export is not None:
+        store.export(arguments.export)  # a file that cannot be written is told at once
     say(f"tuning on {store.environment.gpu}, {arguments.seconds:.0f} s")
     with Status(sys.stderr) as status:
         try:
@@ -76,13 +78,12 @@ def summary(found: Any) -> list[str]:
     """What a `Tuning` came to, in a few lines."""
     faster = [row for _, row in found.rows if row["gain"]]
     left = sum(step.status == "not reached" for step in found.steps)
-    lines = [f"{len(found.rows)} choices measured, {len(faster)} faster than shipped"]
+    lines = [f"choices measured: {len(found.rows)}, faster than shipped: {len(faster)}"]
     if found.rows:
         lines[0] += f"; kept in {found.folder}"
     if left:
-        lines.append(
-            f"{left} of {len(found.steps)} steps were not reached: the same command goes on there"
-        )
+        steps = f"{left} of {len(found.steps)}"
+        lines.append(f"steps not reached: {steps}; the same command goes on there")
     return lines
 
 

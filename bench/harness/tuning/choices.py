@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,8 +26,8 @@ KERNEL_OF = {
     "hopper_dkv": "hopper_backward_dkv_kernel",
     "hopper_one_pass": "hopper_backward_dkv_kernel",
 }
-# Tiles of 128 queries for each multiprocessor, at least, and less than the next.
-WAVES = {"few": 0, "some": 1, "many": 4}
+# Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
+WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
 _QUERIES = 128
 
 
@@ -170,12 +171,17 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
 
 def backend_choice(
     direction: str, shape: Shape, causal: bool, waves: str, multiprocessors: int, hopper: bool
-) -> Choice:
+) -> Choice | None:
     """Which backend serves plain calls of a direction, "forward" or "training", and of a size.
+
+    None: no call of the shape has that size.
 
     waves: one of WAVES. hopper: whether the Hopper kernels serve them, and are shipped for them.
     """
     B, T = call_size(shape, waves, multiprocessors)
+    least, limit = WAVES[waves]
+    if not least <= B * shape.H_q * -(-T // _QUERIES) / multiprocessors < limit:
+        return None
     case = Case("forward", "forward", B, shape.H_q, shape.H_k, T, T, shape.D, causal)
     if direction == "training":
         case = replace(case, family="backward", direction="forward_backward")
@@ -207,10 +213,10 @@ def backend_choice(
 
 
 def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]:
-    """Batch and tokens of a call whose query tiles are few, some or many, see WAVES."""
+    """Batch and tokens of a call whose query tiles are few, some or many, as near as can be."""
     if waves == "many":
         T = shape.T
-        enough = -(-2 * WAVES["many"] * multiprocessors * _QUERIES // (T * shape.H_q))
+        enough = -(-8 * multiprocessors * _QUERIES // (T * shape.H_q))
         return max(1, 16384 // T, enough), T
     tiles = multiprocessors // 2 if waves == "few" else 2 * multiprocessors
     return 1, max(_QUERIES, tiles // shape.H_q * _QUERIES)

@@ -114,7 +114,8 @@ def _plain_choices(
         for causal in (True, False):
             for waves in reversed(WAVES):
                 sizes = (causal, waves, gpu.multiprocessors)
-                yield backend_choice(direction, shape, *sizes, hopper)
+                if (choice := backend_choice(direction, shape, *sizes, hopper)) is not None:
+                    yield choice
     for backend in ("hopper", "triton") if hopper else ("triton",):
         if backend == "triton" or hopper_choice("hopper_one_pass", shape) is not None:
             yield pass_choice(backend, shape)

@@ -8,6 +8,7 @@ name, a string, and runs it; the function launches kernels.
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +94,10 @@ class CompilePool:
     ) -> "Future[Any]":
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self._workers, mp_context=context)
+            # Ctrl-C is for the process that asked, which ends its workers.
+            self._executor = ProcessPoolExecutor(
+                self._workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+            )
         with _without_interpreter():
             return self._executor.submit(run, function, target, kwargs)
 

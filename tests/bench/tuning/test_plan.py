@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastattn.bench.tuning.choices import Choice, call_size
+from fastattn.bench.tuning.choices import Choice, backend_choice
 from fastattn.bench.tuning.entries import Shape, TableEntry, usual_shape
 from fastattn.bench.tuning.plan import USUAL_SHAPES, Gpu, Verification, shapes_of, steps
 from fastattn.kernels.launch.tiles import TileConfig
@@ -87,14 +87,15 @@ def test_survivors_take_the_place_of_candidates():
 @pytest.mark.parametrize("multiprocessors", [16, 108, 132])
 def test_calls_have_the_waves_that_they_stand_for(shape, waves, multiprocessors):
     """Query tiles of 128 rows: fewer than multiprocessors, up to four times as many, or more."""
-    B, T = call_size(shape, waves, multiprocessors)
-    tiles = B * shape.H_q * -(-T // 128) / multiprocessors
-    if waves == "few":
-        assert tiles < 1 or (B, T) == (1, 128)
-    elif waves == "some":
-        assert 1 <= tiles < 4 or (B, T) == (1, 128)
-    else:
-        assert tiles >= 4
+    found = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
+    if found is None:
+        # A tile a head is too many, or a tile more.
+        assert shape.H_q > 0.5 * multiprocessors and waves != "many"
+        return
+    (case,) = found.cases
+    tiles = case.B * case.H_q * -(-case.T_q // 128) / multiprocessors
+    least, limit = {"few": (0, 1), "some": (1, 4), "many": (4, 1000)}[waves]
+    assert least <= tiles < limit
 
 
 CONFIGURATIONS = {

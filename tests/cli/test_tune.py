@@ -1,0 +1,111 @@
+"""`fastattn tune`: what it prints, and files that go out and come in."""
+
+import io
+
+import pytest
+import torch
+
+from fastattn.bench.tuning import tune
+from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, Progress, Record
+from fastattn.cli.main import main
+from fastattn.cli.tune import Status
+from fastattn.tuned import environment
+from fastattn.tuned.store import Store
+
+H100 = environment.Environment("NVIDIA H100", 132, "580.1", "2.11.0", "3.6.0", "0123456789abcdef")
+STEP = "tiles: forward plain 2 bytes D 128"
+ROW = {"kernel": "forward", "calls": "plain", "element_size": 2, "BLOCK_D": 128, "gain": 0.12}
+
+
+def test_without_a_gpu_it_is_one_line(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main(["tune", "--seconds", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "fastattn: error: no GPU: torch sees no CUDA device, so there is nothing to tune here\n"
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU on which a run finds one tile; its arguments are kept."""
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "environment", lambda device: H100)
+    asked = []
+
+    def run(*, show, **arguments):
+        asked.append(arguments)
+        store = Store(H100)
+        store.put("tiles", ROW)
+        show(Progress(1, 2, 12.3, STEP, "1 of 25; best so far", False))
+        show(Progress(1, 2, 9.0, STEP, "B in place of A: 12.0 % less time", True))
+        if arguments["seconds"] < 0:
+            raise KeyboardInterrupt
+        last = Record("another", LOST if arguments["heads"] else NOT_REACHED)
+        return tune.Tuning([Record(STEP, DONE), last], [("tiles", ROW)], [], store.folder)
+
+    monkeypatch.setattr(tune, "tune", run)
+    return asked
+
+
+def test_a_run_prints_its_steps_and_what_it_came_to(gpu, capsys):
+    assert main(["tune", "--seconds", "150", "--dims", "64", "128", "--model", "gpt"]) == 0
+    (asked,) = gpu
+    assert (asked["seconds"], asked["head_dims"], asked["model"]) == (150, [64, 128], "gpt")
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "tuning on NVIDIA H100, 150 s",
+        f"  1/2    9 s left  {STEP}: B in place of A: 12.0 % less time",
+    ]
+    assert out.splitlines() == [
+        f"choices measured: 1, faster than shipped: 1; kept in {Store(H100).folder}",
+        "steps not reached: 1 of 2; the same command goes on there",
+    ]
+    assert main(["tune", "--heads", "8"]) == 1
+
+
+def test_findings_go_out_and_come_in(gpu, capsys, tmp_path, monkeypatch):
+    file = tmp_path / "tuned.json"
+    assert main(["tune", "--export", str(file)]) == 0
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "another"))
+    capsys.readouterr()
+    assert main(["tune", "--import", str(file)]) == 0
+    assert capsys.readouterr().out == f"stored 1 findings of {file}\n"
+    (row,) = Store(H100).read("tiles")
+    assert row.items() >= ROW.items()
+    assert len(gpu) == 1
+    file.write_text("{")
+    assert main(["tune", "--import", str(file)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert Store(H100).read("tiles") == [row]
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_run(gpu, capsys, tmp_path):
+    assert main(["tune", "--export", str(tmp_path / "nowhere" / "tuned.json")]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not gpu
+
+
+def test_what_was_found_is_exported_where_a_run_is_interrupted(gpu, capsys, tmp_path):
+    file = tmp_path / "tuned.json"
+    assert main(["tune", "--seconds", "-1", "--export", str(file)]) == 130
+    assert capsys.readouterr().err.endswith("fastattn: interrupted\n")
+    assert '"forward"' in file.read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_how_far_a_step_is():
+    stream = Terminal()
+    with Status(stream) as status:
+        status.show(Progress(1, 2, 12.3, "step", "1 of 9", False))
+        status.show(Progress(1, 2, 9.0, "step", "done", True))
+    shown = "  1/2   12 s left  step: 1 of 9"
+    blank = " " * len(shown)
+    assert stream.getvalue() == f"{shown}\r{blank}\r  1/2    9 s left  step: done\n"
