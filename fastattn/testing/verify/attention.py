@@ -23,7 +23,8 @@ _HEAVY_AT_ONCE = 3
 _QUICK_HEAVY = 2  # sets of them in a quick verification
 # Options that stand for the others of their kind.
 _TYPICAL = (
-    *("window", "padding", "documents", "softcap", "alibi", "sinks", "bias", "bias-with-holes"),
+    *("lengths", "window", "padding", "documents", "softcap", "alibi", "sinks"),
+    *("bias", "bias-with-holes"),
     *("relative-bias", "dropout", "mask", "mask-mod", "score-mod", "stride"),
     *("relative-keys", "relative-query"),
 )
@@ -87,7 +88,7 @@ def _plain(**how: Any) -> Iterator[Case]:
 
 def _past_lengths(setting: Setting, **how: Any) -> float:
     _, T_k = setting.lengths
-    return setting.compare(key_lengths=[T_k - 6, T_k // 3], **how)
+    return setting.compare(nan_past=[T_k - 6, T_k // 3], **how)
 
 
 def _few_queries(setting: Setting) -> float:

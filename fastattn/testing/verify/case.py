@@ -83,23 +83,23 @@ class Setting(NamedTuple):
         self,
         *,
         sizes: dict[str, Any] | None = None,
-        key_lengths: list[int] | None = None,
+        nan_past: list[int] | None = None,
         **how: Any,
     ) -> float:
-        """`assert_matches_reference` of a call; keys and values past key_lengths are NaN.
+        """`assert_matches_reference` of a call; keys past the lengths `nan_past` are NaN.
 
         sizes: see `qkv`. how: its arguments, and options, moved to the device.
         """
         clean = self.qkv(**(sizes or {}))
         q, k, v = (x.detach().clone() for x in clean)
-        for b, length in enumerate(key_lengths or ()):
+        for b, length in enumerate(nan_past or ()):
             k[b, :, length:] = v[b, :, length:] = torch.nan
         options = to_device(how, self.device)
         for name, x in options.items():
             if name in DIFFERENTIABLE and x.is_floating_point():
                 options[name] = x.to(self.dtype)
-        if key_lengths is not None:
-            options["key_lengths"] = torch.tensor(key_lengths, device=self.device)
+        if nan_past is not None:
+            options["key_lengths"] = torch.tensor(nan_past, device=self.device)
         return assert_matches_reference(self.attention, q, k, v, clean=clean, **options)
 
 
