@@ -223,7 +223,7 @@ def with_findings(
     known = choices.choices(q.device)
     said = known.verdicts(choice.backend, families, q.dtype, width)
     if choice.backend != "torch":
-        said += known.tuned_tiles(q.element_size(), width, calls or "plain")
+        said += known.tuned_tiles(choice.backend, q.element_size(), width, calls or "plain")
     return choice._replace(findings=said)
 
 

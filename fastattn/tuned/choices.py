@@ -54,10 +54,14 @@ class Choices(NamedTuple):
         keys = [(backend, family, _name(dtype), head_dim) for family in families]
         return tuple(verdict(self.verification[key]) for key in keys if key in self.verification)
 
-    def tuned_tiles(self, element_size: int, head_dim: int, calls: str) -> tuple[str, ...]:
-        """Which kernels have a tile of this device in such calls: see `tiles.lookup`."""
+    def tuned_tiles(
+        self, backend: str, element_size: int, head_dim: int, calls: str
+    ) -> tuple[str, ...]:
+        """Which kernels of a backend have a tile of this device in such calls."""
         named = (calls, element_size, head_dim)
-        return tuple(tuned(row) for key, row in self.tiles.items() if key[1:] == named)
+        rows = (row for key, row in self.tiles.items() if key[1:] == named)
+        hopper = backend == "hopper"
+        return tuple(tuned(row) for row in rows if row["kernel"].startswith("hopper") == hopper)
 
     def fastest(
         self, direction: str, dtype: torch.dtype, head_dim: int, causal: bool, waves: str
@@ -151,11 +155,14 @@ def read(device: torch.device) -> Rows:
         return {}
     try:
         here = environment(device)
+        store = Store(here)
     except (RuntimeError, AssertionError):  # a fake tensor's device, which is not here
+        return {}
+    except (OSError, ImportError) as error:
+        warn_once(f"fastattn has no place for findings: {error}")
         return {}
     if setting not in ("", "1"):
         return _read_file(Path(setting), here)
-    store = Store(here)
     rows = {kind: store.read(kind) for kind in findings.KEYS}
     if applies(device) and not any(rows.values()):
         _tell_of_others(store)

@@ -164,7 +164,7 @@ def test_a_stored_tile_is_used_and_shown(plant: Plant, device: str) -> None:
     qkv = inputs(device, T=40)
     usual = tiles.lookup("forward", 2, 64)
     tile = {"kernel": "forward", "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
-    plant("tiles", tile)
+    plant("tiles", tile, {"kernel": "hopper_forward", "D": 64, "BLOCK": 64, "STAGES": 2})
     for asked in ("triton", None):
         forget()
         first, second = attention(*qkv, backend=asked), attention(*qkv, backend=asked)
