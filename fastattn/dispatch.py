@@ -87,8 +87,8 @@ def choose(
     why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
     fastest = None
     # Whoever asks first has the tiles of this device installed, for forced backends too.
-    known = choices.any_about(q.device)
-    if forced == "auto" and reason is None and known:
+    known = reason is None and choices.any_about(q.device)
+    if forced == "auto" and known:
         if training is None:
             training = wants_gradients(q, k, v, options)
         families = (family,) if family else choices.families(options, training)
