@@ -3,6 +3,7 @@
 from .attend import context_attention as context_attention
 from .attend import explain_context as explain_context
 from .choose import MethodExplanation as MethodExplanation
+from .decode import decode_attention as decode_attention
 from .plan import ContextPlan as ContextPlan
 from .shard import roll as roll
 from .shard import shard as shard

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fastattn import KVCache, reference
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
+    decode_attention,
     explain_context,
     gather,
     ring,
@@ -19,7 +21,7 @@ from fastattn.parallel import (
     shard,
     unshard,
 )
-from fastattn.testing import make_qkv
+from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import squash
 from fastattn.testing.ranks import run_ranks
@@ -34,6 +36,7 @@ def world() -> dict[str, Any]:
     found = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
     found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
+    found["decoded"] = {name: decoded(name) for name in DECODED}
     found["absent"] = absent()
     return found
 
@@ -143,6 +146,39 @@ def orders(mesh: Any) -> dict[str, list[str]]:
             o.sum().backward()
             found[f"{method} backward"] = events.copy()
     return found
+
+
+# Of a call over a cache in pages of 1 or 3: new tokens, and options.
+LENGTHS = torch.tensor([37, 1])
+DECODED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one token": (1, 1, {}),
+    "three tokens": (3, 3, {}),
+    "not causal": (3, 1, {"causal": False, "softcap": 2.0}),
+    "sinks": (1, 3, {"sinks": draw(4)}),
+    "window": (3, 3, {"window": 9, "keep_first": 4}),
+    "stride": (1, 1, {"window": 3, "stride": 5}),
+    "alibi": (1, 3, {"alibi_slopes": draw(4).abs()}),
+    "relative bias": (3, 1, {"relative_bias": draw(4, 17), "scale": 0.4}),
+}
+
+
+def decode_inputs(T_q: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = make_qkv(B=2, T_q=T_q, T_k=37, D=16, requires_grad=False)
+    return q, k, v
+
+
+def decoded(name: str) -> list[Any]:
+    """o and lse over a cache that the ranks share."""
+    T_q, page, options = DECODED[name]
+    q, k, v = decode_inputs(T_q)
+    mine = torch.arange(37) // page % 2 == dist.get_rank()
+    cache = KVCache(2, 2, 24, 16)
+    own = torch.stack([mine[:n].sum() for n in LENGTHS.tolist()])
+    cache.append(k[:, :, mine], v[:, :, mine], own.int())
+    o, lse = decode_attention(
+        q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
+    )
+    return [o.numpy(), lse.numpy()]
 
 
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
@@ -295,3 +331,25 @@ def test_explanations_say_which_method_and_why_not_another(ranks):
         assert "not usp: it takes a mesh of two dimensions" in auto
         assert forced.startswith("method: None")
         assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in forced
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_cache_over_ranks_is_that_of_one(ranks, name):
+    T_q, _, options = DECODED[name]
+    inputs = decode_inputs(T_q)
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.attention(
+            *tensors,
+            **{"causal": True, **options},
+            key_lengths=LENGTHS,
+            query_offset=LENGTHS - T_q,
+            return_lse=True,
+        )
+
+    exact = run(*(x.double() for x in inputs))
+    naive = worst_naive(exact, lambda: run(*inputs))
+    for n, what in enumerate(("o", "lse")):
+        first, second = (torch.from_numpy(rank["decoded"][name][n]) for rank in ranks)
+        assert torch.equal(first, second)
+        assert_within_budget(what, first, exact[n], naive[n])

@@ -1,0 +1,131 @@
+"""Attention of new tokens to a cache that is spread over ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import checks
+from ..cache_view import CacheView
+from ..functional import decode
+from ..functional.merge import merge
+from ..options import Options
+from ..torch_backend import formula
+from .parts import add_sinks, wide
+from .ranks import all_gather
+
+# What goes by positions, of which a rank's cache holds every so manieth.
+_MASKS = ("window", "keep_first", "stride")
+_BIASES = ("alibi_slopes", "relative_bias")
+_SERVED = (*_MASKS, *_BIASES, "causal", "scale", "softcap", "sinks", "attn_mask", "attn_bias")
+
+
+def decode_attention(
+    q: Tensor,
+    cache: Any,
+    *,
+    group: ProcessGroup,
+    page: int = 1,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fastattn.decode_attention` to a cache of which each rank of a group holds some tokens.
+
+    Rank r of R holds the tokens t with t // page % R == r, in their order: it appends those alone,
+    so that every rank's share grows with the sequence. Each rank attends to its own, and all merge
+    what all found in one fixed order: the same bits on every rank and in every run.
+
+    Args:
+        q: [B, H_q, T_q, D], the newest tokens, the same on every rank.
+        cache: this rank's, as of `fastattn.decode_attention`; no ring.
+        group: the ranks.
+        page: how many tokens that follow one another lie on one rank.
+        return_lse, num_splits, batch_invariant, backend: as there.
+        options: those of `fastattn.decode_attention` but mask_mod and score_mod. attn_mask and
+            attn_bias count the positions of this rank's cache in their last dim.
+
+    Returns:
+        o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].
+
+    Raises:
+        TypeError, ValueError: as `fastattn.decode_attention`, or an option that is not served.
+    """
+    for name in options:
+        if name not in _SERVED:
+            raise TypeError(f"decode_attention over ranks takes no {name}")
+    page = checks.check_count("page", page, 1)
+    given = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
+    given["causal"] = False
+    positional = any(options.get(name) is not None for name in (*_MASKS, *_BIASES))
+    if positional or (q.shape[2] > 1 and options.get("causal", True)):
+        given |= _by_position(q, cache, group, page, options)
+    o, lse = decode.decode_attention(
+        q,
+        cache,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=True,
+        backend=backend,
+        **given,
+    )
+    parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
+    o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
+    o, lse = add_sinks(o, lse, options.get("sinks"))
+    return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
+
+
+def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Neighbours are merged, then neighbours of those: a tree that is the same on every rank."""
+    while len(parts) > 1:
+        pairs = [(parts[n], parts[n + 1]) for n in range(0, len(parts) - 1, 2)]
+        rest = parts[2 * len(pairs) :]
+        parts = [merge(*(x.contiguous() for x in (*one, *other))) for one, other in pairs] + rest
+    return parts[0]
+
+
+def _by_position(
+    q: Tensor, cache: Any, group: ProcessGroup, page: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """attn_mask and attn_bias for this rank's keys, of what goes by positions in the sequence."""
+    view = cache if isinstance(cache, CacheView) else _view(cache)
+    B, H_q, T_q, _ = q.shape
+    slot = torch.arange(view.length_bound, device=q.device)
+    keys = (slot // page * group.size() + group.rank()) * page + slot % page
+    lengths = all_gather(view.of_batch(view.lengths), group).sum(0)
+    left, right = checks.check_window(options.get("window"))
+    places = Options(
+        query_offsets=lengths - T_q,
+        causal=options.get("causal", True),
+        left=left,
+        right=right,
+        keep_first=options.get("keep_first", 0),
+        stride=options.get("stride"),
+    )
+    # Of all positions that there may be, those of this rank.
+    T = view.length_bound * group.size() + page * group.size()
+    seen = formula.visible(places, B, H_q, T_q, T, q.device)
+    found = {}
+    if seen is not None:
+        seen = seen.index_select(-1, keys)
+        given = options.get("attn_mask")
+        found["attn_mask"] = seen if given is None else seen & given[..., : len(keys)]
+    distance = formula.distances(places, T_q, T, q.device).index_select(-1, keys)
+    biases = [options["attn_bias"][..., : len(keys)]] if "attn_bias" in options else []
+    if (slopes := options.get("alibi_slopes")) is not None:
+        biases.append(-slopes[..., None, None] * distance.abs())
+    if (table := options.get("relative_bias")) is not None:
+        R = table.shape[1] // 2
+        index = (distance.clamp(-R, R) + R)[:, 0]
+        biases.append(table[:, index].transpose(0, 1))
+    if biases:
+        found["attn_bias"] = torch.stack(torch.broadcast_tensors(*map(wide, biases))).sum(0)
+    return found
+
+
+def _view(cache: Any) -> CacheView:
+    found: CacheView = cache.view(cache.rows) if hasattr(cache, "rows") else cache.view()
+    return found
