@@ -124,8 +124,10 @@ def make_smaller(tile: TileConfig) -> bool:
     """From now on look up a smaller one instead, if there is any: this one does not compile here.
 
     The table's own first in place of one that was installed; then one stage, then half of the
-    longer side at a time.
+    longer side at a time. A tile that is forced stays, and its error is the caller's.
     """
+    if tile in _forced.values():
+        return False
     if _take_back(lambda row: row["kernel"] not in HOPPER and _config(row) == tile):
         return True
     rows = [row for row, given in _given.items() if given == tile]

@@ -198,3 +198,14 @@ def test_what_is_no_tile_is_not_installed(install: Callable[..., None], row: dic
     with pytest.raises(ValueError, match=r"there is no kernel|this is no tile"):
         install({"kernel": "backward_dq", **OTHER}, row)
     assert tiles.lookup("backward_dq", 2, 64) != TileConfig(16, 32, 2)
+
+
+def test_a_tile_that_is_forced_stays_where_it_does_not_compile() -> None:
+    """Else its launch would be tried for ever: the same tile comes again at each look."""
+    tile = tiles.lookup("forward", 4, 64)
+    with tiles.forced(backward_dq=tile):
+        assert not tiles.make_smaller(tile)
+    try:
+        assert tiles.make_smaller(tile)
+    finally:
+        tiles.forget_smaller()

@@ -103,13 +103,13 @@ def _verification(shape: Shape, choices: Iterable[Choice]) -> Verification:
 def _plain_choices(
     shape: Shape, gpu: Gpu, known: Mapping[TableEntry, list[TileConfig]]
 ) -> Iterator[Choice]:
-    """Tiles before backends, which are compared with the tiles that were found."""
+    """Tiles before backends, which are compared with the tiles that were found.
+
+    Shapes of the Hopper kernels come late: other ones gained nothing where they were measured.
+    """
     hopper = gpu.hopper and hopper_choice("hopper_forward", shape) is not None
     for kernel in _ATTENTION:
         yield _tiles(kernel, "plain", shape, gpu, known)
-    for kernel in tiles.HOPPER if hopper else ():
-        if (choice := hopper_choice(kernel, shape)) is not None:
-            yield choice
     for direction in ("forward", "training"):
         for causal in (True, False):
             for waves in reversed(WAVES):
@@ -121,6 +121,9 @@ def _plain_choices(
             yield pass_choice(backend, shape)
     for kernel in NEW_TOKENS:
         yield _tiles(kernel, "plain", shape, gpu, known)
+    for kernel in tiles.HOPPER if hopper else ():
+        if (shapes := hopper_choice(kernel, shape)) is not None:
+            yield shapes
 
 
 def _other_calls(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...kernels.launch import tiles
+from ...ops import attend
 from ..attention import Bench, prepare, release
 from ..cases import Case
 from ..correctness import Expected, all_heads, expect
@@ -88,6 +89,9 @@ class Trial:
 
         with forced():
             work, _ = prepare(ours, self._case, self._inputs, self._expected)
+        if attend.uncompiled:
+            # The portable kernels served in place of a shape, and would for ever.
+            raise RuntimeError(attend.uncompiled.pop())
 
         def call() -> object:
             with forced():

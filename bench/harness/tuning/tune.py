@@ -95,6 +95,7 @@ def tune(
     with torch.cuda.device(device):
         device = torch.device("cuda", torch.cuda.current_device())
         # What is shipped is measured, not what an earlier run found.
+        choices.forget()
         choices.adopt(device, {})
         gpu = gpu_of(device)
         plan = steps(shapes, gpu, survivors)

@@ -1,5 +1,6 @@
 """A tuning run in the interpreter, with planned times: what wins, what is kept and reported."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,10 @@ from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Record
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.tuned.environment import environment
+from fastattn.ops import attend
+from fastattn.testing.verify import Finding
+from fastattn.tuned import choices
+from fastattn.tuned.environment import Environment, environment
 from fastattn.tuned.store import Store
 
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
@@ -29,6 +33,7 @@ NAMES = {A: "(32, 16, 4, 1)", B: "(16, 32, 4, 1)", C: "(16, 16, 4, 1)"}
 FORWARD = Case("forward", "forward", 1, 1, 1, 20, 20, 16, True, dtype="float32", device="cpu")
 BACKWARD = replace(FORWARD, family="backward", direction="backward")
 DECODE = replace(FORWARD, family="decode", T_q=1, layout="bhtd")
+HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
 VERIFY = Verification((("triton", "forward"), ("triton", "backward")), "float32", 64)
 
 
@@ -276,6 +281,69 @@ def test_a_lost_device_ends_the_run_and_names_its_culprit(monkeypatch):
     assert [record.status for record in records] == [DONE, LOST, NOT_REACHED]
     assert records[1].text.startswith("(16, 32, 4, 1): RuntimeError: an illegal memory access")
     assert len(run.kept) == 1
+
+
+def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkeypatch):
+    def prepare(*arguments):
+        if tiles.lookup("forward", 4, 16) == B:
+            attend.uncompiled.append("a kernel of it does not compile here")
+        return prepare_lookups(*arguments)
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    run = tuner({A: 3.0, B: 1.0, C: 2.0})
+    run.run([choice()])
+    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert run.tried[1]["reason"] == "RuntimeError: a kernel of it does not compile here"
+    assert not attend.uncompiled
+
+
+@pytest.fixture
+def imaginary_gpu(monkeypatch):
+    """A GPU with one step to verify and one choice; what is known about it, when it is asked."""
+    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tune, "environment", lambda device: HERE)
+    monkeypatch.setattr(tune, "gpu_of", lambda device: Gpu("imaginary", 2**16, 4, hopper=False))
+    monkeypatch.setattr(tune, "steps", lambda shapes, gpu, survivors: [VERIFY, choice()])
+    times = {A: 3.0, B: 1.0, C: 2.0}
+    monkeypatch.setattr(tune, "gpu_bench", lambda which: tuner(times).bench)
+    asked = []
+
+    def verify(scope, device, *, store, progress):
+        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, 0)
+        progress(1, 1, None)
+        asked.append((scope.backends, scope.families, scope.dtypes, scope.head_dims, scope.quick))
+        for family in scope.families:
+            found = Finding("triton", family, "float32", 64, 1, 0.5, "right", "case", "")
+            store.put("verification", found._asdict())
+            yield found
+
+    monkeypatch.setattr(tune.verification, "run", verify)
+    yield asked
+    choices.forget()
+
+
+def test_on_a_gpu_it_verifies_times_and_stores(imaginary_gpu, lookups_alone, tmp_path):
+    """What is known counts for nothing meanwhile, and is read again afterwards."""
+    device = torch.device("cuda", 0)
+    key = {"backend": "triton", "dtype": "float32", "head_dim": 64}
+    choices.adopt(device, {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]})
+    before = choices.choices(device)
+    assert before.passes
+    shown = []
+    found = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
+    assert [step.status for step in found.steps] == [DONE, DONE]
+    assert imaginary_gpu == [(("triton",), ("forward", "backward"), ("float32",), (64,), True)]
+    (row,) = Store(HERE, tmp_path).read("tiles")
+    assert (row["BLOCK_M"], row["arch"]) == (16, "imaginary")
+    assert found.folder == Store(HERE, tmp_path).folder
+    assert "1 of 1" in [progress.text for progress in shown]
+    assert choices.choices(device) is not before
+    # Another run knows what is right.
+    tune.tune(seconds=100, folder=tmp_path)
+    assert len(imaginary_gpu) == 1
 
 
 RUN = f"""
