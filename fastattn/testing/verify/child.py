@@ -61,12 +61,20 @@ def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell
 
 def outcome(case: Case, setting: Setting) -> Outcome:
     """What comes of a case."""
+    found = _checked(case, setting)
+    if not attend.uncompiled:
+        return found
+    # A call of it was served by other kernels, or was the next after such a one.
+    why = attend.uncompiled[0]
+    attend.uncompiled.clear()
+    return Outcome(case.name, NO_COMPILE, None, why)
+
+
+def _checked(case: Case, setting: Setting) -> Outcome:
     try:
         with warnings.catch_warnings(), nan_filled_empty():
             warnings.simplefilter("ignore")
             share = case.check(setting)
-        if attend.uncompiled:
-            return Outcome(case.name, NO_COMPILE, None, attend.uncompiled.pop())
         return Outcome(case.name, RIGHT, share, "")
     except PastBudget as error:
         return Outcome(case.name, WRONG, error.share, str(error))

@@ -188,11 +188,14 @@ def test_the_worst_case_is_the_verdict() -> None:
     assert worst(nan, crash) == (2, "e", "crash", None)
 
 
-def test_a_hopper_kernel_that_was_left_did_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", [lambda _: 0.3, raising(ValueError(REFUSED))])
+def test_a_hopper_kernel_that_was_left_did_not_compile(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that meets it is served by other kernels, and the next one is refused."""
     monkeypatch.setattr(attend, "uncompiled", ["a kernel of it does not compile here"])
-    messages = []
-    child.run(SUBJECT, ["full"], torch.device("cpu"), lambda **x: messages.append(x))
-    assert messages[1]["outcome"][1] == "no compile"
+    found = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
+    assert found == ("x", "no compile", None, "a kernel of it does not compile here")
     assert attend.uncompiled == []
 
 
