@@ -28,7 +28,8 @@ import fastattn
 from fastattn import BlockMask, KVCache, QuantizedKVCache
 
 Calls = dict[str, Callable[[], object]]
-# What others return, raise or are given.
+# What others return, raise or are given; and what looks at numbers and times, of which a rehearsal
+# has none.
 NO_CALLS = {
     "AttentionStatistics",
     "BlockGradients",
@@ -36,6 +37,8 @@ NO_CALLS = {
     "Explanation",
     "OutOfPages",
     "PackedValues",
+    "tune",
+    "verify",
 }
 # Called by custom operators whether or not something traces, so here their fakes answer.
 BY_OPERATOR = {"additive_attention"}
