@@ -42,7 +42,11 @@ CHECKS = {
         "testing/test_gluon_emulator_additions.py",
         "kernels/test_hopper_one_pass.py",
     ],
-    "tools": ["bench/tuning/test_timed_sweep.py", "test_packaging.py"],
+    "tools": [
+        "bench/tuning/test_candidates.py",
+        "bench/tuning/test_tuner.py",
+        "test_packaging.py",
+    ],
 }
 
 

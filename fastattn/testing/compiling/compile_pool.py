@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -94,10 +95,7 @@ class CompilePool:
     ) -> "Future[Any]":
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            # Ctrl-C is for the process that asked, which ends its workers.
-            self._executor = ProcessPoolExecutor(
-                self._workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
-            )
+            self._executor = ProcessPoolExecutor(self._workers, context, _follow_parent)
         with _without_interpreter():
             return self._executor.submit(run, function, target, kwargs)
 
@@ -110,6 +108,19 @@ class CompilePool:
             # Some errors abort the compiler's process; later requests get new ones.
             self.close()
             raise CrossCompileError(f"{function} for {target}: the worker process died") from None
+
+
+def _follow_parent() -> None:
+    """In a worker: leave Ctrl-C to the process that asked, and end with it, however it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager

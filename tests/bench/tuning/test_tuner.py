@@ -207,13 +207,12 @@ def test_tiles_that_spill_are_not_tried(lookups_alone):
 
 def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
     """In a head that no sample would have had."""
-    check = trial.prepare
 
     def prepare(implementation, case, inputs, expected):
         assert len(expected.exact) == case.B * case.H_k
         if tiles.lookup("forward", 4, 16) == B:
             raise AssertionError("o: error 1 exceeds the budget 0")
-        return check(implementation, case, inputs, expected)
+        return prepare_lookups(implementation, case, inputs, expected)
 
     monkeypatch.setattr(trial, "prepare", prepare)
     many = replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),))
