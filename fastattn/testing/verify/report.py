@@ -29,7 +29,7 @@ class Progress:
 
     def advance(self, count: int, total: int, found: Finding | None) -> None:
         """See `verification.Progress`."""
-        said = "no kernel serves it" if found is None else str(found)
+        said = "no kernel serves it, or memory is short" if found is None else str(found)
         if count == 1 and self._stream.isatty():
             self._bar = _bar(total, self._stream)
         if self._bar is None:
