@@ -1,5 +1,6 @@
 """Attention of new tokens to a cache that is spread over ranks."""
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def _by_position(
         index = (distance.clamp(-R, R) + R)[:, 0]
         biases.append(table[:, index].transpose(0, 1))
     if biases:
-        found["attn_bias"] = torch.stack(torch.broadcast_tensors(*map(wide, biases))).sum(0)
+        found["attn_bias"] = reduce(torch.add, map(wide, biases))
     return found
 
 
