@@ -50,6 +50,7 @@ def context_attention(
     plan: ContextPlan,
     method: str = "auto",
     return_lse: bool = False,
+    sum_tables: bool = True,
     **options: "Unpack[AttentionArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fastattn.attention` of a whole sequence to itself, of which each rank holds some tokens.
@@ -70,12 +71,14 @@ def context_attention(
         plan: which rank holds which tokens: the same on every rank.
         method: one of these, or "auto": `explain_context` says which and why.
         return_lse: also return the log of the softmax denominators.
+        sum_tables: sum the gradients of tables over the ranks, in their order. False leaves each
+            rank its share, for a caller that sums those of all parameters.
         options: as of `attention`, the same on every rank. Those of tokens are sharded as q is:
             documents and key_padding_mask in dim 1, relative_query in dim 2, attn_mask and
             attn_bias in the dim of the queries, [..., plan.length or 1, T or 1]. Positions,
             key_lengths and prefix_lengths count the whole sequence. Tables with gradients
             (relative_bias, relative_keys, sinks, an attn_bias for all queries) are the same on
-            every rank, and so are their gradients: summed over ranks, in their order.
+            every rank, and with sum_tables so are their gradients.
 
     Returns:
         o as q, [B, H_q, plan.length, D_v], 0 in padding; with return_lse also lse, fp32
@@ -96,7 +99,7 @@ def context_attention(
     agree(ranks, () if call is None else call.signature, error)
     assert call is not None, "else agree has raised"
     with torch.autocast(q.device.type, enabled=False):
-        given = _spread(call.options, plan, ranks, q.device)
+        given = _spread(call.options, plan, ranks, q.device, sum_tables)
         if call.method in ("ulysses", "usp"):
             o, lse = _by_heads(q, k, v, given, call, plan, ranks)
         else:
@@ -207,7 +210,9 @@ def _signature(
     return (method, plan.hash, *tensors, *named)
 
 
-def _spread(given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device) -> Options:
+def _spread(
+    given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device, sum_tables: bool
+) -> Options:
     """The options as `pieces` describes them, from what this rank holds of them."""
     found = dict(given)
     for name in ("documents", "key_padding_mask"):
@@ -218,7 +223,7 @@ def _spread(given: Options, plan: ContextPlan, ranks: Ranks, device: torch.devic
     for name in ("relative_bias", "relative_keys", "sinks", "attn_bias"):
         x = found.get(name)
         of_all = name != "attn_bias" or (x is not None and x.shape[-2] == 1 != plan.length)
-        if x is not None and of_all and x.requires_grad:
+        if sum_tables and x is not None and of_all and x.requires_grad:
             found[name] = replicated(x, ranks)
     return found
 

@@ -1,15 +1,21 @@
 """What ranks send each other: shards, refusals that all of them see, and when transfers start."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from fastattn import KVCache, reference
+from fastattn import CausalGQAttention, KVCache, patch_sdpa, reference
+from fastattn.compat.context_parallel import ContextParallel
+from fastattn.compat.transformers import attend as transformers_attend
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -37,6 +43,8 @@ def world() -> dict[str, Any]:
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
     found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
     found["decoded"] = {name: decoded(name) for name in DECODED}
+    found["models"] = {name: trained(name, mesh) for name in MODELS}
+    found["refused models"] = {name: refusal(call, mesh) for name, call in UNSERVED.items()}
     found["absent"] = absent()
     return found
 
@@ -179,6 +187,92 @@ def decoded(name: str) -> list[Any]:
         q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
     )
     return [o.numpy(), lse.numpy()]
+
+
+class ByTorch(nn.Module):
+    """A layer that calls torch's attention."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.qkv, self.options = nn.Linear(32, 64), options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split((32, 16, 16), -1)
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.options)
+        return o.transpose(1, 2).flatten(2)
+
+
+LAYER = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rotary": "half"}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: CausalGQAttention(**LAYER, window=30, sinks=True, softcap=5.0),
+    "style": lambda: CausalGQAttention(**LAYER, keep_first=2, window=9, qk_norm=True),
+    "torch": lambda: ByTorch(is_causal=True, scale=0.3),
+    "patched torch": lambda: ByTorch(is_causal=True),
+}
+
+
+def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return MODELS[name](), draw(2, T, 32)
+
+
+def gradients(model: nn.Module, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    out.square().mean().backward()
+    return {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def trained(name: str, mesh: Any) -> dict[str, Any]:
+    """The output, and this rank's share of the gradients of the parameters."""
+    plan = plan_of()
+    model, x = model_and_input(name)
+    own = shard(x, 1, plan, mesh)
+    parallel = ContextParallel(mesh, plan, "ring")
+    if name == "style":
+        out = parallelize_module(model, mesh, parallel)(own)
+    else:
+        patch = patch_sdpa() if name == "patched torch" else nullcontext()
+        with patch, parallel:
+            out = model(own)
+    found = gradients(model, unshard(out, 1, plan, mesh))
+    return {key: x.numpy() for key, x in found.items()}
+
+
+def layer_refusal(mesh: Any, **given: Any) -> None:
+    plan = plan_of()
+    with ContextParallel(mesh, plan):
+        CausalGQAttention(**LAYER)(shard(draw(1, T, 32), 1, plan, mesh), **given)
+
+
+def masked_torch(mesh: Any) -> None:
+    plan = plan_of()
+    with ContextParallel(mesh, plan):
+        mask = torch.ones(plan.length, plan.length, dtype=torch.bool)
+        ByTorch(attn_mask=mask)(shard(draw(1, T, 32), 1, plan, mesh))
+
+
+def by_transformers(mesh: Any) -> None:
+    with ContextParallel(mesh, plan_of()):
+        transformers_attend.attention_forward(
+            nn.Module(), *inputs(mesh, plan_of()), None, is_causal=True
+        )
+
+
+UNSERVED: dict[str, Callable[[Any], Any]] = {
+    "cache": lambda mesh: layer_refusal(mesh, cache=KVCache(1, 2, 8, 8)),
+    "mask": masked_torch,
+    "transformers": by_transformers,
+    "other modules": lambda mesh: parallelize_module(
+        nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
+    ),
+}
+UNSERVED_SAY = {
+    "cache": "ValueError: cache: a sequence that is spread over ranks has none",
+    "mask": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 48, 90], got "
+    "[48, 48]",
+    "transformers": "NotImplementedError: attn_implementation",
+    "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
+}
 
 
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
@@ -353,3 +447,31 @@ def test_a_cache_over_ranks_is_that_of_one(ranks, name):
         first, second = (torch.from_numpy(rank["decoded"][name][n]) for rank in ranks)
         assert torch.equal(first, second)
         assert_within_budget(what, first, exact[n], naive[n])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_on_one_device(ranks, name):
+    model, x = model_and_input(name)
+    naive = gradients(model, model(x))
+    model, x = model_and_input(name)
+    model.double()
+    exact = gradients(model, model(x.double()))
+    for key, ref in exact.items():
+        shares = [torch.from_numpy(rank["models"][name][key]) for rank in ranks]
+        found = shares[0] if key == "out" else shares[0] + shares[1]
+        assert_within_budget(key, found, ref, naive[key])
+        assert ref.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", UNSERVED_SAY)
+def test_models_that_are_not_served_are_refused(ranks, name):
+    for rank in ranks:
+        assert rank["refused models"][name].startswith(UNSERVED_SAY[name])
+
+
+def test_nothing_stays_in_force(ranks):
+    layer = CausalGQAttention(**LAYER)
+    before = layer(draw(1, 6, 32))
+    with pytest.raises(TypeError, match="mesh must be"), ContextParallel("cpu", plan_of()):
+        layer(draw(1, 6, 32))
+    assert torch.equal(layer(draw(1, 6, 32)), before)

@@ -1,0 +1,181 @@
+"""Context parallelism for models as they are: their attention runs over all tokens of all ranks.
+
+In force, `GQAttention`, `CausalGQAttention` and `torch.nn.functional.scaled_dot_product_attention`
+take the tokens of one rank for what they are: a part of a sequence.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.overrides import TorchFunctionMode
+
+from ..modules import self_attention
+from ..modules.self_attention import GQAttention
+from ..parallel import ContextPlan, context_attention
+from ..parallel.ranks import Mesh, Ranks
+from ..rotary import RotaryPositions
+from .transformers import attend as transformers_attend
+
+_TORCH_ATTENTION = F.scaled_dot_product_attention
+
+
+class ContextParallel(ParallelStyle):
+    """A style for `parallelize_module`, and a context manager: attention over a spread sequence.
+
+    As a style it is for one `GQAttention` or `CausalGQAttention`. As a context manager it is for
+    everything called in it, backward passes that compute a forward again included:
+
+        with ContextParallel(mesh, plan):
+            loss = model(shard(tokens, 1, plan, mesh), ...)
+            loss.backward()
+
+    Rotary positions of our layers follow the plan. Other models need to be told them, as
+    `position_ids=plan.indices(rank)[None]` tells those of transformers with "sdpa". Masks that are
+    tensors have to be [..., plan.length or 1, T or 1], else it raises; so do a cache, relative
+    values and layers of transformers with attn_implementation="fastattn".
+
+    Every rank gets its share of the gradients of all parameters: their sum over the ranks is that
+    of the whole sequence.
+
+    Args:
+        mesh, plan, method: as of `context_attention`.
+    """
+
+    def __init__(self, mesh: Mesh, plan: ContextPlan, method: str = "auto") -> None:
+        super().__init__()
+        self.mesh, self.plan, self.method = mesh, plan, method
+        self._undo: list[Callable[[], None]] = []
+        self._mode: _Mode | None = None
+        self.computing = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, GQAttention):
+            raise TypeError(
+                "ContextParallel is a style of GQAttention and CausalGQAttention, got "
+                f"{type(module).__name__}: as a context manager it serves other models"
+            )
+        setattr(module, "forward", self._placed(module.forward, module))  # noqa: B010
+        return module
+
+    def __enter__(self) -> "ContextParallel":
+        if self._undo:
+            raise RuntimeError("this ContextParallel is in force already")
+        forward, style = GQAttention.forward, self
+
+        @wraps(forward)
+        def placed(layer: GQAttention, *args: Any, **given: Any) -> Tensor:
+            whole = forward.__get__(layer)
+            found: Tensor = style._placed(whole, layer)(*args, **given)
+            return found
+
+        self._set(GQAttention, "forward", placed)
+        self._set(transformers_attend, "attention", _refuse_transformers)
+        self._mode = _Mode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        while self._undo:
+            self._undo.pop()()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
+        """A layer's forward, whose tokens stand where the plan says."""
+
+        @wraps(forward)
+        def call(x: Tensor, **given: Any) -> Tensor:
+            if given.get("cache") is not None:
+                raise ValueError("cache: a sequence that is spread over ranks has none")
+            if layer.scoring == "additive":
+                raise ValueError('scoring="additive" is not served over ranks')
+            if layer.relative is not None and layer.relative.has_values:
+                raise ValueError("relative values are not served over ranks")
+            tables = given.get("rotary_tables")
+            if given.get("positions") is None and (tables is None or _of_start(tables)):
+                rank = Ranks.of(self.mesh).rank
+                positions = self.plan.indices(rank).to(x.device) if layer.rotary else None
+                given |= {"positions": positions, "rotary_tables": None}
+            before = vars(self_attention)["attention"]
+            setattr(self_attention, "attention", self.attention)  # noqa: B010
+            try:
+                return forward(x, **given)
+            finally:
+                setattr(self_attention, "attention", before)  # noqa: B010
+
+        return call
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
+    ) -> Any:
+        """`fastattn.attention` of this rank's tokens, over those of all."""
+        if backend not in (None, "auto"):
+            raise ValueError(f"backend {backend!r} cannot be forced over ranks")
+        self.computing = True  # what is computed by torch's own attention here is of one rank
+        try:
+            return context_attention(
+                q,
+                k,
+                v,
+                mesh=self.mesh,
+                plan=self.plan,
+                method=self.method,
+                sum_tables=False,
+                **options,
+            )
+        finally:
+            self.computing = False
+
+
+class _Mode(TorchFunctionMode):
+    """Takes calls of torch's own attention."""
+
+    def __init__(self, style: ContextParallel) -> None:
+        super().__init__()
+        self.style = style
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not _TORCH_ATTENTION or self.style.computing:
+            return func(*args, **(kwargs or {}))
+        return _as_torch(self.style, *args, **(kwargs or {}))
+
+
+def _as_torch(
+    style: ContextParallel, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's arguments in ours. Where queries and keys are as many, both mean one causal mask."""
+    if query.dim() != 4:
+        raise ValueError(f"query must have 4 dimensions [B, H, T, D], got {list(query.shape)}")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(f"{key.shape[1]} heads of key for {query.shape[1]} want enable_gqa=True")
+    found: Tensor = style.attention(
+        query, key, value,
+        attn_mask=attn_mask, dropout=dropout_p, causal=is_causal, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+def _of_start(tables: Any) -> bool:
+    """Whether rotary tables are those of positions from 0 on."""
+    return isinstance(tables, RotaryPositions)
+
+
+def _refuse_transformers(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        'attn_implementation="fastattn" is not served under ContextParallel: its masks are made of '
+        'a rank\'s own positions; "sdpa" with masks of the whole sequence is'
+    )
