@@ -1,8 +1,10 @@
 """What ranks send each other: shards, refusals that all of them see, and when transfers start."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,7 @@ def world() -> dict[str, Any]:
     found["decoded"] = {name: decoded(name) for name in DECODED}
     found["models"] = {name: trained(name, mesh) for name in MODELS}
     found["refused models"] = {name: refusal(call, mesh) for name, call in UNSERVED.items()}
+    found["page"] = refusal(page, mesh)
     found["absent"] = absent()
     return found
 
@@ -275,6 +278,16 @@ UNSERVED_SAY = {
 }
 
 
+def page(mesh: Any) -> None:
+    """Runs the program of docs/parallel.md, but that the processes are these."""
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        exec(compile(program, "docs/parallel.md", "exec"), {})
+
+
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
     plan = plan_of()
     own = inputs(mesh, plan, **sizes)
@@ -475,3 +488,7 @@ def test_nothing_stays_in_force(ranks):
     with pytest.raises(TypeError, match="mesh must be"), ContextParallel("cpu", plan_of()):
         layer(draw(1, 6, 32))
     assert torch.equal(layer(draw(1, 6, 32)), before)
+
+
+def test_the_program_of_the_page_runs(ranks):
+    assert [rank["page"] for rank in ranks] == ["served", "served"]
