@@ -115,8 +115,7 @@ def adopt(device: torch.device, rows: Rows) -> Choices:
         {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
         for kind in ("verification", "tiles", "backends", "passes")
     )
-    before = _known.get(device)
-    if tiles or (before is not None and before.tiles):
+    if tiles or (applies(device) and device in _known):
         _install(device, tiles.values())
     wrong = any(row.get("verdict") != "right" for row in verification.values())
     by_direction = by_direction or wrong or bool(backends)
@@ -128,14 +127,14 @@ def adopt(device: torch.device, rows: Rows) -> Choices:
 def forget() -> None:
     """Read findings again at the next call: they have changed."""
     global by_direction
-    for device, found in _known.items():
-        if found.tiles:
-            _install(device, ())
+    for device in filter(applies, _known):
+        _install(device, ())
     _known.clear()
     by_direction = False
 
 
 def _install(device: torch.device, tiles: Iterable[Row]) -> None:
+    """Give kernels these tiles in place of earlier ones; no known call holds any more."""
     index = -1 if call.interpreting() else device.index
     try:
         call.kernel("launch.tiles").install(tiles, index)
@@ -145,7 +144,7 @@ def _install(device: torch.device, tiles: Iterable[Row]) -> None:
 
 def applies(device: torch.device) -> bool:
     """Whether findings change calls on a device: on a GPU; nobody waits for the interpreter."""
-    return device.type == "cuda" and not call.interpreting()
+    return device.type == "cuda" and call.TRITON_INSTALLED and not call.interpreting()
 
 
 def read(device: torch.device) -> Rows:

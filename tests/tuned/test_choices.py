@@ -269,6 +269,24 @@ def test_findings_are_read_once(plant: Plant, device: str, monkeypatch: pytest.M
     assert sorted(reads) == sorted(set(reads))
 
 
+def test_what_is_found_later_holds_for_known_calls_too(
+    here: Store, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv = inputs(device, requires_grad=False)
+    served = []
+    attend_by = attend.attend_by
+    monkeypatch.setattr(attend, "attend_by", lambda *x: served.append(1) or attend_by(*x))
+    for _ in range(2):
+        attention(*qkv)
+    row = {"backend": "triton", "dtype": "bfloat16", "head_dim": 64}
+    here.put("verification", {**row, **WRONG})
+    attention(*qkv)
+    choices.forget()
+    assert len(served) == 3
+    attention(*qkv)
+    assert len(served) == 3
+
+
 def test_environment_leaves_findings_aside_or_names_a_file(
     plant: Plant, here: Store, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
