@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, KVCache, patch_sdpa, reference
-from fastattn.compat.context_parallel import ContextParallel
 from fastattn.compat.transformers import attend as transformers_attend
+from fastattn.models.context_parallel import ContextParallel
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -30,6 +30,7 @@ from fastattn.parallel import (
     unshard,
 )
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
+from fastattn.testing.gpt import make_gpt
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import squash
 from fastattn.testing.ranks import run_ranks
@@ -211,13 +212,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer": lambda: CausalGQAttention(**LAYER, window=30, sinks=True, softcap=5.0),
     "style": lambda: CausalGQAttention(**LAYER, keep_first=2, window=9, qk_norm=True),
     "torch": lambda: ByTorch(is_causal=True, scale=0.3),
+    "gpt rotary": lambda: make_gpt(context=128, std=0.2, window=30),
+    "gpt learned": lambda: make_gpt(context=128, std=0.2, positions="learned"),
     "patched torch": lambda: ByTorch(is_causal=True),
 }
 
 
 def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return MODELS[name](), draw(2, T, 32)
+    tokens = torch.arange(2 * T).view(2, T) * 7 % 20
+    return MODELS[name](), tokens if "gpt" in name else draw(2, T, 32)
 
 
 def gradients(model: nn.Module, out: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -254,6 +258,11 @@ def masked_torch(mesh: Any) -> None:
         ByTorch(attn_mask=mask)(shard(draw(1, T, 32), 1, plan, mesh))
 
 
+def tables_in_a_style(mesh: Any) -> None:
+    layer = parallelize_module(CausalGQAttention(**LAYER), mesh, ContextParallel(mesh, plan_of()))
+    layer(draw(1, 48, 32), rotary_tables=(draw(48, 4), draw(48, 4)))
+
+
 def by_transformers(mesh: Any) -> None:
     with ContextParallel(mesh, plan_of()):
         transformers_attend.attention_forward(
@@ -264,6 +273,7 @@ def by_transformers(mesh: Any) -> None:
 UNSERVED: dict[str, Callable[[Any], Any]] = {
     "cache": lambda mesh: layer_refusal(mesh, cache=KVCache(1, 2, 8, 8)),
     "mask": masked_torch,
+    "tables": tables_in_a_style,
     "transformers": by_transformers,
     "other modules": lambda mesh: parallelize_module(
         nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
@@ -273,6 +283,7 @@ UNSERVED_SAY = {
     "cache": "ValueError: cache: a sequence that is spread over ranks has none",
     "mask": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 48, 90], got "
     "[48, 48]",
+    "tables": "ValueError: rotary_tables may be those of other positions",
     "transformers": "NotImplementedError: attn_implementation",
     "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
 }
@@ -468,7 +479,7 @@ def test_models_train_as_on_one_device(ranks, name):
     naive = gradients(model, model(x))
     model, x = model_and_input(name)
     model.double()
-    exact = gradients(model, model(x.double()))
+    exact = gradients(model, model(x.double() if x.is_floating_point() else x))
     for key, ref in exact.items():
         shares = [torch.from_numpy(rank["models"][name][key]) for rank in ranks]
         found = shares[0] if key == "out" else shares[0] + shares[1]

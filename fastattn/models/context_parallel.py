@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
+from ..compat.transformers import attend as transformers_attend
 from ..modules import self_attention
 from ..modules.self_attention import GQAttention
 from ..parallel import ContextPlan, context_attention
 from ..parallel.ranks import Mesh, Ranks
 from ..rotary import RotaryPositions
-from .transformers import attend as transformers_attend
+from .positions import LearnedPositions, SinusoidalPositions
 
 _TORCH_ATTENTION = F.scaled_dot_product_attention
 
@@ -34,10 +35,11 @@ class ContextParallel(ParallelStyle):
             loss = model(shard(tokens, 1, plan, mesh), ...)
             loss.backward()
 
-    Rotary positions of our layers follow the plan. Other models need to be told them, as
-    `position_ids=plan.indices(rank)[None]` tells those of transformers with "sdpa". Masks that are
-    tensors have to be [..., plan.length or 1, T or 1], else it raises; so do a cache, relative
-    values and layers of transformers with attn_implementation="fastattn".
+    Positions in our layers and models follow the plan, be they rotary, learned or sinusoidal. Other
+    models need to be told them: those of transformers with attn_implementation="sdpa" by
+    `position_ids=plan.indices(rank)[None]`. Masks that are tensors have to be
+    [..., plan.length or 1, T or 1], else it raises; so do a cache, relative values and layers of
+    transformers with attn_implementation="fastattn".
 
     Every rank gets its share of the gradients of all parameters: their sum over the ranks is that
     of the whole sequence.
@@ -59,7 +61,18 @@ class ContextParallel(ParallelStyle):
                 "ContextParallel is a style of GQAttention and CausalGQAttention, got "
                 f"{type(module).__name__}: as a context manager it serves other models"
             )
-        setattr(module, "forward", self._placed(module.forward, module))  # noqa: B010
+        inner = self._placed(module.forward, module)
+
+        @wraps(inner)
+        def forward(x: Tensor, **given: Any) -> Tensor:
+            if isinstance(given.get("rotary_tables"), (tuple, Tensor)):
+                raise ValueError(
+                    "rotary_tables may be those of other positions: as a context manager "
+                    "ContextParallel sees to them"
+                )
+            return inner(x, **given)
+
+        setattr(module, "forward", forward)  # noqa: B010
         return module
 
     def __enter__(self) -> "ContextParallel":
@@ -74,6 +87,8 @@ class ContextParallel(ParallelStyle):
             return found
 
         self._set(GQAttention, "forward", placed)
+        for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
+            self._set(owner, "at", self._placed_at(owner.at))
         self._set(transformers_attend, "attention", _refuse_transformers)
         self._mode = _Mode(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -89,6 +104,22 @@ class ContextParallel(ParallelStyle):
         before = getattr(owner, name)
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, before))
+
+    def _placed_at(self, at: Callable[..., Any]) -> Callable[..., Any]:
+        """What looks up `count` positions from `first`, of which this rank has others."""
+        plan = self.plan
+
+        @wraps(at)
+        def call(owner: Any, first: Any, count: int, *rest: Any) -> Any:
+            if isinstance(first, Tensor) or (first, count) != (0, plan.length):
+                return at(owner, first, count, *rest)
+            device = rest[-1]
+            positions = plan.indices(Ranks.of(self.mesh).rank).to(device)
+            bound = () if len(rest) == 1 else (plan.length * plan.ranks,)
+            found = at(owner, positions, 1, *bound, device)
+            return tuple(x[:, 0] for x in found) if isinstance(found, tuple) else found[:, 0]
+
+        return call
 
     def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
         """A layer's forward, whose tokens stand where the plan says."""
