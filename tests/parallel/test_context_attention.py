@@ -32,8 +32,12 @@ DOCUMENTS = torch.arange(6).repeat_interleave(LENGTHS).expand(2, T)
 def examples() -> dict[str, dict[str, Any]]:
     """Every option by itself that a sequence's attention to itself has, and some sets."""
     found = option_examples(H_q, H_k, T, T, D, reach=20)
-    for name in ("offsets", "first-ahead", "documents-anywhere"):  # of other queries than keys
-        del found[name]
+    # Of other queries than keys.
+    found = {
+        name: x
+        for name, x in found.items()
+        if name not in ("offsets", "first-ahead", "documents-anywhere", "positions")
+    }
     found["documents"]["documents"] = found["documents"]["documents"][1]
     found["no-option"] = {}
     found["causal-window"] = {"causal": True, "window": 33}
