@@ -134,6 +134,18 @@ class OfDenseAndAdditive(TypedDict, total=False):
     ]
 
 
+class OfDense(TypedDict, total=False):
+    positions: Annotated[
+        tuple[Tensor, Tensor] | None,
+        Row(
+            score_checks.check_positions,
+            fields=("q_positions", "k_positions"),
+            packed="queries and keys of a sequence stand where they lie",
+            cache="the cache knows where its keys stand",
+        ),
+    ]
+
+
 class OfAllButAdditive(TypedDict, total=False):
     scale: Annotated[float | None, Row(lambda x, call: checks.check_positive("scale", x))]
     softcap: Annotated[float | None, Row(lambda x, call: checks.check_positive("softcap", x))]
@@ -182,7 +194,7 @@ class OfDensePackedAndCaches(TypedDict, total=False):
 
 class AttentionArguments(
     OfAllCalls, OfAllButFp8, OfAllButCaches, OfDenseFp8AndAdditive, OfDenseCachesAndAdditive,
-    OfDenseAndAdditive, OfAllButAdditive, OfDenseAndCaches, OfDenseAndPacked,
+    OfDenseAndAdditive, OfDense, OfAllButAdditive, OfDenseAndCaches, OfDenseAndPacked,
     OfDensePackedAndCaches,
     total=False,
 ):  # fmt: skip
@@ -264,6 +276,9 @@ class Options(NamedTuple):
     dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
     cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
+    # int32; positions of queries and keys follow one another within each 128 of them
+    q_positions: Annotated[Tensor | None, Tags("[B] T_q", registers="masked")] = None
+    k_positions: Annotated[Tensor | None, Tags("[B] T_k")] = None
     # What follows has gradients, and any float dtype; what q is multiplied by, that of q.
     attn_bias: Annotated[
         Tensor | None,

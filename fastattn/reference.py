@@ -61,6 +61,7 @@ def attention(
     dropout_keep: Tensor | None = None,
     deterministic: bool = True,
     query_offset: int | Tensor | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
     attn_mask: Tensor | None = None,
     return_lse: bool = False,
     first_row: int = 0,
@@ -81,9 +82,16 @@ def attention(
     H_k, T_k = v.shape[1:3]
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask, attn_bias = None, attn_mask
-    places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row)
+    places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row, positions)
     p, j = (x.long() for x in places[2:])
-    keep = visible_mask(T_q, T_k, query_offset=query_offset, device=q.device, **_positional(masks))
+    keep = visible_mask(
+        T_q,
+        T_k,
+        query_offset=query_offset,
+        positions=positions,
+        device=q.device,
+        **_positional(masks),
+    )
     keep = keep & _other_masks(places, attn_mask, mod_tensors, masks)
     # A key that no query of any head may see must not reach the sums even if it is NaN.
     exists = existing_keys(
@@ -129,7 +137,7 @@ def attention(
         if dropout_keep is None:
             seed = dropout_bits.draw_seed(q.device) if dropout_seed is None else dropout_seed
             dropout_keep = dropout_bits.keep_mask(
-                seed, dropout, B, H_q, T_q, T_k, first_row=first_row
+                seed, dropout, B, H_q, T_q, T_k, first_row=first_row, positions=positions
             )
         weights = weights * dropout_keep / (1 - dropout)
     o = torch.einsum("bhij,bhjd->bhid", weights, v)
@@ -202,6 +210,7 @@ def torch_places(
     query_offset: int | Tensor | None,
     device: torch.device,
     first_row: int = 0,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> triton_language.Places:
     """b, h, p and j of every score, int32, each with the dims that it varies over."""
 
@@ -211,8 +220,10 @@ def torch_places(
     offset = T_k - T_q if query_offset is None else query_offset
     if isinstance(offset, Tensor):
         offset = offset.to(device, torch.int32).reshape(-1, 1, 1, 1)
-    p = count(T_q, 1, 1, T_q, 1) + offset
-    return count(B, B, 1, 1, 1) + first_row, count(H_q, 1, H_q, 1, 1), p, count(T_k, 1, 1, 1, T_k)
+    p, j = count(T_q, 1, 1, T_q, 1) + offset, count(T_k, 1, 1, 1, T_k)
+    if positions is not None:
+        p, j = positions[0].reshape(-1, 1, T_q, 1), positions[1].reshape(-1, 1, 1, T_k)
+    return count(B, B, 1, 1, 1) + first_row, count(H_q, 1, H_q, 1, 1), p, j
 
 
 def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
@@ -277,6 +288,7 @@ def visible_mask(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_offset: int | Tensor | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """bool [B or 1, 1, T_q, T_k], True where the query (row) sees the key (column).
@@ -289,7 +301,11 @@ def visible_mask(
     if isinstance(offset, Tensor):
         offset = offset.to(device).reshape(-1, 1, 1, 1)
     rows = torch.arange(T_q, device=device).reshape(1, 1, T_q, 1)
-    distance = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k) - (rows + offset)
+    key = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k)
+    distance = key - (rows + offset)
+    if positions is not None:
+        key = positions[1].reshape(-1, 1, 1, T_k)
+        distance = key - positions[0].reshape(-1, 1, T_q, 1)
     keep = torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         before, after = (window - 1, 0) if isinstance(window, int) else window
@@ -300,7 +316,6 @@ def visible_mask(
     if stride is not None:
         on_stride = distance.abs() % stride == 0
         keep = on_stride if window in (None, (None, None)) else keep | on_stride
-    key = torch.arange(T_k, device=device)
     keep = keep | (key < keep_first)
     if causal:
         prefix: int | Tensor = 0 if prefix_lengths is None else prefix_lengths

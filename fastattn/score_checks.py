@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_floats, check_number, check_placement, kind, type_name
+from .checks import (
+    FARTHEST,
+    check_device,
+    check_floats,
+    check_number,
+    check_placement,
+    kind,
+    type_name,
+)
 
 # The places that an operator has for them.
 MAX_MOD_TENSORS = 8
@@ -41,6 +49,49 @@ class Checking(NamedTuple):
         """Whether a window or stride hides keys."""
         sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
         return any(side is not None for side in sides)
+
+
+# Positions follow one another within as many places: no tile of a kernel is longer.
+POSITIONS_BLOCK = 128
+
+
+def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
+    """A pair of int32 [B or 1, T_q] and [B or 1, T_k] on q's device.
+
+    Each block of 128 rises by 1 from its first; values are read on a CPU only.
+    """
+    if call.given.get("query_offset") is not None:
+        raise ValueError("positions say where queries stand, and query_offset is given too")
+    if not isinstance(positions, tuple) or len(positions) != 2:
+        raise TypeError(
+            f"positions must be a pair (q_positions, k_positions), got {type_name(positions)}"
+        )
+    for n, (x, like) in enumerate(zip(positions, (call.q, call.k), strict=True)):
+        name = f"positions[{n}]"
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            raise TypeError(f"{name} must be an int32 tensor, got {kind(x)}")
+        T = like.shape[2]
+        if x.dim() != 2 or x.shape[0] not in (1, call.B) or x.shape[1] != T:
+            raise ValueError(f"{name} must have shape [{call.B} or 1, {T}], got {list(x.shape)}")
+        check_device(name, x, call.q)
+        if x.is_cpu and not torch.compiler.is_compiling():
+            _check_position_values(name, x, by_fours=n == 1 and bool(call.given.get("dropout")))
+    q_positions, k_positions = positions
+    return q_positions, k_positions
+
+
+def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
+    first = x[:, ::POSITIONS_BLOCK].repeat_interleave(POSITIONS_BLOCK, 1)[:, : x.shape[1]]
+    ahead = torch.arange(x.shape[1], dtype=torch.int32) % POSITIONS_BLOCK
+    if not torch.equal(x, first + ahead):
+        raise ValueError(f"{name} must rise by 1 within each aligned block of {POSITIONS_BLOCK}")
+    if bool((x.abs() > FARTHEST).any()):
+        raise ValueError(f"{name} must be within 2**28 of 0, got {int(x.abs().max())}")
+    if by_fours and bool((first % 4 != 0).any()):
+        raise ValueError(
+            f"{name} must begin each block of {POSITIONS_BLOCK} at a multiple of 4 where there is "
+            "dropout, which draws its bits for four keys at once"
+        )
 
 
 def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .launch.arguments import block_dim, blocks, empty_in_layout
 from .rules.integers import runtime_int, value
-from .rules.mask import int32_within
 from .rules.pages import (
     CacheTensors,
     has_slot,
@@ -31,6 +30,7 @@ from .rules.pages import (
     stored,
 )
 from .rules.quantize import row_scale, to_e4m3, to_int8
+from .rules.tile import int32_within
 
 # Elements of a program's tile: four warps with 16 numbers a thread.
 _TILE = 2048

@@ -21,12 +21,14 @@ from .launch.arguments import block_dim, index_type, strides, tiles_of
 from .launch.launches import Launch, launch_for
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int
-from .rules.mask import Mask, batch_row, memory_rows
+from .rules.mask import Mask
 from .rules.tile import (
+    batch_row,
     first_slot,
     head,
     load_tile,
     load_vector,
+    memory_rows,
     query_program,
     query_rows,
     store_tile,

@@ -27,7 +27,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.launches import Launch
-from .rules.blocks import key_head, load_queries, query_tile_at
+from .rules.blocks import key_head, load_queries, meeting_keys, query_tile_at
 from .rules.mask import any_key, key_blocks, valid_keys, visible
 from .rules.relative import relative_query, vectors_of_tile
 from .rules.score import load_bias
@@ -77,11 +77,12 @@ def attention_backward_bias_kernel(
         h_q = bias_row % bias_heads + i // (sum_tiles_k * sum_tiles_q) % sum_heads
         b = bias_row // bias_heads + i // (sum_tiles_k * sum_tiles_q * sum_heads)
         tile = query_tile_at(m_tile, b, h_q, h_q // G, H_q, T_q, T_k, mask, BLOCK_M)
-        row = tile.row
         lo, _full_lo, _full_hi, hi, first_blocks = key_blocks(
-            tile.first, tile.last, row, mask, BLOCK_N
+            tile.first, tile.last, tile.row, mask, BLOCK_N
         )
         n_first = n_tile * BLOCK_N
+        tile = meeting_keys(tile, n_first, mask)
+        row = tile.row
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, row, mask)
         in_range = ((n_tile >= lo) & (n_tile < hi)) | (n_tile < first_blocks)

@@ -8,7 +8,7 @@ so of those each tile keeps its sum alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -28,27 +28,78 @@ from .launch.arguments import (
 )
 from .launch.tiles import lookup
 from .rules.integers import value
-from .rules.mask import FARTHEST, batch_row, memory_rows, valid_keys, visible
+from .rules.mask import valid_keys, visible
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import head, load_tile, load_vector
+from .rules.tile import (
+    FARTHEST,
+    ORDERED,
+    Row,
+    at_keys,
+    at_queries,
+    batch_row,
+    head,
+    load_tile,
+    load_vector,
+    memory_rows,
+)
 
 if TYPE_CHECKING:
     from fastattn.options import Options
 
 
-@triton.jit
-def _queries_of(d_first, row, BLOCK: tl.constexpr):
-    """Queries [first, last) of a row that have a key at one of the distances d_first + 0..BLOCK-1.
+class _Head(NamedTuple):
+    """What the queries and keys of one head of a batch row are read by: pointers and strides."""
 
-    Query i and distance d meet at key i + offset - d.
+    h: Any
+    H_q: Any
+    q_ptr: Any
+    q_stride: Any
+    do_ptr: Any
+    do_stride: Any
+    k_ptr: Any
+    k_stride: Any
+    v_ptr: Any
+    v_stride: Any
+    batch: Any
+    first_q: Any
+    statistics: Any
+    lse_ptr: Any
+    delta_ptr: Any
+
+
+@triton.jit
+def _queries_of(d_first, row, mask, BLOCK: tl.constexpr):
+    """Queries [first, last) of a row that may have a key at one of the distances d_first +
+    0..BLOCK-1.
+
+    Query i and distance d meet at key i + offset - d, unless they have positions of their own.
     """
-    first = tl.maximum(row.start + d_first - row.offset, 0)
-    last = tl.minimum(row.end + d_first + (BLOCK - 1) - row.offset, row.T_q)
+    first = 0
+    last = row.T_q
+    if mask.q_positions_ptr is None:
+        first = tl.maximum(row.start + d_first - row.offset, 0)
+        last = tl.minimum(row.end + d_first + (BLOCK - 1) - row.offset, row.T_q)
     return first, tl.where(row.start < row.end, last, first)
+
+
+@triton.jit
+def _of_block(row, n_first, mask):
+    """The row with those of its keys alone that stand in the block from n_first on."""
+    row = at_keys(row, n_first, mask)
+    start = tl.maximum(row.start, n_first)
+    end = tl.minimum(row.end, n_first + ORDERED)
+    return Row(row.b, row.T_q, row.T_k, row.offset, start, end, row.solid, row.prefix, row.shift)
+
+
+@triton.jit
+def _meets(m_first, n_first, d_first, row, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether queries from m_first on and the block of keys may be at one of the distances."""
+    nearest = m_first + row.offset - (n_first + row.shift)
+    return (nearest + BLOCK_M > d_first) & (nearest - ORDERED < d_first + BLOCK - 1)
 
 
 @triton.jit
@@ -77,7 +128,7 @@ def _gradient_by_distance(
     """
     distances = (d_first + tl.arange(0, BLOCK))[None, :]
     rows = rows[:, None]
-    k_pos = rows + row.offset - distances
+    k_pos = rows + row.offset - row.shift - distances
     keep = valid_keys(k_pos, row, mask) & (rows < row.T_q)
     # What masks and scores load by position must exist.
     k_pos = tl.minimum(tl.maximum(k_pos, 0), row.T_k - 1)
@@ -92,6 +143,49 @@ def _gradient_by_distance(
         dp = dropped(dp, kept_at(rows, k_pos, h, H_q, row, score), score)
     dx = p * (dp - delta[:, None])
     return gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
+
+
+@triton.jit
+def _grow(
+    dbias, dkeys, m_first, d_first, vectors, row, operands, mask, score, const: tl.constexpr
+):  # fmt: skip
+    """The sums, with what the queries from m_first on add at the distances from d_first on."""
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK: tl.constexpr = const.BLOCK_N
+    PRECISION: tl.constexpr = const.PRECISION
+    W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
+    o = operands
+    rows = m_first + tl.arange(0, BLOCK_M)
+    in_rows = rows < row.T_q
+    n_first = m_first + row.offset - row.shift - d_first - (BLOCK - 1)
+    valid = valid_keys(n_first + tl.arange(0, W), row, mask)
+    stats = o.statistics + rows
+    q = load_tile(o.q_ptr, o.q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    query = relative_query(q, o.batch, o.h, o.first_q, m_first, in_rows, score, const)
+    d_bias, ds = _gradient_by_distance(
+        q,
+        query,
+        load_tile(o.do_ptr, o.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
+        load_lse(o.lse_ptr + stats, in_rows, score),
+        load_vector(o.delta_ptr + stats, in_rows, 0.0),
+        load_tile(o.k_ptr, o.k_stride, n_first, valid, W, const.BLOCK_D, const.D),
+        load_tile(o.v_ptr, o.v_stride, n_first, valid, W, const.BLOCK_DV, const.D_V),
+        vectors,
+        rows,
+        d_first,
+        o.h,
+        o.H_q,
+        row,
+        mask,
+        score,
+        BLOCK,
+        PRECISION,
+    )
+    if score.relative_ptr is not None:
+        dbias += tl.sum(d_bias, 0)
+    if score.keys_ptr is not None:
+        dkeys = add_weighted_rows(dkeys, tl.trans(ds), query, PRECISION)
+    return dbias, dkeys
 
 
 @triton.jit
@@ -143,12 +237,8 @@ def attention_backward_relative_kernel(
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     D: tl.constexpr = const.D
-    D_V: tl.constexpr = const.D_V
     BLOCK_D: tl.constexpr = const.BLOCK_D
-    BLOCK_DV: tl.constexpr = const.BLOCK_DV
     INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
-    PRECISION: tl.constexpr = const.PRECISION
-    W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
     d_first = d_start + tl.program_id(0) * BLOCK
     h = tl.program_id(1)
     distances = d_first + tl.arange(0, BLOCK)
@@ -164,38 +254,39 @@ def attention_backward_relative_kernel(
         k_head, k_stride = head(k_ptr, batch, h // G, first_k, k_strides, INDEX)
         v_head, v_stride = head(v_ptr, batch, h // G, first_k, v_strides, INDEX)
         do_head, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
-        first, last = _queries_of(d_first, row, BLOCK)
+        stats = (batch * H_q + h).to(tl.int64) * T_q + first_q
+        operands = _Head(
+            h,
+            H_q,
+            q_head,
+            q_stride,
+            do_head,
+            do_stride,
+            k_head,
+            k_stride,
+            v_head,
+            v_stride,
+            batch,
+            first_q,
+            stats,
+            lse_ptr,
+            delta_ptr,
+        )
+        first, last = _queries_of(d_first, row, mask, BLOCK)
         for m_first in range(first, last, BLOCK_M):
-            rows = m_first + tl.arange(0, BLOCK_M)
-            in_rows = rows < row.T_q
-            n_first = m_first + row.offset - d_first - (BLOCK - 1)
-            valid = valid_keys(n_first + tl.arange(0, W), row, mask)
-            stats = (batch * H_q + h).to(tl.int64) * T_q + first_q + rows
-            q = load_tile(q_head, q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, D)
-            query = relative_query(q, batch, h, first_q, m_first, in_rows, score, const)
-            d_bias, ds = _gradient_by_distance(
-                q,
-                query,
-                load_tile(do_head, do_stride, m_first, in_rows, BLOCK_M, BLOCK_DV, D_V),
-                load_lse(lse_ptr + stats, in_rows, score),
-                load_vector(delta_ptr + stats, in_rows, 0.0),
-                load_tile(k_head, k_stride, n_first, valid, W, BLOCK_D, D),
-                load_tile(v_head, v_stride, n_first, valid, W, BLOCK_DV, D_V),
-                vectors,
-                rows,
-                d_first,
-                h,
-                H_q,
-                row,
-                mask,
-                score,
-                BLOCK,
-                PRECISION,
-            )
-            if score.relative_ptr is not None:
-                dbias += tl.sum(d_bias, 0)
-            if score.keys_ptr is not None:
-                dkeys = add_weighted_rows(dkeys, tl.trans(ds), query, PRECISION)
+            row_m = at_queries(row, m_first, mask)
+            if mask.k_positions_ptr is not None:
+                for n_first in range(0, row.T_k, ORDERED):
+                    row_n = _of_block(row_m, n_first, mask)
+                    if _meets(m_first, n_first, d_first, row_n, BLOCK_M, BLOCK):
+                        dbias, dkeys = _grow(
+                            dbias, dkeys, m_first, d_first, vectors, row_n, operands, mask, score,
+                            const,
+                        )  # fmt: skip
+            else:
+                dbias, dkeys = _grow(
+                    dbias, dkeys, m_first, d_first, vectors, row_m, operands, mask, score, const
+                )
     part = h * tl.num_programs(0) + tl.program_id(0)
     if score.relative_ptr is not None:
         _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, part)
@@ -219,7 +310,8 @@ def launch_backward_relative(
     """Gradients of options.relative_bias and options.relative_keys, fp32 in their shapes, or empty.
 
     lse and delta as the other backward kernels use them for the same arguments. Query offsets that
-    are a tensor are read on the host, unless a window bounds the distances on both sides.
+    are a tensor, and positions, are read on the host, unless a window bounds the distances on both
+    sides.
     """
     q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
     B, H_q, _, D = q.shape
@@ -270,15 +362,24 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
     if options.cu_seqlens_q is not None:
         # The last query stands at the last key of any sequence, and none is longer than all.
         return max(start, 1 - T_q), min(end, T_k)
+    if start > -UNBOUNDED and end < UNBOUNDED and not _in_order(options):
+        return start, end
+    if options.q_positions is not None and options.k_positions is not None:
+        q_first, q_last = (int(x) for x in torch.aminmax(options.q_positions))
+        k_first, k_last = (int(x) for x in torch.aminmax(options.k_positions))
+        return max(start, q_first - k_last), min(end, q_last - k_first + 1)
     if options.query_offsets is None:
         assert options.query_offset is not None
         least = most = options.query_offset
-    elif start > -UNBOUNDED and end < UNBOUNDED:
-        return start, end
     else:
         offsets = options.query_offsets.clamp(-FARTHEST.value, FARTHEST.value)
         least, most = (int(x) for x in torch.aminmax(offsets))
     return max(start, least - (T_k - 1)), min(end, most + T_q)
+
+
+def _in_order(options: Options) -> bool:
+    """Whether the host knows where queries and keys stand."""
+    return options.query_offsets is None and options.q_positions is None
 
 
 def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor | None, ...]:

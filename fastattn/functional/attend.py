@@ -96,6 +96,13 @@ def attention(
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
             query stands at the last key (bottom-right). Within 2^28 of 0; a tensor's values are
             taken within that.
+        positions: (q_positions int32 [B or 1, T_q], k_positions int32 [B or 1, T_k]), where queries
+            and keys stand in a sequence of which they are a part, in place of p and j above: for
+            causal, window, prefix_lengths, keep_first, stride, alibi_slopes, relative_bias,
+            relative_keys, q_pos and k_pos of mods, and the bits of dropout, which are those of the
+            whole. Within each aligned block of 128 they rise by 1; with dropout each such block of
+            keys begins at a multiple of 4. On a GPU nobody looks whether they do. key_lengths,
+            key_padding_mask, documents, attn_mask and attn_bias go by places in memory.
         scale: factor on q.k, > 0; default D ** -0.5.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the

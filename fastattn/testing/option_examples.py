@@ -67,6 +67,13 @@ def option_examples(
         "lengths": {"key_lengths": torch.tensor([T_k // 2, T_k - 4], dtype=torch.int32)},
         "lengths-of-none": {"key_lengths": torch.tensor([5, 0])},
         "offsets": {"query_offset": torch.tensor([2, T_k // 2 + 2]), "causal": True},
+        "positions": {
+            "positions": (
+                torch.stack((torch.arange(T_q) + T_k - T_q, torch.arange(T_q) + 16)).int(),
+                torch.arange(8, T_k + 8, dtype=torch.int32)[None],
+            ),
+            "causal": True,
+        },
         "documents": {"documents": (documents[:, T_k - T_q :], documents)},
         "documents-anywhere": {"documents": (draw(B, T_q).long(), draw(B, T_k).long())},
         "mask": {"attn_mask": ~_chance(B, H_q, T_q, T_k)},
@@ -115,13 +122,16 @@ def _documents(T: int) -> Tensor:
 SHARED_ARGUMENTS = frozenset(("causal", "mod_tensors"))
 
 
+_APART = ({"attn_mask", "attn_bias"}, {"positions", "query_offset"})
+
+
 def sets_that_cover_pairs(
     options: Mapping[str, Mapping[str, Any]], largest: int
 ) -> list[tuple[str, ...]]:
     """Sets of names that contain every compatible pair, chosen greedily.
 
-    Two options are compatible if they share no argument and are not a mask and a bias: a float
-    attn_mask is a bias.
+    Two options are compatible if they share no argument, are not a mask and a bias (a float
+    attn_mask is a bias), and do not both say where queries stand.
 
     Args:
         options: keyword arguments of `fastattn.attention` by name.
@@ -130,7 +140,8 @@ def sets_that_cover_pairs(
 
     def compatible(a: str, b: str) -> bool:
         twice = (options[a].keys() & options[b].keys()) - SHARED_ARGUMENTS
-        return not twice and not {"attn_mask", "attn_bias"} <= options[a].keys() | options[b].keys()
+        both = options[a].keys() | options[b].keys()
+        return not twice and not any(pair <= both for pair in _APART)
 
     missing = {pair for pair in itertools.combinations(options, 2) if compatible(*pair)}
     sets = []

@@ -152,6 +152,7 @@ def _is_causal(options: Options) -> bool:
     return (
         options.band == (None, 0)
         and options.query_offsets is None
+        and options.q_positions is None
         and options.key_padding_mask is None
         and options.key_lengths is None
         and options.q_documents is None

@@ -23,7 +23,15 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def keep_mask(
-    seed: Tensor, dropout: float, B: int, H_q: int, T_q: int, T_k: int, *, first_row: int = 0
+    seed: Tensor,
+    dropout: float,
+    B: int,
+    H_q: int,
+    T_q: int,
+    T_k: int,
+    *,
+    first_row: int = 0,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Which weights `attention` keeps: bool [B, H_q, T_q, T_k], on the seed's device.
 
@@ -35,6 +43,8 @@ def keep_mask(
         seed: int64 [2], the dropout_seed of the call.
         dropout: probability in [0, 1) to drop a weight.
         first_row: b of the first batch row; not 0 for a part of a batch.
+        positions: the call's, which take the place of i and j: int32 [B or 1, T_q] and
+            [B or 1, T_k], of keys at least 0.
     """
     device = seed.device
 
@@ -42,9 +52,14 @@ def keep_mask(
         return torch.arange(n, device=device).reshape(-1, *[1] * dims)
 
     head = count(B * H_q, 2) + first_row * H_q
-    counter = (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1])
-    words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), counter)
-    drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
+    key = (seed[0] & _WORD, seed[0] >> 32 & _WORD)
+    if positions is None:
+        words = philox(key, (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1]))
+        drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
+    else:
+        i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
+        words = philox(key, (j // 4, i, head.reshape(B, H_q, 1, 1), seed[1]))
+        drawn = torch.stack(words, -1).take_along_dim((j % 4)[..., None], -1)
     return (drawn >= int(dropout * 2**32)).reshape(B, H_q, T_q, T_k)
 
 

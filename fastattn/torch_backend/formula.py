@@ -55,8 +55,11 @@ def dropped(weights: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
         return weights
     assert options.dropout_seed is not None, "drawn before"
     seed, p = options.dropout_seed, options.dropout
-    B, H_q, T_q, T_k = weights.shape
-    kept = dropout.keep_mask(seed, p, B, H_q, T_q, T_k, first_row=first_row)
+    positions = None
+    if options.q_positions is not None and options.k_positions is not None:
+        positions = options.q_positions, options.k_positions
+    shape = weights.shape
+    kept = dropout.keep_mask(seed, p, *shape, first_row=first_row, positions=positions)
     return torch.where(kept, weights, 0.0) / (1 - p)
 
 
@@ -178,7 +181,7 @@ def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor 
     (left, right), offset = options.band, options.query_offset
     if left is None and right is None:
         return None
-    if options.query_offsets is not None or offset is None:
+    if options.query_offsets is not None or options.q_positions is not None or offset is None:
         return _window(distances(options, T_q, T_k, device), left, right)
     # One query of a decoding step sees all keys: no mask is needed.
     reaches_last = right is None or offset + right >= T_k - 1
@@ -200,7 +203,7 @@ def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:
 def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
     """What is no band: strides, first keys that stay, prefixes that are seen from before."""
     distance = distances(options, T_q, T_k, device)
-    key = torch.arange(T_k, device=device)
+    key = _key_positions(options, T_k, device)
     near = _window(distance, options.left, options.right)
     if options.stride is not None:
         if options.left is None and options.right is None:
@@ -230,17 +233,26 @@ def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | 
 
 def distances(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
     """p - j, int64 [B or 1, 1, T_q, T_k]."""
-    return _query_positions(options, T_q, device) - torch.arange(T_k, device=device)
+    return _query_positions(options, T_q, device) - _key_positions(options, T_k, device)
 
 
 def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor:
     """Position of each query among the keys, int64 [B or 1, 1, T_q, 1]."""
+    if options.q_positions is not None:
+        return options.q_positions.long()[:, None, :, None]
     rows = torch.arange(T_q, device=device)[None, None, :, None]
     if options.query_offsets is not None:
         offsets = options.query_offsets.clamp(-checks.FARTHEST, checks.FARTHEST)
         return rows + offsets[:, None, None, None]
     assert options.query_offset is not None, "packed calls are taken apart before"
     return rows + options.query_offset
+
+
+def _key_positions(options: Options, T_k: int, device: torch.device) -> Tensor:
+    """Position of each key, int64 [B or 1, 1, 1, T_k]."""
+    if options.k_positions is not None:
+        return options.k_positions.long()[:, None, None, :]
+    return torch.arange(T_k, device=device)[None, None, None]
 
 
 def _table_index(
@@ -257,9 +269,9 @@ def _places(
     """b, h, q_pos and k_pos as the user's functions get them: int32."""
     b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
     h = torch.arange(H_q, dtype=torch.int32, device=device)
-    k_pos = torch.arange(T_k, dtype=torch.int32, device=device)
     q_pos = _query_positions(options, T_q, device).to(torch.int32)
-    return b[:, None, None, None], h[None, :, None, None], q_pos, k_pos[None, None, None, :]
+    k_pos = _key_positions(options, T_k, device).to(torch.int32)
+    return b[:, None, None, None], h[None, :, None, None], q_pos, k_pos
 
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]

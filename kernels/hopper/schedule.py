@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..rules.integers import value
-from ..rules.mask import batch_row, memory_rows
-from ..rules.tile import first_slot, sequence_of
+from ..rules.tile import batch_row, first_slot, memory_rows, sequence_of
 from .band import plan_of_keys, plan_of_queries
 from .pipeline import ROWS
 
@@ -51,7 +50,7 @@ class Tile(NamedTuple):
     """A tile of head h of a batch row, and the blocks that it meets.
 
     first: number of its first query (or key) of the `length` that the batch row has. row: the
-    `mask.Row`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
+    `tile.Row`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
     number of boundary blocks, of all blocks, and where they are; see `band`.
     """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
 from ..rules.score import Score
-from ..rules.tile import Constants
+from ..rules.tile import ORDERED, Constants
 from . import tiles
 from .descriptors import tma_strides
 from .key_extents import launch_padding_extents
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 # Window sides are added to positions in int32. No distance is as long: sequences are shorter than
-# 2^28, and no query stands farther than that from the first key (`mask.FARTHEST`).
+# 2^28, and no query stands farther than that from the first key (`tile.FARTHEST`).
 UNBOUNDED = (1 << 29) - 1
 # No tile has more rows than this.
 _MAX_ROWS = 256
@@ -97,7 +97,9 @@ def tile_for(
         registers = "heavy"
     if registers == "scores" and (not streams_bias or options.attn_bias is not None):
         registers = "heavy"
-    return tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
+    tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
+    assert options.q_positions is None or max(tile.BLOCK_M, tile.BLOCK_N) <= ORDERED.value
+    return tile
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -198,6 +200,9 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
         q_documents_ptr=f.q_documents,
         k_documents_ptr=f.k_documents,
         documents_strides=_documents_strides(f),
+        q_positions_ptr=f.q_positions,
+        k_positions_ptr=f.k_positions,
+        positions_strides=_positions_strides(f),
         attn_mask_ptr=f.attn_mask,
         attn_mask_strides=None if f.attn_mask is None else broadcast_strides(f.attn_mask),
         cu_q_ptr=f.cu_seqlens_q,
@@ -217,6 +222,12 @@ def _documents_strides(f: Options) -> tuple[int | None, ...] | None:
     if f.q_documents is None or f.k_documents is None:
         return None
     return runtime_int(f.q_documents.stride(0)), runtime_int(f.k_documents.stride(0))
+
+
+def _positions_strides(f: Options) -> tuple[int | None, ...] | None:
+    if f.q_positions is None or f.k_positions is None:
+        return None
+    return broadcast_strides(f.q_positions)[0], broadcast_strides(f.k_positions)[0]
 
 
 def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
@@ -266,6 +277,7 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         dropout_scale=1 / (1 - f.dropout) if f.dropout else None,
         seed_ptr=f.dropout_seed if f.dropout else None,
         exact=1 if dtype == torch.float32 else None,
+        placed=None if f.q_positions is None else 1,
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
     )
 

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rules.integers import runtime_int
-from ..rules.mask import Mask, any_key, batch_row, key_blocks, query_blocks, valid_keys, visible
+from ..rules.mask import (
+    Mask,
+    any_key,
+    key_blocks,
+    query_blocks,
+    seen_by_position,
+    valid_keys,
+    visible,
+)
+from ..rules.tile import at_keys, at_queries, batch_row
 from .arguments import blocks, kernel_mask
 from .key_extents import extents_launch
 from .launches import Launch
@@ -27,13 +36,59 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _note(full, boundary, block, keep, exist, queries, blocks_ptr, width):
+def _note(
+    full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Enter a block into the list of a tile: does it show any pair, is no pair to be hidden.
 
-    keep [BLOCK_M, BLOCK_N]: the pairs that are seen. exist: keys of which something may have to be
-    hidden. queries: how many see such a key if nothing is. To count along queries takes the fewest
-    registers: the other way lanes have to exchange what they count.
+    exist [BLOCK_N]: keys of which something may have to be hidden; None: all, be there a key or
+    not. queries: how many see such a key if nothing is. Where positions say it for all pairs at
+    once, none is looked at.
     """
+    if mask.q_positions_ptr is not None:
+        m_last = m_first + queries - 1
+        some, each = seen_by_position(m_first, m_last, n_first, n_first + BLOCK_N - 1, row, mask)
+        each = each & (m_last < row.T_q)
+        if exist is None:
+            each = each & row.solid & (n_first >= row.start) & (n_first + BLOCK_N <= row.end)
+        if mask.q_documents_ptr is not None or mask.attn_mask_ptr is not None:
+            each = False
+        if mask.mod is not None:
+            each = False
+        if each:
+            tl.store(blocks_ptr + full, block)
+            full += 1
+        elif some:
+            full, boundary = _note_pairs(
+                full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr,
+                width, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    else:
+        full, boundary = _note_pairs(
+            full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr,
+            width, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    return full, boundary
+
+
+@triton.jit
+def _note_pairs(
+    full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`_note` by every pair.
+
+    To count along queries takes the fewest registers: the other way lanes have to exchange what
+    they count.
+    """
+    m_pos = m_first + tl.arange(0, BLOCK_M)
+    k_pos = n_first + tl.arange(0, BLOCK_N)
+    keep = visible(m_pos[:, None], k_pos[None, :], h, row, mask)
+    keep = keep & (m_pos < row.T_q)[:, None]
+    if exist is None:
+        keep = keep & valid_keys(k_pos, row, mask)[None, :]
+        exist = k_pos >= 0
     seen = tl.sum(keep.to(tl.int32), 0)
     shown = tl.max(tl.where(exist, seen, 0), 0) > 0
     whole = shown & (tl.min(tl.where(exist, seen, queries), 0) == queries)
@@ -58,35 +113,35 @@ def block_sparsity_kernel(
     boundary = 0
     if OF_KEYS:
         m_first = tile * BLOCK_M
-        rows = m_first + tl.arange(0, BLOCK_M)
         m_last = tl.minimum(m_first + BLOCK_M, row.T_q) - 1
-        # Rows that do not exist are never stored: nothing of them has to be hidden.
-        in_rows = (rows < row.T_q)[:, None]
-        queries = m_last + 1 - m_first
+        row = at_queries(row, m_first, mask)
         lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         lo = tl.where(kept > 0, 0, lo)
         hi = tl.maximum(hi, kept)
         for block in range(lo, hi):
-            k_pos = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
-            keep = keep & in_rows & valid_keys(k_pos, row, mask)[None, :]
+            n_first = block * BLOCK_N
+            here = at_keys(row, n_first, mask)
+            # Rows that do not exist are never stored: nothing of them has to be hidden.
             full, boundary = _note(
-                full, boundary, block, keep, k_pos >= 0, queries, blocks_ptr, width
-            )
+                full, boundary, block, m_first, n_first, None, m_last + 1 - m_first, h, here, mask,
+                blocks_ptr, width, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
     else:
-        k_pos = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_first = tl.maximum(tile * BLOCK_N, row.start)
-        k_last = tl.minimum(tile * BLOCK_N + BLOCK_N, row.end) - 1
-        valid = valid_keys(k_pos, row, mask)
+        n_first = tile * BLOCK_N
+        row = at_keys(row, n_first, mask)
+        k_first = tl.maximum(n_first, row.start)
+        k_last = tl.minimum(n_first + BLOCK_N, row.end) - 1
+        # Keys that do not exist are stored as 0: nothing of them has to be hidden.
+        valid = valid_keys(n_first + tl.arange(0, BLOCK_N), row, mask)
         lo, _, _, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
         # A tile without keys has no pairs to ask the user's function about.
         hi = tl.where(any_key(valid), hi, lo)
         for block in range(lo, hi):
-            rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-            keep = visible(rows[:, None], k_pos[None, :], h, row, mask)
-            keep = keep & (rows < row.T_q)[:, None]
-            # Keys that do not exist are stored as 0: nothing of them has to be hidden.
-            full, boundary = _note(full, boundary, block, keep, valid, BLOCK_M, blocks_ptr, width)
+            here = at_queries(row, block * BLOCK_M, mask)
+            full, boundary = _note(
+                full, boundary, block, block * BLOCK_M, n_first, valid, BLOCK_M, h, here, mask,
+                blocks_ptr, width, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
     tl.store(counts_ptr + 2 * table_row, full)
     tl.store(counts_ptr + 2 * table_row + 1, boundary)
 
@@ -189,7 +244,13 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
 
 
 def _irregular(options: Options) -> bool:
-    masks = (options.stride, options.q_documents, options.attn_mask, options.mask_mod)
+    masks = (
+        options.stride,
+        options.q_documents,
+        options.attn_mask,
+        options.mask_mod,
+        options.q_positions,
+    )
     return any(x is not None for x in masks)
 
 
@@ -206,8 +267,9 @@ def _per_batch(options: Options) -> bool:
         options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
     )  # fmt: skip
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_batch", True)
-    of_mask = options.attn_mask is not None and options.attn_mask.shape[0] > 1
-    return of_mod or of_mask or any(x is not None for x in own)
+    shared = (options.attn_mask, options.q_positions, options.k_positions)
+    of_tensors = any(x is not None and x.shape[0] > 1 for x in shared)
+    return of_mod or of_tensors or any(x is not None for x in own)
 
 
 def _empty_table(

@@ -140,6 +140,8 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
         return "its kernel does not know dropout"
     if options.fp32_results:
         return "its kernel rounds o to the dtype of q"
+    if options.q_positions is not None:
+        return "its kernel does not know positions"
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
     if index_type(k, v).primitive_bitwidth > 32:

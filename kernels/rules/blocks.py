@@ -12,18 +12,27 @@ import triton
 import triton.language as tl
 
 from .mask import (
-    Row,
-    batch_row,
     full_block,
     key_plan,
     masked_block,
-    memory_rows,
     padded_keys,
     query_plan,
     valid_keys,
     visible,
 )
-from .tile import head_at, key_program, load_tile, query_program, query_rows, store_tile
+from .tile import (
+    Row,
+    at_keys,
+    at_queries,
+    batch_row,
+    head_at,
+    key_program,
+    load_tile,
+    memory_rows,
+    query_program,
+    query_rows,
+    store_tile,
+)
 
 
 class QueryTile(NamedTuple):
@@ -31,7 +40,7 @@ class QueryTile(NamedTuple):
 
     number: which tile of its row. first, last: its first row and its last one that exists. rows,
     in_rows [BLOCK_M]: its rows, and which of them exist. batch, first_q, first_k: see
-    `mask.memory_rows`. statistics: index of row 0 in tensors [B, H_q, T_q].
+    `tile.memory_rows`. statistics: index of row 0 in tensors [B, H_q, T_q].
     """
 
     number: Any
@@ -53,7 +62,7 @@ class KeyTile(NamedTuple):
     """A tile of keys of K/V head h_k.
 
     number: which tile of its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and which
-    of them some query may see. batch, first_q, first_k: see `mask.memory_rows`.
+    of them some query may see. batch, first_q, first_k: see `tile.memory_rows`.
     """
 
     number: Any
@@ -81,6 +90,7 @@ def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr)
     row = batch_row(b, T_q, T_k, mask)
     batch, first_q, first_k = memory_rows(b, mask)
     first, last, rows, in_rows = query_rows(number, row.T_q, BLOCK_M)
+    row = at_queries(row, first, mask)
     statistics = (batch * H_q + h).to(tl.int64) * T_q + first_q
     return QueryTile(
         number, h, h_k, H_q, row, first, last, rows, in_rows, batch, first_q, first_k, statistics
@@ -92,11 +102,48 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     """The tile of this program. 1-D grid: see `tile.key_program`."""
     number, b, h_k = key_program(T_k, H_k, mask, BLOCK_N, parts)
     first = number * BLOCK_N
-    row = batch_row(b, T_q, T_k, mask)
+    row = at_keys(batch_row(b, T_q, T_k, mask), first, mask)
     batch, first_q, first_k = memory_rows(b, mask)
     k_pos = first + tl.arange(0, BLOCK_N)
     valid = valid_keys(k_pos, row, mask)
     return KeyTile(number, h_k, H_q, row, first, k_pos, valid, batch, first_q, first_k)
+
+
+@triton.jit
+def meeting_keys(tile, n_first, mask):
+    """A tile of queries, its row that of the keys from n_first on: see `tile.at_keys`."""
+    return QueryTile(
+        tile.number,
+        tile.h,
+        tile.h_k,
+        tile.H_q,
+        at_keys(tile.row, n_first, mask),
+        tile.first,
+        tile.last,
+        tile.rows,
+        tile.in_rows,
+        tile.batch,
+        tile.first_q,
+        tile.first_k,
+        tile.statistics,
+    )
+
+
+@triton.jit
+def meeting_queries(tile, m_first, mask):
+    """A tile of keys, its row that of the queries from m_first on: see `tile.at_queries`."""
+    return KeyTile(
+        tile.number,
+        tile.h_k,
+        tile.H_q,
+        at_queries(tile.row, m_first, mask),
+        tile.first,
+        tile.k_pos,
+        tile.valid,
+        tile.batch,
+        tile.first_q,
+        tile.first_k,
+    )
 
 
 @triton.jit
@@ -169,7 +216,9 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
     HOLES: tl.constexpr = mask.padding_ptr is not None and mask.blocks_ptr is None
     row = tile.row
     if HOLES:
-        row = Row(row.b, row.T_q, row.T_k, row.offset, row.start, row.end, True, row.prefix)
+        row = Row(
+            row.b, row.T_q, row.T_k, row.offset, row.start, row.end, True, row.prefix, row.shift
+        )
     full, boundary, plan = key_plan(tile.number, tile.first, tile.last, tile.h, row, mask, BLOCK_N)
     holed = 0
     if HOLES:
@@ -178,17 +227,20 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
         for i in range(0, holed):
             n_first = full_block(i, plan, mask) * BLOCK_N
             valid = padded_keys(n_first + tl.arange(0, BLOCK_N), row, mask)
-            state = BODY(state, n_first, valid, valid[None, :], tile, operands, score, const)
+            here = meeting_keys(tile, n_first, mask)
+            state = BODY(state, n_first, valid, valid[None, :], here, operands, score, const)
     for i in range(holed, full):
         n_first = full_block(i, plan, mask) * BLOCK_N
-        state = BODY(state, n_first, None, None, tile, operands, score, const)
+        here = meeting_keys(tile, n_first, mask)
+        state = BODY(state, n_first, None, None, here, operands, score, const)
     for i in range(0, boundary):
         n_first = masked_block(i, plan, mask) * BLOCK_N
+        here = meeting_keys(tile, n_first, mask)
         k_pos = n_first + tl.arange(0, BLOCK_N)
         valid = valid_keys(k_pos, tile.row, mask)
         rows = tile.rows[:, None]
-        keep = visible(rows, k_pos[None, :], tile.h, tile.row, mask, valid[None, :])
-        state = BODY(state, n_first, valid, keep, tile, operands, score, const)
+        keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, valid[None, :])
+        state = BODY(state, n_first, valid, keep, here, operands, score, const)
     return state
 
 
@@ -209,11 +261,13 @@ def over_query_blocks(
     full, boundary, plan = query_plan(tile.number, k_first, k_last, h, tile.row, mask, BLOCK_M)
     for i in range(0, full):
         m_first = full_block(i, plan, mask) * BLOCK_M
-        state = BODY(state, m_first, None, there, h, tile, operands, score, const)
+        here = meeting_queries(tile, m_first, mask)
+        state = BODY(state, m_first, None, there, h, here, operands, score, const)
     for i in range(0, boundary):
         m_first = masked_block(i, plan, mask) * BLOCK_M
         rows = m_first + tl.arange(0, BLOCK_M)
-        keep = visible(rows[None, :], tile.k_pos[:, None], h, tile.row, mask, there)
+        here = meeting_queries(tile, m_first, mask)
+        keep = visible(rows[None, :], tile.k_pos[:, None], h, here.row, mask, there)
         in_rows = rows < tile.row.T_q
-        state = BODY(state, m_first, in_rows, keep, h, tile, operands, score, const)
+        state = BODY(state, m_first, in_rows, keep, h, here, operands, score, const)
     return state

@@ -14,8 +14,13 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
 `visible` states the rule for elements of any shape: forward passes columns of queries against
 rows of keys, dK/dV the transpose. `key_plan` and `query_plan` state it for tiles, in both
 directions: which blocks are full (nothing in them is hidden) and which are boundary blocks. Where
-ranges cannot tell (a stride, documents, a mask tensor, a mask_mod) a table of blocks does, which
-`block_sparsity` makes with the same `visible`.
+ranges cannot tell (a stride, documents, a mask tensor, a mask_mod, positions) a table of blocks
+does, which `block_sparsity` makes with the same `visible`.
+
+Where queries and keys have positions of their own, p and j above are those, but for what tensors
+hold of each key: lengths, padding, documents and attn_mask go by its place in memory. Positions
+follow one another within each 128 places, so that a tile has one offset and a block of keys one
+shift; a row is told them by `at_queries` and `at_keys`.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +29,7 @@ import triton
 import triton.language as tl
 
 from .integers import value
+from .tile import FARTHEST
 
 
 class Mask(NamedTuple):
@@ -32,7 +38,8 @@ class Mask(NamedTuple):
     left, right, keep_first, stride, query_offset: integers. causal: 0 where `right` does not say
     it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
     are the batch rows. extents_ptr: see `key_extents`. tables: see `block_sparsity`. mod: the
-    user's function, tensors: its further arguments.
+    user's function, tensors: its further arguments. positions_strides: to the next batch row, of
+    queries and of keys.
     """
 
     query_offset: Any = None
@@ -50,6 +57,9 @@ class Mask(NamedTuple):
     q_documents_ptr: Any = None
     k_documents_ptr: Any = None
     documents_strides: Any = None
+    q_positions_ptr: Any = None
+    k_positions_ptr: Any = None
+    positions_strides: Any = None
     attn_mask_ptr: Any = None
     attn_mask_strides: Any = None
     cu_q_ptr: Any = None
@@ -60,73 +70,6 @@ class Mask(NamedTuple):
     table_strides: Any = None
     mod: Any = None
     tensors: Any = ()
-
-
-class Row(NamedTuple):
-    """A row of the batch, or a packed sequence, as kernels know it.
-
-    b: its number. offset: position of query 0. start, end: its keys. solid: they have no holes.
-    prefix: keys before it are seen ahead of time.
-    """
-
-    b: Any
-    T_q: Any
-    T_k: Any
-    offset: Any
-    start: Any
-    end: Any
-    solid: Any
-    prefix: Any
-
-
-# Positions of queries farther than this from the first key count as this far: far enough that no
-# key is nearer, for no sequence is this long, and near enough that int32 holds sums of them.
-FARTHEST = tl.constexpr(1 << 28)
-
-
-@triton.jit
-def int32_within(x, low, high):
-    """x, which may be int64, taken within [low, high], as int32."""
-    return tl.minimum(tl.maximum(x, low), high).to(tl.int32)
-
-
-@triton.jit
-def memory_rows(b, mask):
-    """Where batch row b begins in memory: (batch index, first query, first key)."""
-    batch = b
-    first_q = 0
-    first_k = 0
-    if mask.cu_q_ptr is not None:
-        batch = 0
-        first_q = tl.load(mask.cu_q_ptr + b).to(tl.int32)
-        first_k = tl.load(mask.cu_k_ptr + b).to(tl.int32)
-    return batch, first_q, first_k
-
-
-@triton.jit
-def batch_row(b, T_q, T_k, mask):
-    """The facts of batch row b that the rules below take as `row`."""
-    if mask.cu_q_ptr is not None:
-        T_q = (tl.load(mask.cu_q_ptr + b + 1) - tl.load(mask.cu_q_ptr + b)).to(tl.int32)
-        T_k = (tl.load(mask.cu_k_ptr + b + 1) - tl.load(mask.cu_k_ptr + b)).to(tl.int32)
-    offset = T_k - T_q
-    if mask.query_offset is not None:
-        offset = value(mask.query_offset)
-    if mask.offsets_ptr is not None:
-        offset = int32_within(tl.load(mask.offsets_ptr + b), -FARTHEST, FARTHEST)
-    start = 0
-    end = T_k
-    solid = True
-    if mask.lengths_ptr is not None:
-        end = int32_within(tl.load(mask.lengths_ptr + b), 0, T_k)
-    if mask.extents_ptr is not None:
-        start = tl.load(mask.extents_ptr + 3 * b)
-        end = tl.minimum(end, tl.load(mask.extents_ptr + 3 * b + 1))
-        solid = tl.load(mask.extents_ptr + 3 * b + 2) == 0
-    prefix = 0
-    if mask.prefix_ptr is not None:
-        prefix = int32_within(tl.load(mask.prefix_ptr + b), 0, T_k)
-    return Row(b, T_q, T_k, offset, start, end, solid, prefix)
 
 
 @triton.jit
@@ -170,7 +113,7 @@ def visible(rows, k_pos, h, row, mask, valid=None):
     if mask.mod is not None:
         # The user's function may load by position: it is asked about existing pairs only.
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-        k_pos = tl.minimum(k_pos, row.T_k - 1)
+        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
         keep = keep & mask.mod(row.b, h, q_pos, k_pos, *mask.tensors)
     return keep
 
@@ -182,14 +125,19 @@ def _in_range(position, k_pos, row, mask, valid):
     Ranges are a limit or two of each row, so that an element takes a comparison with each: in
     boundary blocks of causal masks that is most of what the mask costs.
     """
-    # The position counts here for its shape alone: no key stands so far behind it.
-    last = tl.minimum(row.end - 1, position + 2 * FARTHEST)
+    sought = k_pos
+    if mask.k_positions_ptr is not None:
+        sought = tl.where(k_pos < row.end, k_pos + row.shift, 4 * FARTHEST)
+        k_pos = k_pos + row.shift
+        last = position + 2 * FARTHEST
+    else:
+        # The position counts here for its shape alone: no key stands so far behind it.
+        last = tl.minimum(row.end - 1, position + 2 * FARTHEST)
     if mask.causal is not None:
         last = tl.minimum(last, tl.maximum(position, row.prefix - 1))
-    sought = k_pos
     if valid is not None and (mask.padding_ptr is not None or mask.k_documents_ptr is not None):
         # Past every limit: a step a key, and none an element.
-        sought = tl.where(valid, k_pos, 4 * FARTHEST)
+        sought = tl.where(valid, sought, 4 * FARTHEST)
     if mask.stride is None and mask.keep_first is None:
         if mask.right is not None:
             last = tl.minimum(last, position + value(mask.right))
@@ -247,8 +195,10 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
 
     Blocks lo..hi-1, and 0..kept-1 before them, hold every key that one of these queries sees. In
     full_lo..full_hi-1 every query sees every key, so nothing is masked there; the others are
-    boundary blocks. Documents, mask tensors and functions are left to `block_sparsity`.
+    boundary blocks. Documents, mask tensors and functions are left to `block_sparsity`; so is all
+    that goes by positions where they are not in order.
     """
+    ORDERED: tl.constexpr = mask.q_positions_ptr is None
     end = row.end
     q_first = m_first + row.offset
     q_last = m_last + row.offset
@@ -259,7 +209,7 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     last = end
     full_first = row.start
     full_last = tl.where(row.solid, end, 0)
-    if mask.stride is None:
+    if mask.stride is None and ORDERED:
         if mask.left is not None:
             first = tl.maximum(first, q_first - value(mask.left))
             full_first = tl.maximum(full_first, q_last - value(mask.left))
@@ -267,13 +217,13 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
             last = tl.minimum(last, q_last + value(mask.right) + 1)
             full_last = tl.minimum(full_last, q_first + value(mask.right) + 1)
     known_end = end
-    if mask.causal is not None:
+    if mask.causal is not None and ORDERED:
         last = tl.minimum(last, tl.maximum(q_last + 1, row.prefix))
         full_last = tl.minimum(full_last, tl.maximum(q_first + 1, row.prefix))
         known_end = tl.minimum(end, tl.maximum(q_last + 1, row.prefix))
     lo, full_lo, full_hi, hi = _blocks(first, last, full_first, full_last, BLOCK_N)
     kept = 0
-    if mask.keep_first is not None:
+    if mask.keep_first is not None and ORDERED:
         known_end = tl.maximum(tl.minimum(known_end, value(mask.keep_first)), 0)
         kept = tl.cdiv(known_end, BLOCK_N)
         # Where the kept blocks run into the range they become a part of it.
@@ -289,25 +239,50 @@ def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
     Rows, not positions, are counted: row i stands at i + offset. Keys that no row may see do not
     matter here, since they touch their own row of dK and dV alone, which is written as 0.
     """
+    ORDERED: tl.constexpr = mask.q_positions_ptr is None
     first = 0
     last = row.T_q
     full_first = 0
     full_last = row.T_q
-    if mask.stride is None:
+    if mask.stride is None and ORDERED:
         if mask.right is not None:
             first = tl.maximum(first, k_first - value(mask.right) - row.offset)
             full_first = tl.maximum(full_first, k_last - value(mask.right) - row.offset)
         if mask.left is not None:
             last = tl.minimum(last, k_last + value(mask.left) - row.offset + 1)
             full_last = tl.minimum(full_last, k_first + value(mask.left) - row.offset + 1)
-    if mask.keep_first is not None:
+    if mask.keep_first is not None and ORDERED:
         first = tl.where(k_first < value(mask.keep_first), 0, first)
         last = tl.where(k_first < value(mask.keep_first), row.T_q, last)
-    if mask.causal is not None:
+    if mask.causal is not None and ORDERED:
         first = tl.where(k_first < row.prefix, first, tl.maximum(first, k_first - row.offset))
         in_prefix = k_last < row.prefix
         full_first = tl.where(in_prefix, full_first, tl.maximum(full_first, k_last - row.offset))
     return _blocks(first, last, full_first, full_last, BLOCK_M)
+
+
+@triton.jit
+def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
+    """Of queries and keys whose positions follow one another: (whether some pair may see each
+    other, whether each does), as far as positions say.
+    """
+    q_first = m_first + row.offset
+    q_last = m_last + row.offset
+    k_first = n_first + row.shift
+    k_last = n_last + row.shift
+    if mask.stride is not None:
+        some = m_first <= m_last
+        each = m_first > m_last
+    else:
+        # The window holds distance 0, and the distances of the pairs have no gaps.
+        least = k_first - q_last
+        most = k_last - q_first
+        some = _near(tl.minimum(tl.maximum(least, 0), most), k_first, mask)
+        each = _near(least, k_last, mask) & _near(most, k_last, mask)
+    if mask.causal is not None:
+        some = some & (k_first <= tl.maximum(q_last, row.prefix - 1))
+        each = each & (k_last <= tl.maximum(q_first, row.prefix - 1))
+    return some, each
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def vectors_at(distances, h, H_q, score, D: tl.constexpr, BLOCK_D: tl.constexpr)
 def vectors_of_tile(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     """Relative keys [W, BLOCK_D] of the distances of a tile, from the smallest one."""
     W: tl.constexpr = triton.next_power_of_2(const.BLOCK_M + const.BLOCK_N - 1)
-    smallest = m_first + row.offset - n_first - (const.BLOCK_N - 1)
+    smallest = m_first + row.offset - (n_first + row.shift) - (const.BLOCK_N - 1)
     return vectors_at(smallest + tl.arange(0, W), h, H_q, score, const.D, const.BLOCK_D)
 
 

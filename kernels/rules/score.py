@@ -32,7 +32,7 @@ class Score(NamedTuple):
     dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
     are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
     -inf, so that a block without a mask may show a row nothing. exact: not None if scores are good
-    to fp32.
+    to fp32. placed: not None if queries and keys have positions of their own, which dropout counts.
     """
 
     scale: Any
@@ -58,6 +58,7 @@ class Score(NamedTuple):
     seed_ptr: Any = None
     hides: Any = None
     exact: Any = None
+    placed: Any = None
 
 
 @triton.jit
@@ -115,6 +116,8 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
         and score.mod is None
     )
     x = s
+    # As one number, which leaves the products of the tile to run beside what follows.
+    ahead = row.offset - row.shift
     factor = score.scale * LOG2E
     capped = s
     before = s
@@ -128,13 +131,14 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
         if score.slopes_ptr is not None:
             slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
             slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
-            distance = tl.abs(k_pos - (rows + row.offset)).to(tl.float32)
+            distance = tl.abs(k_pos - (rows + ahead)).to(tl.float32)
             # The backward computes the score again and needs the forward's bits. Of a difference
             # of two products a compiler may fuse either one; this says which.
             x = tl.fma(-slope, distance, x)
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
-            x = x + tl.load(r_ptr + shift_of(rows + row.offset - k_pos, score.reach)).to(tl.float32)
+            shift = shift_of(rows + ahead - k_pos, score.reach)
+            x = x + tl.load(r_ptr + shift).to(tl.float32)
         if score.bias_ptr is not None:
             if bias is None:
                 pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
@@ -145,7 +149,7 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
         if score.mod is not None:
             # The user's function may load by position: it is asked about existing pairs only.
             q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-            k_pos = tl.minimum(k_pos, row.T_k - 1)
+            k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
             x = score.mod(x, row.b, h, q_pos, k_pos, *score.tensors)
     return x, factor, before, capped
 
@@ -159,7 +163,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     dbias = dx
     if score.mod is not None:
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-        k_pos = tl.minimum(k_pos, row.T_k - 1)
+        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
         dbias = score.mod_grad(dx, before, row.b, h, q_pos, k_pos, *score.tensors)
         if keep is not None:
             dbias = tl.where(keep, dbias, 0.0)
@@ -186,10 +190,14 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
     (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
-    its position alone, not on tiles, kernels or the batch beside it.
+    its position alone, not on tiles, kernels or the batch beside it. Positions of their own take
+    the place of i and j; those of the keys from n_first on start at a multiple of 4.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N
+    if score.placed is not None:
+        m_first += row.offset
+        n_first += row.shift
     rows = m_first + tl.arange(0, BLOCK_M)[:, None]
     fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
@@ -201,6 +209,9 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
 @triton.jit
 def kept_at(rows, k_pos, h, H_q, row, score):
     """`kept` for keys in any order: rows and k_pos broadcast. Four times its price."""
+    if score.placed is not None:
+        rows += row.offset
+        k_pos += row.shift
     zeros = (rows + k_pos) * 0
     w0, w1, w2, w3 = _random_words(zeros + k_pos // 4, zeros + rows, h, H_q, row, score)
     word = k_pos % 4

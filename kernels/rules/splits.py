@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from .integers import value
-from .mask import FARTHEST, Row, batch_row, int32_within, key_blocks
+from .mask import key_blocks
+from .tile import FARTHEST, Row, batch_row, int32_within
 
 
 class Lengths(NamedTuple):
@@ -69,7 +70,7 @@ def _row_of_lengths(b, T_q, lengths):
         start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
     # A replayed graph may count past the end, where nothing is stored.
     end = int32_within(length, 0, value(lengths.capacity))
-    return cache_row, Row(b, T_q, end, length - count, start, end, True, 0)
+    return cache_row, Row(b, T_q, end, length - count, start, end, True, 0, 0)
 
 
 @triton.jit

@@ -1,6 +1,9 @@
-"""Tiles of rows in memory, and which tile a program works on."""
+"""Tiles of rows in memory, which tile a program works on, and the rows of a batch, packed or not.
 
-from typing import NamedTuple
+mask: see `mask.Mask`.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -140,6 +143,105 @@ def add_tile(
         within = (cols < WIDTH)[None, :]
         mask = within if keep is None else mask & within
     tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
+
+
+class Row(NamedTuple):
+    """A row of the batch, or a packed sequence, as kernels know it.
+
+    b: its number. offset: position of query 0. start, end: its keys. solid: they have no holes.
+    prefix: keys before it are seen ahead of time. shift: position of key 0. With positions of their
+    own, offset is what the queries of a tile stand ahead of their places, and shift what the keys
+    of a block do.
+    """
+
+    b: Any
+    T_q: Any
+    T_k: Any
+    offset: Any
+    start: Any
+    end: Any
+    solid: Any
+    prefix: Any
+    shift: Any
+
+
+# Positions of their own follow one another within so many places: no tile is larger.
+ORDERED = tl.constexpr(128)
+# Positions of queries farther than this from the first key count as this far: far enough that no
+# key is nearer, for no sequence is this long, and near enough that int32 holds sums of them.
+FARTHEST = tl.constexpr(1 << 28)
+
+
+@triton.jit
+def int32_within(x, low, high):
+    """x, which may be int64, taken within [low, high], as int32."""
+    return tl.minimum(tl.maximum(x, low), high).to(tl.int32)
+
+
+@triton.jit
+def memory_rows(b, mask):
+    """Where batch row b begins in memory: (batch index, first query, first key)."""
+    batch = b
+    first_q = 0
+    first_k = 0
+    if mask.cu_q_ptr is not None:
+        batch = 0
+        first_q = tl.load(mask.cu_q_ptr + b).to(tl.int32)
+        first_k = tl.load(mask.cu_k_ptr + b).to(tl.int32)
+    return batch, first_q, first_k
+
+
+@triton.jit
+def batch_row(b, T_q, T_k, mask):
+    """The facts of batch row b that the rules below take as `row`."""
+    if mask.cu_q_ptr is not None:
+        T_q = (tl.load(mask.cu_q_ptr + b + 1) - tl.load(mask.cu_q_ptr + b)).to(tl.int32)
+        T_k = (tl.load(mask.cu_k_ptr + b + 1) - tl.load(mask.cu_k_ptr + b)).to(tl.int32)
+    offset = T_k - T_q
+    if mask.query_offset is not None:
+        offset = value(mask.query_offset)
+    if mask.offsets_ptr is not None:
+        offset = int32_within(tl.load(mask.offsets_ptr + b), -FARTHEST, FARTHEST)
+    start = 0
+    end = T_k
+    solid = True
+    if mask.lengths_ptr is not None:
+        end = int32_within(tl.load(mask.lengths_ptr + b), 0, T_k)
+    if mask.extents_ptr is not None:
+        start = tl.load(mask.extents_ptr + 3 * b)
+        end = tl.minimum(end, tl.load(mask.extents_ptr + 3 * b + 1))
+        solid = tl.load(mask.extents_ptr + 3 * b + 2) == 0
+    prefix = 0
+    if mask.prefix_ptr is not None:
+        last = T_k
+        if mask.k_positions_ptr is not None:
+            last = FARTHEST
+        prefix = int32_within(tl.load(mask.prefix_ptr + b), 0, last)
+    return Row(b, T_q, T_k, offset, start, end, solid, prefix, 0)
+
+
+@triton.jit
+def at_queries(row, m_first, mask):
+    """The row, for the queries of the tile from m_first on."""
+    offset = row.offset
+    if mask.q_positions_ptr is not None:
+        row_ptr = mask.q_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[0])
+        offset = tl.load(row_ptr + m_first) - m_first
+    return Row(
+        row.b, row.T_q, row.T_k, offset, row.start, row.end, row.solid, row.prefix, row.shift
+    )
+
+
+@triton.jit
+def at_keys(row, n_first, mask):
+    """The row, for the keys of the block from n_first on."""
+    shift = row.shift
+    if mask.k_positions_ptr is not None:
+        row_ptr = mask.k_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[1])
+        shift = tl.load(row_ptr + n_first) - n_first
+    return Row(
+        row.b, row.T_q, row.T_k, row.offset, row.start, row.end, row.solid, row.prefix, shift
+    )
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 import fastattn
 from fastattn import KVCache, attention, checks, decode_attention
 from fastattn.functional.decode import view_of_tensors
-from fastattn.kernels.rules import mask
+from fastattn.kernels.rules import tile
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
 
@@ -175,4 +175,4 @@ def test_numbers_that_stand_too_far_are_refused():
 
 
 def test_both_backends_know_one_farthest_position():
-    assert mask.FARTHEST.value == checks.FARTHEST
+    assert tile.FARTHEST.value == checks.FARTHEST

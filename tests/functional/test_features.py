@@ -88,9 +88,9 @@ def test_each_feature(feature: str, device: str) -> None:
 MEETING = {
     name: FEATURES[name]
     for name in (
-        "causal", "prefix", "first-ahead", "stride-window-first", "padding", "lengths", "documents",
-        "mask", "mask-mod", "softcap", "alibi-rows", "relative-bias", "bias", "score-mod", "sinks",
-        "dropout",
+        "causal", "prefix", "first-ahead", "positions", "stride-window-first", "padding", "lengths",
+        "documents", "mask", "mask-mod", "softcap", "alibi-rows", "relative-bias", "bias",
+        "score-mod", "sinks", "dropout",
     )
 }  # fmt: skip
 
@@ -135,7 +135,14 @@ def test_float_options_of_another_dtype(dtype: torch.dtype, device: str) -> None
 
 
 PACKED_Q, PACKED_K = (0, 20, 20, 21, 42), (0, 37, 40, 40, 61)
-NOT_PACKED = {"key_padding_mask", "documents", "attn_mask", "attn_bias", "query_offset"}
+NOT_PACKED = {
+    "key_padding_mask",
+    "documents",
+    "attn_mask",
+    "attn_bias",
+    "query_offset",
+    "positions",
+}
 # For each of the four sequences, in place of each of the batch rows.
 OF_SEQUENCES: dict[str, Any] = {
     "key_lengths": torch.tensor([33, 2, 5, 0]),

@@ -56,7 +56,14 @@ def test_options_that_meet(names: tuple[str, ...]) -> None:
     assert_matches_reference(without_lse, q, k, v, **in_dtype(options, torch.float64))
 
 
-NOT_PACKED = {"key_padding_mask", "query_offset", "documents", "attn_mask", "attn_bias"}
+NOT_PACKED = {
+    "key_padding_mask",
+    "query_offset",
+    "positions",
+    "documents",
+    "attn_mask",
+    "attn_bias",
+}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,19 @@ FLAGS: dict[str, Options] = {
     "alibi": PLAIN._replace(alibi_slopes=PER_HEAD, sinks=PER_HEAD),
     "relative_bias": PLAIN._replace(relative_bias=meta(H_q, 257, dtype=torch.float32)),
     "attn_bias": PLAIN._replace(attn_bias=meta(1, H_q, T, T)),
+    "positions": CAUSAL._replace(
+        left=300,
+        q_positions=meta(1, T, dtype=torch.int32),
+        k_positions=meta(B, T, dtype=torch.int32),
+        alibi_slopes=PER_HEAD,
+        fp32_results=True,
+    ),
+    "positions+relative_bias": CAUSAL._replace(
+        left=300,
+        q_positions=meta(B, T, dtype=torch.int32),
+        k_positions=meta(1, T, dtype=torch.int32),
+        relative_bias=meta(H_q, 257, dtype=torch.float32),
+    ),
 }
 
 
@@ -119,8 +132,13 @@ LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABL
 # What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has what
 # takes smaller tiles all at once, and lengths, padding and offsets for every target.
 ALONE = compiled_cases(
-    [("softcap", "sm_90"), ("relative_bias", "sm_90")],
-    [("documents", "sm_80"), ("alibi", "sm_100"), ("attn_bias", "sm_80")],
+    [("softcap", "sm_90"), ("relative_bias", "sm_90"), ("positions", "sm_90")],
+    [
+        ("documents", "sm_80"),
+        ("alibi", "sm_100"),
+        ("attn_bias", "sm_80"),
+        ("positions+relative_bias", "sm_90"),
+    ],
 )
 
 
@@ -169,7 +187,7 @@ def test_each_feature_compiles_well(
     flag: str, target: str, compiled: dict[tuple[Any, ...], Future]
 ) -> None:
     facts = attention_kernels(compiled[flag, target].result())
-    assert len(facts) == 3 + (flag in ("attn_bias", "relative_bias"))
+    assert len(facts) == 3 + ("bias" in flag)
     for fact in facts:
         fine = fact.spill_store_bytes == 0 or fact.spills_little
         assert fine, f"{fact.name}: {fact.spill_store_bytes} bytes"

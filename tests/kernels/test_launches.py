@@ -47,6 +47,7 @@ def draw(device: str, seed: int, **changes: Any) -> dict[str, Any]:
         "sinks": normal(H_Q),
         "key_padding_mask": integers(0, 2, B, T) > 0,
         "q_documents": integers(0, 2, B, T),
+        "q_positions": (torch.arange(T, device=device) + integers(0, 9, B, 1)).int(),
         "attn_mask": normal(1, H_Q, T, T) > -0.5,
         "cu_seqlens_q": torch.tensor([0, 2 + seed, T], device=device),
     }
@@ -57,6 +58,7 @@ TOGETHER = {
     "query_offsets": {"causal": True},
     "prefix_lengths": {"causal": True},
     "dropout_seed": {"dropout": 0.5},
+    "q_positions": {"causal": True},
     "relative_query": {"relative_keys": torch.ones(H_Q, 9, D)},
 }
 
@@ -67,6 +69,8 @@ def options_of(name: str, device: str, seed: int) -> Options:
         given[other] = value.clone().to(device) if isinstance(value, torch.Tensor) else value
     if name == "q_documents":
         given["k_documents"] = given[name].flip(1)
+    if name == "q_positions":
+        given["k_positions"] = torch.arange(T, dtype=torch.int32, device=device)[None]
     if name == "cu_seqlens_q":
         given.update(cu_seqlens_k=given[name], query_offset=None)
     return Options(scale=0.25, **given)
@@ -85,7 +89,7 @@ def results(rows: list[torch.Tensor], options: Options) -> list[torch.Tensor]:
 def test_every_tensor_of_the_record_is_drawn(device: str) -> None:
     annotations = Options.__annotations__.items()
     tensors = {name for name, kind in annotations if "Tensor" in str(kind)} - {"mod_tensors"}
-    assert set(draw(device, 0)) == tensors - {"k_documents", "cu_seqlens_k"}
+    assert set(draw(device, 0)) == tensors - {"k_documents", "k_positions", "cu_seqlens_k"}
 
 
 @pytest.mark.parametrize("name", draw("cpu", 0))

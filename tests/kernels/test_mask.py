@@ -16,7 +16,6 @@ from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.arguments import kernel_mask
 from fastattn.kernels.launch.key_extents import launch_padding_extents
 from fastattn.kernels.rules.mask import (
-    batch_row,
     boundary_block,
     full_block,
     key_plan,
@@ -25,6 +24,7 @@ from fastattn.kernels.rules.mask import (
     valid_keys,
     visible,
 )
+from fastattn.kernels.rules.tile import batch_row
 from fastattn.options import Options
 from fastattn.testing import make_qkv
 

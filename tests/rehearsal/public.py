@@ -82,6 +82,7 @@ def attention_calls() -> Calls:
         "attn_mask": {"attn_mask": gpu(H, 1, T) > 0},
         "mask_mod": {"mask_mod": checkered},
         "query_offset": {"query_offset": ones(B)},
+        "positions": {"positions": (ones(T)[None], ones(T)[None])},
         "softcap": {"softcap": 30.0},
         "alibi": {"alibi_slopes": gpu(H)},
         "relative_bias": {"relative_bias": zeros(H, 33)},
