@@ -131,7 +131,7 @@ def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str
 APART = {
     "bench", "cache", "cli", "compat", "generation", "hopper", "models", "modules", "testing",
     "training", "__init__.py", "append.py", "cache_view.py", "decode.py", "decode_splits.py",
-    "merge.py", "pages.py", "statistics.py", "warmup.py",
+    "merge.py", "pages.py", "parallel", "statistics.py", "warmup.py",
 }  # fmt: skip
 
 
