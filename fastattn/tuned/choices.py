@@ -32,6 +32,7 @@ class Choices(NamedTuple):
     tiles: dict[Key, Row]
     backends: dict[Key, Row]
     passes: dict[Key, Row]
+    splits: dict[Key, Row]
     multiprocessors: int
 
     def quarantined(
@@ -111,16 +112,17 @@ def choices(device: torch.device) -> Choices:
 def adopt(device: torch.device, rows: Rows) -> Choices:
     """Take these findings for those of the device, and its tiles for those of its kernels."""
     global by_direction
-    verification, tiles, backends, passes = (
+    verification, tiles, backends, passes, splits = (
         {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
-        for kind in ("verification", "tiles", "backends", "passes")
+        for kind in ("verification", "tiles", "backends", "passes", "splits")
     )
-    if tiles or (applies(device) and device in _known):
-        _install(device, tiles.values())
+    if tiles or splits or (applies(device) and device in _known):
+        _install(device, tiles.values(), splits.values())
     wrong = any(row.get("verdict") != "right" for row in verification.values())
     by_direction = by_direction or wrong or bool(backends)
     multiprocessors = environment(device).multiprocessors if backends else 0
-    found = _known[device] = Choices(verification, tiles, backends, passes, multiprocessors)
+    found = Choices(verification, tiles, backends, passes, splits, multiprocessors)
+    _known[device] = found
     return found
 
 
@@ -128,16 +130,16 @@ def forget() -> None:
     """Read findings again at the next call: they have changed."""
     global by_direction
     for device in filter(applies, _known):
-        _install(device, ())
+        _install(device, (), ())
     _known.clear()
     by_direction = False
 
 
-def _install(device: torch.device, tiles: Iterable[Row]) -> None:
-    """Give kernels these tiles in place of earlier ones; no known call holds any more."""
+def _install(device: torch.device, tiles: Iterable[Row], splits: Iterable[Row]) -> None:
+    """Give kernels these in place of earlier ones; no known call holds any more."""
     index = -1 if call.interpreting() else device.index
     try:
-        call.kernel("launch.tiles").install(tiles, index)
+        call.kernel("launch.tiles").install(tiles, index, splits)
     except ValueError as error:
         warn_once(f"fastattn ignores the tiles that were tuned on {device}: {error}")
 

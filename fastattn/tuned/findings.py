@@ -19,6 +19,7 @@ KEYS = {
     "tiles": ("kernel", "calls", "element_size", "BLOCK_D"),
     "backends": ("direction", "dtype", "head_dim", "causal", "waves"),
     "passes": ("backend", "dtype", "head_dim"),
+    "splits": ("element_size", "BLOCK_D"),
 }
 # What else calls read of a row.
 _READ = {
@@ -26,6 +27,7 @@ _READ = {
     "tiles": ("date",),
     "backends": ("backend", "date"),
     "passes": ("passes", "date"),
+    "splits": ("programs", "date"),
 }
 Row = dict[str, Any]
 

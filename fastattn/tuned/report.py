@@ -21,7 +21,8 @@ def describe(device: torch.device) -> list[str]:
         rows = choices.read(device)
         choices.choices(device)  # which installs its tiles
         with torch.cuda.device(-1 if device.index is None else device.index):
-            return [*_tiles(), *_fastest(rows), *_verified(rows, "on this device")]
+            lines = [*_tiles(), *_splits(rows), *_fastest(rows)]
+            return [*lines, *_verified(rows, "on this device")]
     if call.interpreting():
         return _verified(choices.read(device), "in the interpreter")
     return []
@@ -47,6 +48,14 @@ def _tiles() -> Iterator[str]:
 def _origin(row: Any) -> str:
     source = str(row.get("source", "modelled"))
     return f"tuned here {row['date']}" if source == "tuned" else source
+
+
+def _splits(rows: choices.Rows) -> Iterator[str]:
+    """Programs of decoding that share a multiprocessor, where that was tuned."""
+    for row in rows.get("splits", ()):
+        which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
+        programs = f"{row['programs']} programs a multiprocessor"
+        yield f"  splits of decode, {which}: {programs}, tuned here {row['date']}"
 
 
 def _fastest(rows: choices.Rows) -> Iterator[str]:

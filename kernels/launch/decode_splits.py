@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..rules.pages import CacheTensors, row_bytes
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
 INVARIANT_SPLIT = 512
 # Partial results are written and read again: more splits than this cost more than they bring.
 _MOST_SPLITS = 128
-# Programs that share a multiprocessor, enough for its memory requests to overlap.
-_PROGRAMS_AT_ONCE = 2
+# Programs that share a multiprocessor, enough for its memory requests to overlap, unless another
+# number was tuned.
+PROGRAMS_AT_ONCE = 2
 # More waves than these are not tried to fill the last one better.
 _MOST_WAVES = 4
 # Where every row is a program, one of so few blocks does not keep the others waiting,
@@ -69,7 +69,8 @@ def split_keys(
     H_k = cache.k.shape[1]
     heads = H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
     visits = max(1, _visits(capacity, T_q, options, tile.BLOCK_N))
-    shares = _shares(B, heads, visits, q.device)
+    programs = tiles.programs_at_once(cache.k.element_size(), _widest(q, cache)) or PROGRAMS_AT_ONCE
+    shares = _shares(B, heads, visits, programs * tiles.multiprocessors(q.device))
     if shares is None and cache.lengths is not None:
         return Split(capacity, B, None)
     shares = shares or B
@@ -79,15 +80,18 @@ def split_keys(
 
 def decode_tile(q: Tensor, cache: CacheTensors) -> TileConfig:
     """The tile for a few rows or for a chunk of a prompt, in stages as deep as the cache asks."""
-    _, H_q, T_q, D = q.shape
+    _, H_q, T_q, _ = q.shape
     few = T_q * H_q // cache.k.shape[1] <= _FEW_ROWS
-    widest = max(block_dim(D), block_dim(cache.v.shape[3]))
-    tile = tiles.lookup("decode" if few else "decode_chunk", q.element_size(), widest)
+    tile = tiles.lookup("decode" if few else "decode_chunk", q.element_size(), _widest(q, cache))
     if row_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     # Of stages NVIDIA's pipeline gives a block table half.
     deeper = cache.block_table is not None and tiles.current_arch().startswith("sm_")
     return replace(tile, num_stages=2 * tile.num_stages - 1) if deeper else tile
+
+
+def _widest(q: Tensor, cache: CacheTensors) -> int:
+    return max(block_dim(q.shape[3]), block_dim(cache.v.shape[3]))
 
 
 def nvidia_capability() -> int:
@@ -150,12 +154,12 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
 
 
 @cache
-def _shares(B: int, heads: int, visits: int, device: torch.device) -> int | None:
+def _shares(B: int, heads: int, visits: int, at_once: int) -> int | None:
     """Into how many shares the keys of B rows are divided; None: a row need not be split.
 
     heads: programs that have the same keys to split. visits: the most key blocks of a row.
+    at_once: programs that the device runs side by side.
     """
-    at_once = _PROGRAMS_AT_ONCE * tiles.multiprocessors(device)
     count = _split_count(B * heads, visits, at_once)
     if count == 1 and (visits <= _FEW_BLOCKS or B * heads >= _MANY_WAVES * at_once):
         return None

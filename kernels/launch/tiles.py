@@ -32,6 +32,8 @@ BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
 # Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
 HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass")
+# A number that may be forced and installed like tiles: see `programs_at_once`.
+SPLITS = "splits"
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -65,6 +67,9 @@ Row = Mapping[str, Any]
 # By device, what takes the place of rows of its table; and how often that has changed.
 _installed: dict[int, tuple[Row, ...]] = {}
 _installs = 0
+# By device, element size and head dim; see `programs_at_once`.
+_programs: dict[tuple[int, int, int], int] = {}
+_CLASSES = (64, 128, 256)
 # Powers of two that each of them has.
 _TILE_FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps")
 _HOPPER_FIELDS = ("D", "BLOCK", "STAGES")
@@ -95,13 +100,16 @@ def lookup(
     return tile
 
 
-def install(rows: Iterable[Row], device: int) -> None:
+def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> None:
     """On this device, look up these rows instead of the table's with the same key.
+
+    They replace those of an earlier call.
 
     Args:
         rows: "kernel", "calls" as in `lookup`, "element_size", "BLOCK_D" and the fields of the
-            configuration. They replace those of an earlier call.
+            configuration.
         device: as in `current_device`.
+        splits: "element_size", "BLOCK_D" and "programs", for `programs_at_once`.
 
     Raises:
         ValueError: a row is none of a kernel here; nothing is installed.
@@ -117,6 +125,12 @@ def install(rows: Iterable[Row], device: int) -> None:
         if not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in powers):
             raise ValueError(f"this is no tile: {dict(row)}")
         found.append({**row, "kernel": kind, "source": "tuned"})
+    programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}
+    if not all(isinstance(x, int) and x > 0 for x in programs.values()):
+        raise ValueError(f"these are no numbers of programs: {list(programs.values())}")
+    for key in [key for key in _programs if key[0] == device]:
+        del _programs[key]
+    _programs.update(programs)
     _replace(device, found)
 
 
@@ -184,13 +198,28 @@ def other_row(kernel: str, D: int) -> Row | None:
     return None
 
 
+def programs_at_once(element_size: int, BLOCK_D: int) -> int | None:
+    """How many programs of decoding are to share a multiprocessor, where that was tuned.
+
+    element_size: bytes of an element of the cache.
+    """
+    if SPLITS in _forced:
+        programs: int = _forced[SPLITS]
+        return programs
+    if not _programs:
+        return None
+    width = next((D for D in _CLASSES if BLOCK_D <= D), BLOCK_D)
+    return _programs.get((current_device(), element_size, width))
+
+
 @contextmanager
 def forced(**configs: Any) -> Iterator[None]:
     """Use these tiles, by kernel name, inside the block: for tests and for measuring.
 
-    configs: a `TileConfig` for one of KINDS, a `HopperConfig` for one of HOPPER.
+    configs: a `TileConfig` for one of KINDS, a `HopperConfig` for one of HOPPER, a number for
+        SPLITS.
     """
-    assert set(configs) <= {*KINDS, *HOPPER}, configs
+    assert set(configs) <= {*KINDS, *HOPPER, SPLITS}, configs
     saved = dict(_forced)
     _forced.update(configs)
     try:

@@ -66,19 +66,17 @@ def parts_of(lengths: list[int], split: decode_splits.Split, device: str) -> lis
 
 
 def split_of(
-    B: int, heads: int, capacity: int, count: int | None = None, sms: int = 132
+    B: int, heads: int, capacity: int, count: int | None = None, sms: int = 132, invariant=False
 ) -> decode_splits.Split:
     """The launcher's split of one token a row on a GPU of so many multiprocessors."""
     k = torch.empty(1, heads, capacity, 64, device="meta")
     cache = CacheTensors(k, k, None, None, None, k, None, None, None)
     q = torch.empty(B, heads, 1, 64, device="meta")
-    decode_splits._shares.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "multiprocessors", lambda device: sms)
         split = decode_splits.split_keys(
-            q, cache, Options(), tiles.TileConfig(16, BLOCK_N), count, False
+            q, cache, Options(), tiles.TileConfig(16, BLOCK_N), count, invariant
         )
-    decode_splits._shares.cache_clear()
     return split
 
 
@@ -159,3 +157,32 @@ def test_equal_rows_fill_the_device(sizes: tuple[int, int, int], device: str) ->
         parts = parts_of([capacity] * B, split, device)
         assert len(parts) == expected
         assert len({part.last - part.first for part in parts}) <= 2
+
+
+def test_programs_that_share_a_multiprocessor_may_be_tuned() -> None:
+    """For caches of some bytes an element and some head dims; batch-invariant splits stay."""
+
+    def plans() -> tuple[object, object]:
+        return split_of(4, 8, 16384).plan, split_of(4, 8, 16384, invariant=True).plan
+
+    device, key = tiles.current_device(), tiles.device_key(torch.float32)
+    (usual, _, _), invariant = plans()
+    with tiles.forced(splits=4):
+        (more, _, _), same = plans()
+    assert more > usual and same == invariant
+    row = {"element_size": 4, "BLOCK_D": 64, "programs": 4}
+    try:
+        tiles.install([], device, [{**row, "element_size": 2}, {**row, "BLOCK_D": 128}])
+        assert plans()[0][0] == usual
+        assert tiles.device_key(torch.float32) != key, "known launches have other splits"
+        tiles.install([], device + 1, [row])
+        assert plans()[0][0] == usual
+        tiles.install([], device, [row])
+        assert plans() == ((more, 0, 0), invariant)
+        with pytest.raises(ValueError, match="no numbers of programs"):
+            tiles.install([], device, [{**row, "programs": 0}])
+        assert plans()[0][0] == more
+    finally:
+        for index in (device, device + 1):
+            tiles.install([], index)
+    assert plans()[0][0] == usual

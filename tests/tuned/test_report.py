@@ -33,6 +33,7 @@ def test_what_is_known_of_kernels(
     here.put("tiles", {"kernel": "forward", "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, **TILE})
     shape = {"BLOCK": 64, "STAGES": 2, "D": 128}
     here.put("tiles", {"kernel": "hopper_dq", **shape, **TILE})
+    here.put("splits", {"element_size": 1, "BLOCK_D": 64, "programs": 3, "date": DAY})
     key = {"direction": "forward", "dtype": "float16", "head_dim": 64, "causal": True}
     names = {"few": "torch", "some": "triton", "many": "triton"}
     for waves, name in names.items():
@@ -48,6 +49,8 @@ def test_what_is_known_of_kernels(
         (forward,) = (line for line in lines if line.startswith("  forward, 2 bytes"))
         assert f", 128 tuned here {DAY}, " in forward
         assert f"  hopper_dq: 128 tuned here {DAY}" in lines
+        splits = "  splits of decode, 1 bytes, 64: 3 programs a multiprocessor"
+        assert f"{splits}, tuned here {DAY}" in lines
         assert "fastest backend of 3 kinds of plain calls: triton 2, torch 1" in lines
     else:
         assert len(lines) == 2

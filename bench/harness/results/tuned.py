@@ -49,6 +49,9 @@ def tables_of(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
         "Gradients in one pass with atomics, or in two": table(
             ("backend", "dtype", "D", "fastest", "ms"), map(_passes, rows.get("passes", ()))
         ),
+        "Programs of decoding that share a multiprocessor": table(
+            ("bytes", "D", "fastest", "ms"), map(_splits, rows.get("splits", ()))
+        ),
     }
     # A table without rows has two lines.
     return [f"{title}:\n\n{text}" for title, text in made.items() if text.count("\n") > 1]
@@ -73,6 +76,10 @@ def _backend(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _passes(row: dict[str, Any]) -> tuple[object, ...]:
     return row["backend"], row["dtype"], row["head_dim"], row["passes"], _times(row)
+
+
+def _splits(row: dict[str, Any]) -> tuple[object, ...]:
+    return row["element_size"], row["BLOCK_D"], row["programs"], _times(row)
 
 
 def _times(row: dict[str, Any]) -> str:

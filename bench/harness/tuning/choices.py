@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...kernels.hopper.tile_table import HopperConfig
-from ...kernels.launch.tiles import TileConfig
+from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
+from ...kernels.launch.tiles import SPLITS, TileConfig
 from ..cases import Case
 from ..implementations.registry import ONE_PASS, OURS
 from .candidates import TMA, candidates, hopper_candidates, hopper_shipped
@@ -29,6 +30,8 @@ KERNEL_OF = {
 # Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
 WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
 _QUERIES = 128
+# Other numbers of programs on a multiprocessor than the shipped one.
+_PROGRAMS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,14 @@ class Candidate:
     Args:
         name: short, for people.
         implementation: of `implementations.registry.IMPLEMENTATIONS`.
-        forced: what `tiles.forced` is called with: a tile or Hopper shape by kernel.
+        forced: what `tiles.forced` is called with: a tile or Hopper shape by kernel, or a number.
         row: its fields in a stored row.
         verified: backends and families that have to be right before it is timed.
     """
 
     name: str
     implementation: str
-    forced: dict[str, TileConfig | HopperConfig] = field(default_factory=dict)
+    forced: dict[str, TileConfig | HopperConfig | int] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     verified: tuple[tuple[str, str], ...] = ()
 
@@ -231,6 +234,24 @@ def pass_choice(backend: str, shape: Shape) -> Choice:
         TableEntry("backward_dq", SIZES[shape.dtype], shape.BLOCK_D).cases(shape),
         Candidate("one", one, {}, {"passes": "one"}, ((backend, "one-pass"),)),
         (Candidate("two", f"fastattn-{backend}", {}, {"passes": "two"}, ((backend, "backward"),)),),
+    )
+
+
+def split_choice(shape: Shape) -> Choice:
+    """How many programs of decoding share a multiprocessor, for many rows and for one."""
+    entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
+    (many,) = entry.cases(shape)
+    decode = (("triton", "decode"),)
+    made = [
+        Candidate(f"{n} at once", OURS, {SPLITS: n}, {"programs": n}, decode)
+        for n in (PROGRAMS_AT_ONCE, *_PROGRAMS)
+    ]
+    return Choice(
+        "splits",
+        {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D},
+        (many, replace(many, B=1)),
+        made[0],
+        tuple(made[1:]),
     )
 
 

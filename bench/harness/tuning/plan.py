@@ -16,6 +16,7 @@ from .choices import (
     hopper_choice,
     pass_choice,
     serves_bias,
+    split_choice,
     tile_choice,
 )
 from .entries import CALLS, NEW_TOKENS, SIZES, Shape, TableEntry, usual_shape
@@ -121,6 +122,7 @@ def _plain_choices(
             yield pass_choice(backend, shape)
     for kernel in NEW_TOKENS:
         yield _tiles(kernel, "plain", shape, gpu, known)
+    yield split_choice(shape)
     for kernel in tiles.HOPPER if hopper else ():
         if (shapes := hopper_choice(kernel, shape)) is not None:
             yield shapes

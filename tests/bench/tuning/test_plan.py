@@ -32,6 +32,7 @@ def test_every_step_of_a_plan_is_named_in_order():
         "passes: triton bfloat16 D 128",
         "tiles: decode plain 2 bytes D 128",
         "tiles: decode_chunk plain 2 bytes D 128",
+        "splits: 2 bytes D 128",
         *(
             f"tiles: {kernel} plain 2 bytes D 128"
             for kernel in ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass")
@@ -74,6 +75,8 @@ def test_the_shipped_choice_comes_first_and_once():
             assert names == (["hopper"] if hopper else []) + ["triton", "torch"]
         elif step.kind == "passes":
             assert names == ["one", "two"]
+        elif step.kind == "splits":
+            assert names == ["2 at once", "1 at once", "3 at once", "4 at once"]
 
 
 def test_survivors_take_the_place_of_candidates():

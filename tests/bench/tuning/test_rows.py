@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from fastattn.bench.tuning.choices import backend_choice, hopper_choice, pass_choice, tile_choice
+from fastattn.bench.tuning.choices import (
+    backend_choice,
+    hopper_choice,
+    pass_choice,
+    split_choice,
+    tile_choice,
+)
 from fastattn.bench.tuning.entries import CALLS, Shape, TableEntry
 from fastattn.bench.tuning.trial import Outcome
 from fastattn.kernels.hopper import tile_table
@@ -58,6 +64,15 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
     else:
         found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
     assert found == choice.others[-1].forced[kernel]
+
+
+def test_splits_of_decoding_are_looked_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "applies", lambda device: True)
+    here = torch.device("cuda", max(0, tiles.current_device()))
+    choices.adopt(here, {"splits": [stored(tmp_path, split_choice(SHAPE))]})
+    assert tiles.programs_at_once(2, 64) == 4
+    choices.forget()
+    assert tiles.programs_at_once(2, 64) is None
 
 
 @pytest.mark.parametrize("waves", ["few", "some", "many"])

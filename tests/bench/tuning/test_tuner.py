@@ -311,7 +311,7 @@ def imaginary_gpu(monkeypatch):
     asked = []
 
     def verify(scope, device, *, store, progress):
-        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, 0)
+        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, {}, 0)
         progress(1, 1, None)
         asked.append((scope.backends, scope.families, scope.dtypes, scope.head_dims, scope.quick))
         for family in scope.families:
