@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import ROWS, along
+from ..options import along
+from ..score_checks import POSITIONS_BLOCK
 
 Options = dict[str, Any]
 Run = tuple[int, int]
@@ -21,7 +22,6 @@ _QUERIES = along("T_q")
 _KEYS = along("T_k")
 # Of the table of options, documents are a pair.
 _DOCUMENTS = "documents"
-POSITIONS_BLOCK = 128
 # Calls of a run each that are preferred to one call with positions: two runs meet two in a zigzag.
 _MOST_CALLS = 4
 
@@ -65,8 +65,6 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> lis
 
 def aligned(runs: Sequence[Run]) -> bool:
     """Whether runs behind one another are what `positions` of `attention` may be."""
-    if "positions" not in ROWS:
-        return False
     lengths = (stop - start for start, stop in runs[:-1])
     return all(n % POSITIONS_BLOCK == 0 for n in lengths) and all(run[0] % 4 == 0 for run in runs)
 

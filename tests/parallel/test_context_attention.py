@@ -25,12 +25,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 T, H_q, H_k, D = 100, 4, 2, 16
 METHODS = ("gather", "ring", "ulysses", "usp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LENGTHS = torch.tensor([40, 0, 3, 50, 0, 7])  # of documents
-DOCUMENTS = torch.arange(6).repeat_interleave(LENGTHS).expand(2, T)
 
 
-def examples() -> dict[str, dict[str, Any]]:
+@cache
+def examples(T: int) -> dict[str, dict[str, Any]]:
     """Every option by itself that a sequence's attention to itself has, and some sets."""
+    lengths = torch.tensor([40, 0, 3, 50, 0, T - 93])
+    documents = torch.arange(6).repeat_interleave(lengths).expand(2, T)
     found = option_examples(H_q, H_k, T, T, D, reach=20)
     # Of other queries than keys.
     found = {
@@ -41,12 +42,12 @@ def examples() -> dict[str, dict[str, Any]]:
     found["documents"]["documents"] = found["documents"]["documents"][1]
     found["no-option"] = {}
     found["causal-window"] = {"causal": True, "window": 33}
-    found["packed"] = {"causal": True, "documents": DOCUMENTS.clone()}
+    found["packed"] = {"causal": True, "documents": documents}
     found["all"] = {
         "causal": True,
         "window": 60,
         "keep_first": 5,
-        "documents": DOCUMENTS.clone(),
+        "documents": documents,
         "sinks": draw(H_q),
         "softcap": 2.0,
         "alibi_slopes": alibi_slopes(H_q),
@@ -68,23 +69,35 @@ SIZES: dict[str, dict[str, Any]] = {
 SCATTERED = ("all", "packed", "one-row")  # with plans of many short runs
 IN_BOTH = ("causal", "causal-window", "packed", "sinks", "bias", "alibi", "softcap", "all")
 IN_BOTH += ("relative-bias",)
+# By positions, in blocks of 128: a sequence of so many tokens.
+FAR = 300
+BY_POSITIONS = {
+    f"far-{name}": name for name in ("dropout", "mask-mod", "score-mod", "all", "lengths")
+}
 MODS = ("mask-mod", "score-mod", "dropout")
 
 
 def named_calls(ranks: int) -> list[tuple[str, str, str]]:
     """(example, method, dtype) of the calls that a world makes."""
-    every = [name for name in examples() if name not in MODS]
+    every = [name for name in examples(T) if name not in MODS]
     names = every if ranks == 2 else list(IN_BOTH)
     methods = {name: METHODS if name in IN_BOTH else METHODS[:3] for name in names}
     calls = [(name, method, "fp32") for name in names for method in methods[name]]
     calls += [(name, method, "bf16") for name in IN_BOTH for method in METHODS]
     calls += [(name, "gather", "fp32") for name in MODS[:2] if ranks == 2]
+    far = list(BY_POSITIONS) if ranks == 2 else ["far-dropout"]
+    calls += [(name, method, "fp32") for name in far for method in ("gather", "ring")]
+    calls += [("far-all", "ring", "bf16"), ("far-dropout", "ring", "bf16")] * (ranks == 2)
     return calls + [(name, method, "fp32") for name in SIZES for method in METHODS]
 
 
 def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    sizes = {"B": 2, "H_q": H_q, "H_k": H_k, "T_q": T, "D": D, **SIZES.get(name, {})}
-    options = {"causal": True} if name in SIZES else examples()[name]
+    length = FAR if name in BY_POSITIONS else T
+    sizes = {"B": 2, "H_q": H_q, "H_k": H_k, "T_q": length, "D": D, **SIZES.get(name, {})}
+    example = BY_POSITIONS.get(name, name)
+    options = {"causal": True} if name in SIZES else examples(length)[example]
+    if name in BY_POSITIONS:  # so that every such call goes by positions
+        options = options | examples(length)["dropout"]
     cast = ("relative_keys", "relative_query")
     options = {key: x.to(dtype) if key in cast else x for key, x in options.items()}
     return make_qkv(**sizes, dtype=dtype), options
@@ -120,8 +133,10 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
     found = {}
     for name, method, dtype in named_calls(ranks):
         (q, k, v), options = inputs_of(name, DTYPES[dtype])
-        balance = "longest_first" if name in SCATTERED else "zigzag"
-        plan = ContextPlan.make(q.shape[2], ranks, causal=True, block=8, balance=balance)
+        far = name in BY_POSITIONS
+        balance = "longest_first" if far or name in SCATTERED else "zigzag"
+        block = 128 if far else 8
+        plan = ContextPlan.make(q.shape[2], ranks, causal=True, block=block, balance=balance)
         attend = spread(method, plan, square if method == "usp" else flat)
         call = results(attend, q, k, v, **options)
         found[name, method, dtype] = [x.float().numpy() for x in call]
