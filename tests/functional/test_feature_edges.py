@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import reference
-from fastattn.kernels import backward, forward
+from fastattn.kernels import backward, backward_dkv, forward
 from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draw, to_device
@@ -341,11 +341,11 @@ def test_offsets_past_two_to_the_31(dim: str, tmp_path: Path, monkeypatch: Any) 
     sparse = Sparse(tmp_path)
     strides = FAR_STRIDES[dim]
 
-    def far(like: torch.Tensor, heads: int, rows: int, cols: int) -> torch.Tensor:
+    def far(_: object, like: torch.Tensor, heads: int, rows: int, cols: int) -> torch.Tensor:
         return sparse(like.shape[0], heads, rows, cols, strides=(*strides, 1))
 
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "empty_in_layout", far)
+    for module in (forward, backward, backward_dkv):
+        monkeypatch.setattr(module, "result_in_layout", far)
     clean = make_qkv(2, 2, 2, 20, D=8, dtype=torch.float16)
     q, k, v = (sparse.filled(x.detach(), *strides, 1) for x in clean)
     mask = draw(2, 2, 20, 20) < 1
