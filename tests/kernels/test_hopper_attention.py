@@ -10,9 +10,11 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
+from fastattn.bench.tuning.candidates import hopper_candidates
 from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
+from fastattn.kernels.launch import tiles
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.gluon_emulator import machine, memory, products
@@ -167,6 +169,17 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         )
 
     return choose
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_three_consumers_serve_forward(turns: bool) -> None:
+    """Tiles of 192 queries: of a last one, one consumer or two have none."""
+    shapes = hopper_candidates("hopper_forward", 64)
+    config = next(c for c in shapes if c.CONSUMERS == 3 and c.PING_PONG is turns)
+    forget()
+    with tiles.forced(hopper_forward=config):
+        check_on_hopper(attention, H_q=2, H_k=1, T_q=290 - 40 * turns, T_k=333, programs=1)
+    forget()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

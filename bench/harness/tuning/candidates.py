@@ -27,6 +27,7 @@ _ROWS = {
 # Shared memory of a program on Hopper, less what barriers take.
 _HOPPER_BYTES = 226 * 1024
 _CONSUMER_ROWS = 64
+_THREE = {"CONSUMERS": 3, "CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24}
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
@@ -83,15 +84,20 @@ def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
 
 
 def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
-    """Other shapes: blocks, stages, and for forward consumers that take turns or not."""
+    """Other shapes: blocks, stages, and for forward consumers that take turns or are three.
+
+    The backward kernels take two.
+    """
     usual = hopper_shipped(kernel, D)
     if usual is None:
         return []
-    turns = (False, True) if kernel == "hopper_forward" else (False,)
-    grid = itertools.product((32, 64, 128), (2, 4), turns)
+    forward = kernel == "hopper_forward"
+    grid = itertools.product((32, 64, 128), (2, 4), (False, True) if forward else (False,))
     made = [
         usual._replace(BLOCK=block, STAGES=stages, PING_PONG=turn) for block, stages, turn in grid
     ]
+    # Three share the registers that two have, which larger blocks would fill.
+    made += [c._replace(**_THREE) for c in made if forward and c.BLOCK == 64 and c.D <= 128]
     return [config for config in made if config != usual and _fits(kernel, config)]
 
 
@@ -99,7 +105,7 @@ def _fits(kernel: str, config: HopperConfig) -> bool:
     """Whether what the tiles hold fits shared memory, and products of one pass have 64 queries."""
     if kernel == "hopper_one_pass" and config.BLOCK < 64:
         return False
-    held = config.CONSUMERS * _CONSUMER_ROWS * config.D
+    held = (4 if config.CONSUMERS == 3 else config.CONSUMERS) * _CONSUMER_ROWS * config.D
     copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     rings = 2 * config.STAGES * config.BLOCK * config.D
     return 2 * (copies * held + rings) <= _HOPPER_BYTES

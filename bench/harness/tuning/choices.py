@@ -157,8 +157,9 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
     name = "fastattn-hopper-one-pass" if kernel == "hopper_one_pass" else "fastattn-hopper"
 
     def candidate(config: HopperConfig) -> Candidate:
-        turns = ", turns" if config.PING_PONG else ""
-        words = f"({config.BLOCK}, {config.STAGES}{turns})"
+        extra = ["turns"] if config.PING_PONG else []
+        extra += ["3 consumers"] if config.CONSUMERS == 3 else []
+        words = f"({', '.join(map(str, (config.BLOCK, config.STAGES, *extra)))})"
         verified = (("hopper", _family(kernel)),)
         return Candidate(words, name, {kernel: config}, config._asdict(), verified)
 

@@ -70,7 +70,14 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     if usual is None:
         assert (kernel != "hopper_forward", D, found) == (True, 256, [])
         return
-    free = {"BLOCK": usual.BLOCK, "STAGES": usual.STAGES, "PING_PONG": usual.PING_PONG}
+    names = ["BLOCK", "STAGES", "PING_PONG"]
+    three = [config for config in found if config.CONSUMERS == 3]
+    assert bool(three) == (kernel == "hopper_forward" and D <= 128)
+    for config in three:  # 64512 registers for 128 threads of each, and of the producer
+        assert 128 * (3 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS) <= 64512
+    if three:
+        names += ["CONSUMERS", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS"]
+    free = {name: getattr(usual, name) for name in names}
     assert found and all(config._replace(**free) == usual != config for config in found)
     assert any(config.PING_PONG for config in found) == (kernel == "hopper_forward")
     if kernel == "hopper_one_pass":
