@@ -20,6 +20,8 @@ KEYS = {
     "backends": ("direction", "dtype", "head_dim", "causal", "waves"),
     "passes": ("backend", "dtype", "head_dim"),
     "splits": ("element_size", "BLOCK_D"),
+    # Candidates that broke the device or hung while they were timed.
+    "culprits": ("choice", "candidate"),
 }
 # What else calls read of a row.
 _READ = {
@@ -28,6 +30,7 @@ _READ = {
     "backends": ("backend", "date"),
     "passes": ("passes", "date"),
     "splits": ("programs", "date"),
+    "culprits": ("reason", "date"),
 }
 Row = dict[str, Any]
 

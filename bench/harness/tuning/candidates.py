@@ -27,7 +27,6 @@ _ROWS = {
 # Shared memory of a program on Hopper, less what barriers take.
 _HOPPER_BYTES = 226 * 1024
 _CONSUMER_ROWS = 64
-_THREE = {"CONSUMERS": 3, "CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24}
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
@@ -97,7 +96,11 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
         usual._replace(BLOCK=block, STAGES=stages, PING_PONG=turn) for block, stages, turn in grid
     ]
     # Three share the registers that two have, which larger blocks would fill.
-    made += [c._replace(**_THREE) for c in made if forward and c.BLOCK == 64 and c.D <= 128]
+    made += [
+        config._replace(CONSUMERS=3, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=24)
+        for config in made
+        if forward and config.BLOCK == 64 and D <= 128
+    ]
     return [config for config in made if config != usual and _fits(kernel, config)]
 
 

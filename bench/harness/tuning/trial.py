@@ -44,10 +44,13 @@ class Trial:
         case: the call.
         bench: the instruments; its oracle says what results have to be.
         forced: tiles and shapes in use for all candidates, which have their own beside.
+        trying: called with the name of the candidate that is about to run, and with "".
     """
 
-    def __init__(self, case: Case, bench: Bench, forced: dict[str, Any]) -> None:
-        self._case, self._bench, self._forced = case, bench, forced
+    def __init__(
+        self, case: Case, bench: Bench, forced: dict[str, Any], trying: Callable[[str], None]
+    ) -> None:
+        self._case, self._bench, self._forced, self._trying = case, bench, forced, trying
         self._inputs: Inputs | None = make_inputs(case)
         self._expected: Expected | None = bench.expected(case, self._inputs)
 
@@ -69,12 +72,20 @@ class Trial:
         found: dict[str, list[float] | str] = {}
         works: dict[str, Function] = {}
         for candidate in candidates:
+            self._trying(candidate.name)
             try:
                 works[candidate.name] = self._work(candidate)
             except Exception as error:
                 raise_if_lost(error, candidate.name, self._bench.timer.synchronize)
                 found[candidate.name] = reason(error)
-        taken = samples_of(works, self._bench.timer, effort, sleep=self._bench.sleep)
+        taken = samples_of(
+            works,
+            self._bench.timer,
+            effort,
+            sleep=self._bench.sleep,
+            announce=lambda name, doing: self._trying(name if name in works else ""),
+        )
+        self._trying("")
         for name, samples in taken.items():
             found[name] = reason(samples) if isinstance(samples, Exception) else samples
         return found
@@ -151,6 +162,7 @@ def decide(
     why_not: Callable[[Candidate], str | None],
     forced: dict[str, Any],
     seen: Callable[[Candidate, float | str], None] = lambda candidate, outcome: None,
+    trying: Callable[[str], None] = lambda name: None,
 ) -> Outcome:
     """Time the candidates of a choice.
 
@@ -159,11 +171,12 @@ def decide(
         why_not: why a candidate is not worth a launch, or None.
         forced: as for `Trial`.
         seen: called with each candidate, and its milliseconds or the reason why it has none.
+        trying: as for `Trial`.
     """
     times: Times = {}
     taken: dict[str, list[list[float]]] = {}
     for number, case in enumerate(choice.cases):
-        with Trial(case, bench, forced) as trial:
+        with Trial(case, bench, forced, trying) as trial:
             if number == 0:
                 for candidate in choice.candidates:
                     if times and left() <= 0:

@@ -28,7 +28,7 @@ from .choices import Choice
 from .entries import TableEntry
 from .plan import Gpu, Step, Verification, shapes_of, steps
 from .trial import expect_all
-from .tuner import Progress, Record, Tuner, Verdicts
+from .tuner import Progress, Record, Tuner, Verdicts, culprit
 
 # A step that reports nothing for so many seconds hangs: a kernel may wait for ever.
 STALL_SECONDS = 180.0
@@ -104,8 +104,9 @@ def tune(
         verify = partial(_verify, device, store, seconds < QUICK_SECONDS)
         compilation = Compilation(gpu.arch, max(1, min(10, (os.cpu_count() or 1) - 4)))
         try:
-            with Watchdog(show) as watched:
-                return run(plan, gpu, bench, left, store, compilation, verify, watched)
+            with Watchdog(show, partial(store.put, "culprits")) as watched:
+                instruments = (bench, left, store, compilation, verify)
+                return run(plan, gpu, *instruments, watched, watched.trying)
         finally:
             compilation.close()
             choices.forget()
@@ -120,6 +121,7 @@ def run(
     compilation: Compilation,
     verify: Callable[[Verification, Callable[[str], None]], Verdicts],
     show: Callable[[Progress], None],
+    trying: Callable[[str, str], None] = lambda choice, candidate: None,
 ) -> Tuning:
     """Run a plan with these instruments: see `Tuner`."""
 
@@ -130,7 +132,11 @@ def run(
         (row["backend"], row["family"], row["dtype"], row["head_dim"]): row["verdict"]
         for row in store.read("verification")
     }
-    tuner = Tuner(bench, left, compilation, keep, verify, known, show)
+    culprits = {
+        (row["choice"], row["candidate"]): f"{row['reason']} ({row['date']})"
+        for row in store.read("culprits")
+    }
+    tuner = Tuner(bench, left, compilation, keep, verify, known, culprits, trying, show)
     records = tuner.run(unknown_first(plan, store))
     return Tuning(records, tuner.rows, tuner.tried, store.folder)
 
@@ -193,18 +199,24 @@ def deadline(seconds: float) -> Callable[[], float]:
 class Watchdog:
     """Passes progress on, and ends the process where none comes: a kernel that hangs never returns.
 
-    What was found until then is stored.
+    What was found until then is stored, and `keep` stores which candidate it is: the next run
+    passes over it.
     """
 
     def __init__(
         self,
         show: Callable[[Progress], None],
+        keep: Callable[[dict[str, Any]], object],
         stall_seconds: float = STALL_SECONDS,
         end: Callable[[str], None] | None = None,
     ) -> None:
         self._show, self._stall, self._end = show, stall_seconds, end or _end
         self._seen, self._closed = threading.Event(), False
-        self._step = ""
+        self._step, self._trying, self._keep = "", ("", ""), keep
+
+    def trying(self, choice: str, candidate: str) -> None:
+        """A candidate of a choice is about to run; "": none."""
+        self._trying = choice, candidate
 
     def __call__(self, progress: Progress) -> None:
         self._step = progress.step
@@ -224,7 +236,12 @@ class Watchdog:
             if self._closed:
                 return
             self._seen.clear()
-        self._end(f"{self._step}: nothing happened for {self._stall:.0f} s, a kernel may hang")
+        said = f"nothing happened for {self._stall:.0f} s, a kernel may hang"
+        choice, candidate = self._trying
+        if candidate:
+            self._keep(culprit(choice, candidate, said))
+            said = f"{candidate}: {said}; the next run passes over it"
+        self._end(f"{self._step}: {said}")
 
 
 def _end(why: str) -> None:

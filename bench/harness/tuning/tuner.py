@@ -56,6 +56,9 @@ class Tuner:
         keep: stores a row of a kind of findings.
         verify: verifies families of backends for a dtype and head dim, and says how far it is.
         verified: verdicts that are known.
+        culprits: why candidates of choices, by the names of both, are passed over: they ended an
+            earlier run.
+        trying: called with the names of a choice and of the candidate that is about to run, or "".
         show: called with the progress.
     """
 
@@ -65,6 +68,8 @@ class Tuner:
     keep: Callable[[str, dict[str, Any]], object]
     verify: Callable[[Verification, Callable[[str], None]], Verdicts]
     verified: Verdicts = field(default_factory=dict)
+    culprits: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    trying: Callable[[str, str], None] = lambda choice, candidate: None
     show: Callable[[Progress], None] = lambda progress: None
     tried: list[dict[str, Any]] = field(default_factory=list)
     rows: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -99,6 +104,8 @@ class Tuner:
         try:
             return self._choose(step, show)
         except DeviceLost as lost:
+            if lost.implementation in [candidate.name for candidate in step.candidates]:
+                self.keep("culprits", culprit(step.name, lost.implementation, lost.reason))
             return Record(step.name, LOST, f"{lost.implementation}: {lost.reason}")
 
     def _verify(self, step: Verification, show: Callable[[str], None]) -> str:
@@ -132,20 +139,28 @@ class Tuner:
             self.bench,
             self.left,
             lambda candidate: (
-                self._why_wrong(choice, candidate)
+                self._why_passed_over(choice, candidate)
+                or self._why_wrong(choice, candidate)
                 or self.compilation.why_not(choice, candidate, self.left())
             ),
             self._best.get(choice.size, {}) if plain else {},
             remember,
+            lambda name: self.trying(choice.name, name),
         )
+        passed = [c.name for c in choice.candidates if self._why_passed_over(choice, c)]
+        also = f"; passed over, for it ended an earlier run: {', '.join(passed)}" if passed else ""
         row = outcome.row()
         if row is None:
-            return Record(choice.name, DONE, _why_nothing(outcome))
+            return Record(choice.name, DONE, _why_nothing(outcome) + also)
         self.rows.append((choice.kind, row))
         self.keep(choice.kind, row)
         if plain and outcome.best is not None:
             self._best.setdefault(choice.size, {}).update(outcome.best.forced)
-        return Record(choice.name, DONE, _told(outcome))
+        return Record(choice.name, DONE, _told(outcome) + also)
+
+    def _why_passed_over(self, choice: Choice, candidate: Candidate) -> str | None:
+        why = self.culprits.get((choice.name, candidate.name))
+        return None if why is None else f"ended an earlier run: {why}"
 
     def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
         dtype, _ = choice.size
@@ -155,6 +170,11 @@ class Tuner:
             if verdict != RIGHT:
                 return f"verification of {backend} {family} says: {verdict}"
         return None
+
+
+def culprit(choice: str, candidate: str, reason: str) -> dict[str, Any]:
+    """The row about a candidate that ends a run."""
+    return {"choice": choice, "candidate": candidate, "reason": reason}
 
 
 def _best_so_far(choice: Choice, seen: Mapping[str, float]) -> str:

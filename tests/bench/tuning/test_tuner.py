@@ -276,10 +276,34 @@ def test_a_lost_device_ends_the_run_and_names_its_culprit(monkeypatch):
         raise RuntimeError("the context is lost")
 
     monkeypatch.setattr(trial, "prepare", prepare)
-    records = run.run([choice(), choice("backward_dq"), choice("backward_dkv")])
+    plan = [choice(), choice("backward_dq"), choice("backward_dkv")]
+    records = run.run(plan)
     assert [record.status for record in records] == [DONE, LOST, NOT_REACHED]
     assert records[1].text.startswith("(16, 32, 4, 1): RuntimeError: an illegal memory access")
-    assert len(run.kept) == 1
+    (_, (kind, row)) = run.kept
+    assert (kind, row["choice"], row["candidate"]) == ("culprits", plan[1].name, NAMES[B])
+    assert row["reason"] == "RuntimeError: an illegal memory access was encountered"
+
+
+def test_what_ended_an_earlier_run_is_passed_over(lookups_alone):
+    """Only in the choice where it did. Which candidate runs is told, and when none does alone."""
+    tried = []
+    plan = [choice(), choice("backward_dq")]
+    times = {A: 3.0, B: 1.0, C: 2.0}
+    run = tuner(
+        {**times, **{("backward_dq", tile): ms for tile, ms in times.items()}},
+        culprits={(plan[0].name, NAMES[B]): "a kernel may hang"},
+        trying=lambda *names: tried.append(names),
+    )
+    first, second = run.run(plan)
+    assert first.text == (
+        "(16, 16, 4, 1) in place of (32, 16, 4, 1): 33.3 % less time; "
+        "passed over, for it ended an earlier run: (16, 32, 4, 1)"
+    )
+    assert run.tried[1]["reason"] == "ended an earlier run: a kernel may hang"
+    assert second.text == "(16, 32, 4, 1) in place of (32, 16, 4, 1): 40.0 % less time"
+    assert {name for of, name in tried if of == plan[0].name} == {NAMES[A], NAMES[C], ""}
+    assert (plan[1].name, NAMES[B]) in tried and tried[-1] == (plan[1].name, "")
 
 
 def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkeypatch):
