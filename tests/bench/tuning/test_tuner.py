@@ -127,12 +127,16 @@ def prepare_lookups(implementation, case, inputs, expected):
 @pytest.fixture
 def lookups_alone(monkeypatch):
     monkeypatch.setattr(trial, "prepare", prepare_lookups)
+    monkeypatch.setattr(trial, "release", lambda device: None)
 
 
 @pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
 def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
     run = tuner({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
-    (record,) = run.run([choice(kernel)])
+    one = choice(kernel)
+    if kernel.startswith("backward"):
+        one = replace(one, cases=one.cases[:1])
+    (record,) = run.run([one])
     assert record == Record(
         f"tiles: {kernel} plain 4 bytes D 64",
         DONE,
@@ -144,7 +148,7 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
     )
     assert (row["BLOCK_M"], row["BLOCK_N"], row["gain"]) == (16, 32, 0.6667)
     assert (row["ms"], row["ms_shipped"]) == (1.0, 3.0)
-    assert ("ms_full" in row) == (kernel != "decode")
+    assert ("ms_full" in row) == (kernel == "forward")
     assert [tried["ms"] for tried in run.tried] == [3.0, 1.0, 2.0]
     assert run.compilation.submitted == [NAMES[tile] for tile in (A, B, C)]
 
