@@ -88,30 +88,35 @@ def summary(found: Any) -> list[str]:
 
 
 class Status:
-    """A line for every step of a run and, on a terminal, one that tells how far the step is."""
+    """A line for every step that ends. On a terminal, where tqdm is installed, a bar of the steps
+    too, with how far the step at hand is: its best so far, and what that saves.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._shown = stream, ""
+        self._stream, self._bar = stream, None
 
     def __enter__(self) -> Status:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._clear()
+        if self._bar is not None:
+            self._bar.close()
 
     def show(self, progress: Any) -> None:
         """Show a `bench.tuning.tuner.Progress`."""
-        place = f"{progress.number:3}/{progress.steps} {max(0.0, progress.left):4.0f} s left"
-        line = f"{place}  {progress.step}: {progress.text}"
-        self._clear()
-        if progress.done:
-            self._stream.write(f"{line}\n")
-        elif self._stream.isatty():
-            self._shown = line[:110]
-            self._stream.write(self._shown)
-        self._stream.flush()
+        from ..testing.verify.report import bar
 
-    def _clear(self) -> None:
-        if self._shown:
-            self._stream.write(f"\r{' ' * len(self._shown)}\r")
-            self._shown = ""
+        if self._bar is None and self._stream.isatty():
+            self._bar = bar(progress.steps, self._stream)
+        said = f"{progress.step}: {progress.text}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(said[:80], refresh=not progress.done)
+        if not progress.done:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        place = f"{progress.number:3}/{progress.steps} {max(0.0, progress.left):4.0f} s left"
+        self._stream.write(f"{place}  {said}\n")
+        self._stream.flush()
+        if self._bar is not None:
+            self._bar.update()

@@ -124,6 +124,8 @@ def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> Non
         powers = [row.get(field) for field in shape]
         if not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in powers):
             raise ValueError(f"this is no tile: {dict(row)}")
+        if row.get("CONSUMERS", 2) not in ((2, 3) if kind == "hopper_forward" else (2,)):
+            raise ValueError(f"no kernel has so many consumers: {dict(row)}")
         found.append({**row, "kernel": kind, "source": "tuned"})
     programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}
     if not all(isinstance(x, int) and x > 0 for x in programs.values()):

@@ -104,8 +104,18 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_how_far_a_step_is():
     stream = Terminal()
     with Status(stream) as status:
+        status.show(Progress(1, 2, 12.3, "step", "1 of 9; best so far A", False))
+        under_way = stream.getvalue()
+        status.show(Progress(1, 2, 9.0, "step", "done", True))
+    assert "0/2" in under_way
+    assert under_way.endswith("step: 1 of 9; best so far A]")
+    assert "\r  1/2    9 s left  step: done\n" in stream.getvalue()
+    assert "1/2 [" in stream.getvalue()
+
+
+def test_without_a_terminal_there_are_lines_alone():
+    stream = io.StringIO()
+    with Status(stream) as status:
         status.show(Progress(1, 2, 12.3, "step", "1 of 9", False))
         status.show(Progress(1, 2, 9.0, "step", "done", True))
-    shown = "  1/2   12 s left  step: 1 of 9"
-    blank = " " * len(shown)
-    assert stream.getvalue() == f"{shown}\r{blank}\r  1/2    9 s left  step: done\n"
+    assert stream.getvalue() == "  1/2    9 s left  step: done\n"

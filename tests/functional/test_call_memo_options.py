@@ -24,7 +24,7 @@ CALLS = {
 # Users' functions read globals, and Triton looks at those again at each launch.
 FUNCTIONS = {"mask_mod", "mod_tensors", "score_mod", "score_mod_grad"}
 NOT_KNOWN = {
-    "attention": FUNCTIONS,
+    "attention": FUNCTIONS | {"positions"},  # a pair of tensors
     # They get their batch dim at each call.
     "attention_varlen": FUNCTIONS | {"relative_query"},
     "decode_attention": FUNCTIONS,
@@ -103,6 +103,7 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
         "attn_mask": normal(B, 1, T_q, T) + 3 * torch.eye(T_q, T, device=device) > 0,
         "key_padding_mask": torch.arange(T, device=device).expand(B, T) > seed,
         "documents": torch.arange(T, device=device).expand(B, T).contiguous() // (2 + seed),
+        "positions": tuple(torch.arange(T, device=device)[None].int() + n for n in (2 + seed, 0)),
         "scale": 0.5 + seed,
         "softcap": 1.0 + seed,
         "sinks": normal(H_Q),
@@ -126,6 +127,7 @@ def base(name: str, call: str, device: str) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {
         "keep_first": {"window": 2},
         "prefix_lengths": {"causal": True},
+        "positions": {"causal": True},
         "query_offset": {"causal": True},
         "relative_query": {"relative_keys": torch.ones(H_Q, 5, D, device=device)},
         "dropout": {"dropout_seed": seed},

@@ -183,6 +183,9 @@ def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> Non
     assert tile_table.forward_config(64, False) == usual
 
 
+SHAPE = {**OTHER, "D": 64, "BLOCK": 64, "STAGES": 2}
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -192,10 +195,12 @@ def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> Non
         {"kernel": "forward", **OTHER, "BLOCK_M": "16"},
         {"kernel": "forward", "BLOCK_M": 16},
         {"kernel": "hopper_forward", "BLOCK": 64},
+        {"kernel": "hopper_forward", **SHAPE, "CONSUMERS": 5},
+        {"kernel": "hopper_dq", **SHAPE, "CONSUMERS": 3},
     ],
 )
 def test_what_is_no_tile_is_not_installed(install: Callable[..., None], row: dict) -> None:
-    with pytest.raises(ValueError, match=r"there is no kernel|this is no tile"):
+    with pytest.raises(ValueError, match=r"there is no kernel|this is no tile|no kernel has"):
         install({"kernel": "backward_dq", **OTHER}, row)
     assert tiles.lookup("backward_dq", 2, 64) != TileConfig(16, 32, 2)
 

@@ -31,7 +31,7 @@ class Progress:
         """See `verification.Progress`."""
         said = "no kernel serves it, or memory is short" if found is None else str(found)
         if count == 1 and self._stream.isatty():
-            self._bar = _bar(total, self._stream)
+            self._bar = bar(total, self._stream)
         if self._bar is None:
             self._say(f"{count:3}/{total} {said}")
             return
@@ -46,7 +46,7 @@ class Progress:
         self._stream.flush()
 
 
-def _bar(total: int, stream: TextIO) -> Any:
+def bar(total: int, stream: TextIO) -> Any:
     """A bar of tqdm; None without it."""
     try:
         tqdm = importlib.import_module("tqdm")
