@@ -72,7 +72,9 @@ class Observer:
 def observed(*arguments):
     """A session of pytest in this process."""
     seen = Observer()
-    code = pytest.main(["-p", "no:cacheprovider", "-q", *arguments], plugins=[seen])
+    code = pytest.main(
+        ["-p", "no:cacheprovider", "-q", "--benchmark-disable", *arguments], plugins=[seen]
+    )
     assert code == pytest.ExitCode.OK
     return seen
 

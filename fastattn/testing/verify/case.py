@@ -23,7 +23,7 @@ class Subject(NamedTuple):
     """What a verdict is about.
 
     family: one of `cases.FAMILIES`. dtype: "bfloat16" and so on. head_dim: the largest of its
-    class: 64, 128 or 256.
+    class: 64, 128, 256 or 512.
     """
 
     backend: str

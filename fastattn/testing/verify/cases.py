@@ -29,7 +29,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 BACKENDS = ("triton", "hopper")
 DTYPES = ("bfloat16", "float16", "float32")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 _OF_HOPPER = ("forward", "backward", "one-pass", "packed", "masked", "fp8")
 # Parts of all cases: every family in one dtype and head dim, and a few families in some others.
 _ELSEWHERE = ("forward", "backward", "decode")
@@ -77,6 +77,10 @@ class Scope(NamedTuple):
     def _has(self, subject: Subject) -> bool:
         backend, family, dtype, head_dim = subject
         if backend == "hopper" and (family not in _OF_HOPPER or dtype == "float32"):
+            return False
+        # So wide are portable kernels of 16-bit numbers alone, and few calls.
+        wide = head_dim == 512
+        if wide and (backend == "hopper" or dtype == "float32" or family not in _ELSEWHERE):
             return False
         if self.interpreted and backend == "hopper":
             return False

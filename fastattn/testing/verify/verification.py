@@ -49,7 +49,7 @@ def verify(
         backends: "triton" or "hopper"; default: those that the device has.
         families: of kernels; default: all, see `fastattn verify --help`.
         dtypes: "bfloat16", "float16", "float32"; default: all.
-        head_dims: classes of head dims, 64, 128 and 256; default: all.
+        head_dims: classes of head dims, 64, 128, 256 and 512; default: all.
         quick: the kernels that matter most.
         device: a GPU, or "cpu" for the interpreter; default: the current GPU, if there is one.
         progress: called as verdicts come, with how many there are, of how many, and the verdict.
