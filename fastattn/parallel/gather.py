@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .parts import Gradients, Whole, part_backward, whole_forward
+from .parts import Gradients, Whole, part_backward, whole_forward, zeros_for
 from .pieces import Options, of_heads
 from .plan import ContextPlan
 from .ranks import all_to_all, gather_single, ordered_sum, rank_in, size_of
@@ -44,12 +44,14 @@ def gather_backward(
     runs, everything = plan.runs(rank_in(group)), [(0, plan.T)]
     found = []
     for heads, keys, values, given in _by_heads(q, k, v, options, plan, group):
-        parts = part_backward(
-            q[:, heads], keys, values, runs, everything, given, leaves, whole.heads(heads)
+        dq, dk, dv, *learned = zeros_for(q[:, heads], keys, values, *leaves)
+        total = Gradients(dq, dk, dv, learned)
+        part_backward(
+            total, q[:, heads], keys, values, runs, everything, given, leaves, whole.heads(heads)
         )
-        both = _to_owners(torch.cat((parts.k, parts.v), -1), plan, group)
+        both = _to_owners(torch.cat((dk, dv), -1), plan, group)
         dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        found.append((parts.q, dk, dv, parts.learned))
+        found.append((dq, dk, dv, learned))
     dq, dks, dvs, learned = zip(*found, strict=True)
     sums = [ordered_sum(grads) for grads in zip(*learned, strict=True)]
     return Gradients(torch.cat(dq, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)

@@ -53,16 +53,22 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def zeros_for(*tensors: Tensor) -> list[Tensor]:
+    """Of their shapes, in fp32 or wider, for `part_backward` to add gradients to."""
+    return [torch.zeros_like(wide(x.detach())) for x in tensors]
+
+
 def part_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options
-) -> tuple[Tensor, Tensor]:
-    """o in fp32 or wider, and lse: attention to these keys alone.
+    o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
+    k_runs: Sequence[Run], options: Options,
+) -> None:  # fmt: skip
+    """Merges attention to these keys into o and lse, in place.
 
     Args:
+        o, lse: of the keys so far, o in fp32 or wider; see `blank`.
         q: [B, H_q, T_q, D], the queries of q_runs behind one another.
         k, v: [B, H_k, T_k, D or D_v], the keys of k_runs behind one another.
     """
-    o, lse = blank(q, v, wide_dtype(q))
     for pair in pairs(q_runs, k_runs, options):
         found = attention_block_forward(
             q[:, :, pair.rows],
@@ -73,7 +79,6 @@ def part_forward(
         )
         seen = o[:, :, pair.rows], lse[:, :, pair.rows]
         o[:, :, pair.rows], lse[:, :, pair.rows] = merge(*seen, *found)
-    return o, lse
 
 
 def whole_forward(
@@ -89,16 +94,15 @@ def whole_forward(
 
 
 def part_backward(
-    q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run], k_runs: Sequence[Run],
-    options: Options, leaves: Sequence[Tensor], whole: Whole,
-) -> Gradients:  # fmt: skip
-    """The share of these keys in the gradients.
+    total: Gradients, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
+    k_runs: Sequence[Run], options: Options, leaves: Sequence[Tensor], whole: Whole,
+) -> None:  # fmt: skip
+    """Adds the share of these keys in the gradients to a total, in place.
 
     Args:
         q, k, v, q_runs, k_runs: as of `part_forward`.
         options: without sinks. leaves: what their tensors that have gradients are made from.
     """
-    dq, dk, dv, *learned = (torch.zeros_like(wide(x.detach())) for x in (q, k, v, *leaves))
     for pair in pairs(q_runs, k_runs, options):
         with torch.enable_grad():
             given = of_pair(options, pair, q.device)
@@ -111,18 +115,17 @@ def part_backward(
             o,
             lse,
             dlse=dlse,
-            out_dtype=dq.dtype,
+            out_dtype=total.q.dtype,
             **given,
         )
-        dq[:, :, pair.rows] += found.dq
-        dk[:, :, pair.keys] += found.dk
-        dv[:, :, pair.keys] += found.dv
+        total.q[:, :, pair.rows] += found.dq
+        total.k[:, :, pair.keys] += found.dk
+        total.v[:, :, pair.keys] += found.dv
         of_pieces = [given[name] for name in found.of_options], [*found.of_options.values()]
         if leaves:
             grads = torch.autograd.grad(of_pieces[0], leaves, of_pieces[1])
-            for total, grad in zip(learned, grads, strict=True):
-                total += grad
-    return Gradients(dq, dk, dv, learned)
+            for learned, grad in zip(total.learned, grads, strict=True):
+                learned += grad
 
 
 def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

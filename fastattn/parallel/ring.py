@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..functional.merge import merge
-from .parts import Gradients, Whole, add_sinks, part_backward, part_forward, wide, wide_dtype
-from .pieces import Options, blank, pairs
+from .parts import (
+    Gradients,
+    Whole,
+    add_sinks,
+    part_backward,
+    part_forward,
+    wide_dtype,
+    zeros_for,
+)
+from .pieces import Options, blank
 from .plan import ContextPlan
 from .ranks import ordered_sum, rank_in, size_of
 
@@ -34,10 +41,8 @@ def ring_forward(
     for step in range(size):
         coming = _pass_on(held, group) if step + 1 < size else None
         source = (rank - step) % size
-        if pairs(runs, plan.runs(source), options):
-            keys, values = (x[:, :, : plan.real(source)] for x in held)
-            part = part_forward(q, keys, values, runs, plan.runs(source), options)
-            o, lse = merge(o, lse, *part)
+        keys, values = (x[:, :, : plan.real(source)] for x in held)
+        part_forward(o, lse, q, keys, values, runs, plan.runs(source), options)
         if coming is not None:
             held = coming.wait()
     o, lse = add_sinks(o, lse, sinks)
@@ -51,19 +56,19 @@ def ring_backward(
     """All gradients, k's and v's with their padding."""
     rank, size = rank_in(group), size_of(group)
     runs = plan.runs(rank)
-    dq, *learned = (torch.zeros_like(wide(x.detach())) for x in (q, *leaves))
+    dq, *learned = zeros_for(q, *leaves)
     held: Sequence[Tensor] = (k.contiguous(), v.contiguous())
     behind: _Passing | None = None
     for step in range(size):
         coming = _pass_on(held, group) if step + 1 < size else None
         source = (rank - step) % size
-        dk, dv = (torch.zeros_like(wide(x)) for x in held)
-        if pairs(runs, plan.runs(source), options):
-            real = slice(plan.real(source))
-            keys, values = (x[:, :, real] for x in held)
-            part = part_backward(q, keys, values, runs, plan.runs(source), options, leaves, whole)
-            dq, dk[:, :, real], dv[:, :, real] = dq + part.q, part.k, part.v
-            learned = [ordered_sum(both) for both in zip(learned, part.learned, strict=True)]
+        real = slice(plan.real(source))
+        keys, values = (x[:, :, real] for x in held)
+        dk, dv = zeros_for(*held)
+        part_backward(
+            Gradients(dq, dk[:, :, real], dv[:, :, real], learned),
+            *(q, keys, values, runs, plan.runs(source), options, leaves, whole),
+        )
         if behind is not None:
             dk, dv = (ordered_sum(both) for both in zip(behind.wait(), (dk, dv), strict=True))
         behind = _pass_on((dk, dv), group)
