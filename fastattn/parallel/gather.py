@@ -52,9 +52,9 @@ def gather_backward(
         both = _to_owners(torch.cat((dk, dv), -1), plan, group)
         dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
         found.append((dq, dk, dv, learned))
-    dq, dks, dvs, learned = zip(*found, strict=True)
-    sums = [ordered_sum(grads) for grads in zip(*learned, strict=True)]
-    return Gradients(torch.cat(dq, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
+    dqs, dks, dvs, shares = zip(*found, strict=True)
+    sums = [ordered_sum(grads) for grads in zip(*shares, strict=True)]
+    return Gradients(torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
 
 
 def heads_at_once(H_k: int, ranks: int, options: Options) -> int:

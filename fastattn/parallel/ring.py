@@ -67,7 +67,14 @@ def ring_backward(
         dk, dv = zeros_for(*held)
         part_backward(
             Gradients(dq, dk[:, :, real], dv[:, :, real], learned),
-            *(q, keys, values, runs, plan.runs(source), options, leaves, whole),
+            q,
+            keys,
+            values,
+            runs,
+            plan.runs(source),
+            options,
+            leaves,
+            whole,
         )
         if behind is not None:
             dk, dv = (ordered_sum(both) for both in zip(behind.wait(), (dk, dv), strict=True))
