@@ -87,6 +87,7 @@ class GPT(DecoderStack):
         *,
         cache: Sequence[LayerCache] | None = None,
         key_lengths: Tensor | None = None,
+        documents: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every possible next token after each position.
@@ -99,6 +100,8 @@ class GPT(DecoderStack):
                 it holds, and are added to it.
             key_lengths: [B] int32 or int64, how many of a row's T tokens are real; the rest is
                 padding at the end of the row, seen by no real token and kept out of the cache.
+            documents: int32 or int64 ids [B, T] of packed texts: a token sees those of its own id
+                alone; a negative id is padding. Positions count through the row. Not with a cache.
             last_only: score each row's last real token alone, as generation needs.
 
         Returns:
@@ -114,7 +117,13 @@ class GPT(DecoderStack):
         if targets is not None and last_only:
             raise ValueError("last_only must be False when targets are given, got True")
         check_cache("tokens", tokens, cache, len(self.blocks))
-        x = self.hidden_states(tokens, key_lengths=key_lengths, cache=cache, last_only=last_only)
+        x = self.hidden_states(
+            tokens,
+            key_lengths=key_lengths,
+            cache=cache,
+            documents=documents,
+            last_only=last_only,
+        )
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         logits = F.linear(x, weight)
         if targets is None:

@@ -189,15 +189,20 @@ class Block(nn.Module):
         rotary_tables: RotaryTables | None = None,
         cache: LayerCache | None = None,
         memory: ProjectedMemory | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Maps x [B, T, embed_dim] to the same shape.
 
         Args:
-            key_lengths, rotary_tables, cache: as for `GQAttention.forward`.
+            key_lengths, rotary_tables, cache, documents: as for `GQAttention.forward`.
             memory: what cross-attention looks at, from its `project_memory`.
         """
         attend = partial(
-            self.attention, key_lengths=key_lengths, rotary_tables=rotary_tables, cache=cache
+            self.attention,
+            key_lengths=key_lengths,
+            rotary_tables=rotary_tables,
+            cache=cache,
+            documents=documents,
         )
         look = None
         if self.cross is not None:

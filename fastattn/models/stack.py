@@ -85,6 +85,7 @@ class TokenStack(nn.Module):
         key_lengths: Tensor | None = None,
         cache: Sequence[LayerCache] | None = None,
         memory: Sequence[ProjectedMemory] | None = None,
+        documents: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
         """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
@@ -101,6 +102,7 @@ class TokenStack(nn.Module):
                 rotary_tables=tables,
                 cache=None if cache is None else cache[i],
                 memory=None if memory is None else memory[i],
+                documents=documents,
             )
         if last_only:
             x = _last_tokens(x, key_lengths)

@@ -183,7 +183,7 @@ class Trainer:
             self._speed.count(batch.num_tokens)
             batch = batch.to(self.device)
             with self._autocast():
-                _, loss = self._forward(*batch.inputs, batch.targets, **batch.lengths)
+                _, loss = self._forward(*batch.inputs, batch.targets, **batch.keywords)
             self.scaler.scale(loss / config.accumulation).backward()
             self._loss_sum += loss.detach()
             self._loss_count += 1
@@ -201,7 +201,7 @@ class Trainer:
             for batch in batches:
                 targets = batch.num_targets
                 batch = batch.to(self.device)
-                _, loss = self.model(*batch.inputs, batch.targets, **batch.lengths)
+                _, loss = self.model(*batch.inputs, batch.targets, **batch.keywords)
                 total += loss.double() * targets
                 count += targets
         return float(total) / count

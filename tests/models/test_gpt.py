@@ -180,6 +180,21 @@ def test_padding_reaches_no_real_token():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "scalar"])
+def test_packed_texts_do_not_see_each_other(positions):
+    """By distance alone, a text gives the same wherever it stands in a row."""
+    model = make_model(positions=positions, window=4).eval()
+    tokens = torch.randint(11, (1, 12))
+    ids = torch.tensor([[3] * 5 + [0] * 6 + [-1]])
+    packed = model(tokens, documents=ids)
+    for start, stop in ((0, 5), (5, 11)):
+        alone = model(tokens[:, start:stop])
+        torch.testing.assert_close(packed[:, start:stop], alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed[:, 5:11], model(tokens)[:, 5:11], atol=1e-2)
+    with pytest.raises(ValueError, match="documents cannot go with a cache"), torch.no_grad():
+        model(tokens, documents=ids, cache=model.new_cache(1))
+
+
 def test_last_only_is_the_last_position():
     model = make_model()
     tokens = torch.randint(11, (2, 9))

@@ -129,7 +129,7 @@ class TaggingTask:
         counts = torch.zeros(K, K, dtype=torch.int64, device=device)
         for batch in self.validation(batch_size):
             batch = batch.to(device)
-            got = model(*batch.inputs, **batch.lengths).argmax(-1)
+            got = model(*batch.inputs, **batch.keywords).argmax(-1)
             real = batch.targets != IGNORED
             counts += confusion(batch.targets[real], got[real], K)
         return tag_scores(counts, self.tags)

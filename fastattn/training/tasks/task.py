@@ -20,17 +20,25 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Batch:
-    """One call of a model: `model(*inputs, targets, **lengths)` gives (logits, loss).
+    """One call of a model: `model(*inputs, targets, **keywords)` gives (logits, loss).
 
     Args:
         inputs: the model's inputs in their order, int64, each [B, T] of its own T.
         targets: int64 [B, T], -100 where the loss leaves a position out.
         lengths: int64 [B] by the model's keyword, for padded inputs.
+        documents: int32 or int64 [B, T], of packed texts; None = a row is one text.
     """
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
     lengths: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    documents: Tensor | None = None
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """What the model is given beside inputs and targets."""
+        packed = {} if self.documents is None else {"documents": self.documents}
+        return {**self.lengths, **packed}
 
     @property
     def num_targets(self) -> int:
@@ -57,6 +65,7 @@ class Batch:
             tuple(map(move, self.inputs)),
             move(self.targets),
             {name: move(lengths) for name, lengths in self.lengths.items()},
+            None if self.documents is None else move(self.documents),
         )
 
 
