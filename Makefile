@@ -25,7 +25,7 @@ COMPILE_TESTS = $(shell grep -rls --include=test_*.py compiled_cases tests)
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compile test-versions lint format typecheck clean
+.PHONY: help demo test test-compile test-versions lint format links typecheck docs dist clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
@@ -33,6 +33,8 @@ help:
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
 	@echo "make lint   ruff check, ruff format --check, mypy"
 	@echo "make format rewrite the sources with ruff"
+	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"
+	@echo "make dist   wheel and sdist, checked, in dist"
 	@echo "make clean  remove the environment, the demo and all caches"
 
 # --resume leaves a finished run as it is, and continues one that was interrupted.
@@ -60,14 +62,25 @@ format: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
-# mypy cannot follow the import hook of an editable install, so it would not find fastattn.kernels.
-# It gets a folder of links that has the shape of the installed package instead.
-typecheck: $(VENV)/.installed-dev
-	@rm -rf build/typecheck && mkdir -p build/typecheck/fastattn
-	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/typecheck/fastattn/
-	@ln -s "$(CURDIR)/bench/harness" build/typecheck/fastattn/bench
-	@bin=$$(cd "$(bin)" && pwd) && cd build/typecheck && "$$bin/mypy" \
+# Neither mypy nor the reference's reader can follow the import hook of an editable install, so they
+# would not find fastattn.kernels. They get a folder of links in the shape of the installed package.
+links:
+	@rm -rf build/links && mkdir -p build/links/fastattn
+	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/links/fastattn/
+	@ln -s "$(CURDIR)/bench/harness" build/links/fastattn/bench
+
+typecheck: $(VENV)/.installed-dev links
+	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/mypy" \
 		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache fastattn
+
+docs: $(VENV)/.installed-docs links
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict
+
+# The version is that of the newest tag.
+dist: $(VENV)/.installed-dev
+	@rm -rf dist
+	$(bin)/python -c 'import sys, setuptools.build_meta as x; x.build_sdist("dist"); x.build_wheel("dist")'
+	$(bin)/twine check --strict dist/*
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

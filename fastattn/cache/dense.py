@@ -222,8 +222,8 @@ class KVCache:
             TypeError: `new_lengths` or `batch_index` is not int32 or int64.
             ValueError: a shape, dtype or device disagrees with the cache, the tables do not reach,
                 the tokens do not fit, or, on the CPU, an entry of `batch_index` is no row.
-            RuntimeError: k or v requires grad while grad mode is on.
-            In every case the cache is left as it was.
+            RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
+                left as it was.
         """
         if batch_index is not None:
             self._check_batch_index(batch_index)

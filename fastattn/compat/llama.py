@@ -55,7 +55,7 @@ class LlamaAttention(nn.Module):
         Raises:
             ValueError: one cache is given without the other or without use_kv_cache, or has
                 another shape, dtype or device than the new keys.
-            What `GQAttention` raises.
+            Exception: what `GQAttention` raises.
         """
         if not use_kv_cache:
             if cache_k is not None or cache_v is not None:

@@ -113,9 +113,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             dropped is 0 in them, as in torch's.
 
         Raises:
-            What torch raises, where it raises. A NestedTensor (strided) is taken for
-            self-attention without masks and weights, as nn.TransformerEncoder makes one of padded
-            inputs in eval mode; elsewhere torch refuses it.
+            Exception: what torch raises, where it raises. A NestedTensor (strided) is taken for
+                self-attention without masks and weights, as nn.TransformerEncoder makes one of
+                padded inputs in eval mode; elsewhere torch refuses it.
         """
         o, weights, projected = self._attend(
             query,

@@ -71,7 +71,7 @@ def scaled_dot_product_attention(
         [..., H_q, L, E_v] in query's dtype. A query that sees no key has 0.
 
     Raises:
-        What torch raises.
+        Exception: what torch raises.
     """
     if torch.compiler.is_compiling():
         # Comparisons of sizes are symbols, and torch's function takes none.

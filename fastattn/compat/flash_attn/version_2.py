@@ -150,8 +150,9 @@ def flash_attn_varlen_func(
         seqused_k: int32 [N], version 3: how many keys of each sequence count. With causal, a window
             or ALiBi, whose positions then count from the last of these, without a block_table, they
             are copied and the call waits for the device.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, learnable_sink, return_lse, newer: as for `flash_attn_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
+        alibi_slopes, deterministic, return_attn_probs: likewise.
+        learnable_sink, return_lse, newer: likewise.
         seqused_q: not served.
 
     Returns:

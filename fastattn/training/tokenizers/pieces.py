@@ -24,7 +24,7 @@ class PieceTokenizer(BackendTokenizer):
 
     @classmethod
     def train(cls, kind: str, text: str, vocab_size: int) -> PieceTokenizer:
-        """Learns a vocabulary from a text, beginning with [PAD] [UNK] [BEGIN] [END] [MASK].
+        """Learns a vocabulary from a text, beginning with `[PAD] [UNK] [BEGIN] [END] [MASK]`.
 
         Args:
             kind: one of `PIECE_KINDS`.

@@ -252,7 +252,7 @@ def test_an_installed_wheel_does_it(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a build leaves files behind
     for name in ("fastattn", "kernels", "bench/harness"):
         shutil.copytree(CHECKOUT / name, source / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(CHECKOUT / name, source / name)
     build = "import sys, setuptools.build_meta as x; x.build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", build, tmp_path]

@@ -1,0 +1,121 @@
+"""What the site needs beside its pages: the reference, and links from pages into the repository.
+
+A page of the reference is made for each module with public names, which tests/public_names.txt
+lists, and one of the commands. Links that leave docs/ lead to the repository, at the address that
+pyproject.toml has. A public name without a docstring and a link to nothing fail a strict build.
+"""
+
+import importlib
+import logging
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from fastattn.cli.main import build_parser
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PUBLIC_NAMES = CHECKOUT / "tests" / "public_names.txt"
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
+log = logging.getLogger("mkdocs.fastattn")
+
+
+def home() -> str:
+    """The repository's address."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address: str = project["urls"]["Source"]
+    return address
+
+
+def public_names() -> Iterator[tuple[str, str, str]]:
+    """Yields module, name, and "" or the name under which another module documents the same."""
+    for line in PUBLIC_NAMES.read_text(encoding="utf-8").splitlines():
+        if line[0] == "$":
+            continue
+        full, same = re.fullmatch(r"([\w.]+)(?: is ([\w.]+))?.*", line).groups()
+        module, _, name = full.rpartition(".")
+        path = CHECKOUT / module.replace(".", "/")
+        if path.is_dir() or path.with_suffix(".py").exists():  # else it is a class
+            yield module, name, same or ""
+
+
+def reference() -> dict[str, str]:
+    """The pages of the reference by their paths."""
+    pages: dict[str, list[str]] = {}
+    for module, name, same in public_names():
+        path = f"reference/{module}.md"
+        if path not in pages:
+            about = (importlib.import_module(module).__doc__ or "").strip()
+            pages[path] = [f"# {module}", about]
+        if same:
+            pages[path].append(f"`{module}.{name}` is [{same}][].")
+        else:
+            pages[path].append(_entry(module, name))
+    pages["reference/commands.md"] = ["# Commands", *_commands(build_parser())]
+    return {path: "\n\n".join(parts) + "\n" for path, parts in pages.items()}
+
+
+def _entry(module: str, name: str) -> str:
+    found = importlib.import_module(module)
+    x: Any = getattr(found, name)
+    if callable(x) and not (x.__doc__ or "").strip():
+        log.warning(f"{module}.{name} has no docstring")
+    if name in vars(found):
+        return f"::: {module}.{name}"
+    heading = f"    options:\n      heading: {module}.{name}"
+    anchor = f'<a id="{module}.{name}"></a>'
+    return f"{anchor}\n\n::: {x.__module__}.{x.__qualname__}\n{heading}"
+
+
+def _commands(parser: Any) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for command in action.choices.values():
+                if not any(isinstance(x.choices, dict) for x in command._actions):
+                    yield f"## {command.prog}\n\n```\n{command.format_help().rstrip()}\n```"
+                yield from _commands(command)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.repo_url = home()
+    config.repo_name = "Source"
+    config.edit_uri = ""
+    os.environ["COLUMNS"] = "96"  # of the commands' help
+    for entry in config.nav:
+        if "Reference" in entry:
+            entry["Reference"] = sorted(reference(), key=lambda path: ("commands" in path, path))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, text in reference().items():
+        files.append(File.generated(config, path, content=text))
+    changes = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def lead(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", folder, match[1]))
+        if path.startswith("docs/") and not path.startswith("docs/recorded/"):
+            return match[1]
+        if not (CHECKOUT / path).exists():
+            log.warning(f"{page.file.src_uri} leads to {path}, which is not there")
+        return f"{home()}/blob/main/{path}"
+
+    return LINK.sub(lead, markdown)

@@ -1,0 +1,38 @@
+"""The README of a distribution: its links lead to the repository, for it is read outside of it.
+
+Everything else about a distribution stands in pyproject.toml.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+CHECKOUT = Path(__file__).resolve().parent
+# Of Markdown, and of HTML for pictures.
+LINK = re.compile(r'(\]\(|(?:src|srcset|href)=")(?![a-z]+:|#)([^)"\s]+)')
+
+
+def with_absolute_links(text: str, home: str) -> str:
+    """Pictures lead to the file itself, all else to the page about it."""
+
+    def lead(match: re.Match[str]) -> str:
+        kind = "raw" if match[2].endswith((".svg", ".png")) else "blob"
+        return f"{match[1]}{home}/{kind}/main/{match[2]}"
+
+    return LINK.sub(lead, text)
+
+
+if __name__ == "__main__":
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    setup(
+        long_description=with_absolute_links(readme, project["urls"]["Source"]),
+        long_description_content_type="text/markdown",
+    )

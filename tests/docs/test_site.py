@@ -1,0 +1,107 @@
+"""The site builds strictly, fetches nothing from elsewhere, and documents every public name."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import fastattn
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+pytest.importorskip("mkdocs", reason="its packages need Python 3.11")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    path = CHECKOUT / "docs" / "tools" / "hooks.py"
+    spec = importlib.util.spec_from_file_location("docs_hooks", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    subprocess.run(["make", "links"], cwd=CHECKOUT, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=CHECKOUT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Fetched(HTMLParser):
+    """Addresses that a browser fetches by itself, and the ids that a link can lead to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids.add(given.get("id") or "")
+        names = ("href",) if tag == "link" else () if tag == "a" else ("src", "srcset", "data")
+        self.addresses += [x for name in names if (x := given.get(name))]
+
+
+def test_pages_fetch_what_the_site_has_and_nothing_else(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        for address in Fetched(page).addresses:
+            assert not re.match(r"(\w+:)?//", address), (page, address)
+            if page.name != "404.html":  # its addresses are absolute
+                assert (page.parent / address.split("?")[0]).exists(), (page, address)
+
+
+def test_every_public_name_is_in_the_reference(site: Path, hooks: ModuleType) -> None:
+    pages: dict[str, Fetched] = {}
+    names = list(hooks.public_names())
+    assert len(names) > 150
+    for module, name, same in names:
+        page = site / "reference" / module / "index.html"
+        found = pages.setdefault(module, Fetched(page))
+        if not same:
+            assert f"{module}.{name}" in found.ids
+
+
+def test_every_command_is_in_the_reference(site: Path) -> None:
+    text = (site / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
+    assert "--kv-heads" in text and "fastattn generate" in text
+
+
+def test_a_public_name_without_a_docstring_is_found(
+    hooks: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks.reference()
+    assert caplog.messages == []
+    monkeypatch.setattr(fastattn.merge, "__doc__", None)
+    hooks.reference()
+    assert caplog.messages == ["fastattn.merge has no docstring"]
+
+
+def test_links_into_the_repository(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="doors/page.md"))
+
+    def shown(text: str) -> str:
+        return hooks.on_page_markdown(text, page=page, config=None, files=None)
+
+    for text in ("[a](../masks.md#b)", "[a](#b)", "[a](https://b.c)", "![a](../pictures/b.svg)"):
+        assert shown(text) == text
+    assert shown("[a](../../tests/docs)") == f"[a]({hooks.home()}/blob/main/tests/docs)"
+    assert caplog.messages == []
+    shown("[a](../../tests/none.py#b)")
+    assert caplog.messages == ["doors/page.md leads to tests/none.py, which is not there"]
