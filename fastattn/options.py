@@ -76,6 +76,9 @@ class OfAllButFp8(TypedDict, total=False):
     stride: Annotated[int | None, Row(lambda x, call: checks.check_count("stride", x, 1))]
     mod_tensors: Annotated[tuple[Tensor, ...], Row(score_checks.check_mod_tensors, ())]
     mask_mod: Annotated[Any, Row(score_checks.check_mask_mod)]
+    heads: Annotated[
+        tuple[int, int] | None, Row(score_checks.check_heads, fields=("first_head", "all_heads"))
+    ]
 
 
 class OfAllButCaches(TypedDict, total=False):
@@ -308,6 +311,9 @@ class Options(NamedTuple):
     atomic_dq: bool = False
     # Whether o, dQ, dK, dV and dquery stay in fp32: each is a part of a sum.
     fp32_results: bool = False
+    # Of a whole whose heads these are a part of, for dropout and functions; None: no other heads.
+    first_head: int = 0
+    all_heads: int | None = None
     mask_mod: Annotated[Any, Tags(registers="heavy")] = None
     score_mod: Annotated[Any, Tags(registers="heavy")] = None
     score_mod_grad: Any = None

@@ -62,6 +62,7 @@ def attention(
     deterministic: bool = True,
     query_offset: int | Tensor | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
+    heads: tuple[int, int] | None = None,
     attn_mask: Tensor | None = None,
     return_lse: bool = False,
     first_row: int = 0,
@@ -82,7 +83,7 @@ def attention(
     H_k, T_k = v.shape[1:3]
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask, attn_bias = None, attn_mask
-    places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row, positions)
+    places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row, positions, heads)
     p, j = (x.long() for x in places[2:])
     keep = visible_mask(
         T_q,
@@ -137,8 +138,9 @@ def attention(
         if dropout_keep is None:
             seed = dropout_bits.draw_seed(q.device) if dropout_seed is None else dropout_seed
             dropout_keep = dropout_bits.keep_mask(
-                seed, dropout, B, H_q, T_q, T_k, first_row=first_row, positions=positions
-            )
+                seed, dropout, B, H_q, T_q, T_k, first_row=first_row, positions=positions,
+                heads=heads,
+            )  # fmt: skip
         weights = weights * dropout_keep / (1 - dropout)
     o = torch.einsum("bhij,bhjd->bhid", weights, v)
     if not return_lse:
@@ -211,6 +213,7 @@ def torch_places(
     device: torch.device,
     first_row: int = 0,
     positions: tuple[Tensor, Tensor] | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> triton_language.Places:
     """b, h, p and j of every score, int32, each with the dims that it varies over."""
 
@@ -223,7 +226,8 @@ def torch_places(
     p, j = count(T_q, 1, 1, T_q, 1) + offset, count(T_k, 1, 1, 1, T_k)
     if positions is not None:
         p, j = positions[0].reshape(-1, 1, T_q, 1), positions[1].reshape(-1, 1, 1, T_k)
-    return count(B, B, 1, 1, 1) + first_row, count(H_q, 1, H_q, 1, 1), p, j
+    h = count(H_q, 1, H_q, 1, 1) + (0 if heads is None else heads[0])
+    return count(B, B, 1, 1, 1) + first_row, h, p, j
 
 
 def _by_distance(table: Tensor, distance: Tensor) -> Tensor:

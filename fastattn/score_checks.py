@@ -14,6 +14,7 @@ from .checks import (
     FARTHEST,
     check_device,
     check_floats,
+    check_int,
     check_number,
     check_placement,
     kind,
@@ -49,6 +50,27 @@ class Checking(NamedTuple):
         """Whether a window or stride hides keys."""
         sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
         return any(side is not None for side in sides)
+
+
+_COUNTING_HEADS = ("mask_mod", "score_mod", "dropout")
+
+
+def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
+    """(first, total): the first of a call's heads in the whole, and the whole's number of them.
+
+    (0, None) where that changes nothing: kernels for calls of all heads serve it then.
+    """
+    if not isinstance(heads, tuple) or len(heads) != 2:
+        raise TypeError(f"heads must be a pair (first, total), got {type_name(heads)}")
+    first, total = (check_int(f"heads[{n}]", x) for n, x in enumerate(heads))
+    H_q = call.q.shape[1]
+    if first < 0 or first + H_q > total:
+        raise ValueError(
+            f"heads must be (first, total) with 0 <= first <= total - {H_q}, as q has {H_q} heads, "
+            f"got ({first}, {total})"
+        )
+    counted = any(call.given.get(name) for name in _COUNTING_HEADS)
+    return (first, total) if counted and H_q != total else (0, None)
 
 
 # Positions follow one another within as many places: no tile of a kernel is longer.

@@ -110,7 +110,7 @@ def test_the_registers_that_a_field_takes(field: str) -> None:
 NUMBERS: dict[str, tuple[Any, Any]] = {
     "causal": (True, False), "window": (3, (2, 1)), "keep_first": (1, 2), "query_offset": (0, 1),
     "scale": (0.5, 1), "softcap": (2.0, 3.0), "deterministic": (True, False),
-    "prefix_lengths": (1, 2), "stride": (2, 3), "dropout": (0.1, 0.2),
+    "prefix_lengths": (1, 2), "stride": (2, 3), "dropout": (0.1, 0.2), "heads": ((0, 3), (1, 3)),
 }  # fmt: skip
 
 

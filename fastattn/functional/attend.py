@@ -103,6 +103,9 @@ def attention(
             whole. Within each aligned block of 128 they rise by 1; with dropout each such block of
             keys begins at a multiple of 4. On a GPU nobody looks whether they do. key_lengths,
             key_padding_mask, documents, attn_mask and attn_bias go by places in memory.
+        heads: (first, total), where the heads of q stand among those of a whole of which they are a
+            part: for h of mods and the bits of dropout, which are those of the whole. Options with
+            a dim of the heads have that of q.
         scale: factor on q.k, > 0; default D ** -0.5.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the

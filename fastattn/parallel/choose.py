@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .cost import Rates, Shape, cost
-from .pieces import Options
+from .pieces import COUNTING, Options
 from .plan import ContextPlan
 from .ranks import Ranks
 
@@ -77,18 +77,14 @@ def why_not(
     if (method == "usp") != two:
         wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"
         return f"it takes a mesh of {wanted}"
-    heads = method in ("ulysses", "usp")
-    for name in ("dropout", "mask_mod", "score_mod"):
-        if name not in options:
-            continue
-        promised = name == "mask_mod" and not getattr(options[name], "per_head", True)
-        if heads and not promised:
-            return f"{name} counts the heads of a call, and this method's calls have a part of them"
-        if not plan.aligned and (name == "dropout" or method != "gather"):
-            return f"{name} goes by positions: the plan's block must be a multiple of 128"
-    degree = ranks.degree if two else ranks.size
-    if heads and q.shape[1] % degree:
+    degree = {"ulysses": ranks.size, "usp": ranks.degree}.get(method, 1)
+    if q.shape[1] % degree:
         return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
+    for name in COUNTING:
+        # Gathered keys stand in order, and so do the tokens of ranks that hold all of them.
+        in_order = method == "ulysses" or (method == "gather" and name != "dropout")
+        if name in options and not in_order and not plan.merged(degree).aligned:
+            return f"{name} goes by positions: the plan's block must be a multiple of 128"
     return None
 
 

@@ -106,7 +106,7 @@ def _gather(shape: Shape, gpus: int, rates: Rates) -> Cost:
     latency, _ = _link(gpus, rates)
     bandwidth = rates.intra if gpus <= rates.node else min(rates.intra, rates.node * rates.inter)
     local = _keys(shape, gpus)
-    groups = shape.H_k // heads_at_once(shape.H_k, gpus, {})
+    groups = shape.H_k // heads_at_once(shape.H_k, gpus)
     sent = local * (gpus - 1)
     summed = sent * SUMMED / STORED
     # Gradients go straight to their owners, most of them in other nodes.

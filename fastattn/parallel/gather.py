@@ -57,14 +57,11 @@ def gather_backward(
     return Gradients(torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
 
 
-def heads_at_once(H_k: int, ranks: int, options: Options) -> int:
+def heads_at_once(H_k: int, ranks: int) -> int:
     """K/V heads that are gathered together: a divisor of H_k, of about 4 H_k / ranks.
 
-    So what is gathered stays within a few times what a rank holds. Dropout and functions of users
-    count the heads of a call: they get all of them.
+    So what is gathered stays within a few times what a rank holds.
     """
-    if options.get("dropout") or options.get("score_mod") or options.get("mask_mod"):
-        return H_k
     most = max(1, 4 * H_k // ranks)
     return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
 
@@ -77,7 +74,7 @@ def _by_heads(
     The next heads are on their way while these are computed.
     """
     H_q, H_k = q.shape[1], k.shape[1]
-    step, of_query = heads_at_once(H_k, size_of(group), options), H_q // H_k
+    step, of_query = heads_at_once(H_k, size_of(group)), H_q // H_k
     order = plan.order.to(k.device)
     coming = _start(k[:, :step], v[:, :step], group)
     for first in range(0, H_k, step):

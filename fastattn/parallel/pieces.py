@@ -22,6 +22,8 @@ _QUERIES = along("T_q")
 _KEYS = along("T_k")
 # Of the table of options, documents are a pair.
 _DOCUMENTS = "documents"
+# Options that count the queries, keys and heads of the whole.
+COUNTING = ("dropout", "mask_mod", "score_mod")
 # Calls of a run each that are preferred to one call with positions: two runs meet two in a zigzag.
 _MOST_CALLS = 4
 
@@ -56,8 +58,7 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> lis
                 found.append(Pair(rows, keys, (query,), (key,)))
             column = keys.stop
         row = rows.stop
-    counted = options.get("dropout") or ("mask_mod" in options or "score_mod" in options)
-    together = len(found) > _MOST_CALLS or counted
+    together = len(found) > _MOST_CALLS or any(name in options for name in COUNTING)
     if not found or not together or not aligned(q_runs) or not aligned(k_runs):
         return found
     return [Pair(slice(0, row), slice(0, column), tuple(q_runs), tuple(k_runs), True)]
@@ -128,6 +129,8 @@ def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Op
     if count == H_q:
         return options
     found = dict(options)
+    before, total = options.get("heads") or (0, H_q)
+    found["heads"] = (before + first, total)
     keys = options.get("relative_keys")
     if keys is not None and len(keys) > 1:
         every = keys.repeat_interleave(H_q // len(keys), dim=0)

@@ -46,7 +46,9 @@ def option_examples(
     B, bias, documents = 2, draw(1, H_q, T_q, T_k), _documents(T_k)
     # Positions go past the keys where there is an offset.
     ends = torch.arange(2 * T_k) % 5 + T_k - 7
-    mod_tensors = (torch.tensor([5.0, 0.5, 2.0, 3.0])[:H_q], ends)
+    # For the heads of a whole of up to 8, of which these are the last.
+    mod_tensors = (torch.tensor([5.0, 0.5, 2.0, 3.0, 0.7, 6.0, 2.5, 4.0]), ends)
+    seed = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
     # Rows of nothing but -inf too.
     holes = bias.masked_fill(_chance(*bias.shape), -math.inf)
     holes[..., -4, :] = -math.inf
@@ -103,7 +105,8 @@ def option_examples(
             "mod_tensors": mod_tensors,
         },
         "sinks": {"sinks": draw(H_q)},
-        "dropout": {"dropout": 0.4, "dropout_seed": torch.tensor([3 << 40 | 7, 1 << 33 | 5])},
+        "dropout": {"dropout": 0.4, "dropout_seed": seed},
+        "heads": {"heads": (8 - H_q, 8), "dropout": 0.4, "dropout_seed": seed},
     }
 
 

@@ -32,11 +32,12 @@ def keep_mask(
     *,
     first_row: int = 0,
     positions: tuple[Tensor, Tensor] | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> Tensor:
     """Which weights `attention` keeps: bool [B, H_q, T_q, T_k], on the seed's device.
 
     For query i, key j, head h and batch row b, the Philox key is seed[0], low word first, and the
-    counter is (j // 4, i, b * H_q + h, seed[1]), each in 32 bits. Key j takes word j % 4 of the
+    counter is (j // 4, i, b H_q + h, seed[1]), each in 32 bits. Key j takes word j % 4 of the
     four, and is kept where that is at least floor(dropout * 2^32).
 
     Args:
@@ -45,22 +46,24 @@ def keep_mask(
         first_row: b of the first batch row; not 0 for a part of a batch.
         positions: the call's, which take the place of i and j: int32 [B or 1, T_q] and
             [B or 1, T_k], of keys at least 0.
+        heads: the call's, (first, total): first + h and total take the place of h and H_q.
     """
     device = seed.device
 
     def count(n: int, dims: int) -> Tensor:
         return torch.arange(n, device=device).reshape(-1, *[1] * dims)
 
-    head = count(B * H_q, 2) + first_row * H_q
+    first_head, all_heads = (0, H_q) if heads is None else heads
+    head = (count(B, 3) + first_row) * all_heads + count(H_q, 2) + first_head
     key = (seed[0] & _WORD, seed[0] >> 32 & _WORD)
     if positions is None:
         words = philox(key, (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1]))
         drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
     else:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
-        words = philox(key, (j // 4, i, head.reshape(B, H_q, 1, 1), seed[1]))
-        drawn = torch.stack(words, -1).take_along_dim((j % 4)[..., None], -1)
-    return (drawn >= int(dropout * 2**32)).reshape(B, H_q, T_q, T_k)
+        words = philox(key, (j // 4, i, head, seed[1]))
+        drawn = torch.stack(words, -1).take_along_dim((j % 4)[..., None], -1)[..., 0]
+    return drawn >= int(dropout * 2**32)
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int = _ROUNDS) -> Words:

@@ -58,8 +58,10 @@ def dropped(weights: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
     positions = None
     if options.q_positions is not None and options.k_positions is not None:
         positions = options.q_positions, options.k_positions
-    shape = weights.shape
-    kept = dropout.keep_mask(seed, p, *shape, first_row=first_row, positions=positions)
+    heads = None if options.all_heads is None else (options.first_head, options.all_heads)
+    kept = dropout.keep_mask(
+        seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
+    )
     return torch.where(kept, weights, 0.0) / (1 - p)
 
 
@@ -268,7 +270,7 @@ def _places(
 ) -> triton_language.Places:
     """b, h, q_pos and k_pos as the user's functions get them: int32."""
     b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
-    h = torch.arange(H_q, dtype=torch.int32, device=device)
+    h = torch.arange(H_q, dtype=torch.int32, device=device) + options.first_head
     q_pos = _query_positions(options, T_q, device).to(torch.int32)
     k_pos = _key_positions(options, T_k, device).to(torch.int32)
     return b[:, None, None, None], h[None, :, None, None], q_pos, k_pos

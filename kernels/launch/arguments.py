@@ -210,7 +210,12 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
         sequences=None if f.cu_seqlens_q is None else runtime_int(f.cu_seqlens_q.shape[0] - 1),
         mod=getattr(f.mask_mod, "mask_mod", f.mask_mod),
         tensors=f.mod_tensors if f.mask_mod is not None else (),
+        first_head=_first_head(f) if f.mask_mod is not None else None,
     )
+
+
+def _first_head(f: Options) -> int | None:
+    return None if f.all_heads is None else runtime_int(f.first_head)
 
 
 def _distance(x: int | None) -> int | None:
@@ -278,6 +283,8 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         seed_ptr=f.dropout_seed if f.dropout else None,
         exact=1 if dtype == torch.float32 else None,
         placed=None if f.q_positions is None else 1,
+        first_head=_first_head(f) if f.score_mod is not None or f.dropout else None,
+        all_heads=runtime_int(f.all_heads) if f.dropout else None,
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
     )
 

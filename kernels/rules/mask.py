@@ -39,7 +39,7 @@ class Mask(NamedTuple):
     it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
     are the batch rows. extents_ptr: see `key_extents`. tables: see `block_sparsity`. mod: the
     user's function, tensors: its further arguments. positions_strides: to the next batch row, of
-    queries and of keys.
+    queries and of keys. first_head: see `head_of_whole`.
     """
 
     query_offset: Any = None
@@ -70,6 +70,7 @@ class Mask(NamedTuple):
     table_strides: Any = None
     mod: Any = None
     tensors: Any = ()
+    first_head: Any = None
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def visible(rows, k_pos, h, row, mask, valid=None):
         # The user's function may load by position: it is asked about existing pairs only.
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
         k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-        keep = keep & mask.mod(row.b, h, q_pos, k_pos, *mask.tensors)
+        keep = keep & mask.mod(row.b, head_of_whole(h, mask), q_pos, k_pos, *mask.tensors)
     return keep
 
 
@@ -170,6 +171,17 @@ def elements(ptr, b, h, rows, k_pos, strides):
     """Pointers to [b, h, rows, k_pos] of a tensor with four strides, 0 where it is broadcast."""
     ptr += tl.cast(b, tl.int64) * value(strides[0]) + tl.cast(h, tl.int64) * value(strides[1])
     return ptr + rows.to(tl.int64) * value(strides[2]) + k_pos.to(tl.int64) * value(strides[3])
+
+
+@triton.jit
+def head_of_whole(h, record):
+    """Head h of a call, as the whole counts it of whose heads the call has a part.
+
+    record: a `Mask` or a `Score`.
+    """
+    if record.first_head is not None:
+        h = h + value(record.first_head)
+    return h
 
 
 @triton.jit

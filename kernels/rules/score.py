@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .integers import value
-from .mask import elements
+from .mask import elements, head_of_whole
 from .softmax import LOG2E
 
 
@@ -33,6 +33,7 @@ class Score(NamedTuple):
     are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
     -inf, so that a block without a mask may show a row nothing. exact: not None if scores are good
     to fp32. placed: not None if queries and keys have positions of their own, which dropout counts.
+    first_head, all_heads: not None if the call has a part of a whole's heads, see `head_of_whole`.
     """
 
     scale: Any
@@ -59,6 +60,8 @@ class Score(NamedTuple):
     hides: Any = None
     exact: Any = None
     placed: Any = None
+    first_head: Any = None
+    all_heads: Any = None
 
 
 @triton.jit
@@ -150,7 +153,7 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
             # The user's function may load by position: it is asked about existing pairs only.
             q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
             k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-            x = score.mod(x, row.b, h, q_pos, k_pos, *score.tensors)
+            x = score.mod(x, row.b, head_of_whole(h, score), q_pos, k_pos, *score.tensors)
     return x, factor, before, capped
 
 
@@ -164,6 +167,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     if score.mod is not None:
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
         k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
+        h = head_of_whole(h, score)
         dbias = score.mod_grad(dx, before, row.b, h, q_pos, k_pos, *score.tensors)
         if keep is not None:
             dbias = tl.where(keep, dbias, 0.0)
@@ -191,7 +195,8 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
     (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
     its position alone, not on tiles, kernels or the batch beside it. Positions of their own take
-    the place of i and j; those of the keys from n_first on start at a multiple of 4.
+    the place of i and j; those of the keys from n_first on start at a multiple of 4. h and H_q are
+    the whole's where the call has a part of its heads.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -225,6 +230,9 @@ def _random_words(fours, rows, h, H_q, row, score):
     seed = tl.load(score.seed_ptr)
     salt = tl.load(score.seed_ptr + 1).to(tl.int32)
     zeros = tl.zeros_like(rows)
+    if score.first_head is not None:
+        H_q = value(score.all_heads)
+        h = head_of_whole(h, score)
     return tl.philox(seed, fours, rows, zeros + (row.b * H_q + h), zeros + salt, 7)
 
 

@@ -27,7 +27,7 @@ NOT_KNOWN = {
     "attention": FUNCTIONS | {"positions"},  # a pair of tensors
     # They get their batch dim at each call.
     "attention_varlen": FUNCTIONS | {"relative_query"},
-    "decode_attention": FUNCTIONS,
+    "decode_attention": FUNCTIONS | {"heads"},  # which counts in functions alone
 }
 EACH = [(call, name) for call, options in CALLS.items() for name in get_type_hints(options)]
 
@@ -45,6 +45,11 @@ def doubled_grad(dx, x, b, h, q_pos, k_pos, factor_ptr):
 @triton.jit
 def halved(x, b, h, q_pos, k_pos):
     return x * 0.5
+
+
+@triton.jit
+def by_head(b, h, q_pos, k_pos):
+    return (k_pos + h) % 2 == 0
 
 
 @triton.jit
@@ -97,6 +102,7 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
         "stride": 2 + seed,
         "mod_tensors": (normal(1),),
         "mask_mod": (even, odd)[seed],
+        "heads": (1 + seed, 5),
         "prefix_lengths": torch.tensor([3 + seed, 5], device=device),
         "key_lengths": torch.tensor([3 + seed, 5], device=device),
         "query_offset": integers(0, 3) - seed,
@@ -122,7 +128,7 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
 
 def base(name: str, call: str, device: str) -> dict[str, Any]:
     """What an option needs beside it."""
-    seed = torch.tensor([7, 7], device=device)
+    seeds = {"dropout_seed": torch.tensor([7, 7], device=device)}
     factor = (torch.full((1,), 2.0, device=device),)
     found: dict[str, dict[str, Any]] = {
         "keep_first": {"window": 2},
@@ -130,8 +136,9 @@ def base(name: str, call: str, device: str) -> dict[str, Any]:
         "positions": {"causal": True},
         "query_offset": {"causal": True},
         "relative_query": {"relative_keys": torch.ones(H_Q, 5, D, device=device)},
-        "dropout": {"dropout_seed": seed},
+        "dropout": seeds,
         "dropout_seed": {"dropout": 0.5},
+        "heads": {"mask_mod": by_head} if call == "decode_attention" else {"dropout": 0.5, **seeds},
         "score_mod_grad": {"mod_tensors": factor, "score_mod": doubled},
         "mod_tensors": {"score_mod": doubled},
     }

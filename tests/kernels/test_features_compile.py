@@ -33,6 +33,11 @@ def before(b, h, q_pos, k_pos, table):
     return tl.load(table + k_pos) <= q_pos
 
 
+@triton.jit
+def first_heads(b, h, q_pos, k_pos):
+    return h < 9
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -118,6 +123,20 @@ def compilations_for_new_biases() -> list[int]:
     shapes += [(1, H_q, 1, 64), (B, 1, 64, 1), (1, 1, 1, 1), (B, H_q, 1, 1), (1, H_q, 63, 63)]
     return [
         count_compilations(lambda shape=shape: backward(max(shape[2:]), *shape)) for shape in shapes
+    ]
+
+
+def compilations_for_other_heads() -> list[int]:
+    """How many kernels forwards of parts of the heads compile: a first one, then other parts."""
+    q = meta(B, H_q, T, 32)
+    options = PLAIN._replace(
+        dropout=0.5, dropout_seed=meta(2, dtype=torch.int64), mask_mod=first_heads
+    )
+    return [
+        count_compilations(
+            lambda n=n: launch_forward(q, q, q, options._replace(first_head=n, all_heads=64))
+        )
+        for n in (1, 0, 16, 7)
     ]
 
 
@@ -218,3 +237,9 @@ def test_a_bias_of_another_shape_compiles_nothing(compile_pool: CompilePool) -> 
     """Only what TMA cannot walk has a kernel of its own: one row, one key, rows of odd lengths."""
     counts = compile_pool.call(f"{__file__}:compilations_for_new_biases", "sm_90")
     assert counts == [1, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_other_heads_of_a_whole_compile_nothing(compile_pool: CompilePool) -> None:
+    """Beside a table of blocks, where the whole's number of heads is the same or another."""
+    counts = compile_pool.call(f"{__file__}:compilations_for_other_heads", "sm_90")
+    assert counts == [2, 0, 0, 0]

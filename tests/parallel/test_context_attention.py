@@ -17,7 +17,7 @@ from fastattn.parallel import ContextPlan, context_attention, shard, unshard
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
 from fastattn.testing.inputs import draw
-from fastattn.testing.option_examples import option_examples
+from fastattn.testing.option_examples import option_examples, together
 from fastattn.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,12 +69,17 @@ SIZES: dict[str, dict[str, Any]] = {
 SCATTERED = ("all", "packed", "one-row")  # with plans of many short runs
 IN_BOTH = ("causal", "causal-window", "packed", "sinks", "bias", "alibi", "softcap", "all")
 IN_BOTH += ("relative-bias",)
-# By positions, in blocks of 128: a sequence of so many tokens.
+# By positions, in blocks of 128: a sequence of so many tokens, each with dropout.
 FAR = 300
 BY_POSITIONS = {
-    f"far-{name}": name for name in ("dropout", "mask-mod", "score-mod", "all", "lengths")
+    "far-dropout": ("dropout",),
+    "far-mask-mod": ("mask-mod",),
+    "far-score-mod": ("score-mod",),
+    "far-lengths": ("lengths",),
+    "far-heads": ("heads",),
+    "far-all": ("all", "mask-mod", "score-mod"),
 }
-MODS = ("mask-mod", "score-mod", "dropout")
+MODS = ("mask-mod", "score-mod", "dropout", "heads")
 
 
 def named_calls(ranks: int) -> list[tuple[str, str, str]]:
@@ -85,18 +90,20 @@ def named_calls(ranks: int) -> list[tuple[str, str, str]]:
     calls = [(name, method, "fp32") for name in names for method in methods[name]]
     calls += [(name, method, "bf16") for name in IN_BOTH for method in METHODS]
     calls += [(name, "gather", "fp32") for name in MODS[:2] if ranks == 2]
-    far = list(BY_POSITIONS) if ranks == 2 else ["far-dropout"]
-    calls += [(name, method, "fp32") for name in far for method in ("gather", "ring")]
-    calls += [("far-all", "ring", "bf16"), ("far-dropout", "ring", "bf16")] * (ranks == 2)
+    calls += [(name, "ulysses", "fp32") for name in MODS if ranks == 2]
+    calls += [("far-all", method, dtype) for method in METHODS for dtype in DTYPES]
+    far = [name for name in BY_POSITIONS if name != "far-all"] if ranks == 2 else ["far-heads"]
+    methods_of_far = METHODS[:2] if ranks == 2 else METHODS
+    calls += [(name, method, "fp32") for name in far for method in methods_of_far]
     return calls + [(name, method, "fp32") for name in SIZES for method in METHODS]
 
 
 def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    length = FAR if name in BY_POSITIONS else T
+    far = BY_POSITIONS.get(name)
+    length = FAR if far else T
     sizes = {"B": 2, "H_q": H_q, "H_k": H_k, "T_q": length, "D": D, **SIZES.get(name, {})}
-    example = BY_POSITIONS.get(name, name)
-    options = {"causal": True} if name in SIZES else examples(length)[example]
-    if name in BY_POSITIONS:  # so that every such call goes by positions
+    options = {"causal": True} if name in SIZES else together(examples(length), far or (name,))
+    if far:  # so that every such call goes by positions
         options = options | examples(length)["dropout"]
     cast = ("relative_keys", "relative_query")
     options = {key: x.to(dtype) if key in cast else x for key, x in options.items()}

@@ -1,0 +1,143 @@
+"""A part of the heads computes what the whole does of them."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import fastattn
+from fastattn import BlockMask, attention
+from fastattn.kernels.launch import decode_splits, tiles
+from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draw, to_device
+
+B, H_q, H_k, T, D = 2, 4, 2, 24, 16
+PARTS = ((0, 2), (2, 4))
+
+
+@triton.jit
+def by_head(b, h, q_pos, k_pos, table):
+    return k_pos % (h + 2) != tl.load(table + h).to(tl.int32)
+
+
+@triton.jit
+def steeper(x, b, h, q_pos, k_pos, table):
+    return x * tl.load(table + h) + h * (k_pos % 3)
+
+
+@triton.jit
+def steeper_grad(dx, x, b, h, q_pos, k_pos, table):
+    return dx * tl.load(table + h)
+
+
+TABLE = torch.tensor([1.0, 0.0, 2.0, 0.5])
+SEED = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
+FUNCTIONS = {"score_mod": steeper, "score_mod_grad": steeper_grad, "mod_tensors": (TABLE,)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tables": {
+        "causal": True,
+        "dropout": 0.3,
+        "dropout_seed": SEED,
+        "sinks": draw(H_q),
+        "relative_bias": draw(H_q, 21),
+        "relative_keys": draw(H_q, 21, D),
+    },
+    "functions": {
+        "mask_mod": by_head,
+        "window": (9, 20),
+        "attn_bias": draw(1, H_q, T, T),
+        "dropout": 0.5,
+        "dropout_seed": SEED,
+        **FUNCTIONS,
+    },
+    "block-mask": {"mask_mod": BlockMask(by_head, per_batch=False), "mod_tensors": (TABLE,)},
+}
+LEARNED = ("sinks", "relative_bias", "relative_keys", "attn_bias")
+
+
+def of_heads(options: dict[str, Any], first: int, last: int) -> dict[str, Any]:
+    """The options of the whole for some of its heads."""
+    found = {**options, "heads": (first, H_q)}
+    for name in (*LEARNED, "alibi_slopes"):
+        if name in options:
+            dim = 1 if name == "attn_bias" else 0
+            found[name] = options[name].narrow(dim, first, last - first)
+    return found
+
+
+def results(q, k, v, backend: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    """o, lse and all gradients, each with its heads in dim 1."""
+    learned = {name: options[name].detach().requires_grad_() for name in LEARNED if name in options}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    given = {**options, **learned, "backend": backend}
+    o, lse = attention(*leaves, return_lse=True, **given)
+    leaves += learned.values()
+    grads = torch.autograd.grad(o.sin().sum() + lse.cos().sum(), leaves)
+    grads = [x if x.dim() == 4 else x[None] for x in grads]
+    return [o.detach(), lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parts_are_the_whole(name: str, backend: str, device: str) -> None:
+    options = to_device(OPTIONS[name], device)
+    q, k, v = make_qkv(B, H_q, H_k, T, D=D, device=device)
+    tile = tiles.TileConfig(16, 32)
+    of_kernels = ("forward", "backward_dq", "backward_dkv", "relative")
+    with tiles.forced(**dict.fromkeys(of_kernels, tile)):
+        whole = results(q, k, v, backend, options)
+        parts = []
+        for n, (first, last) in enumerate(PARTS):
+            own = (q[:, first:last], k[:, n : n + 1], v[:, n : n + 1])
+            parts.append(results(*own, backend, of_heads(options, first, last)))
+    for x, *both in zip(whole, *parts, strict=True):
+        # Products of other sizes may be summed in another order.
+        torch.testing.assert_close(x, torch.cat(both, 1))
+
+
+def test_few_queries_of_a_part_of_the_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels of decoding, which take rows of several heads in a tile."""
+    monkeypatch.setattr(decode_splits, "MANY_KEYS", 1)
+    options = to_device({"mask_mod": by_head, **FUNCTIONS}, device)
+    q, k, v = (x.detach() for x in make_qkv(B, H_q, H_k, 2, T, D=D, device=device))
+    assert fastattn.explain(q, k, v, backend="triton", **options).split_keys is not None
+    whole = attention(q, k, v, backend="triton", **options)
+    for n, (first, last) in enumerate(PARTS):
+        own = (q[:, first:last], k[:, n : n + 1], v[:, n : n + 1])
+        part = attention(*own, backend="triton", **of_heads(options, first, last))
+        torch.testing.assert_close(part, whole[:, first:last])
+
+
+def test_dropout_keeps_what_it_keeps_of_the_whole() -> None:
+    whole = fastattn.dropout_keep_mask(SEED, 0.5, B, H_q, 6, 9)
+    for first, last in PARTS:
+        part = fastattn.dropout_keep_mask(SEED, 0.5, B, last - first, 6, 9, heads=(first, H_q))
+        assert torch.equal(part, whole[:, first:last])
+
+
+def test_other_calls_compile_as_without() -> None:
+    """heads changes nothing of a call without functions and dropout, or with all of the heads."""
+    q, k, v = make_qkv(B, H_q, H_k, T, D=D)
+    for heads, options in (((2, 9), {"causal": True}), ((0, H_q), OPTIONS["tables"])):
+        with_heads, without = (
+            fastattn.functional.call_options.dense_options(q, k, v, **given)
+            for given in ({**options, "heads": heads}, options)
+        )
+        assert with_heads == without
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no-pair": (3, TypeError, r"heads must be a pair \(first, total\), got int"),
+    "type": ((1.0, 8), TypeError, r"heads\[0\] must be an int, got"),
+    "too-few": ((3, 6), ValueError, r"0 <= first <= total - 4, as q has 4 heads, got \(3, 6\)"),
+    "negative": ((-1, 8), ValueError, r"got \(-1, 8\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_input(wrong: str) -> None:
+    heads, error, message = WRONG[wrong]
+    with pytest.raises(error, match=message):
+        attention(*make_qkv(1, H_q, H_k, 4, D=8), heads=heads, dropout=0.5)
