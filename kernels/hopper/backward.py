@@ -18,16 +18,24 @@ from torch import Tensor
 from ..backward_atomic import launch_finish_dq, launch_start_dq
 from ..launch.arguments import (
     aligned,
-    empty_in_layout,
-    kernel_mask,
     kernel_score,
+    result_in_layout,
     strides,
     tiles_of,
 )
 from ..launch.launches import Launch, launch_for
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
-from .host import describe, end_early, key_grid, query_grid, strides_to_send, walkable
+from .host import (
+    describe,
+    end_early,
+    key_grid,
+    mask_of,
+    query_grid,
+    strides_to_send,
+    to_send,
+    walkable,
+)
 from .pipeline import ROWS
 from .tile_table import backward_config
 
@@ -45,7 +53,7 @@ def launch_hopper_backward(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
+    """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
 
     delta is filled where the gradient of sinks needs it, and undefined elsewhere.
 
@@ -57,9 +65,7 @@ def launch_hopper_backward(
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
     o = aligned(o)
     B, H_q, T_q, _ = q.shape
-    dq = empty_in_layout(q, *q.shape[1:])
-    dk = empty_in_layout(k, *k.shape[1:])
-    dv = empty_in_layout(v, *v.shape[1:])
+    dq, dk, dv = (result_in_layout(options, x, *x.shape[1:]) for x in (q, k, v))
     delta = torch.empty_like(lse)
     if B * H_q * T_q == 0:
         return dq, dk.zero_(), dv.zero_(), delta
@@ -92,8 +98,10 @@ def _plan_dq(
     stats: Tensor,
 ) -> Launch:
     """The launch that fills dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
-    config = backward_config("dq", q.shape[3], end_early(options), options.softcap is not None)
+    softcap, placed = options.softcap is not None, options.q_positions is not None
+    config = backward_config("dq", q.shape[3], end_early(options), softcap, placed)
     grid, sizes = query_grid(q, k, config, options)
+    mask, tables = mask_of(options, q, k, config, of_keys=True)
     return Launch(
         hopper_backward_dq_kernel,
         grid[0],
@@ -101,16 +109,17 @@ def _plan_dq(
         strides_to_send(dq, options),
         strides(o),
         stats.stride(1),
-        kernel_mask(options),
+        mask,
         kernel_score(options, q.dtype),
         *sizes,
         config,
+        tables=tables,
         described=(
             (0, describe(q, ROWS.value)),
             (1, describe(k, config.BLOCK)),
             (2, describe(v, config.BLOCK)),
             (3, describe(do, ROWS.value)),
-            (4, describe(dq, ROWS.value)),
+            (4, to_send(dq, options)),
         ),
         hidden=4,
     )
@@ -132,15 +141,16 @@ def _plan_dkv(
     It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
     """
     D = k.shape[3]
-    softcap = options.softcap is not None
+    softcap, placed = options.softcap is not None, options.q_positions is not None
     if total is None:
-        config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap)
+        config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap, placed)
         piece, sums = None, None
     else:
-        config = backward_config("one_pass", D, end_early(options), softcap)
+        config = backward_config("one_pass", D, end_early(options), softcap, placed)
         piece = D // 2
         sums = describe(total, config.BLOCK, piece)
     grid, sizes = key_grid(q, k, config, options)
+    mask, tables = mask_of(options, q, k, config, of_keys=False)
     return Launch(
         hopper_backward_dkv_kernel,
         grid[0],
@@ -148,17 +158,18 @@ def _plan_dkv(
         strides_to_send(dk, options),
         strides_to_send(dv, options),
         stats.stride(1),
-        kernel_mask(options),
+        mask,
         kernel_score(options, q.dtype),
         *sizes,
         config,
+        tables=tables,
         described=(
             (0, describe(q, config.BLOCK)),
             (1, describe(k, ROWS.value, piece=piece)),
             (2, describe(v, ROWS.value)),
             (3, describe(do, config.BLOCK)),
-            (5, describe(dk, ROWS.value, piece=piece)),
-            (6, describe(dv, ROWS.value)),
+            (5, to_send(dk, options, piece)),
+            (6, to_send(dv, options)),
             (4, sums),
         ),
         hidden=5,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
+from ..rules.tile import at_queries
 from .band import block_number
 from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
 from .partitions import run_partitions
@@ -197,7 +198,9 @@ def _step(
     s, factor, before, capped = modified(s, rows, keys, h, batch, score)
     p = weights(s, lse, factor)
     if MASKED:
-        p = gl.where(visible(rows, keys, h, batch, shared.work.mask), p, 0.0)
+        mask = shared.work.mask
+        seen = visible(rows, keys, h, at_queries(batch, row, mask), mask)
+        p = gl.where(seen, p, 0.0)
     dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
@@ -248,9 +251,9 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     exists = (keys < tile.row.end)[:, None]
     dk = gl.where(exists, dk * shared.score.scale, 0.0)
-    _store(shared.dk, shared.k, dk, tile, first, n, CONSUMER)
+    _store(shared.dk, shared.k, dk, tile, first, CONSUMER)
     dv = gl.where(exists, dv, 0.0)
-    _store(shared.dv, shared.v, dv, tile, first, n, CONSUMER)
+    _store(shared.dv, shared.v, dv, tile, first, CONSUMER)
     tma.store_wait(pendings=0)
     release_slot(shared.k, CONSUMER)
     release_slot(shared.v, CONSUMER)
@@ -258,11 +261,10 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
 
 @gluon.jit
-def _store(out, slots, x, tile, first, n, CONSUMER: gl.constexpr):
+def _store(out, slots, x, tile, first, CONSUMER: gl.constexpr):
     """Write 64 rows of an output, by way of the slot of a consumer."""
-    held(slots, CONSUMER, n).store(x.to(out.desc.dtype))
     slot = slots.tiles.index(CONSUMER)
-    send(out, slot, tile.b, tile.h, tile.first_k + first, tile.length - first)
+    send(out, slot, x, tile.b, tile.h, tile.first_k + first, tile.length - first)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -296,9 +298,8 @@ def hopper_backward_dkv_kernel(
 ):
     """Persistent grid of any size over tiles of 128 keys of each K/V head.
 
-    dk_strides, dv_strides: as o_strides of the forward kernel. dq_desc: None, or of fp32
-    [B, H_q, whole tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and
-    D / 2 columns.
+    dk_desc, dk_strides and those of dv: see `Output`. dq_desc: None, or of fp32 [B, H_q, whole
+    tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and D / 2 columns.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
     exchange: gl.constexpr = None

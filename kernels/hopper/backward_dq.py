@@ -18,6 +18,7 @@ from ..rules.integers import value
 from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
+from ..rules.tile import at_keys
 from .band import block_number
 from .partitions import run_partitions
 from .pipeline import (
@@ -109,7 +110,8 @@ def _step(dq, n, more, key, mine, shared, MASKED: gl.constexpr, config: gl.const
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
     p = weights(s, mine.lse[:, None], factor)
     if MASKED:
-        p = gl.where(visible(rows, keys, h, row, shared.work.mask), p, 0.0)
+        mask = shared.work.mask
+        p = gl.where(visible(rows, keys, h, at_keys(row, key, mask), mask), p, 0.0)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -187,8 +189,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
         dq = _step(dq, n + j, j + 1 < tile.blocks, key, mine, shared, False, config)
 
     release_slot(shared.do, CONSUMER)
-    q.store((dq * shared.score.scale).to(q.dtype))
-    send(shared.dq, q_tile, tile.b, tile.h, tile.first_q + first, tile.length - first)
+    dq = dq * shared.score.scale
+    send(shared.dq, q_tile, dq, tile.b, tile.h, tile.first_q + first, tile.length - first)
     tma.store_wait(pendings=0)
     release_slot(shared.q, CONSUMER)
     return n + tile.blocks
@@ -226,7 +228,7 @@ def hopper_backward_dq_kernel(
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
-    dq_strides: as o_strides of the forward kernel. dlse_ptr, delta_ptr: None where the one is not
+    dq_desc, dq_strides: see `Output`. dlse_ptr, delta_ptr: None where the one is not
     given and the other not wanted.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)

@@ -33,8 +33,17 @@ def plan_of_keys(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_M: gl.cons
 @gluon.jit
 def block_number(i, tile, mask):
     """Number of the i-th block that a tile meets."""
-    return gl.where(
-        i < tile.boundary,
-        masked_block(i, tile.plan, mask),
-        full_block(i - tile.boundary, tile.plan, mask),
-    )
+    boundary = tile.boundary
+    if mask.blocks_ptr is not None:
+        # Both are loads: of what is not there, too.
+        if i < boundary:
+            block = masked_block(i, tile.plan, mask)
+        else:
+            block = full_block(i - boundary, tile.plan, mask)
+    else:
+        block = gl.where(
+            i < boundary,
+            masked_block(i, tile.plan, mask),
+            full_block(i - boundary, tile.plan, mask),
+        )
+    return block

@@ -19,14 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward import prepare_forward
-from ..launch.arguments import empty_in_layout, kernel_mask, kernel_score
+from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
 from ..launch.launches import Launch, cached, launch_for, signature
 from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
+from ..rules.tile import at_keys
 from .band import block_number
 from .fp8 import head_scales, is_fp8, weight_shift
-from .host import describe, end_early, query_grid, strides_to_send, walkable
+from .host import describe, end_early, mask_of, query_grid, strides_to_send, to_send, walkable
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -147,7 +148,8 @@ def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     h, row = mine.tile.h, mine.tile.row
     s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        s = gl.where(visible(rows, cols, h, row, mask), s, float("-inf"))
+        seen = visible(rows, cols, h, at_keys(row, key, mask), mask)
+        s = gl.where(seen, s, float("-inf"))
     return s, factor
 
 
@@ -262,8 +264,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         o_tile = shared.o_tiles.index(CONSUMER)
         # The store of the tile before has had all this time.
         tma.store_wait(pendings=0)
-    o_tile.reshape([ROWS, D]).store(o.to(shared.o.desc.dtype))
-    send(shared.o, o_tile, tile.b, tile.h, tile.first_q + first, tile.length - first)
+    send(shared.o, o_tile, o, tile.b, tile.h, tile.first_q + first, tile.length - first)
     if not config.APART:
         tma.store_wait(pendings=0)
         release_slot(shared.q, CONSUMER)
@@ -295,7 +296,7 @@ def hopper_forward_kernel(
 ):
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
-    o_strides: where o holds packed sequences, else None; see `send`.
+    o_desc, o_strides: see `Output`.
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
     v as `kernels.fp8_values` packs it.
     """
@@ -309,7 +310,7 @@ def hopper_forward_kernel(
     k = allocate_ring(k_desc, config.STAGES, config.CONSUMERS)
     v = allocate_ring(v_desc, config.STAGES, config.CONSUMERS)
     o_tiles = q.tiles
-    if config.APART:
+    if config.APART and o_desc is not None:
         SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.D]
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, SHAPE, o_desc.layout)
     turns: gl.constexpr = None
@@ -322,7 +323,8 @@ def hopper_forward_kernel(
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """For q, k and v in 16 bits."""
-    return _plan_with(forward_config(q.shape[3], end_early(options)), options, None, q, k, v, o)
+    config = forward_config(q.shape[3], end_early(options), options.q_positions is not None)
+    return _plan_with(config, options, None, q, k, v, o)
 
 
 def _plan_with(
@@ -335,6 +337,7 @@ def _plan_with(
     o: Tensor,
 ) -> Launch:
     grid, sizes = query_grid(q, k, config, options)
+    mask, tables = mask_of(options, q, k, config, of_keys=True)
     if not grid[0]:
         return Launch(hopper_forward_kernel, 0, {})
     values = describe(v, config.BLOCK) if scales is None else describe(v, config.D, config.BLOCK)
@@ -343,16 +346,17 @@ def _plan_with(
         grid[0],
         {"num_warps": 4},
         strides_to_send(o, options),
-        kernel_mask(options),
+        mask,
         kernel_score(options, q.dtype),
         scales,
         *sizes,
         config,
+        tables=tables,
         described=(
             (0, describe(q, ROWS.value)),
             (1, describe(k, config.BLOCK)),
             (2, values),
-            (3, describe(o, ROWS.value)),
+            (3, to_send(o, options)),
         ),
         hidden=3,
     )
@@ -361,12 +365,12 @@ def _plan_with(
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
+    """o [B, H_q, T_q, D] in q's memory order, lse fp32 [B, H_q, T_q] (natural log).
 
     q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None.
     """
     q, k, v = walkable(q), walkable(k), walkable(v)
-    o = empty_in_layout(q, *q.shape[1:])
+    o = result_in_layout(options, q, *q.shape[1:])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
     return o, lse

@@ -11,7 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import tiles as launch_tiles
 from ..launch.arguments import aligned, strides, tiles_of
+from ..launch.block_sparsity import CallTables, launch_mask
 from ..launch.descriptors import tma_strides
+from ..launch.tiles import TileConfig
+from ..rules.mask import Mask
+from ..rules.tile import ORDERED
 from .pipeline import ROWS
 from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS, HopperConfig
 
@@ -30,7 +34,7 @@ _MAX_LENGTH = 1 << 28
 _SERVED = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
     "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
-    "atomic_dq",
+    "atomic_dq", "fp32_results", "q_positions", "k_positions",
 }  # fmt: skip
 
 
@@ -123,9 +127,25 @@ def end_early(options: Options) -> bool:
     return options.key_lengths is not None or options.cu_seqlens_k is not None
 
 
+def to_send(x: Tensor, options: Options, piece: int | None = None) -> TensorDescriptor | None:
+    """Descriptor of an output [B, H, T, D], see `describe`; None where TMA does not write it."""
+    return None if options.fp32_results else describe(x, ROWS.value, piece=piece)
+
+
 def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | None:
-    """What `pipeline.send` needs to know of an output [B, H, T, D]."""
-    return None if options.cu_seqlens_q is None else strides(x)
+    """Strides of an output [B, H, T, D] of which TMA does not write all; see `pipeline.send`."""
+    whole = options.cu_seqlens_q is None and not options.fp32_results
+    return None if whole else strides(x)
+
+
+def mask_of(
+    options: Options, q: Tensor, k: Tensor, config: HopperConfig, *, of_keys: bool
+) -> tuple[Mask, CallTables | None]:
+    """`launch_mask` for a kernel whose tiles meet blocks of config.BLOCK rows."""
+    rows = ROWS.value * config.CONSUMERS
+    shape = (rows, config.BLOCK) if of_keys else (config.BLOCK, rows)
+    assert options.q_positions is None or max(shape) <= ORDERED.value
+    return launch_mask(options, q, k, TileConfig(*shape), of_keys=of_keys)
 
 
 def query_grid(
@@ -154,7 +174,8 @@ def _grid(
     heads = B * H
     programs = min(heads * tiles, multiprocessors(q.device))
     pairs, pair_group = 0, 1
-    if options.cu_seqlens_q is None and (options.causal or options.right is not None):
+    in_order = options.cu_seqlens_q is None and options.q_positions is None
+    if in_order and (options.causal or options.right is not None):
         # Two to four rounds of the tiles that are left are dealt out one by one: so few that their
         # keys fit L2 together, and enough that none weighs much.
         pairs = max(0, heads // 2 * tiles - 2 * programs) // max(1, tiles)

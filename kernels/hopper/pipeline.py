@@ -35,7 +35,10 @@ class Ring(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A tensor that consumers write. strides: None without packed sequences; see `send`."""
+    """A tensor that consumers write, see `send`.
+
+    desc: None where it is written from registers. strides: None where TMA writes all of it.
+    """
 
     desc: Any
     ptr: Any
@@ -242,21 +245,41 @@ def _zero_columns(tile, kept):
 
 
 @gluon.jit
-def send(out, tile, b, h, first, kept):
-    """Consumer: write a tile that it filled to rows `first`... of head h, the first `kept` of them.
+def send(out, tile, x, b, h, first, kept):
+    """Consumer: write x [64, D] to rows `first`... of head h, the first `kept` of them.
 
-    TMA does it, and clips what lies past the end of the tensor. Where the rows of another sequence
-    may follow, a tile that is not whole goes through registers. Only what went by TMA has to be
-    waited for.
+    By way of `tile` in shared memory TMA does it, and clips what lies past the end of the tensor.
+    Where the rows of another sequence may follow, a tile that is not whole goes through registers.
+    Only what went by TMA has to be waited for. fp32, for which shared memory would be too small,
+    goes from the registers it is in: four threads side by side write the 32 bytes of a sector.
     """
+    if out.desc is None:
+        _store_rows(out, x, accumulator_layout(x.shape[1]), b, h, first, kept)
+    else:
+        ROWS_OF_TILE: gl.constexpr = tile.shape[2]
+        COLS: gl.constexpr = tile.shape[3]
+        tile.reshape([ROWS_OF_TILE, COLS]).store(x.to(out.desc.dtype))
+        _send_tile(out, tile, b, h, first, kept)
+
+
+@gluon.jit
+def _store_rows(out, x, LAYOUT: gl.constexpr, b, h, first, kept):
+    """`send` from registers, in which x has this layout."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
+    pointers = ptr + (row * stride)[:, None] + cols[None, :]
+    gl.store(pointers, x, mask=(row < kept)[:, None])
+
+
+@gluon.jit
+def _send_tile(out, tile, b, h, first, kept):
+    """`send` from shared memory."""
     fence_async_shared()
     if out.strides is None or kept >= ROWS:
         async_store(out.desc, [b, h, first, 0], tile)
     else:
         COLS: gl.constexpr = out.desc.block_shape[3]
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-        ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
-        pointers = ptr + (row * stride)[:, None] + cols[None, :]
-        gl.store(pointers, tile.reshape([ROWS, COLS]).load(LAYOUT), mask=(row < kept)[:, None])
+        values = tile.reshape([ROWS, COLS]).load(LAYOUT)
+        _store_rows(out, values, LAYOUT, b, h, first, kept)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..rules.integers import value
-from ..rules.tile import batch_row, first_slot, memory_rows, sequence_of
+from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows, sequence_of
 from .band import plan_of_keys, plan_of_queries
 from .pipeline import ROWS
 
@@ -156,8 +156,8 @@ def query_tile(i, work, config: gl.constexpr):
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
     tile, b, h = _of_head(i, work, mask.cu_q_ptr, TILE, True)
-    row = batch_row(b, work.T_q, work.T_k, mask)
     first = tile * TILE
+    row = at_queries(batch_row(b, work.T_q, work.T_k, mask), first, mask)
     boundary, blocks, plan = plan_of_queries(tile, first, h, row, mask, TILE, config.BLOCK)
     batch, first_q, first_k = memory_rows(b, mask)
     return Tile(h, first, row.T_q, row, batch, first_q, first_k, boundary, blocks, plan)
@@ -172,8 +172,8 @@ def key_tile(i, work, config: gl.constexpr):
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
     tile, b, h = _of_head(i, work, mask.cu_k_ptr, TILE, False)
-    row = batch_row(b, work.T_q, work.T_k, mask)
     first = tile * TILE
+    row = at_keys(batch_row(b, work.T_q, work.T_k, mask), first, mask)
     boundary, blocks, plan = plan_of_keys(tile, first, h * work.G, row, mask, TILE, config.BLOCK)
     batch, first_q, first_k = memory_rows(b, mask)
     return Tile(h, first, row.T_k, row, batch, first_q, first_k, boundary, blocks, plan)

@@ -35,10 +35,14 @@ def _registers(early: bool) -> tuple[int, int]:
     return (232, 40) if early else (240, 24)
 
 
-def forward_config(D: int, early: bool) -> HopperConfig:
-    """Tile of forward. early: the keys of a batch row may end before those in memory."""
+def forward_config(D: int, early: bool, placed: bool = False) -> HopperConfig:
+    """Tile of forward.
+
+    early: the keys of a batch row may end before those in memory. placed: queries and keys have
+    positions of their own, which tiles of 128 rows keep in order.
+    """
     registers = _registers(early)
-    if (other := _other("forward", D, early)) is not None:
+    if (other := _other("forward", D, early or placed)) is not None:
         return other
     return {
         64: HopperConfig(D, 128, 4, 2, *registers),
@@ -55,7 +59,9 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
     return HopperConfig(D, 64 if D == 256 else 128, 4, 2, *_registers(early))
 
 
-def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperConfig:
+def backward_config(
+    kernel: str, D: int, early: bool, softcap: bool, placed: bool = False
+) -> HopperConfig:
     """Tile of a kernel of backward.
 
     kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, or "one_pass",
@@ -63,10 +69,10 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
 
     early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
     softcap: capped scores stay in registers for their derivative. Either takes smaller blocks where
-    registers are short.
+    registers are short. placed: as of `forward_config`.
     """
     registers = _registers(early)
-    if (other := _other(kernel, D, early or softcap)) is not None:
+    if (other := _other(kernel, D, early or softcap or placed)) is not None:
         return other
     if kernel == "one_pass":
         return HopperConfig(D, 64, 2, 2, *registers)
@@ -78,7 +84,7 @@ def backward_config(kernel: str, D: int, early: bool, softcap: bool) -> HopperCo
 
 
 def _other(kernel: str, D: int, economical: bool) -> HopperConfig | None:
-    """What is used in place of this table, for calls that are not economical of registers."""
+    """What is used in place of this table, for calls that need not be economical."""
     if economical:
         return None
     forced: HopperConfig | None = tiles.other(f"hopper_{kernel}", D)

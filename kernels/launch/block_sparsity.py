@@ -118,6 +118,8 @@ def block_sparsity_kernel(
         lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         lo = tl.where(kept > 0, 0, lo)
         hi = tl.maximum(hi, kept)
+        # Who takes a block of every tile finds one where nothing is seen.
+        tl.store(blocks_ptr + width - 1, 0, mask=width > 0)
         for block in range(lo, hi):
             n_first = block * BLOCK_N
             here = at_keys(row, n_first, mask)

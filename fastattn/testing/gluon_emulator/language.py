@@ -35,6 +35,9 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.base, unwrap(self.offsets + more))
 
+    def __sub__(self, less: Any) -> "Pointer":
+        return Pointer(self.base, unwrap(self.offsets - less))
+
     @property
     def dtype(self) -> Any:
         return SimpleNamespace(element_ty=from_torch(self.base.dtype))
