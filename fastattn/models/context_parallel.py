@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
-from ..compat.transformers import attend as transformers_attend
+from ..compat.multihead import MultiheadAttention
+from ..compat.transformers.context_parallel import SpreadModels
 from ..modules import self_attention
 from ..modules.self_attention import GQAttention
 from ..parallel import ContextPlan, context_attention
@@ -35,11 +36,12 @@ class ContextParallel(ParallelStyle):
             loss = model(shard(tokens, 1, plan, mesh), ...)
             loss.backward()
 
-    Positions in our layers and models follow the plan, be they rotary, learned or sinusoidal. Other
-    models need to be told them: those of transformers with attn_implementation="sdpa" by
-    `position_ids=plan.indices(rank)[None]`. Masks that are tensors have to be
-    [..., plan.length or 1, T or 1], else it raises; so do a cache, relative values and layers of
-    transformers with attn_implementation="fastattn".
+    Positions in our layers and models follow the plan, be they rotary, learned or sinusoidal, and
+    in models of transformers, which want attn_implementation="fastattn". These take input_ids,
+    position_ids, labels and a padding mask as `shard` gives them; windows and sequences that
+    position_ids pack hold over all ranks, and a loss is this rank's share of the whole one. Masks
+    with a dim of queries have to be [..., plan.length or 1, T or 1]. What cannot be served raises:
+    a cache, relative values, `torch.nn.MultiheadAttention`, models that mix tokens otherwise.
 
     Every rank gets its share of the gradients of all parameters: their sum over the ranks is that
     of the whole sequence.
@@ -89,7 +91,9 @@ class ContextParallel(ParallelStyle):
         self._set(GQAttention, "forward", placed)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
-        self._set(transformers_attend, "attention", _refuse_transformers)
+        self._set(MultiheadAttention, "forward", _refuse_multihead)
+        for owner, name, value in SpreadModels(self.mesh, self.plan, self.attention).replacements():
+            self._set(owner, name, value)
         self._mode = _Mode(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -101,9 +105,9 @@ class ContextParallel(ParallelStyle):
             self._undo.pop()()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
+        own, before = name in vars(owner), getattr(owner, name)
         setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before))
+        self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
     def _placed_at(self, at: Callable[..., Any]) -> Callable[..., Any]:
         """What looks up `count` positions from `first`, of which this rank has others."""
@@ -178,6 +182,8 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            _refuse_multihead()
         if func is not _TORCH_ATTENTION or self.style.computing:
             return func(*args, **(kwargs or {}))
         return _as_torch(self.style, *args, **(kwargs or {}))
@@ -205,8 +211,8 @@ def _of_start(tables: Any) -> bool:
     return isinstance(tables, RotaryPositions)
 
 
-def _refuse_transformers(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        'attn_implementation="fastattn" is not served under ContextParallel: its masks are made of '
-        'a rank\'s own positions; "sdpa" with masks of the whole sequence is'
+def _refuse_multihead(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "MultiheadAttention is not served under ContextParallel: it has a sequence of keys of its "
+        "own; GQAttention and scaled_dot_product_attention are"
     )

@@ -72,7 +72,7 @@ def roll(
     inside = (wanted < plan.T) & (source >= 0) & (source < plan.T)
     found = whole[source.clamp(0, plan.T - 1)]
     found[~inside] = fill
-    return found.movedim(0, dim)
+    return found.movedim(0, dim).contiguous()
 
 
 def own_tokens(x: Tensor, dim: int, plan: ContextPlan, rank: int) -> Tensor:

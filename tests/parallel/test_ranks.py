@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, KVCache, patch_sdpa, reference
-from fastattn.compat.transformers import attend as transformers_attend
 from fastattn.models.context_parallel import ContextParallel
 from fastattn.parallel import (
     ContextPlan,
@@ -263,18 +262,10 @@ def tables_in_a_style(mesh: Any) -> None:
     layer(draw(1, 48, 32), rotary_tables=(draw(48, 4), draw(48, 4)))
 
 
-def by_transformers(mesh: Any) -> None:
-    with ContextParallel(mesh, plan_of()):
-        transformers_attend.attention_forward(
-            nn.Module(), *inputs(mesh, plan_of()), None, is_causal=True
-        )
-
-
 UNSERVED: dict[str, Callable[[Any], Any]] = {
     "cache": lambda mesh: layer_refusal(mesh, cache=KVCache(1, 2, 8, 8)),
     "mask": masked_torch,
     "tables": tables_in_a_style,
-    "transformers": by_transformers,
     "other modules": lambda mesh: parallelize_module(
         nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
     ),
@@ -284,7 +275,6 @@ UNSERVED_SAY = {
     "mask": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 48, 90], got "
     "[48, 48]",
     "tables": "ValueError: rotary_tables may be those of other positions",
-    "transformers": "NotImplementedError: attn_implementation",
     "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
 }
 

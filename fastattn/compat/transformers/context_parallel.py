@@ -1,0 +1,277 @@
+"""Models of transformers over a sequence of which each rank holds some tokens.
+
+Their layers attend to the tokens of all ranks. What else in a model looks along a sequence is told
+where the tokens of a rank stand: positions, which sequences are packed, the labels of the loss. A
+model that mixes tokens in another way is refused, and so is one that makes positions of its own.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...parallel import ContextPlan, roll, shard
+from ...parallel.ranks import Mesh, Ranks, agree, gather_sequence
+from . import attend
+from .models import unserved
+
+_SERVED_KINDS = {"full_attention", "sliding_attention"}
+# Arguments of models whose dim 1 is that of the tokens.
+_OF_TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "token_type_ids")
+_REFUSED = {
+    "past_key_values": "a sequence that is spread over ranks has no cache",
+    "use_cache": "a sequence that is spread over ranks has no cache",
+    "cu_seq_lens_q": "position_ids that start anew separate packed sequences",
+    "cu_seq_lens_k": "position_ids that start anew separate packed sequences",
+    "output_attentions": "the weights of a rank's queries are not computed",
+}
+
+
+class SpreadModels:
+    """Models of transformers with attn_implementation="fastattn", while it is in force.
+
+    Args:
+        mesh, plan: as of `context_attention`.
+        attention: `fastattn.attention` of this rank's tokens, over those of all.
+    """
+
+    def __init__(self, mesh: Mesh, plan: ContextPlan, attention: Callable[..., Any]) -> None:
+        self.mesh, self.plan, self._attention = mesh, plan, attention
+        self._checked: WeakSet[nn.Module] = WeakSet()
+        # Of the models that are being called, whether they know the positions of their tokens.
+        self._calls: list[tuple[str, bool]] = []
+        self._told = "transformers.modeling_utils" in sys.modules
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Owner, name and value of what has to stand in another's place."""
+        yield attend, "attention", self.attention
+        for name, reason in (
+            ("attention_varlen", f"cu_seq_lens_q: {_REFUSED['cu_seq_lens_q']}"),
+            ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
+            ("decode_attention", "one token a rank cannot be told from a step of decoding"),
+        ):
+            yield attend, name, _refusal(f"not served under ContextParallel: {reason}")
+        if self._told:
+            from transformers import PreTrainedModel, masking_utils
+
+            find = masking_utils.find_packed_sequence_indices
+            yield masking_utils, "find_packed_sequence_indices", self._packed(find)
+            yield PreTrainedModel, "__call__", self._call(PreTrainedModel.__call__)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """Attention of a layer, with the options that its mask came to."""
+        if not self._told:
+            raise RuntimeError(
+                "transformers was imported while ContextParallel was in force: import it before"
+            )
+        name, placed = self._calls[-1] if self._calls else ("", True)
+        if not placed:
+            raise ValueError(
+                f"position_ids must be given to {name} under ContextParallel, as it counts them: "
+                "shard(position_ids, 1, plan, mesh)"
+            )
+        if options.pop("query_offset", 0):
+            raise ValueError("query_offset: a sequence that is spread over ranks has no cache")
+        local = (self.plan.length, self.plan.length)
+        for mask in ("attn_mask", "attn_bias"):
+            if mask in options and options[mask].shape[-2:] == local and self.plan.ranks > 1:
+                raise ValueError(
+                    "attention_mask was made of this rank's tokens alone, by a function that is "
+                    f"not transformers' own: give the model [B, 1, {local[0]}, {self.plan.T}], "
+                    "shard(mask of the whole sequence, 2, plan, mesh)"
+                )
+        return self._attention(q, k, v, **options)
+
+    def _packed(self, find: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor | None]:
+        """Which of the packed sequences a token belongs to, found in the whole row."""
+
+        @wraps(find)
+        def call(position_ids: Tensor) -> Tensor | None:
+            whole = gather_sequence(position_ids, 1, self.plan, Ranks.of(self.mesh))
+            found = find(whole)
+            return None if found is None else shard(found, 1, self.plan, self.mesh)
+
+        return call
+
+    def _call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's `__call__` with the tokens of a rank."""
+
+        @wraps(inner)
+        def call(model: Any, *args: Any, **given: Any) -> Any:
+            bound, error = inspect.signature(model.forward).bind_partial(*args, **given), None
+            try:
+                self._place(model, bound)
+            except ValueError as problem:
+                error = problem
+            if not self._calls:
+                agree(Ranks.of(self.mesh), _signature(model, bound), error)
+            elif error is not None:
+                raise error
+            self._share_loss(model, bound)
+            placed = bound.arguments.get("position_ids") is not None
+            self._calls.append((type(model).__name__, placed))
+            try:
+                return inner(model, **_given(bound))
+            finally:
+                self._calls.pop()
+
+        return call
+
+    def _place(self, model: Any, bound: inspect.BoundArguments) -> None:
+        """Check a call, and add the positions of a model that would count them from 0."""
+        if model not in self._checked:
+            check_model(model, self.plan.T)
+            self._checked.add(model)
+        arguments, others = bound.arguments, _others(bound)
+        for name, reason in _REFUSED.items():
+            x = arguments.get(name, others.get(name))
+            if x is not None and x is not False:
+                raise ValueError(f"{name} is not served under ContextParallel: {reason}")
+        if "use_cache" in bound.signature.parameters:
+            arguments["use_cache"] = False
+        tokens = None
+        for name in _OF_TOKENS:
+            x = arguments.get(name, others.get(name))
+            if isinstance(x, Tensor):
+                self._check_length(name, x, 1)
+                tokens = x if tokens is None else tokens
+        if isinstance(arguments.get("labels"), Tensor):
+            _check_loss(model)
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self._check_length("attention_mask", mask, 1)
+        if isinstance(positions, Tensor):
+            self._check_length("position_ids", positions, positions.dim() - 1)
+        elif tokens is not None and positions is None and counts_positions(type(model).forward):
+            own = self.plan.indices(Ranks.of(self.mesh).rank).clamp(max=self.plan.T - 1)
+            arguments["position_ids"] = own[None].to(tokens.device)
+
+    def _check_length(self, name: str, x: Tensor, dim: int) -> None:
+        if x.dim() <= dim or x.shape[dim] != self.plan.length:
+            raise ValueError(
+                f"{name} must have {self.plan.length} tokens in dim {dim}, as a rank has by the "
+                f"plan, got {list(x.shape)}: shard(x, {dim}, plan, mesh) does it"
+            )
+
+    def _share_loss(self, model: Any, bound: inspect.BoundArguments) -> None:
+        """Make the loss of a causal model a rank's share of that of the whole sequence.
+
+        The label of a token may lie on another rank, and the mean is one over all of them.
+        """
+        if not isinstance(bound.arguments.get("labels"), Tensor):
+            return
+        others = _others(bound)
+        if others.get("shift_labels") is None:
+            labels = bound.arguments["labels"]
+            others["shift_labels"] = roll(labels, 1, self.plan, self.mesh)
+        if others.get("num_items_in_batch") is None:
+            count = (others["shift_labels"] != -100).sum()
+            for group in Ranks.of(self.mesh).groups:
+                dist.all_reduce(count, group=group)
+            others["num_items_in_batch"] = count
+
+
+def check_model(model: Any, T: int) -> None:
+    """Raise on a model that looks along a sequence of T tokens otherwise than by our attention."""
+    name, config = type(model).__name__, model.config
+    chosen = config._attn_implementation
+    if chosen != attend.NAME:
+        raise ValueError(
+            f"under ContextParallel models of transformers want attn_implementation="
+            f'"{attend.NAME}", got {chosen!r} for {name}'
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is not served under ContextParallel: it has two sequences")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _SERVED_KINDS
+    convolutions = (x for x in model.modules() if isinstance(x, nn.Conv1d))
+    convolved = [x for x in convolutions if x.kernel_size != (1,)]
+    if model._is_stateful or kinds or convolved:
+        found = sorted(kinds) or [type(x).__name__ for x in convolved[:1]] or ["a state"]
+        raise ValueError(
+            f"{name} is not served under ContextParallel: it has {found[0]}, which sees the "
+            "tokens of one rank"
+        )
+    for part, reason in unserved(model, attend.NAME)[1].items():
+        raise ValueError(f"{name} is not served under ContextParallel: {part or name}: {reason}")
+    for part in model.modules():
+        longest = _frequencies_hold_until(part)
+        if longest is not None and longest < T:
+            raise ValueError(
+                f"{name} is not served under ContextParallel with {T} tokens: past {longest} its "
+                "rotary frequencies depend on the last position, which is another on each rank"
+            )
+
+
+def _check_loss(model: Any) -> None:
+    """Raise on a loss that is not the mean over the next tokens."""
+    name = type(model).__name__
+    if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function"):
+        raise ValueError(
+            f"labels are not served under ContextParallel for {name}, which has a loss of its own: "
+            "leave them out, and compute it from the logits of a rank's tokens"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"output_router_logits of {name} is not served under ContextParallel: its loss is no "
+            "sum over tokens"
+        )
+
+
+def _frequencies_hold_until(module: nn.Module) -> int | None:
+    """Up to how many positions a rotary module's frequencies do not depend on them; None: any."""
+    kinds = getattr(module, "rope_type", None)
+    named = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    if not any(kind == "longrope" or "dynamic" in kind for kind in named if kind):
+        return None
+    given = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    nested = [x for x in given.values() if isinstance(x, dict)]
+    key = "original_max_position_embeddings"
+    bounds = [x[key] for x in (given, *nested) if x.get(key)]
+    return min(bounds, default=getattr(module, "original_max_seq_len", 0))
+
+
+def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """What a call gives beside the named parameters; changes to it count."""
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found: dict[str, Any] = bound.arguments.setdefault(name, {})
+            return found
+    return {}
+
+
+def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """All arguments of a call by their names, as transformers' decorators want them."""
+    others = _others(bound)
+    named = {name: x for name, x in bound.arguments.items() if x is not others}
+    return named | others
+
+
+def _signature(model: Any, bound: inspect.BoundArguments) -> tuple[Any, ...]:
+    found = _given(bound).items()
+    shapes = ((name, tuple(x.shape)) for name, x in found if isinstance(x, Tensor))
+    return (type(model).__name__, *sorted(shapes))
+
+
+def _refusal(message: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(message)
+
+    return refuse
+
+
+@cache
+def counts_positions(forward: Callable[..., Any]) -> bool:
+    """Whether the forward of a model counts the positions that it is not given from 0 on.
+
+    Others make them of token ids or of the mask, add to them, or hand the question on.
+    """
+    try:
+        text = inspect.getsource(inspect.unwrap(forward))
+    except OSError:
+        return False
+    return "position_ids = torch.arange(" in text

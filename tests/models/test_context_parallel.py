@@ -1,0 +1,294 @@
+"""Models over a sequence that 4 ranks share: one step has the loss and gradients of one process."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers as tr
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastattn import MultiheadAttention, patch_sdpa
+from fastattn.compat.transformers import attend
+from fastattn.compat.transformers.context_parallel import check_model
+from fastattn.models.context_parallel import ContextParallel
+from fastattn.parallel import ContextPlan, roll, shard
+from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.gpt import make_gpt
+from fastattn.testing.inputs import draw
+from fastattn.testing.ranks import run_ranks
+from fastattn.testing.transformers_models import (
+    GQA,
+    SIZES,
+    build,
+    decoder_config,
+    padded,
+    softmax_in_fp64,
+    tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
+
+B, T, RANKS = 2, 90, 4
+# Sequences of other lengths in each row.
+PACKED = torch.stack(
+    [torch.cat([torch.arange(n) for n in row]) for row in ((40, 33, 17), (13, 76, 1))]
+)
+PREFIX = torch.ones(T, T).tril().index_fill(1, torch.arange(7), 1.0)
+
+
+class Patched(nn.Module):
+    """A model that calls torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(61, 32), nn.Linear(32, 64)
+        self.out = nn.Linear(32, 61)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(self.embedding(ids)).split((32, 16, 16), -1)
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        found: Tensor = self.out(o.transpose(1, 2).flatten(2))
+        return found
+
+
+def gpt(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make_gpt(61, 128, 0.2, num_heads=4, num_kv_heads=2, embed_dim=32, **changes)
+
+
+def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def decoder(name: str) -> Any:
+    return build(tr.AutoModelForCausalLM, decoder_config(name), "cpu")
+
+
+class Case(NamedTuple):
+    """A model, what it is given beside tokens with the dim of the tokens, and a method."""
+
+    model: Callable[[], Any]
+    method: str
+    given: Mapping[str, tuple[Tensor, int]] = MappingProxyType({})
+    plan: Mapping[str, Any] = MappingProxyType({})
+
+
+CASES = {
+    "gpt": Case(
+        lambda: gpt(window=30, sinks=True), "ring", plan={"window": 30}
+    ),
+    "patched torch": Case(lambda: seeded(Patched), "ulysses"),
+    "patched torch, mask": Case(
+        lambda: seeded(Patched), "gather", {"mask": (PREFIX.bool()[None, None], 2)}
+    ),
+    "mistral-window": Case(lambda: decoder("mistral-window"), "gather", plan={"window": 5}),
+    "mistral-window packed": Case(
+        lambda: decoder("mistral-window"), "usp", {"position_ids": (PACKED, 1)},
+        {"documents": PACKED.diff(dim=1, prepend=PACKED[:, :1]).ne(1).cumsum(1)},
+    ),
+    "gemma2-softcap padded": Case(
+        lambda: decoder("gemma2-softcap"), "ring",
+        {"attention_mask": (padded([(0, 90), (0, 51)], T, "cpu"), 1)},
+    ),
+    "gpt-oss-sinks": Case(lambda: decoder("gpt-oss-sinks"), "ulysses"),
+    "llama-gqa prefix": Case(
+        lambda: decoder("llama-gqa"), "ring",
+        {"attention_mask": ((1 - PREFIX[None, None]) * -1e9, 2)},
+    ),
+}  # fmt: skip
+
+
+def is_of_transformers(model: Any) -> bool:
+    return hasattr(model, "set_attn_implementation")
+
+
+def labels_of(case: Case) -> Tensor:
+    mask = case.given.get("attention_mask", (torch.ones(B, T), 1))[0]
+    ids = tokens(B, T, "cpu")
+    return ids.where(mask.bool(), -100) if mask.dim() == 2 else ids
+
+
+def with_gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
+    return {"loss": loss.detach(), **grads}
+
+
+def one_process(case: Case, model: Any) -> dict[str, Tensor]:
+    """The mean loss of the next tokens, and the gradients, of the whole sequence."""
+    given = {name: x for name, (x, _) in case.given.items()}
+    ids, labels = tokens(B, T, "cpu"), labels_of(case)
+    if is_of_transformers(model):
+        return with_gradients(model, model(ids, labels=labels, use_cache=False, **given).loss)
+    logits = model(ids, **given)[:, :-1].flatten(0, 1)
+    return with_gradients(model, F.cross_entropy(logits, labels[:, 1:].flatten()))
+
+
+def step(case: Case, mesh: Any) -> dict[str, Any]:
+    """This rank's share of the loss and of the gradients."""
+    plan = ContextPlan.make(T, RANKS, causal=True, block=8, **case.plan)
+    model = case.model()
+    own = {name: shard(x, dim, plan, mesh) for name, (x, dim) in case.given.items()}
+    ids, labels = (shard(x, 1, plan, mesh) for x in (tokens(B, T, "cpu"), labels_of(case)))
+    patch = patch_sdpa() if isinstance(model, Patched) else nullcontext()
+    with patch, ContextParallel(mesh, plan, case.method):
+        if is_of_transformers(model):
+            model.set_attn_implementation("fastattn")
+            loss = model(ids, labels=labels, **own).loss
+        else:
+            targets = roll(labels, 1, plan, mesh).flatten()
+            logits = model(ids, **own).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets, reduction="sum") / (B * (T - 1))
+        found = with_gradients(model, loss)
+    return {name: x.numpy() for name, x in found.items()}
+
+
+def world() -> dict[str, Any]:
+    """Everything that this file asserts of a rank, in one start of four processes."""
+    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    found: dict[str, Any] = {
+        name: step(case, two if case.method == "usp" else one) for name, case in CASES.items()
+    }
+    found["refused"] = {name: refusal(call, one) for name, call in REFUSED.items()}
+    return found
+
+
+def plan_of() -> ContextPlan:
+    return ContextPlan.make(T, RANKS, causal=True, block=8)
+
+
+def refusal(call: Callable[[Any], Any], mesh: Any) -> str:
+    """The type and message of what a call under ContextParallel raises."""
+    try:
+        with ContextParallel(mesh, plan_of()):
+            call(mesh)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "served"
+
+
+def mistral(mesh: Any, kind: Any = tr.AutoModelForCausalLM, **given: Any) -> Any:
+    model = build(kind, decoder_config("mistral-window"), "cpu")
+    model.set_attn_implementation("fastattn")
+    ids = shard(tokens(1, T, "cpu"), 1, plan_of(), mesh)
+    return model(**{"input_ids": ids, **given})
+
+
+def bert(mesh: Any, **given: Any) -> Any:
+    model = build(tr.AutoModel, tr.BertConfig(**SIZES), "cpu")
+    model.set_attn_implementation("fastattn")
+    return model(shard(tokens(1, T, "cpu"), 1, plan_of(), mesh), **given)
+
+
+def multihead(kind: Any) -> Any:
+    return kind(8, 2)(*[draw(24, 1, 8)] * 3)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "whole tokens": lambda mesh: mistral(mesh, input_ids=tokens(1, T, "cpu")),
+    "one rank's tokens": lambda mesh: mistral(
+        mesh, **({"input_ids": tokens(1, T, "cpu")} if dist.get_rank() == 1 else {})
+    ),
+    "whole padding": lambda mesh: mistral(mesh, attention_mask=torch.ones(1, T)),
+    "whole positions": lambda mesh: mistral(mesh, position_ids=torch.arange(T)[None]),
+    "a rank's mask": lambda mesh: mistral(mesh, attention_mask=torch.ones(1, 1, 24, 24).bool()),
+    "cache": lambda mesh: mistral(mesh, past_key_values=tr.DynamicCache()),
+    "use_cache": lambda mesh: mistral(mesh, use_cache=True),
+    "offsets": lambda mesh: mistral(mesh, cu_seq_lens_q=torch.tensor([0, 90])),
+    "weights": lambda mesh: mistral(mesh, output_attentions=True),
+    "another loss": lambda mesh: mistral(
+        mesh, tr.AutoModelForTokenClassification, labels=torch.zeros(1, 24).long()
+    ),
+    "own positions": bert,
+    "multihead": lambda mesh: multihead(nn.MultiheadAttention),
+    "our multihead": lambda mesh: multihead(MultiheadAttention),
+}
+SAY = {
+    "whole tokens": "ValueError: input_ids must have 24 tokens in dim 1, as a rank has by the "
+    "plan, got [1, 90]: shard(x, 1, plan, mesh) does it",
+    "whole padding": "ValueError: attention_mask must have 24 tokens in dim 1",
+    "whole positions": "ValueError: position_ids must have 24 tokens in dim 1",
+    "a rank's mask": "ValueError: attention_mask was made of this rank's tokens alone, by a "
+    "function that is not transformers' own: give the model [B, 1, 24, 90]",
+    "cache": "ValueError: past_key_values is not served under ContextParallel: a sequence that",
+    "use_cache": "ValueError: use_cache is not served under ContextParallel",
+    "offsets": "ValueError: cu_seq_lens_q is not served under ContextParallel: position_ids that",
+    "weights": "ValueError: output_attentions is not served under ContextParallel",
+    "another loss": "ValueError: labels are not served under ContextParallel for MistralForToken",
+    "own positions": "ValueError: position_ids must be given to BertModel under ContextParallel",
+    "multihead": "ValueError: MultiheadAttention is not served under ContextParallel",
+    "our multihead": "ValueError: MultiheadAttention is not served under ContextParallel",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        return run_ranks(f"{__file__}:world", RANKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_one_process(ranks, name):
+    case = CASES[name]
+    with softmax_in_fp64():
+        exact = one_process(case, case.model().double())
+    naive = worst_naive(exact, lambda: one_process(case, case.model()))
+    for key, ref in exact.items():
+        found = sum(torch.from_numpy(rank[name][key]).double() for rank in ranks)
+        assert_within_budget(key, found.float(), ref, naive[key])
+    assert exact["loss"] > 0
+
+
+@pytest.mark.parametrize("name", SAY)
+def test_what_is_not_served_is_refused_on_every_rank(ranks, name):
+    for rank in ranks:
+        assert rank["refused"][name].startswith(SAY[name])
+
+
+def test_a_rank_hears_that_another_has_other_tokens(ranks):
+    reason = "input_ids must have 24 tokens in dim 1, as a rank has by the plan, got [1, 90]"
+    for n, rank in enumerate(ranks):
+        start = "ValueError: " if n == 1 else "ValueError: rank 1 refused the call: "
+        assert rank["refused"]["one rank's tokens"].startswith(start + reason)
+
+
+UNSERVED: dict[str, tuple[Callable[[], Any], str]] = {
+    "chunks": (lambda: decoder_config("llama4-chunks"), "it has chunked_attention, which sees"),
+    "dynamic rotary": (
+        lambda: tr.LlamaConfig(
+            **GQA, rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
+        ),
+        "past 64 its rotary frequencies depend on the last position",
+    ),
+    "own code": (lambda: tr.BloomConfig(**SIZES), "BloomAttention computes attention by itself"),
+    "state": (lambda: tr.MambaConfig(**SIZES), "it has linear_attention, which sees the"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_models_that_mix_tokens_otherwise_are_refused(name):
+    config, message = UNSERVED[name]
+    model = build(tr.AutoModelForCausalLM, config(), "cpu")
+    model.config._attn_implementation_internal = attend.NAME
+    with pytest.raises(ValueError, match=message):
+        check_model(model, T)
+
+
+def test_models_with_other_attention_are_refused():
+    with pytest.raises(ValueError, match=r'want attn_implementation="fastattn", got \'eager\''):
+        check_model(decoder("llama-gqa"), T)
+    t5 = build(tr.AutoModelForSeq2SeqLM, tr.T5Config(**SIZES, d_model=32, num_heads=4), "cpu")
+    t5.config._attn_implementation_internal = attend.NAME
+    with pytest.raises(ValueError, match="it has two sequences"):
+        check_model(t5, T)
