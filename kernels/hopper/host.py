@@ -35,6 +35,8 @@ _SERVED = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
     "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
     "atomic_dq", "fp32_results", "q_positions", "k_positions",
+    # They are for dropout and functions alone.
+    "first_head", "all_heads",
 }  # fmt: skip
 
 

@@ -60,6 +60,11 @@ def test_positions(case: dict[str, Any]) -> None:
     check_on_hopper(attention, H_q=1, T_q=300, T_k=384, positions=POSITIONS, **case)
 
 
+def test_a_part_of_the_heads() -> None:
+    """Which only dropout and functions look at: that of a whole is served like a whole."""
+    check_on_hopper(attention, H_q=2, T_q=100, heads=(2, 8))
+
+
 def test_queries_before_every_key_see_nothing() -> None:
     """No block of theirs is visible: one is computed for all that, and gives nothing."""
     positions = (of_blocks(0, 3)[None], of_blocks(1, 2)[None])
