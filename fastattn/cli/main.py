@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
         say(f"fastattn: error: {' '.join(str(error).split())}")
-        return 1
+        return getattr(error, "exit_status", 1)
     except KeyboardInterrupt:
         say("fastattn: interrupted")
         return INTERRUPTED

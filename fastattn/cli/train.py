@@ -60,6 +60,13 @@ def add_train(commands: Any) -> None:
     _add_model_options(parser.add_argument_group("model"))
     _add_layer_options(parser.add_argument_group("layers"))
     _add_training_options(parser.add_argument_group("training"))
+    _add_parallel_options(
+        parser.add_argument_group(
+            "ranks",
+            "Under torchrun --nproc-per-node N -m fastattn train ...; the degrees multiply to the "
+            "number of ranks. The batch, its order and what is learned do not depend on them.",
+        )
+    )
 
 
 # A dest is the options' part and field that fastattn.training.run.Options keeps them under.
@@ -178,12 +185,42 @@ def _add_training_options(group: Any) -> None:
     add("--save-every", "checkpoint_interval", "steps (500)", type=int)
 
 
+def _add_parallel_options(group: Any) -> None:
+    def add(option: str, field: str, help: str, **keywords: Any) -> None:
+        group.add_argument(
+            option, dest=f"parallel.{field}", type=_degree, metavar="N", help=help, **keywords
+        )
+
+    text = "ranks that share out the rows of a batch, each with all parameters; auto = the ranks "
+    add("--data-parallel", "data_parallel", f"{text}that the other degrees leave (auto)")
+    text = "ranks that share out rows and parameters; without N the ranks that the others leave (1)"
+    add("--fsdp", "fsdp", text, nargs="?", const="auto")
+    add("--context-parallel", "context_parallel", "ranks that share the tokens of a row; gpt (1)")
+    text = "ranks that share heads and hidden features (1)"
+    add("--tensor-parallel", "tensor_parallel", text)
+
+
+def _degree(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _train(arguments: argparse.Namespace) -> int:
+    from ..training.distributed.degrees import ranks_started
+
+    if ranks_started() == 1:
+        return _train_here(arguments)
+    from ..training.distributed.failures import shown_once
+
+    return shown_once(lambda: _train_here(arguments))
+
+
+def _train_here(arguments: argparse.Namespace) -> int:
     from ..training.checkpoint import latest_checkpoint
+    from ..training.distributed.degrees import is_first
     from ..training.run import Options, train
 
     given = vars(arguments)
-    parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}}
+    parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}, "parallel": {}}
     for name, value in given.items():
         part, _, field = name.partition(".")
         if field:
@@ -199,8 +236,11 @@ def _train(arguments: argparse.Namespace) -> int:
         with _stop_signals() as stop:
             result = train(options, out, resume=arguments.resume, should_stop=stop, say=say)
     except KeyboardInterrupt:
-        say(f"interrupted: {latest_checkpoint(out) or 'nothing'} is kept")
+        if is_first():
+            say(f"interrupted: {latest_checkpoint(out) or 'nothing'} is kept")
         return INTERRUPTED
+    if not is_first():
+        return 0 if result.finished else INTERRUPTED
     if not result.finished:
         say(
             f"stopped at step {result.step}: {result.checkpoint} is kept; "
@@ -250,9 +290,14 @@ class _Stop:
         return self._asked
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked or not self._heard:
+        from ..training.distributed.degrees import ranks_started
+
+        together = ranks_started() > 1
+        if (self._asked and not together) or not self._heard:
             raise KeyboardInterrupt
         self._asked = True
+        if together:
+            return  # torchrun repeats signals, and sends them to all; rank 0 tells how it ends
         # On a terminal the cursor stands behind the progress bar.
         start = "\n" if sys.stderr.isatty() else ""
         say(f"{start}stopping after this step (once more to stop at once)")

@@ -203,9 +203,17 @@ def check_cache(
         )
 
 
-def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+def token_loss(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, *, count: int | None = None
+) -> Tensor:
+    """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100.
+
+    count: their number, where these are a part of them: the share of the mean that falls to them.
+    """
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if count is None:
+        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum") / count
 
 
 def _make_positions(

@@ -162,6 +162,41 @@ class ProgressBar:
         self._bar.close()
 
 
+class Speed:
+    """Tokens a second over training steps, without what happens in pauses."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        self._tokens = self._lap_tokens = 0
+        self._lap_seconds = 0.0
+
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def mean(self) -> float:
+        """Over everything since the start."""
+        return self._tokens / max(self._seconds(), 1e-9)
+
+    def lap(self) -> float:
+        """Since the last lap."""
+        seconds = self._seconds()
+        tokens, lap_seconds = self._tokens - self._lap_tokens, seconds - self._lap_seconds
+        self._lap_tokens, self._lap_seconds = self._tokens, seconds
+        return tokens / max(lap_seconds, 1e-9)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        stopped = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - stopped
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

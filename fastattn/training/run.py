@@ -19,6 +19,8 @@ from .checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
+from .distributed.degrees import Degrees, check_split
+from .distributed.ranks import Ranks, ranks_for
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
 from .tasks.kinds import KINDS, Kind
@@ -32,6 +34,7 @@ from .tasks.sources import (
     TaggedSource,
     TextSource,
 )
+from .tokenizers import from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
 
@@ -59,6 +62,8 @@ class Options:
             gives; "preset" names a published configuration, from which the others differ.
         training: fields of `TrainConfig`.
         data: fields of the kind's data configuration, such as `DataConfig`.
+        parallel: fields of `Degrees`, for the ranks that torchrun has started; no part of the run,
+            which may be continued on others.
         kind: of the model, see `tasks.kinds`; None = that of the run that is continued,
             "gpt" for a new one.
     """
@@ -66,6 +71,7 @@ class Options:
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parallel: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kind: str | None = None
 
 
@@ -77,7 +83,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Trains a model, in a folder of its own.
+    """Trains a model, in a folder of its own; on all ranks where torchrun has started several.
 
     Args:
         options: what differs from the defaults. Where a run is continued its own configuration
@@ -91,12 +97,27 @@ def train(
     Raises:
         CheckpointError: out_dir holds a run and resume is False, the run there is of another
             configuration or unreadable, or a checkpoint cannot be written.
-        ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError).
+        ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError),
+            or the ranks cannot be arranged so (SplitError).
         TrainingError: the loss became infinite or NaN.
     """
-    out_dir = Path(out_dir)
-    _check_out_dir(out_dir, resume)
-    found = latest_checkpoint(out_dir) if resume else None
+    degrees = Degrees(**options.parallel)
+    with ranks_for(degrees) as ranks:
+        if not ranks.first:
+            say = _silent
+        return _train(options, Path(out_dir), resume, should_stop, say, ranks)
+
+
+def _train(
+    options: Options,
+    out_dir: Path,
+    resume: bool,
+    should_stop: Callable[[], bool],
+    say: Callable[[str], None],
+    ranks: Ranks,
+) -> TrainResult:
+    ranks.decided(lambda: _check_out_dir(out_dir, resume))
+    found = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
     if resume and found is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
     checkpoint = None if found is None else load_checkpoint(found)
@@ -110,21 +131,28 @@ def train(
             assert found is not None
             scores = checkpoint.state.get("scores", {})
             return TrainResult(checkpoint.step, True, found, loss, 0.0, scores)
-    trainer = _build(options, out_dir, checkpoint, say)
+    trainer = _build(options, out_dir, checkpoint, say, ranks)
     try:
         return trainer.run(should_stop)
     finally:
         trainer.progress.close()
 
 
+def _silent(text: str) -> None: ...
+
+
 def _build(
-    options: Options, out_dir: Path, checkpoint: Checkpoint | None, say: Callable[[str], None]
+    options: Options,
+    out_dir: Path,
+    checkpoint: Checkpoint | None,
+    say: Callable[[str], None],
+    ranks: Ranks,
 ) -> Trainer:
     """Everything a run needs, checked as far as possible before anything is written."""
     kind = KINDS[options.kind or "gpt"]
     config = TrainConfig.from_dict(options.training)
     data_config, read = _data_config(kind, options.data)
-    device = resolve_device(config.device)
+    device = ranks.device(config.device)
     config.resolve_dtype(device)
     fields = _model_fields(kind, options.model)
     pretrained = None
@@ -134,13 +162,18 @@ def _build(
         pretrained = Pretrained(start_from)
         fields = pretrained.fields(fields)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
-    _model_config(kind, fields, 1)
+    check_split(ranks.split, config, _model_config(kind, fields, 1), kind)
     # Before what may take long, so that a reader at the other end of a pipe sees that it runs.
     files = ", ".join((*data_config.text, *getattr(data_config, "validation", ())))
     say(f"training {kind.title} in {out_dir}, on {files or 'data of this Python installation'}")
     source = read(data_config)
     if checkpoint is None:
-        tokenizer = pretrained.tokenizer if pretrained else source.make_tokenizer()
+        # Of one rank for all: training one in several threads may end otherwise.
+        tokenizer = (
+            pretrained.tokenizer
+            if pretrained
+            else from_json(ranks.decided(lambda: source.make_tokenizer().to_json()))
+        )
     else:
         tokenizer = checkpoint.tokenizer
         if checkpoint.require("config", "data", "fingerprint") != source.fingerprint:
@@ -158,7 +191,9 @@ def _build(
     say(
         f"{sum(x.numel() for x in model.parameters()):,} parameters, "
         f"vocabulary of {tokenizer.vocab_size:,}, {task.extent}, "
-        f"on {device}" + (f", from step {step}" if step else "")
+        f"on {device}"
+        + (f" of {ranks.split.size} ranks: {ranks.split}" if ranks.split.size > 1 else "")
+        + (f", from step {step}" if step else "")
     )
     return Trainer(
         model,
@@ -168,8 +203,9 @@ def _build(
         out_dir,
         data_config={**dataclasses.asdict(data_config), **source.facts},
         kind=kind.name,
-        progress=ProgressBar(config.steps, step),
+        progress=ProgressBar(config.steps, step) if ranks.first else None,
         resume_from=checkpoint,
+        ranks=ranks,
     )
 
 
@@ -252,7 +288,7 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
     for name in _vocabulary_fields(kind):
         merged["model"].pop(name, None)
     merged["data"] = _data_fields(kind, merged["data"])
-    return Options(**merged, kind=kind.name)
+    return Options(**merged, parallel=options.parallel, kind=kind.name)
 
 
 def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,13 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
 from .data.text import TextDataset
+from .distributed.gradients import by_mesh
+from .distributed.ranks import Alone, Ranks
 from .metrics import (
     CURVE_FILE,
     Progress,
     SilentProgress,
+    Speed,
     append_metrics,
     draw_loss_curve,
     read_metrics,
@@ -65,8 +67,8 @@ class Trainer:
     draws from; seed before the model is built to repeat its weights too.
 
     Args:
-        model: on the device to train on. It has a `config` with `to_dict`, and gives (logits, loss)
-            for the task's batches.
+        model: on the device to train on, alike on every rank. It has a `config` with `to_dict`, and
+            gives (logits, loss) for the task's batches.
         data: what to train on: a task, or a text, whose task is to predict every next token.
         tokenizer: of the data; goes into the checkpoints.
         config: how to train.
@@ -75,6 +77,8 @@ class Trainer:
         kind: what the model is, for the checkpoints; see `fastattn.training.tasks.kinds`.
         progress: where to report to.
         resume_from: a checkpoint of this run to go on from.
+        ranks: that train together; each makes a trainer of the same arguments, and shards its model
+            in place. Batches are the same, whatever the split.
 
     Raises:
         ValueError: config does not suit the device.
@@ -93,6 +97,7 @@ class Trainer:
         kind: str = "gpt",
         progress: Progress | None = None,
         resume_from: Checkpoint | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model_config = cast(Any, model.config)
         if isinstance(data, TextDataset):
@@ -103,15 +108,18 @@ class Trainer:
         self.progress: Progress = SilentProgress() if progress is None else progress
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
+        self.ranks = Alone() if ranks is None else ranks
+        if resume_from is not None:
+            restore_model(model, resume_from)
+        self._forward = self.ranks.prepare(model, config)
         self.optimizer = make_optimizer(model, config)
         scaled = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.step = 0
-        self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         self._batches = torch.Generator().manual_seed(config.seed)
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss_count = 0
-        self._speed = _Speed()
+        self._speed = Speed()
         torch.manual_seed(config.seed)
         if resume_from is not None:
             self._restore(resume_from)
@@ -127,10 +135,11 @@ class Trainer:
         """
         config, first = self.config, self.step
         self._save()
-        truncate_metrics(self.out_dir, first)
+        if self.ranks.first:
+            truncate_metrics(self.out_dir, first)
         self.model.train()
         self._speed.start()
-        while self.step < config.steps and not should_stop():
+        while self.step < config.steps and not self.ranks.agree(should_stop()):
             self._train_step()
             last = self.step == config.steps
             if last or self.step % config.log_interval == 0:
@@ -149,7 +158,8 @@ class Trainer:
         scores = self.scores() if finished else {}
         if loss is not None and self.step > first:
             self._record_validation(loss, "whole split", scores)
-        draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
+        if self.ranks.first:
+            draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
         return TrainResult(self.step, finished, self._save(loss, scores), loss, speed, scores)
 
     def validation_loss(self) -> float:
@@ -175,21 +185,23 @@ class Trainer:
             return self.task.scores(self.model, self.config.batch_size)
 
     def _train_step(self) -> None:
-        config, model = self.config, self.model
+        config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
-        for _ in range(config.accumulation):
+        for i in range(config.accumulation):
             batch = self.task.draw("train", config.batch_size, self._batches)
             self._speed.count(batch.num_tokens)
-            batch = batch.to(self.device)
-            with self._autocast():
-                _, loss = self._forward(*batch.inputs, batch.targets, **batch.keywords)
-            self.scaler.scale(loss / config.accumulation).backward()
+            last = i == config.accumulation - 1
+            with self.ranks.part(batch, self.device) as part:
+                with self._autocast():
+                    loss = self.ranks.loss(self._forward, part)
+                share = self.scaler.scale(loss / config.accumulation)
+                self.ranks.backward(self.model, share, last=last)
             self._loss_sum += loss.detach()
             self._loss_count += 1
         if config.grad_clip > 0:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip, foreach=True)
+            self.ranks.clip(self.model, config.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -200,11 +212,10 @@ class Trainer:
         with self._evaluating(), self._autocast():
             for batch in batches:
                 targets = batch.num_targets
-                batch = batch.to(self.device)
-                _, loss = self.model(*batch.inputs, batch.targets, **batch.keywords)
-                total += loss.double() * targets
+                with self.ranks.part(batch, self.device) as part:
+                    total += self.ranks.loss(self.model, part).double() * targets
                 count += targets
-        return float(total) / count
+        return float(self.ranks.total(total)) / count
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -221,7 +232,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
 
     def _log(self) -> None:
-        loss = float(self._loss_sum) / self._loss_count
+        loss = float(self.ranks.total(self._loss_sum)) / self._loss_count
         self._check_finite(loss)
         speed = self._speed.lap()
         record = {
@@ -230,7 +241,7 @@ class Trainer:
             "learning_rate": self.config.learning_rate_at(self.step - 1),
             "tokens_per_second": round(speed, 1),
         }
-        append_metrics(self.out_dir, record)
+        self._append(record)
         self.progress.advance(self.step, loss=loss, tokens_per_second=speed)
         self._loss_sum.zero_()
         self._loss_count = 0
@@ -239,9 +250,13 @@ class Trainer:
         self, loss: float, how: str, scores: Mapping[str, Any] | None = None
     ) -> None:
         record = {"step": self.step, "validation_loss": loss}
-        append_metrics(self.out_dir, {**record, "scores": scores} if scores else record)
+        self._append({**record, "scores": scores} if scores else record)
         place = f"step {self.step}/{self.config.steps}"
         self.progress.note(f"{place}: validation loss {loss:.4f} ({how})")
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            append_metrics(self.out_dir, record)
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -253,16 +268,17 @@ class Trainer:
     def _save(
         self, validation_loss: float | None = None, scores: Mapping[str, Any] | None = None
     ) -> Path:
-        self._check_finite(float(self._loss_sum))
+        loss_sum = self.ranks.total(self._loss_sum)
+        self._check_finite(float(loss_sum))
         training = {f"optimizer.{name}": x for name, x in self._optimizer_state().items()}
         training["random.batches"] = self._batches.get_state()
         training["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             training["random.cuda"] = torch.cuda.get_rng_state(self.device)
-        training["loss_sum"] = self._loss_sum
+        training["loss_sum"] = loss_sum
         checkpoint = Checkpoint(
             step=self.step,
-            model=self.model.state_dict(),
+            model={name: self.ranks.whole(x) for name, x in self.model.state_dict().items()},
             training=training,
             tokenizer=self.tokenizer,
             config={
@@ -279,32 +295,33 @@ class Trainer:
                 **({"scores": scores} if scores else {}),
             },
         )
-        return save_checkpoint(self.out_dir, checkpoint)
+        return self.ranks.decided(lambda: save_checkpoint(self.out_dir, checkpoint))
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's tensors by name: `<parameter>.<step | exp_avg | exp_avg_sq>`."""
         return {
-            f"{name}.{key}": value
+            f"{name}.{key}": self.ranks.whole(value)
             for name, parameter in self.model.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        restore_model(self.model, checkpoint)
         saved, state = checkpoint.training, checkpoint.state
         try:
             if checkpoint.step > 0:
                 for name, parameter in self.model.named_parameters():
                     shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
                     self.optimizer.state[parameter] = {
-                        key: saved[f"optimizer.{name}.{key}"].to(self.device).reshape(shape)
+                        key: self.ranks.placed(
+                            saved[f"optimizer.{name}.{key}"].reshape(shape), parameter
+                        )
                         for key, shape in shapes.items()
                     }
             self._batches.set_state(saved["random.batches"])
             torch.set_rng_state(saved["random.cpu"])
             if self.device.type == "cuda" and "random.cuda" in saved:
                 torch.cuda.set_rng_state(saved["random.cuda"], self.device)
-            self._loss_sum.copy_(saved["loss_sum"])
+            self._loss_sum.copy_(self.ranks.share(saved["loss_sum"]))
             self._loss_count = state["loss_count"]
             if self.scaler.is_enabled() and state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
@@ -318,50 +335,12 @@ class Trainer:
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW in its fused form, with weight decay on matrices and embeddings alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.dim() >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in parameters if parameter.dim() < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": group, "weight_decay": decay}
+        for kind, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        for group in by_mesh(kind).values()
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
-
-
-class _Speed:
-    """Tokens a second over training steps, without what happens in pauses."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-        self._tokens = self._lap_tokens = 0
-        self._lap_seconds = 0.0
-
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def mean(self) -> float:
-        """Over everything since the start."""
-        return self._tokens / max(self._seconds(), 1e-9)
-
-    def lap(self) -> float:
-        """Since the last lap."""
-        seconds = self._seconds()
-        tokens, lap_seconds = self._tokens - self._lap_tokens, seconds - self._lap_seconds
-        self._lap_tokens, self._lap_seconds = self._tokens, seconds
-        return tokens / max(lap_seconds, 1e-9)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        stopped = time.perf_counter()
-        yield
-        self._started += time.perf_counter() - stopped
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._started

@@ -1,0 +1,77 @@
+"""A rank's part of a global batch, which is the same on every rank, whatever the split."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...parallel import ContextPlan
+from ...parallel.shard import own_tokens
+from ..data.rows import IGNORED
+from ..tasks.task import Batch
+
+# Kernels and dropout want whole blocks of so many tokens.
+_BLOCK = 128
+
+
+class Part(NamedTuple):
+    """What a rank computes of a batch.
+
+    Args:
+        batch: its rows, and of these its tokens.
+        targets: targets that count in the global batch, over which the loss is the mean.
+    """
+
+    batch: Batch
+    targets: int
+
+
+class Place(NamedTuple):
+    """Where a rank's part lies in a global batch.
+
+    Args:
+        rows: int64 [b], rising; those from B on stand for padding.
+        B: rows of the global batch.
+        plan: which rank holds which tokens; None = each holds all tokens of its rows.
+        rank: this one's number in the plan.
+    """
+
+    rows: Tensor
+    B: int
+    plan: ContextPlan | None = None
+    rank: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """This rank's part of x [B, T, ...] or, without a plan, [B, ...]; 0 in padding."""
+        found = x.index_select(0, self.rows.clamp(max=self.B - 1).to(x.device))
+        return found if self.plan is None else own_tokens(found, 1, self.plan, self.rank)
+
+    def batch(self, batch: Batch) -> Batch:
+        """This rank's part of a batch; what is no real row or token has no target."""
+        targets = self.of(batch.targets - IGNORED) + IGNORED
+        targets[self.rows >= self.B] = IGNORED
+        rows = self._replace(plan=None)
+        return Batch(
+            tuple(map(self.of, batch.inputs)),
+            targets,
+            {name: rows.of(lengths) for name, lengths in batch.lengths.items()},
+            None if batch.documents is None else self.of(batch.documents + 1) - 1,
+        )
+
+
+def place(B: int, part: int, parts: int, plan: ContextPlan | None = None, rank: int = 0) -> Place:
+    """Part number `part` of the B rows dealt out in order; all parts have as many, B or not."""
+    each = -(-B // parts)
+    return Place(torch.arange(part * each, (part + 1) * each), B, plan, rank)
+
+
+def plan_rows(T: int, ranks: int, *, window: int | None = None) -> ContextPlan:
+    """Which rank holds which tokens of causal rows.
+
+    Short rows are cut into a stretch a rank, so that nobody has more padding than tokens.
+    """
+    if _BLOCK * ranks > T:
+        return ContextPlan.make(T, ranks, causal=True, window=window, block=-(-T // ranks))
+    return ContextPlan.make(T, ranks, causal=True, window=window, block=_BLOCK)

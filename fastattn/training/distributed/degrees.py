@@ -1,0 +1,153 @@
+"""How many ranks share out the batch, the parameters, the tokens and the features."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..tasks.kinds import Kind
+    from ..train_config import TrainConfig
+
+REST = "auto"
+NAMES = ("dp", "fsdp", "cp", "tp")
+
+
+class SplitError(ValueError):
+    """The ranks cannot be arranged as the options say."""
+
+    exit_status = 2  # of the command: wrong options
+
+
+class Split(NamedTuple):
+    """Ranks in each dimension of the mesh, from the outermost to the innermost.
+
+    dp: replicas of the parameters. fsdp: ranks that parameters, gradients and optimizer states are
+    sharded over. Both share out the rows of a batch. cp: ranks that share the tokens of a row, by
+    `fastattn.parallel`. tp: ranks that share heads and hidden features.
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self)
+
+    @property
+    def parts(self) -> int:
+        """How many parts the rows of a batch are dealt out in."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {n}" for name, n in zip(NAMES, self, strict=True) if n > 1)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What `fastattn train` was asked for.
+
+    Args:
+        data_parallel: of `Split.dp`; "auto" = the ranks that the others leave, or 1 where those go
+            to fsdp.
+        fsdp: of `Split.fsdp`; "auto" = the ranks that the others leave.
+        context_parallel, tensor_parallel: of `Split.cp` and `Split.tp`.
+
+    Raises:
+        SplitError: a degree is not positive.
+    """
+
+    data_parallel: int | str = REST
+    fsdp: int | str = 1
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, degree in vars(self).items():
+            may_rest = name in ("data_parallel", "fsdp")
+            if degree == REST and may_rest:
+                continue
+            if not isinstance(degree, int) or degree < 1:
+                wanted = f"at least 1{f' or {REST}' if may_rest else ''}"
+                raise SplitError(f"{name} must be {wanted}, got {degree}")
+
+    def split(self, ranks: int) -> Split:
+        """The arrangement of so many ranks.
+
+        Raises:
+            SplitError: the degrees do not multiply to them.
+        """
+        dp, fsdp = self.data_parallel, self.fsdp
+        if dp == REST and fsdp == REST:
+            dp = 1
+        known = [x for x in (dp, fsdp, self.context_parallel, self.tensor_parallel) if x != REST]
+        given = math.prod(map(int, known))
+        rest = ranks // given
+        found = Split(
+            rest if dp == REST else int(dp),
+            rest if fsdp == REST else int(fsdp),
+            self.context_parallel,
+            self.tensor_parallel,
+        )
+        if found.size != ranks:
+            product = " x ".join(f"{name} {degree}" for name, degree in vars(self).items())
+            hint = "" if ranks > 1 else ": torchrun --nproc-per-node N -m fastattn train starts N"
+            raise SplitError(
+                f"the degrees must multiply to the {ranks} rank{'s' * (ranks > 1)} that there "
+                f"{'are' if ranks > 1 else 'is'}, got {product}{hint}"
+            )
+        return found
+
+
+def ranks_started() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that talks to the user."""
+    return os.environ.get("RANK", "0") == "0" or ranks_started() == 1
+
+
+def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> None:
+    """A run can be shared out so.
+
+    Args:
+        split: of the run.
+        training, model: its configurations.
+        kind: of the model.
+
+    Raises:
+        SplitError: rows, tokens or heads do not divide, or the kind is not served.
+    """
+    if training.batch_size % split.parts:
+        raise SplitError(
+            f"batch_size must be divisible by the {split.parts} ranks of dp x fsdp, which share "
+            f"its rows, got {training.batch_size}"
+        )
+    if split.size > 1 and training.dtype == "float16":
+        raise SplitError("dtype must be 'float32' or 'bfloat16' on several ranks, got 'float16'")
+    if split.cp > 1:
+        _check_context(split.cp, model, kind)
+    if split.tp > 1:
+        raise SplitError(f"tensor_parallel must be 1 in this version, got {split.tp}")
+
+
+def _check_context(cp: int, model: Any, kind: Kind) -> None:
+    if kind.name != "gpt":
+        raise SplitError(
+            f"context_parallel must be 1 for {kind.title}, whose rows are short or padded, got "
+            f"{cp}: use data_parallel or fsdp"
+        )
+    if model.context_length % cp:
+        raise SplitError(
+            f"context_length must be divisible by context_parallel={cp}, got {model.context_length}"
+        )
+    for name, refused in (("relative_values", True), ("scoring", "additive")):
+        if getattr(model, name) == refused:
+            raise SplitError(f"context_parallel must be 1 with {name}={refused!r}, got {cp}")

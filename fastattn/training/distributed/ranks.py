@@ -1,0 +1,122 @@
+"""What a trainer asks of the ranks that train together; one process alone sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks.task import Batch
+from ..train_config import TrainConfig, resolve_device
+from .batches import Part
+from .degrees import Degrees, Split, ranks_started
+
+_Value = TypeVar("_Value")
+
+
+class Ranks(Protocol):
+    """What a trainer asks of the ranks that train together."""
+
+    first: bool
+    """Whether this is the one that writes files and talks to the user."""
+    split: Split
+
+    def device(self, name: str) -> torch.device:
+        """This rank's device, by the name that `resolve_device` takes."""
+
+    def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
+        """Shards a model, whose parameters are alike on every rank, and gives its forward."""
+
+    def part(self, batch: Batch, device: torch.device) -> AbstractContextManager[Part]:
+        """A context: this rank's `Part` of a global batch, for its forward and its backward."""
+
+    def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        """This rank's share of the mean loss over the global batch: the shares' sum."""
+
+    def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        """Adds to the gradients; those of all ranks are summed up by the last pass of a step."""
+
+    def clip(self, model: nn.Module, max_norm: float) -> None:
+        """Bounds the norm of all gradients together."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' shares."""
+
+    def share(self, total: Tensor) -> Tensor:
+        """This rank's share of a value that all have; the inverse of `total`."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A parameter's, or optimizer state's, whole value."""
+
+    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """An optimizer's whole value, as its parameter lies."""
+
+    def agree(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+
+    def decided(self, decide: Callable[[], _Value]) -> _Value:
+        """What the first rank finds, or its error, on every rank."""
+
+
+class Alone:
+    """One process: nothing is split, and nothing is sent."""
+
+    first = True
+    split = Split()
+
+    def device(self, name: str) -> torch.device:
+        return resolve_device(name)
+
+    def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
+        return torch.compile(model) if config.compile else model
+
+    @contextmanager
+    def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
+        yield Part(batch.to(device), 0)
+
+    def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        _, loss = forward(*part.batch.inputs, part.batch.targets, **part.batch.keywords)
+        found: Tensor = loss
+        return found
+
+    def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, model: nn.Module, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+
+    def total(self, x: Tensor) -> Tensor:
+        return x
+
+    def share(self, total: Tensor) -> Tensor:
+        return total
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x
+
+    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        return value.to(parameter.device)
+
+    def agree(self, flag: bool) -> bool:
+        return flag
+
+    def decided(self, decide: Callable[[], _Value]) -> _Value:
+        return decide()
+
+
+def ranks_for(degrees: Degrees) -> AbstractContextManager[Ranks]:
+    """The ranks that torchrun has started, as asked for, while the context lasts; or one alone.
+
+    Raises:
+        SplitError: the degrees do not multiply to them.
+    """
+    if ranks_started() == 1:
+        degrees.split(1)
+        return nullcontext(Alone())
+    # One process needs none of what this imports.
+    from .together import started
+
+    return started(degrees)

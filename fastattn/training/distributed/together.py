@@ -1,0 +1,159 @@
+"""The ranks of a process group that train one model together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ...models.context_parallel import ContextParallel
+from ...models.stack import token_loss
+from ...parallel import ContextPlan
+from ..tasks.task import Batch
+from ..train_config import TrainConfig, resolve_device
+from .batches import Part, place, plan_rows
+from .degrees import NAMES, Degrees, Split, SplitError
+from .dropout import SplitDropout
+from .gradients import clip_gradients, whole
+from .sharding import shard_model, synchronise
+
+_Value = TypeVar("_Value")
+
+
+class Together:
+    """`Ranks` of the process group, which has been started.
+
+    Args:
+        split: how they are arranged.
+    """
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.first = dist.get_rank() == 0
+        self._plans: dict[int, ContextPlan] = {}
+        self._window: int | None = None
+
+    def device(self, name: str) -> torch.device:
+        found = resolve_device(name)
+        if found.index is not None:
+            raise SplitError(f"device must be 'auto', 'cpu' or 'cuda' under torchrun, got {name!r}")
+        if found.type == "cuda":
+            found = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            torch.cuda.set_device(found)
+        return found
+
+    def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
+        fields: Any = model.config
+        if getattr(fields, "sparse", None) is None and getattr(fields, "stride", None) is None:
+            self._window = fields.window
+        device = next(model.parameters()).device
+        self.mesh = init_device_mesh(device.type, tuple(self.split), mesh_dim_names=NAMES)
+        self._model = model
+        shard_model(model, _parameter_mesh(self.split, device.type), self.split, config, device)
+        return model
+
+    @contextmanager
+    def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
+        plan = self._plan(batch.targets.shape[1])
+        dp, fsdp, cp, _ = self.mesh.get_coordinate() or (0, 0, 0, 0)
+        part = dp * self.split.fsdp + fsdp
+        own = place(batch.targets.shape[0], part, self.split.parts, plan, cp)
+        with ExitStack() as stack:
+            stack.enter_context(SplitDropout(own))
+            if plan is not None:
+                stack.enter_context(ContextParallel(self.mesh["cp"], plan))
+            yield Part(own.batch(batch).to(device), batch.num_targets)
+        if isinstance(self._model, FSDPModule) and not torch.is_grad_enabled():
+            # Without a backward pass the outermost parameters stay whole.
+            self._model.reshard()
+
+    def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        model: Any = forward
+        logits = model(*part.batch.inputs, **part.batch.keywords)
+        smoothing = model.config.label_smoothing if model.training else 0.0
+        return token_loss(logits, part.batch.targets, smoothing, count=part.targets)
+
+    def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
+        synchronise(model, self.split, last)
+        # torch takes the mean over the ranks of the mesh, and these are shares of a sum.
+        (loss * (self.split.parts * self.split.cp)).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, model: nn.Module, max_norm: float) -> None:
+        clip_gradients(model.parameters(), max_norm)
+
+    def total(self, x: Tensor) -> Tensor:
+        found = x.detach().clone()
+        dist.all_reduce(found)
+        return found / self.split.tp
+
+    def share(self, total: Tensor) -> Tensor:
+        return total * self.split.tp if self.first else torch.zeros_like(total)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return whole(x)
+
+    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        value = value.to(parameter.device)
+        # AdamW's count of steps stays whole.
+        if not value.dim() or not isinstance(parameter, DTensor):
+            return value
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+    def agree(self, flag: bool) -> bool:
+        # On the CPU, where nobody waits for a GPU.
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def decided(self, decide: Callable[[], _Value]) -> _Value:
+        said: list[Any] = [None, None]
+        if self.first:
+            try:
+                said[0] = decide()
+            except Exception as problem:
+                said[1] = problem
+        dist.broadcast_object_list(said)
+        found, error = said
+        if error is not None:
+            raise error
+        return cast(_Value, found)
+
+    def _plan(self, T: int) -> ContextPlan | None:
+        if self.split.cp == 1:
+            return None
+        if T not in self._plans:
+            self._plans[T] = plan_rows(T, self.split.cp, window=self._window)
+        return self._plans[T]
+
+
+def _parameter_mesh(split: Split, device_type: str) -> DeviceMesh:
+    """Dimensions dp, fsdp, tp. Ranks of cp see other tokens: for parameters they are data ranks.
+
+    They shard the parameters too where those are sharded, as torchtitan has it, else replicate.
+    """
+    dp, fsdp, cp, tp = split
+    sizes = (dp, fsdp * cp, tp) if fsdp > 1 else (dp * cp, 1, tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "fsdp", "tp"))
+
+
+@contextmanager
+def started(degrees: Degrees) -> Iterator[Together]:
+    """All ranks, as asked for, while the block runs.
+
+    Raises:
+        SplitError: the degrees do not multiply to them.
+    """
+    # gloo beside NCCL, for what is on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield Together(degrees.split(dist.get_world_size()))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""Degrees make a split of the ranks that there are, or one line says why not."""
+
+import pytest
+
+from fastattn.models.encoder import EncoderConfig
+from fastattn.models.gpt import GPTConfig
+from fastattn.training.distributed.degrees import Degrees, Split, SplitError, check_split
+from fastattn.training.distributed.ranks import Alone, ranks_for
+from fastattn.training.tasks.kinds import KINDS
+from fastattn.training.train_config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, Split(dp=8)),
+        ({"fsdp": "auto"}, Split(fsdp=8)),
+        ({"fsdp": 2}, Split(dp=4, fsdp=2)),
+        ({"data_parallel": 2, "fsdp": "auto"}, Split(dp=2, fsdp=4)),
+        ({"context_parallel": 2, "tensor_parallel": 2}, Split(dp=2, cp=2, tp=2)),
+        ({"fsdp": "auto", "context_parallel": 4}, Split(fsdp=2, cp=4)),
+        ({"data_parallel": 1, "fsdp": 1, "tensor_parallel": 8}, Split(tp=8)),
+    ],
+)
+def test_eight_ranks_are_split(asked, expected):
+    assert Degrees(**asked).split(8) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "message"),
+    [
+        ({"data_parallel": 3}, 8, "multiply to the 8 ranks that there are, got data_parallel 3 x"),
+        ({"data_parallel": 2, "fsdp": 2}, 8, "got data_parallel 2 x fsdp 2 x context_parallel 1"),
+        ({"context_parallel": 3}, 8, "got data_parallel auto x fsdp 1 x context_parallel 3"),
+        ({"tensor_parallel": 16, "fsdp": "auto"}, 8, "multiply to the 8 ranks"),
+        ({"fsdp": 2}, 1, "the 1 rank that there is, .*: torchrun --nproc-per-node N -m fastattn"),
+        ({"fsdp": 0}, 8, "fsdp must be at least 1 or auto, got 0"),
+        ({"context_parallel": "auto"}, 8, "context_parallel must be at least 1, got auto"),
+    ],
+)
+def test_degrees_that_make_no_split_are_named(asked, ranks, message):
+    with pytest.raises(SplitError, match=message) as error:
+        Degrees(**asked).split(ranks)
+    assert error.value.exit_status == 2
+
+
+GPT = {"vocab_size": 9, "context_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "kind", "message"),
+    [
+        (Split(dp=2, fsdp=4), {}, "gpt", "batch_size must be divisible by the 8 ranks .* got 12"),
+        (Split(dp=2), {"dtype": "float16"}, "gpt", "dtype must be .* on several ranks"),
+        (Split(cp=3), {}, "gpt", "context_length must be divisible by context_parallel=3, got 64"),
+        (Split(cp=2), {}, "tagger", "context_parallel must be 1 for a tagger"),
+        (Split(cp=2), {"scoring": "additive"}, "gpt", "1 with scoring='additive', got 2"),
+        (
+            Split(cp=2),
+            {"relative_values": True, "positions": "content"},
+            "gpt",
+            "1 with relative_values=True",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_named(split, changes, kind, message):
+    of_training = {name: x for name, x in changes.items() if name == "dtype"}
+    fields = GPT | {name: x for name, x in changes.items() if name != "dtype"}
+    config = GPTConfig(**fields) if kind == "gpt" else EncoderConfig(**fields)
+    with pytest.raises(SplitError, match=message):
+        check_split(split, TrainConfig(**of_training), config, KINDS[kind])
+    check_split(Split(), TrainConfig(**of_training), config, KINDS[kind])
+
+
+def test_one_process_is_alone_under_torchrun_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with ranks_for(Degrees()) as ranks:
+        assert isinstance(ranks, Alone)

@@ -1,0 +1,226 @@
+"""Every split of four ranks trains as one process does: the matrix, in one start of processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastattn.models.encoder import EncoderConfig, MaskedLM
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.ranks import run_ranks
+from fastattn.training.checkpoint import load_checkpoint
+from fastattn.training.data.text import TextDataset
+from fastattn.training.distributed.degrees import Split
+from fastattn.training.distributed.gradients import whole
+from fastattn.training.distributed.ranks import Ranks
+from fastattn.training.distributed.together import Together
+from fastattn.training.metrics import read_metrics
+from fastattn.training.tasks.task import Batch, LanguageTask
+from fastattn.training.tokenizers import CharacterTokenizer
+from fastattn.training.train_config import TrainConfig
+from fastattn.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 12
+TOKENIZER = CharacterTokenizer(TEXT)
+CONTEXT = 16
+SPLITS = {
+    "dp4": Split(dp=4),
+    "fsdp4": Split(fsdp=4),
+    "dp2 fsdp2": Split(dp=2, fsdp=2),
+    "cp4": Split(cp=4),
+    "dp2 cp2": Split(dp=2, cp=2),
+    "fsdp2 cp2": Split(fsdp=2, cp=2),
+}
+SHAPE = {"num_layers": 2, "num_heads": 4, "embed_dim": 32}
+# Models whose gradients are compared, and the splits that they are compared on.
+OF_CONTEXT = ("cp4", "dp2 cp2", "fsdp2 cp2")
+GPTS: dict[str, dict[str, Any]] = {
+    "learned, tied, bias": {"bias": True},
+    "rotary, window, sinks": {
+        "positions": "rotary",
+        "num_kv_heads": 2,
+        "window": 5,
+        "keep_first": 1,
+        "sinks": True,
+        "qk_norm": True,
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "tie_weights": False,
+    },
+    "alibi, softcap, smoothing": {"positions": "alibi", "softcap": 3.0, "label_smoothing": 0.1},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "scalar": {"positions": "scalar"},
+    "content": {"positions": "content", "relative_distance": 4},
+    "transformer_xl": {"positions": "transformer_xl", "relative_distance": 4},
+    "packed": {"positions": "rotary", "context_length": 13},
+}
+OTHERS = ("masked", "seq2seq")
+TRAINED = {"dropout": 0.1, "bias": True}
+STEPS, STOP = 20, 10
+
+
+class Packed(LanguageTask):
+    """Windows whose sentences do not see each other; of one row hardly anything is a target."""
+
+    def _batch(self, inputs: torch.Tensor, targets: torch.Tensor, generator: Any) -> Batch:
+        ids = (inputs == inputs[0, 0]).cumsum(1)
+        targets = targets.clone()
+        targets[0, 2:] = -100
+        return Batch((inputs,), targets, {}, ids)
+
+
+class Padded:
+    """Rows of several lengths, for a model of this kind."""
+
+    fingerprint, extent = "padded", "no data"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def draw(self, split: str, batch_size: int, generator: torch.Generator) -> Batch:
+        size = (batch_size, 9)
+        source, inputs, targets = (
+            torch.randint(len(TOKENIZER.to_json()) % 7 + 9, size, generator=generator)
+            for _ in range(3)
+        )
+        lengths = torch.randint(1, 10, (batch_size,), generator=generator)
+        targets[torch.arange(9) >= lengths[:, None]] = -100
+        if self.kind == "masked":
+            return Batch((inputs,), targets, {"key_lengths": lengths})
+        both = {"source_lengths": lengths.flip(0), "target_lengths": lengths}
+        return Batch((source, inputs), targets, both)
+
+
+def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Trainer:
+    """A trainer of a small model: of one of GPTS or OTHERS, or of TRAINED."""
+    config = TrainConfig(
+        **{
+            **{"steps": STEPS, "batch_size": 8, "log_interval": 1, "grad_clip": 0.5},
+            **{"eval_interval": STOP, "eval_batches": 2, "device": "cpu"},
+            **changes,
+        }
+    )
+    fields = {"vocab_size": 40, "context_length": CONTEXT, **SHAPE, **GPTS.get(name, TRAINED)}
+    torch.manual_seed(0)
+    model: nn.Module
+    task: Any
+    if name == "masked":
+        model, task = MaskedLM(EncoderConfig(**fields)), Padded(name)
+    elif name == "seq2seq":
+        sizes = {"source_vocab_size": 40, "target_vocab_size": 40, "share_embeddings": True}
+        model, task = Seq2Seq(Seq2SeqConfig(**SHAPE, **sizes)), Padded(name)
+    else:
+        model = GPT(GPTConfig(**fields))
+        data = TextDataset.from_text(TEXT, TOKENIZER, CONTEXT)
+        of_kind = Packed if name == "packed" else LanguageTask
+        task = of_kind(data, model.config.context_length)
+    if name != "trained":
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    resume = load_checkpoint(out) if (out / "metrics.jsonl").exists() else None
+    return Trainer(model, task, TOKENIZER, config, out, ranks=ranks, resume_from=resume)
+
+
+def gradients(
+    name: str, out: Path, ranks: Ranks | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Those that the optimizer is given in a first step of two passes, clipped."""
+    trainer = make(name, out, ranks, accumulation=2)
+    trainer.model.to(dtype)
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        for parameter_name, x in trainer.model.named_parameters():
+            assert x.grad is not None, parameter_name
+            found[parameter_name] = whole(x.grad).detach().clone()
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    trainer._train_step()
+    return found
+
+
+def splits_of(name: str) -> list[str]:
+    if name in OTHERS:
+        return ["dp2 fsdp2"]
+    one = OF_CONTEXT[list(GPTS).index(name) % len(OF_CONTEXT)]
+    return [one, "dp2 fsdp2"] if name == "packed" else [one]
+
+
+def world(folder: str) -> dict[str, Any]:
+    """Everything that this file asserts of the ranks."""
+    os.environ["FASTATTN_BACKEND"] = "torch"
+    base = Path(folder)
+    found: dict[str, Any] = {"gradients": {}, "states": {}}
+    for name, split in SPLITS.items():
+        make("trained", base / name, Together(split)).run()
+        # The same generators everywhere: nobody has drawn for its own rows alone.
+        found["states"][name] = torch.get_rng_state().numpy()
+    stopped = make("trained", base / "resumed", Together(Split(fsdp=4)))
+    stopped.run(lambda: stopped.step == STOP and torch.distributed.get_rank() == 2)
+    torch.distributed.barrier()
+    make("trained", base / "resumed", Together(Split(dp=2, cp=2))).run()
+    for name in (*GPTS, *OTHERS):
+        for split in splits_of(name):
+            grads = gradients(name, base / "none", Together(SPLITS[split]))
+            found["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(f"{__file__}:world", 4, folder=str(folder))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        make("trained", folder / "one").run()
+    return read_metrics(folder / "one")
+
+
+@pytest.mark.parametrize("name", [*SPLITS, "resumed"])
+def test_losses_are_those_of_one_process(
+    name: str, folder: Path, by_rank: list, alone: list[dict[str, Any]]
+) -> None:
+    """With dropout, clipping, weight decay and estimates of the validation loss between."""
+    got = read_metrics(folder / name)
+    assert [record["step"] for record in got] == [record["step"] for record in alone]
+    assert len(got) == STEPS + 2
+    for mine, expected in zip(got, alone, strict=True):
+        assert mine.keys() == expected.keys()
+        for key in {"loss", "validation_loss"} & mine.keys():
+            assert mine[key] == pytest.approx(expected[key], abs=1e-4)
+    assert alone[0]["loss"] - alone[-2]["loss"] > 0.5
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_all_ranks_draw_alike(name: str, by_rank: list) -> None:
+    states = [found["states"][name] for found in by_rank]
+    assert all(np.array_equal(states[0], state) for state in states)
+
+
+@pytest.mark.parametrize("name", [*GPTS, *OTHERS])
+def test_gradients_are_within_the_budget(name: str, tmp_path: Path, by_rank: list) -> None:
+    exact = gradients(name, tmp_path, dtype=torch.float64)
+    naive = worst_naive(exact, lambda: gradients(name, tmp_path))
+    assert all(x.abs().max() > 0 for x in exact.values())
+    for split in splits_of(name):
+        for found in by_rank:
+            got = found["gradients"][name, split]
+            assert got.keys() == exact.keys()
+            for key, x in got.items():
+                assert_within_budget(f"{split} {key}", torch.from_numpy(x), exact[key], naive[key])
