@@ -112,7 +112,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def lead(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, match[1]))
-        if path.startswith("docs/") and not path.startswith("docs/recorded/"):
+        if path.startswith("docs/"):
             return match[1]
         if not (CHECKOUT / path).exists():
             log.warning(f"{page.file.src_uri} leads to {path}, which is not there")

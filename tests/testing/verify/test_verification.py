@@ -100,7 +100,7 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
         ["triton", "fp8"],
     ]
     assert "5 cases of 2 kinds of kernels: all are within their budgets" in written.out
-    readme = (CHECKOUT / "README.md").read_text()
+    readme = (CHECKOUT / "docs" / "gpu.md").read_text()
     left_out = "Not checked, for want of a GPU: compiled kernels"
     assert left_out in written.out and left_out in readme
     assert "interpreted" in written.err and "2/2 triton fp8 bfloat16 64: right" in written.err

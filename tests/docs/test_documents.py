@@ -14,8 +14,14 @@ import pytest
 from fastattn import attention
 from fastattn.cli.main import build_parser
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+CHECKOUT = Path(__file__).resolve().parents[2]
+# The pages of the site; docs/recorded has the recorded runs.
+PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "docs").rglob("*.md"))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
+# Of these all blocks together are one program.
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
+# Programs of several processes, and where they run.
+ON_RANKS = {"docs/parallel.md": "tests/parallel/test_ranks.py"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -44,18 +50,27 @@ def find_commands(text: str, program: str) -> Iterator[list[str]]:
                 yield words[1:]
 
 
+def at_its_lines(blocks: list[tuple[int, str]]) -> str:
+    """A program of the blocks of a page, each at the lines where the page has it."""
+    program = ""
+    for line, code in blocks:
+        program += "\n" * (line - program.count("\n")) + code
+    return program
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", read("Makefile"), re.MULTILINE))
 
 
 EXAMPLES = [
-    pytest.param(code, id=f"{document}:{line}")
-    for document in (*DOCUMENTS, "docs/compat.md")
-    for line, code in find_blocks(read(document), "python")
+    pytest.param(document, at_its_lines([block]), id=f"{document}:{block[0]}")
+    for document in DOCUMENTS
+    if document not in (*TUTORIALS, *ON_RANKS)
+    for block in find_blocks(read(document), "python")
 ]
-FEATURE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
-SETUP, *_ = find_blocks(read("README.md").partition("## Features")[2], "python")
-FEATURES = FEATURE.findall(read("README.md").partition("## Features")[2])
+FEATURE = re.compile(r"^\| (?:[^|]*\| )?([^|]+) \| `([^`]+)` \|$", re.MULTILINE)
+SETUP, *_ = find_blocks(read("docs/masks.md"), "python")
+FEATURES = FEATURE.findall(read("docs/masks.md"))
 COMMANDS = [
     pytest.param(arguments, id=f"{document}: fastattn {' '.join(arguments)}")
     for document in DOCUMENTS
@@ -95,7 +110,7 @@ for folder in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def run_as_a_program() -> Iterator[Callable[[Path, str], None]]:
+def run_as_a_program() -> Iterator[Callable[..., None]]:
     # The plain path of a machine without a GPU: not the interpreter that the kernel tests run in.
     environment = os.environ | {"FASTATTN_BACKEND": "torch"}
     environment.pop("TRITON_INTERPRET", None)
@@ -108,25 +123,34 @@ def run_as_a_program() -> Iterator[Callable[[Path, str], None]]:
     )
     assert server.stdin is not None and server.stdout is not None
 
-    def run(folder: Path, code: str) -> None:
+    def run(folder: Path, code: str, document: str = "") -> None:
         (folder / "example.py").write_text(code, encoding="utf-8")
         print(folder, file=server.stdin, flush=True)
         status = server.stdout.readline().rstrip()
-        assert status == "0", f"exit status {status}: {(folder / 'stderr').read_text()}"
+        words = (folder / "stderr").read_text()
+        assert status == "0", (
+            f"{document}, at the lines of example.py, exit status {status}: {words}"
+        )
 
     yield run
     server.communicate()
 
 
-def test_the_tutorial_is_one_program(run_as_a_program, tmp_path: Path) -> None:
-    blocks = [code for _, code in find_blocks(read("docs/tutorial.md"), "python")]
-    assert len(blocks) > 10
-    run_as_a_program(tmp_path, "".join(blocks))
+@pytest.mark.parametrize("document", TUTORIALS)
+def test_a_tutorial_is_one_program(run_as_a_program, tmp_path: Path, document: str) -> None:
+    blocks = list(find_blocks(read(document), "python"))
+    assert len(blocks) > 3
+    run_as_a_program(tmp_path, at_its_lines(blocks), document)
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_python_example_runs(run_as_a_program, tmp_path, code):
-    run_as_a_program(tmp_path, code)
+@pytest.mark.parametrize(("document", "code"), EXAMPLES)
+def test_python_example_runs(run_as_a_program, tmp_path, document, code):
+    run_as_a_program(tmp_path, code, document)
+
+
+@pytest.mark.parametrize("document", ON_RANKS)
+def test_a_program_of_ranks_is_run_elsewhere(document: str) -> None:
+    assert document.split("/")[1] in read(ON_RANKS[document])
 
 
 def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
@@ -134,7 +158,7 @@ def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
     parameters = inspect.signature(attention).parameters.values()
     options = {x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY}
     hidden = {name for name in options if f"{name}=" not in shown}
-    assert hidden == {"backend", "dropout_seed", "key_padding_mask"}
+    assert hidden == {"backend", "dropout_seed"}
     run_as_a_program(tmp_path, SETUP[1] + "\n".join(line for _, line in FEATURES))
 
 
@@ -150,6 +174,15 @@ def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
 def test_a_program_that_fails_is_seen(run_as_a_program, tmp_path, code, words):
     with pytest.raises(AssertionError, match=words):
         run_as_a_program(tmp_path, code)
+
+
+def test_a_failing_block_names_its_page_and_line(run_as_a_program, tmp_path):
+    page = "# A\n\n```python\nx = 1\n```\n\n\n\n```python\ny = 2\nraise ValueError(x + y)\n```\n"
+    code = at_its_lines(list(find_blocks(page, "python")))
+    with pytest.raises(
+        AssertionError, match=r"a\.md, .*(?s:.*)example\.py\", line 11.*(?s:.*)ValueError: 3"
+    ):
+        run_as_a_program(tmp_path, code, "a.md")
 
 
 def test_a_feature_that_fails_is_seen(run_as_a_program, tmp_path):
@@ -172,8 +205,7 @@ def test_documents_have_examples_and_commands():
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_commands_exist(document):
     shown = {word for words in find_commands(read(document), "make") for word in words}
-    targets = {word for word in shown if "=" not in word}
-    assert {"test"} <= targets <= make_targets()
+    assert {word for word in shown if "=" not in word} <= make_targets()
 
 
 def test_readme_shows_the_two_commands():
@@ -181,12 +213,18 @@ def test_readme_shows_the_two_commands():
     assert {"demo", "test"} <= shown
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_links_and_named_paths_exist(document):
+    """Those of the pages are checked where the site is built."""
     text = read(document)
     paths = LINK.findall(text) + re.findall(r"`((?:fastattn|kernels|tests|bench)/[\w./]*)`", text)
+    paths += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     assert paths != []
     assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+
+
+def test_readme_fits_in_220_lines():
+    assert len(read("README.md").splitlines()) <= 220
 
 
 def test_contributing_fits_in_120_lines():
