@@ -7,6 +7,10 @@ A run's folder holds its checkpoints as folders `step-NNNNNNNN`:
     training.safetensors   optimizer moments and random generator states
     tokenizer.json         the tokenizer
 
+Those that several ranks write together (`fastattn.training.sharded`) have a file a rank,
+`shard-RANK-model-00001-of-00002.safetensors`, in place of the one, and another in place of the
+other. They are read here as well.
+
 A checkpoint is written and flushed under a temporary name, renamed in one step, and only then are
 older ones removed. So a folder with such a name is complete, and the highest number is the newest.
 """
@@ -22,12 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
-from . import checkpoint_folder
-from .checkpoint_folder import find_checkpoint as find_checkpoint
-from .checkpoint_folder import latest_checkpoint as latest_checkpoint
 from .extras import import_extra
-from .manifest import MANIFEST, MODEL, TOKENIZER, TRAINING, read_manifest, write_manifest
-from .manifest import CheckpointError as CheckpointError
+from .storage import folder as folders
+from .storage.folder import find_checkpoint as find_checkpoint
+from .storage.folder import latest_checkpoint as latest_checkpoint
+from .storage.manifest import (
+    MANIFEST,
+    MODEL,
+    TOKENIZER,
+    TRAINING,
+    Manifest,
+    entry_of,
+    read_manifest,
+    write_manifest,
+)
+from .storage.manifest import CheckpointError as CheckpointError
 from .tasks.kinds import KINDS, Kind
 from .tokenizers import Tokenizer, TokenizerError, from_json
 
@@ -81,7 +94,7 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: it cannot be written and flushed, such as on a full disk. Older ones are
             kept.
     """
-    return checkpoint_folder.write(Path(run_dir), checkpoint.step, lambda: _serialise(checkpoint))
+    return folders.write(Path(run_dir), checkpoint.step, lambda: _serialise(checkpoint))
 
 
 def load_checkpoint(
@@ -91,7 +104,8 @@ def load_checkpoint(
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
-        device: where the model's tensors go; the others stay on the CPU.
+        device: where the model's tensors go; the others stay on the CPU. "meta" = of tensors only
+            names, dtypes and shapes are read, and of files only the sizes are checked.
         training: read what only training needs as well, not the model and tokenizer alone.
 
     Raises:
@@ -99,18 +113,17 @@ def load_checkpoint(
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
-    names = (MODEL, TRAINING, TOKENIZER) if training else (MODEL, TOKENIZER)
-    contents = {name: manifest.read(name) for name in names}
     source = f"checkpoint {folder}"
     try:
-        tokenizer = from_json(contents[TOKENIZER].decode("utf-8"))
+        tokenizer = from_json(manifest.read(TOKENIZER).decode("utf-8"))
     except (TokenizerError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source}: {TOKENIZER}: {error}") from None
-    model = _tensors(folder / MODEL, contents[MODEL])
+    only_shapes = torch.device(device).type == "meta"
+    model = _tensors(manifest, manifest.model_files, only_shapes)
     return Checkpoint(
         step=manifest.step,
         model={name: tensor.to(device) for name, tensor in model.items()},
-        training=_tensors(folder / TRAINING, contents[TRAINING]) if training else {},
+        training=_tensors(manifest, manifest.training_files, only_shapes) if training else {},
         tokenizer=tokenizer,
         config=manifest.config,
         state=manifest.state,
@@ -118,13 +131,25 @@ def load_checkpoint(
     )
 
 
-def _tensors(path: Path, content: bytes) -> dict[str, Tensor]:
+def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[str, Tensor]:
+    """The tensors of some files of a checkpoint."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
+    if manifest.sharded or only_shapes:
+        # It is slow to import, and most checkpoints are not sharded.
+        from .storage.shards import ShardReader, read_tensors
+
+        tensors = ShardReader(manifest, names).shapes()
+        if not only_shapes:
+            tensors = {name: torch.empty_like(x, device="cpu") for name, x in tensors.items()}
+            read_tensors(manifest, names, tensors)
+        return tensors
+    (name,) = names
+    content = manifest.read(name)
     try:
         found: dict[str, Tensor] = torch_format.load(content)
     # The Rust side raises an exception of its own, the Python side what it meets.
     except Exception as error:
-        raise CheckpointError(f"{path} is corrupt: {error}") from None
+        raise CheckpointError(f"{manifest.folder / name} is corrupt: {error}") from None
     return found
 
 
@@ -258,7 +283,12 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: names or shapes differ: the checkpoint is of another configuration.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_shapes(model.state_dict(), checkpoint)
+
+
+def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """As `check_fits`, for the tensors of a model by name."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
     for name in sorted({*wanted, *found}):
         if wanted.get(name) != found.get(name):
@@ -292,7 +322,8 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
         TRAINING: torch_format.save(_plain(checkpoint.training)),
         TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
     }
-    manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, contents)
+    files = {name: entry_of(content) for name, content in contents.items()}
+    manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, files)
     return {**contents, MANIFEST: manifest}
 
 

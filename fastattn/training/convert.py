@@ -29,7 +29,7 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .extras import import_extra
-from .manifest import file_in, read_json
+from .storage.manifest import file_in, read_json
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 

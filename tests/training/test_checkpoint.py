@@ -145,7 +145,7 @@ def test_a_foreign_index_is_named(tmp_path):
     index = json.loads(path.read_text())
     for changes, message in (
         ({"format": "other"}, "is not a checkpoint of fastattn"),
-        ({"version": 2}, "has format version 2, this fastattn reads 1"),
+        ({"version": 3}, "has format version 3, this fastattn reads 1 and 2"),
         ({"step": None}, "is corrupt: it has no 'step'"),
         ({"files": {}}, "has no entry 'model.safetensors'"),
     ):

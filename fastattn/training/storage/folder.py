@@ -16,26 +16,59 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 
 def write(run_dir: Path, step: int, contents: Callable[[], Mapping[str, bytes]]) -> Path:
     """See `checkpoint.save_checkpoint`; contents: makes those of the files, by name."""
-    final = run_dir / f"step-{step:08d}"
+    final = checkpoint_path(run_dir, step)
     if final.exists():
         return final
-    temporary = run_dir / f"{_WRITING}{final.name}"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(run_dir)
-        older = _checkpoints(run_dir)
-        temporary.mkdir()
-        for name, content in contents().items():
-            _write_durably(temporary / name, content)
-        _flush_folder(temporary)
-        os.rename(temporary, final)
-        _flush_folder(run_dir)
+        begin(final)
+        publish(final, contents())
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _write_error(run_dir, final, error) from None
+        discard(final)
+        raise write_error(final, error) from None
+    return final
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return run_dir / f"step-{step:08d}"
+
+
+def writing_path(final: Path) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return final.with_name(f"{_WRITING}{final.name}")
+
+
+def begin(final: Path) -> None:
+    """Makes the folder that a checkpoint is written in, and removes what a kill has left.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(final.parent)
+    writing_path(final).mkdir()
+
+
+def publish(final: Path, contents: Mapping[str, bytes]) -> None:
+    """Adds the last files of a checkpoint, names it, and removes the older ones.
+
+    Raises:
+        OSError: it cannot be written and flushed.
+    """
+    run_dir, temporary = final.parent, writing_path(final)
+    older = _checkpoints(run_dir)
+    for name, content in contents.items():
+        _write_durably(temporary / name, content)
+    _flush_folder(temporary)
+    os.rename(temporary, final)
+    _flush_folder(run_dir)
     for folder in older:
         _remove(folder)
-    return final
+
+
+def discard(final: Path) -> None:
+    """Removes what there is of a checkpoint that cannot be written."""
+    shutil.rmtree(writing_path(final), ignore_errors=True)
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
@@ -59,8 +92,9 @@ def find_checkpoint(path: str | Path) -> Path:
     return found
 
 
-def _write_error(run_dir: Path, final: Path, error: OSError) -> CheckpointError:
-    kept, cause = latest_checkpoint(run_dir), error.strerror or error
+def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
+    """The error of a checkpoint that could not be written, with what is left; by: whom it met."""
+    kept, cause = latest_checkpoint(final.parent), f"{by}{error.strerror or error}"
     if kept == final:
         return CheckpointError(f"checkpoint {final} may not survive a power cut: {cause}")
     state = f"{kept} is kept" if kept else "there is no earlier one"

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..models.fields import check_type
+from ...models.fields import check_type
 
 MODEL, TRAINING, TOKENIZER = "model.safetensors", "training.safetensors", "tokenizer.json"
 MANIFEST = "checkpoint.json"
-_FORMAT, _VERSION = "fastattn-checkpoint", 1
+# Version 2 has shards in place of MODEL and TRAINING.
+_FORMAT, _VERSION, _SHARDED_VERSION = "fastattn-checkpoint", 1, 2
+# As torch.distributed.checkpoint names the files of rank 0, 1, ... with 1 the model's tensors and 2
+# the others.
+_SHARD = re.compile(r"shard-(\d{5,})-model-0000([12])-of-00002\.safetensors")
 
 _FIELDS: Mapping[str, Any] = {"step": int, "config": Mapping, "state": Mapping, "files": Mapping}
 _CONFIG: Mapping[str, Any] = {"kind": str, "model": Mapping, "training": Mapping, "data": Mapping}
@@ -54,6 +58,43 @@ class Manifest:
     state: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
 
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks have written it."""
+        return MODEL not in self.files
+
+    @property
+    def model_files(self) -> list[str]:
+        """Names of the files with the model's tensors."""
+        return self._shards("1") if self.sharded else [MODEL]
+
+    @property
+    def training_files(self) -> list[str]:
+        """Names of the files with the other tensors."""
+        return self._shards("2") if self.sharded else [TRAINING]
+
+    def _shards(self, number: str) -> list[str]:
+        found = {name: _SHARD.fullmatch(name) for name in self.files}
+        return sorted(name for name, match in found.items() if match and match[2] == number)
+
+    def check(self, name: str, *, content: bool = True) -> None:
+        """A file is the one that the manifest describes, judged without holding it in memory.
+
+        Args:
+            name: of the file.
+            content: compare the digest as well, not the size alone.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        path, entry = file_in(self.folder, name), self.files[name]
+        try:
+            size = path.stat().st_size
+            digest = _digest(path) if content and size == entry["bytes"] else entry["sha256"]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        self._compare(path, entry, size, digest)
+
     def read(self, name: str) -> bytes:
         """A file's content.
 
@@ -62,14 +103,18 @@ class Manifest:
         """
         path, entry = file_in(self.folder, name), self.files[name]
         content = read_bytes(path)
-        if len(content) != entry["bytes"]:
+        self._compare(path, entry, len(content), hashlib.sha256(content).hexdigest())
+        return content
+
+    @staticmethod
+    def _compare(path: Path, entry: Mapping[str, Any], size: int, digest: str) -> None:
+        if size != entry["bytes"]:
             raise CheckpointError(
-                f"{path} is truncated or changed: it has {len(content)} bytes, "
+                f"{path} is truncated or changed: it has {size} bytes, "
                 f"its checkpoint was written with {entry['bytes']}"
             )
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        if digest != entry["sha256"]:
             raise CheckpointError(f"{path} is corrupt: its SHA-256 differs from the index's")
-        return content
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -85,9 +130,10 @@ def read_manifest(folder: Path) -> Manifest:
         found = fields.get("format")
         raise CheckpointError(f"{path} is not a checkpoint of fastattn: its format is {found!r}")
     version = fields.get("version")
-    if version != _VERSION or isinstance(version, bool):
+    if version not in (_VERSION, _SHARDED_VERSION) or isinstance(version, bool):
         raise CheckpointError(
-            f"checkpoint {folder} has format version {version!r}, this fastattn reads {_VERSION}"
+            f"checkpoint {folder} has format version {version!r}, this fastattn reads {_VERSION} "
+            f"and {_SHARDED_VERSION}"
         )
     if missing := [key for key in _FIELDS if key not in fields]:
         raise CheckpointError(f"{path} is corrupt: it has no {missing[0]!r}")
@@ -95,22 +141,51 @@ def read_manifest(folder: Path) -> Manifest:
         _check_fields(fields)
     except ValueError as error:
         raise CheckpointError(f"{path} is corrupt: {error}") from None
-    if missing := [name for name in (MODEL, TRAINING, TOKENIZER) if name not in fields["files"]]:
+    files = fields["files"]
+    wanted = [MODEL, TRAINING, TOKENIZER] if version == _VERSION else [TOKENIZER]
+    if missing := [name for name in wanted if name not in files]:
         raise CheckpointError(f"{path} is corrupt: files has no entry {missing[0]!r}")
+    for name in files:
+        if name not in wanted and (version == _VERSION or not _SHARD.fullmatch(name)):
+            raise CheckpointError(
+                f"{path} is corrupt: files names {name!r}, which is no file of a checkpoint"
+            )
     return Manifest(folder, *(fields[name] for name in _FIELDS))
 
 
 def write_manifest(
-    step: int, config: Mapping[str, Any], state: Mapping[str, Any], contents: Mapping[str, bytes]
+    step: int,
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
-    """The manifest of a checkpoint with files of these contents."""
-    files = {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
+    """The manifest of a checkpoint with these files, by `entry_of` or `entry_of_file`."""
+    version = _VERSION if MODEL in files else _SHARDED_VERSION
     values: tuple[Any, ...] = (step, config, state, files)
-    fields = {"format": _FORMAT, "version": _VERSION, **dict(zip(_FIELDS, values, strict=True))}
+    fields = {"format": _FORMAT, "version": version, **dict(zip(_FIELDS, values, strict=True))}
     return json.dumps(fields, indent=2).encode("utf-8")
+
+
+def entry_of(content: bytes) -> dict[str, Any]:
+    """What a manifest says of a file with this content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def entry_of_file(path: Path) -> dict[str, Any]:
+    """As `entry_of`, of a file that may be too large for memory.
+
+    Raises:
+        OSError: it is unreadable.
+    """
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -180,8 +255,6 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     _check_types("state.", state, _STATE)
     _check_at_least_0("state.loss_count", state.get("loss_count", 0))
     for name, entry in files.items():
-        if name not in (MODEL, TRAINING, TOKENIZER):
-            raise ValueError(f"files names {name!r}, which is no file of a checkpoint")
         check_type(f"files.{name}", entry, Mapping)
         for key, kind in _ENTRY.items():
             check_type(f"files.{name}.{key}", entry.get(key), kind)

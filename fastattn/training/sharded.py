@@ -1,0 +1,279 @@
+"""Checkpoints of a model that several ranks hold: written by all of them, read at any other split.
+
+A trainer keeps one writer for a run, and gives it what it would give `save_checkpoint`:
+
+    writer = ShardedWriter(out_dir, background=True)
+    ...
+    training = {**optimizer_tensors(model, optimizer), "random.cpu": torch.get_rng_state()}
+    writer.save(Checkpoint(step, model_tensors(model), training, tokenizer, config, state))
+    ...
+    writer.wait()  # at the end: an error of the last save is raised here
+
+and goes on, with as many ranks and such a split as it likes, by
+
+    path = latest_checkpoint(out_dir)
+    shapes = load_checkpoint(path, device="meta")  # configuration and tokenizer, to build the model
+    checkpoint = restore_sharded(path, model, optimizer)
+    torch.set_rng_state(checkpoint.training["random.cpu"])
+
+Either kind of checkpoint is read by `load_checkpoint`, in one process, and by `restore_sharded`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    check_shapes,
+    find_checkpoint,
+    load_checkpoint,
+)
+from .storage import folder as folders
+from .storage.manifest import MANIFEST, TOKENIZER, entry_of, read_manifest, write_manifest
+from .storage.shards import ShardWriter, agree, read_tensors
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_OPTIMIZER, _STATE = "optimizer.", "state."
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors under the names of the plain model; what is sharded is a DTensor."""
+    return cast(dict[str, Tensor], get_model_state_dict(model))
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """An optimizer's state: `optimizer.<parameter>.<step | exp_avg | exp_avg_sq>`, for AdamW.
+
+    There is none before its first step. Learning rates and the like are no state but configuration.
+    """
+    if not optimizer.state:
+        return {}
+    return {_OPTIMIZER + name.removeprefix(_STATE): x for name, x in _state(model, optimizer)}
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    found = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    return [(name, cast(Tensor, x)) for name, x in found.items() if name.startswith(_STATE)]
+
+
+class ShardedWriter:
+    """Writes a run's checkpoints, each rank its own part, so that a kill leaves a whole one.
+
+    A checkpoint is written and flushed under a temporary name; when all ranks have done so the
+    first one renames it, and then removes older ones. So whatever ranks die at whatever moment, the
+    newest folder `step-NNNNNNNN` is complete, as `save_checkpoint` leaves it.
+
+    All ranks of the group make a writer and call it, at the same steps. The folder is on storage
+    that all of them see.
+
+    Args:
+        run_dir: the run's folder.
+        group: a gloo group of the ranks that hold the model, for the writer alone, as a thread's
+            messages may not mix with those of training; None = a new one of all ranks.
+        background: `save` copies the tensors to the CPU and returns, and a thread writes them. The
+            next `save` waits for it.
+
+    Raises:
+        ValueError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        background: bool = False,
+    ) -> None:
+        _group_or_all("ShardedWriter", group)
+        self._run_dir, self._background = Path(run_dir), background
+        self._group = dist.new_group(backend="gloo") if group is None else group
+        self._pending: tuple[Path, Future[Any]] | None = None
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Writes a checkpoint; nothing is done if there is one of this step already.
+
+        Args:
+            checkpoint: the same on every rank, but for the parts of tensors that each holds. A
+                tensor that is no DTensor is alike everywhere, and one rank writes it.
+
+        Returns:
+            The checkpoint's folder; with `background` it is there after the next call of `wait`.
+
+        Raises:
+            CheckpointError: this checkpoint, or with `background` the one before, cannot be
+                written and flushed, such as on a full disk. Older ones are kept, and all ranks
+                raise it.
+            ValueError: a tensor of the model and another one have the same name.
+        """
+        self.wait()
+        final = folders.checkpoint_path(self._run_dir, checkpoint.step)
+        if _first(final.exists(), self._group):
+            return final
+        if both := checkpoint.model.keys() & checkpoint.training.keys():
+            raise ValueError(f"model and training must differ in names, both have {min(both)!r}")
+        tensors = _apart({**checkpoint.model, **checkpoint.training})
+        files = dict.fromkeys(checkpoint.model, 1) | dict.fromkeys(checkpoint.training, 2)
+
+        def last(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+            tokenizer = checkpoint.tokenizer.to_json().encode("utf-8")
+            entries = {**shards, TOKENIZER: entry_of(tokenizer)}
+            manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, entries)
+            return {TOKENIZER: tokenizer, MANIFEST: manifest}
+
+        writer = ShardWriter(final, files, last)
+        if self._background:
+            found = state_dict_saver.async_save(
+                tensors, storage_writer=writer, process_group=self._group
+            )
+            self._pending = final, found if isinstance(found, Future) else found.upload_completion
+            return final
+        try:
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            raise self._failed(final, error) from None
+        return final
+
+    def wait(self) -> None:
+        """Waits for a checkpoint that is being written in the background.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        if self._pending is None:
+            return
+        (final, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise self._failed(final, error) from None
+
+    def _failed(self, final: Path, error: CheckpointException) -> CheckpointError:
+        if dist.get_rank(self._group) == 0:
+            folders.discard(final)
+        dist.barrier(self._group)
+        rank, (cause, _) = min(error.failures.items())
+        if not isinstance(cause, OSError):
+            raise cause
+        return folders.write_error(final, cause, by=f"rank {rank}: ")
+
+
+def restore_sharded(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Checkpoint:
+    """Reads a checkpoint of either kind into a model and an optimizer that ranks hold in any split.
+
+    All ranks of the group call it; each reads its own part.
+
+    Args:
+        path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
+        model: the plain model, or one of sharded parameters.
+        optimizer: of the model's parameters; None = the model alone is wanted.
+        group: of the ranks that hold the model; None = all.
+
+    Returns:
+        The checkpoint, without the model's tensors and the optimizer's.
+
+    Raises:
+        CheckpointError: as `load_checkpoint` and `check_fits`, before anything is changed. All
+            ranks raise it.
+        ValueError: there is no process group.
+    """
+    group = _group_or_all("restore_sharded", group)
+    model_part = model_tensors(model)
+    found: list[Checkpoint] = []
+
+    def look() -> None:
+        found.append(load_checkpoint(path, device="meta"))
+        check_shapes(model_part, found[0])
+
+    agree(look, group)
+    (checkpoint,) = found
+    saved = {name for name in checkpoint.training if name.startswith(_OPTIMIZER)}
+    state: dict[str, Any] = {}
+    if optimizer is not None and saved:
+        state = _state_like(checkpoint, saved, model, optimizer)
+    others = {
+        name: torch.empty_like(x, device="cpu")
+        for name, x in checkpoint.training.items()
+        if name not in saved
+    }
+    manifest = read_manifest(find_checkpoint(path))
+    named = {_OPTIMIZER + name.removeprefix(_STATE): x for name, x in state.items()}
+    tensors = {**model_part, **named, **others}
+    read_tensors(manifest, manifest.model_files + manifest.training_files, tensors, group)
+    set_model_state_dict(model, dict(model_part))
+    if optimizer is not None and state:
+        whole = get_optimizer_state_dict(model, optimizer, options=_OPTIONS) | state
+        set_optimizer_state_dict(model, optimizer, whole, options=_OPTIONS)
+    return dataclasses.replace(checkpoint, model={}, training=others)
+
+
+def _group_or_all(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError(f"{name} needs a process group: torch.distributed has none")
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def _state_like(
+    checkpoint: Checkpoint, saved: set[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """An optimizer's state, made if there is none yet, for that of a checkpoint to be read into."""
+    fresh = not optimizer.state
+    state = dict(_state(model, optimizer))
+    shapes = {_OPTIMIZER + name.removeprefix(_STATE): x.shape for name, x in state.items()}
+    for name in sorted({*shapes, *saved}):
+        got = tuple(checkpoint.training[name].shape) if name in saved else "none"
+        want = tuple(shapes.get(name, ())) if name in shapes else "none"
+        if got != want:
+            if fresh:
+                optimizer.state.clear()
+            raise CheckpointError(
+                f"{checkpoint.source} is of another configuration: {name} has shape {got}, the "
+                f"optimizer needs {want}"
+            )
+    return state
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each with memory of its own, as the format asks for: two names may share one."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shared = local.data_ptr() in seen and local.numel() > 0
+        found[name] = tensor.detach().clone() if shared else tensor.detach()
+        seen.add(local.data_ptr())
+    return found
+
+
+def _first(value: Any, group: dist.ProcessGroup) -> Any:
+    """The first rank's value, on all of them."""
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    return values[0]

@@ -1,0 +1,187 @@
+"""Shards: safetensors files that every rank writes its part of, by torch.distributed.checkpoint.
+
+Each rank writes two files, with its parts of the model's tensors and of the others; torch's format
+for them notes where each part belongs (`HuggingFaceStorageWriter`). There is no pickle. A plain
+safetensors file is read in the same way: each of its tensors is one part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from . import folder as folders
+from .manifest import CheckpointError, Manifest, entry_of_file, file_in
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writes a checkpoint's shards, and publishes it when all ranks have written theirs.
+
+    Args:
+        final: the checkpoint's folder.
+        files: by name of a tensor the number of its file: 1 = the model's, 2 = the others.
+        last: given what the manifest says of all shards, the contents of the files that complete
+            the checkpoint, by name. The first rank calls it.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        files: dict[str, int],
+        last: Callable[[Mapping[str, Mapping[str, Any]]], Mapping[str, bytes]],
+    ) -> None:
+        super().__init__(str(folders.writing_path(final)), files, save_distributed=True)
+        self._final, self._last = final, last
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank, before any rank writes."""
+        folders.begin(self._final)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner).wait()
+        found = [
+            # torch's own flush comes before the end of its buffer is written.
+            WriteResult(MetadataIndex(name), 0, _flushed_entry(Path(self.path) / name))
+            for name in sorted({result.storage_data.relative_path for result in written})
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(found)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, after all ranks have written."""
+        entries = {result.index.fqn: result.storage_data for rank in results for result in rank}
+        folders.publish(self._final, self._last(dict(sorted(entries.items()))))
+
+
+def _flushed_entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return entry_of_file(path)
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """Reads the tensors that some files of a checkpoint hold.
+
+    Args:
+        manifest: of the checkpoint, sharded or not.
+        names: of the files.
+    """
+
+    def __init__(self, manifest: Manifest, names: list[str]) -> None:
+        super().__init__(str(manifest.folder))
+        self._manifest = manifest
+        self._paths = [file_in(manifest.folder, name) for name in names]
+        self.fs = _Listed(self._paths)
+
+    def shapes(self) -> dict[str, Tensor]:
+        """The tensors on the meta device, by name.
+
+        Raises:
+            CheckpointError: a file is missing or of another size than the manifest says, or no
+                such file, or a part of a tensor is missing.
+        """
+        for path in self._paths:
+            self._manifest.check(path.name, content=False)
+        folder = self._manifest.folder
+        try:
+            found = self.read_metadata().state_dict_metadata
+        # The Rust side raises an exception of its own, the Python side what it meets.
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {folder} is corrupt: {error}") from None
+        shapes = {}
+        for name, entry in found.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            shapes[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if there != shapes[name].numel():
+                raise CheckpointError(
+                    f"checkpoint {folder} is incomplete: it has {there} of the "
+                    f"{shapes[name].numel()} values of {name}"
+                )
+        return shapes
+
+
+class _Listed(FileSystem):
+    """A file system of these files alone."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return list(map(str, self._paths))
+
+
+def read_tensors(
+    manifest: Manifest,
+    names: list[str],
+    tensors: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills tensors from a checkpoint whose shards may be cut in any other way.
+
+    Args:
+        manifest: of the checkpoint, sharded or not.
+        names: of the files that hold them.
+        tensors: by name; a DTensor takes its own part. They are of the checkpoint's shapes.
+        group: of the ranks that call this together; None = this process reads alone.
+
+    Raises:
+        CheckpointError: a file is not the one that the manifest describes. All ranks raise it.
+    """
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+    def check() -> None:
+        for name in names[rank::ranks]:
+            manifest.check(name)
+
+    agree(check, group)
+    reader = ShardReader(manifest, names)
+    with warnings.catch_warnings():
+        # That one process reads alone is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            raise CheckpointError(f"checkpoint {manifest.folder}: rank {rank}: {cause}") from None
+
+
+def agree(check: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Calls a check on every rank, and raises on all of them what the first one to fail raised."""
+    error = None
+    try:
+        check()
+    except CheckpointError as caught:
+        error = caught
+    if group is None:
+        found = [error]
+    else:
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, error, group)
+    for error in found:
+        if error is not None:
+            raise error

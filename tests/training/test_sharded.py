@@ -1,0 +1,445 @@
+"""Sharded checkpoints: saved at one split and read at another, whole or refused on every rank."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.testing.ranks import run_ranks
+from fastattn.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
+from fastattn.training.sharded import (
+    ShardedWriter,
+    model_tensors,
+    optimizer_tensors,
+    restore_sharded,
+)
+from fastattn.training.storage import shards
+from fastattn.training.tokenizers import CharacterTokenizer
+
+# An odd vocabulary and width: some ranks have a smaller part than others, or none.
+CONFIG = GPTConfig(vocab_size=7, context_length=6, num_layers=2, num_heads=1, embed_dim=6)
+# Degrees of (dp, fsdp, tp). Context parallelism holds parameters as dp does.
+SPLITS = {
+    "one": (1, 1, 1),
+    "dp2": (2, 1, 1),
+    "fsdp2": (1, 2, 1),
+    "tp2": (1, 1, 2),
+    "dp4": (4, 1, 1),
+    "fsdp4": (1, 4, 1),
+    "tp4": (1, 1, 4),
+    "dp2-fsdp2": (2, 2, 1),
+    "dp2-tp2": (2, 1, 2),
+    "fsdp2-tp2": (1, 2, 2),
+}
+
+
+@lru_cache
+def mesh_of(name: str) -> tuple[DeviceMesh, Any]:
+    """A split's mesh over the first ranks, and a group of them. All ranks call it."""
+    ranks = torch.arange(math.prod(SPLITS[name])).view(SPLITS[name])
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "fsdp", "tp"))
+    return mesh, dist.new_group(ranks.flatten().tolist())
+
+
+class Split:
+    """A model with its optimizer on a split's ranks."""
+
+    def __init__(self, name: str, seed: int = 0, config: GPTConfig = CONFIG) -> None:
+        mesh, self.group = mesh_of(name)
+        torch.manual_seed(seed)
+        self.model = GPT(config)
+        dp, fsdp, tp = SPLITS[name]
+        if tp > 1:
+            for block in self.model.blocks:
+                plan = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+                parallelize_module(block.mlp, mesh["tp"], plan)
+        if fsdp > 1:
+            shards = mesh["dp", "fsdp"] if dp > 1 else mesh["fsdp"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=shards)
+            fully_shard(self.model, mesh=shards)
+        # One parameter at a time: some are DTensors and some are not.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
+
+    def step(self) -> float:
+        """One step on a batch that all ranks share."""
+        tokens = torch.arange(12).view(2, 6) % 7
+        _, loss = self.model(tokens, tokens.flip(1))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        return Checkpoint(
+            step=step,
+            model=model_tensors(self.model),
+            training={
+                **optimizer_tensors(self.model, self.optimizer),
+                "random": torch.arange(5, dtype=torch.uint8),
+                "loss_sum": torch.tensor(2.5),
+            },
+            tokenizer=CharacterTokenizer("abcdefg"),
+            config={"kind": "gpt", "model": CONFIG.to_dict()},
+            state={"finished": False},
+        )
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All tensors of model and optimizer, put together."""
+        found = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        return {
+            name: (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+            for name, x in found.items()
+        }
+
+
+def world(folder: str) -> dict[str, Any]:
+    """Everything that this file asserts of a rank, in one start of four processes."""
+    found: dict[str, Any] = {}
+    for case in (matrix, background, first_step, refusals, one_file, failures):
+        found[case.__name__] = case(Path(folder) / case.__name__)
+        dist.barrier()
+    return found
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[x], second[x]) for x in first)
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def matrix(folder: Path) -> dict[str, dict[str, Any]]:
+    """For each split whether others went on from what it saved, and the losses that follow."""
+    names, splits, saved = list(SPLITS), {}, {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for name in names:
+        member = dist.get_rank() < math.prod(SPLITS[name])
+        mesh_of(name)
+        if member:
+            splits[name] = split = Split(name)
+            split.step(), split.step()
+            saved[name] = split.whole()
+            ShardedWriter(folder / name, group=split.group).save(split.checkpoint(2))
+            found[name]["next"] = True, split.step()
+    dist.barrier()
+    for i, other in enumerate(names):
+        # Every split reads what three others have saved, each time different ones.
+        for name in (names[(i + shift) % len(names)] for shift in (1, 4, 7)):
+            if other not in splits:
+                continue
+            resumed = Split(other, seed=1)
+            path = folder / name
+            read = restore_sharded(path, resumed.model, resumed.optimizer, group=resumed.group)
+            assert read.step == 2 and read.training["loss_sum"] == 2.5
+            assert torch.equal(read.training["random"], torch.arange(5, dtype=torch.uint8))
+            whole = resumed.whole()
+            equal = name not in saved or same(whole, saved[name])
+            found[name][other] = equal, resumed.step()
+    return found
+
+
+def background(folder: Path) -> dict[str, Any]:
+    """A save in the background keeps the values it was given, and its error is not lost."""
+    split, writer = Split("fsdp4"), ShardedWriter(folder, background=True)
+    split.step()
+    writer.save(split.checkpoint(1))
+    split.step()
+    wanted, stepped = split.whole(), threading.Event()
+    write = shards.ShardWriter.write_data
+
+    def late(*given: Any) -> Any:
+        assert stepped.wait(60)
+        return write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "write_data", late)
+        path = writer.save(split.checkpoint(2))
+        before = [x.name for x in folder.iterdir() if not x.name.startswith(".")]
+        split.step()
+        stepped.set()
+        writer.wait()
+    found = {"before": before, "after": [x.name for x in path.parent.iterdir()]}
+    read = Split("tp4", seed=1)
+    restore_sharded(folder, read.model, read.optimizer)
+    found["values"] = same(read.whole(), wanted)
+    dist.barrier()
+    with broken("write_data", 2):
+        writer.save(split.checkpoint(3))
+        found["later"] = message(writer.wait), message(writer.wait)
+        writer.save(split.checkpoint(4))
+        found["next save"] = message(lambda: writer.save(split.checkpoint(5)))
+    return found
+
+
+def first_step(folder: Path) -> dict[str, bool]:
+    """Before its first step an optimizer has no state, and neither saving nor reading makes one."""
+    split = Split("fsdp4")
+    ShardedWriter(folder).save(split.checkpoint(0))
+    resumed = Split("fsdp2-tp2", seed=1)
+    restore_sharded(folder, resumed.model, resumed.optimizer)
+    return {
+        "stateless": not split.optimizer.state and not resumed.optimizer.state,
+        "values": same(split.whole(), resumed.whole()),
+    }
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What is wrong with a checkpoint, as every rank says it."""
+    split = Split("fsdp4")
+    split.step()
+    path = ShardedWriter(folder).save(split.checkpoint(1))
+    found = {"names": message(lambda: ShardedWriter(folder).save(two_of_a_name(split)))}
+    wide = Split("fsdp4", config=replace(CONFIG, embed_dim=8))
+    before = wide.whole()
+    found["wide"] = message(lambda: restore_sharded(folder, wide.model, wide.optimizer))
+    found["kept"] = str(same(wide.whole(), before) and not wide.optimizer.state)
+    few = torch.optim.AdamW(list(split.model.parameters())[:-1], foreach=False)
+    found["few"] = message(lambda: restore_sharded(folder, split.model, few))
+    found["nothing"] = message(lambda: restore_sharded(folder / "none", split.model))
+    shard = path / "shard-00003-model-00002-of-00002.safetensors"
+    whole = shard.read_bytes() if dist.get_rank() == 0 else b""
+    for name, damage in DAMAGES.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage(shard)
+        dist.barrier()
+        found[name] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shard.write_bytes(whole)
+    dist.barrier()
+    found["mended"] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+    return found
+
+
+def two_of_a_name(split: Split) -> Checkpoint:
+    made = split.checkpoint(2)
+    return replace(made, training={**made.training, "norm.weight": torch.ones(2)})
+
+
+def change(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "missing": Path.unlink,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5]),
+    "changed": change,
+}
+
+
+def one_file(folder: Path) -> dict[str, bool]:
+    """A checkpoint of one file is read by ranks, and written by them."""
+    split = Split("one", seed=3)
+    split.step()
+    if dist.get_rank() == 0:
+        save_checkpoint(folder / "one", split.checkpoint(1))
+    dist.barrier()
+    resumed = Split("dp2-fsdp2", seed=1)
+    restore_sharded(folder / "one", resumed.model, resumed.optimizer)
+    ShardedWriter(folder / "four").save(load_checkpoint(folder / "one"))
+    again = Split("fsdp2-tp2", seed=1)
+    restore_sharded(folder / "four", again.model, again.optimizer)
+    model_alone = Split("tp4", seed=1)
+    restore_sharded(folder / "four", model_alone.model)
+    return {
+        "read": same(resumed.whole(), split.whole()),
+        "written": same(again.whole(), split.whole()),
+        "model alone": not model_alone.optimizer.state
+        and torch.equal(model_alone.whole()["norm.weight"], split.whole()["norm.weight"]),
+    }
+
+
+@contextmanager
+def broken(name: str, rank: int) -> Iterator[None]:
+    """One rank's disk is full when it comes to this part of a save."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(shards.ShardWriter, name, full)
+        yield
+
+
+def failures(folder: Path) -> dict[str, Any]:
+    """A full disk on one rank is told on all, and what was there before is kept."""
+    split, writer = Split("fsdp4"), ShardedWriter(folder)
+    split.step()
+    writer.save(split.checkpoint(1))
+    found: dict[str, Any] = {}
+    for name, rank in (("prepare_global_plan", 0), ("write_data", 3), ("finish", 0)):
+        with broken(name, rank):
+            told = message(lambda: writer.save(split.checkpoint(2)))
+        found[name] = told, sorted(path.name for path in folder.iterdir())
+        dist.barrier()
+    split.step()
+    writer.save(split.checkpoint(2))
+    kept = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
+    writer.save(split.checkpoint(2))
+    again = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
+    found["after"] = sorted(path.name for path in folder.iterdir()), kept == again
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(f"{__file__}:world", 4, folder=str(folder))
+
+
+def test_every_split_resumes_from_others(by_rank: list[dict[str, Any]]) -> None:
+    found = by_rank[0]["matrix"]
+    _, wanted = found["one"]["next"]
+    for name, by_split in found.items():
+        assert len(by_split) == 4
+        for other, (_, loss) in by_split.items():
+            assert math.isclose(loss, wanted, rel_tol=1e-5), (name, other)
+    for rank in by_rank:
+        for by_split in rank["matrix"].values():
+            assert all(equal for equal, _ in by_split.values())
+
+
+def test_a_background_save_keeps_what_it_was_given(by_rank: list[dict[str, Any]]) -> None:
+    for found in (rank["background"] for rank in by_rank):
+        assert found["before"] == ["step-00000001"] and found["after"] == ["step-00000002"]
+        assert found["values"]
+        told, again = found["later"]
+        assert "rank 2: No space left on device" in told and "step-00000002 is kept" in told
+        assert again == "no error"
+        assert "cannot write checkpoint" in found["next save"]
+        assert "step-00000004: rank 2: No space" in found["next save"]
+
+
+def test_a_run_is_saved_before_its_first_step(by_rank: list[dict[str, Any]]) -> None:
+    for rank in by_rank:
+        assert rank["first_step"] == {"stateless": True, "values": True}
+
+
+def test_all_ranks_refuse_what_one_cannot_read(by_rank: list[dict[str, Any]]) -> None:
+    first = by_rank[0]["refusals"]
+    assert all(rank["refusals"] == first for rank in by_rank)
+    assert first["kept"] == "True" and first["mended"] == "no error"
+    for name, part in {
+        "names": "ValueError: model and training must differ in names, both have 'norm.weight'",
+        "wide": "of another configuration: blocks.0.attention.out_proj.weight has shape (6, 6), "
+        "the model needs (8, 8)",
+        "few": "of another configuration: optimizer.norm.weight.exp_avg has shape (6,), the "
+        "optimizer needs none",
+        "nothing": "CheckpointError: there is no checkpoint in",
+        "missing": "cannot read",
+        "truncated": "shard-00003-model-00002-of-00002.safetensors is truncated or changed: it has",
+        "changed": "shard-00003-model-00002-of-00002.safetensors is corrupt: its SHA-256 differs",
+    }.items():
+        assert part in first[name], name
+
+
+def test_one_file_and_shards_are_the_same(by_rank: list[dict[str, Any]]) -> None:
+    for rank in by_rank:
+        assert rank["one_file"] == dict.fromkeys(("read", "written", "model alone"), True)
+
+
+def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -> None:
+    for found in (rank["failures"] for rank in by_rank):
+        for name, rank in (("prepare_global_plan", 0), ("write_data", 3), ("finish", 0)):
+            told, left = found[name]
+            assert f"step-00000002: rank {rank}: No space left on device; " in told
+            assert "step-00000001 is kept" in told and left == ["step-00000001"]
+        assert found["after"] == (["step-00000002"], True)
+
+
+def test_one_process_reads_what_ranks_have_written(
+    by_rank: list[dict[str, Any]], folder: Path
+) -> None:
+    """Whole, by its shapes alone, and as a model that generates."""
+    path = folder / "matrix" / "fsdp2-tp2"
+    whole, shapes = (load_checkpoint(path, device=device) for device in ("cpu", "meta"))
+    other = load_checkpoint(folder / "matrix" / "fsdp4")
+    for part in ("model", "training"):
+        mine, meta, theirs = (getattr(x, part) for x in (whole, shapes, other))
+        assert mine.keys() == meta.keys() == theirs.keys()
+        for name, x in mine.items():
+            assert meta[name].is_meta
+            assert (meta[name].shape, meta[name].dtype) == (x.shape, x.dtype)
+            torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-5)
+    model, tokenizer = load_model(path)
+    assert model.config == CONFIG and tokenizer.vocab_size == 7
+    assert all(torch.equal(x, whole.model[name]) for name, x in model.state_dict().items())
+
+
+def test_there_is_no_pickle(by_rank: list[dict[str, Any]], folder: Path) -> None:
+    path = latest_checkpoint(folder / "matrix" / "fsdp4")
+    assert path is not None
+    names = sorted(file.name for file in path.iterdir())
+    assert names[:2] == ["checkpoint.json", "shard-00001-model-00001-of-00002.safetensors"]
+    assert names[-1] == "tokenizer.json" and len(names) == 10
+    for name in names:
+        content = (path / name).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        json.loads(content if name.endswith(".json") else content[8 : 8 + length])
+
+
+def test_a_part_that_is_not_there_is_missed(
+    by_rank: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    """Also where the manifest does not name it."""
+    shutil.copytree(folder / "matrix" / "fsdp4", tmp_path / "run")
+    path = latest_checkpoint(tmp_path / "run")
+    assert path is not None
+    fields = json.loads((path / "checkpoint.json").read_text())
+    del fields["files"]["shard-00002-model-00001-of-00002.safetensors"]
+    (path / "checkpoint.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"is incomplete: it has .* values of "):
+        load_checkpoint(path, training=False)
+    fields["files"]["../x.safetensors"] = fields["files"]["tokenizer.json"]
+    (path / "checkpoint.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"names '\.\./x\.safetensors', which is no file"):
+        load_checkpoint(path, training=False)
+
+
+def test_a_process_group_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ShardedWriter needs a process group"):
+        ShardedWriter(tmp_path)
+    with pytest.raises(ValueError, match="restore_sharded needs a process group"):
+        restore_sharded(tmp_path, GPT(CONFIG))
