@@ -1,14 +1,16 @@
 """Which method serves a call of `context_attention`, and why not another one."""
 
 import os
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cost import Rates, Shape, cost
+from .hops import hops_by_positions
 from .pieces import COUNTING, Options
-from .plan import ContextPlan
+from .plan import ContextPlan, visible_keys
 from .ranks import Ranks
 
 METHODS = ("gather", "ring", "ulysses", "usp")
@@ -40,13 +42,14 @@ def explanation(
     found = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
     reasons = {name: reason for name, reason in found.items() if reason is not None}
     B, H_q, _, D = q.shape
-    shape = Shape(plan.T, H_q, k.shape[1], D, B, 0.5 if options.get("causal") else 1.0)
+    shape = Shape(plan.T, H_q, k.shape[1], D, B, _share(plan.T, options))
     rates = Rates()._replace(node=_gpus_of_a_node(ranks.size))
-    seconds = {
-        name: cost(name, shape, ranks.size, rates, ranks.degree).seconds
-        for name in METHODS
-        if name not in reasons
-    }
+    seconds = {}
+    for name in METHODS:
+        if name not in reasons:
+            around = hops_by_positions(plan, _degree(name, ranks), options)
+            of_method = shape._replace(hops=sum(around))
+            seconds[name] = cost(name, of_method, ranks.size, rates, ranks.degree).seconds
     if method == "auto":
         return MethodExplanation(
             min(seconds, key=seconds.__getitem__, default=None), reasons, seconds
@@ -77,7 +80,7 @@ def why_not(
     if (method == "usp") != two:
         wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"
         return f"it takes a mesh of {wanted}"
-    degree = {"ulysses": ranks.size, "usp": ranks.degree}.get(method, 1)
+    degree = _degree(method, ranks)
     if q.shape[1] % degree:
         return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
     for name in COUNTING:
@@ -86,6 +89,23 @@ def why_not(
         if name in options and not in_order and not plan.merged(degree).aligned:
             return f"{name} goes by positions: the plan's block must be a multiple of 128"
     return None
+
+
+def _degree(method: str, ranks: Ranks) -> int:
+    """How many ranks share out the heads."""
+    return {"ulysses": ranks.size, "usp": ranks.degree}.get(method, 1)
+
+
+def _share(T: int, options: Options) -> float:
+    """Of all pairs, those that causal order and window leave; others are beside the model."""
+    if options.get("stride") is not None:
+        return 0.5 if options.get("causal") else 1.0
+    return _share_of_window(T, options.get("causal", False), options.get("window"))
+
+
+@lru_cache(maxsize=64)
+def _share_of_window(T: int, causal: bool, window: Any) -> float:
+    return int(visible_keys(T, causal=causal, window=window).sum()) / T**2
 
 
 def _gpus_of_a_node(ranks: int) -> int:

@@ -36,7 +36,11 @@ class Rates(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Attention of one layer to a whole sequence. share: of all pairs, those that are visible."""
+    """Attention of one layer to a whole sequence.
+
+    share: of all pairs, those that are visible. hops: how often a ring passes keys on; default, as
+    often as brings them to all.
+    """
 
     T: int
     H_q: int
@@ -44,6 +48,7 @@ class Shape(NamedTuple):
     D: int
     B: int = 1
     share: float = 0.5
+    hops: int | None = None
 
 
 class Cost(NamedTuple):
@@ -121,7 +126,8 @@ def _gather(shape: Shape, gpus: int, rates: Rates) -> Cost:
 
 def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int) -> Cost:
     """Tokens for heads among `degree` GPUs, and a ring of the groups of these."""
-    steps, inside = gpus // degree, min(degree, rates.node)
+    hops = gpus // degree - 1 if shape.hops is None else shape.hops
+    steps, inside = hops + 1, min(degree, rates.node)
     tokens = shape.B * shape.D * shape.T / gpus * STORED
     repeated = max(shape.H_k, degree)
     # q, k, v and o go once forward; do, dq, dk and dv backward.
@@ -132,12 +138,12 @@ def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int) -> Co
     passed = 2 * tokens * repeated if degree > 1 else _keys(shape, gpus)
     latency, bandwidth = _link(gpus, rates)
     compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
-    hop = latency + passed / bandwidth if steps > 1 else 0.0
+    hop = latency + passed / bandwidth if hops else 0.0
     forward = _overlapped(steps, compute, steps * hop)
     # Keys go around, and their gradients behind them.
     backward = _overlapped(steps, BACKWARD * compute, steps * hop * (1 + SUMMED / STORED))
-    around = passed * (steps - 1)
-    held = 2 * passed * (steps > 1) + tokens * (2 * shape.H_q + 2 * repeated) * (degree > 1)
+    around = passed * hops
+    held = 2 * passed * (hops > 0) + tokens * (2 * shape.H_q + 2 * repeated) * (degree > 1)
     sent = exchanged + around * (2 + SUMMED / STORED)
     return Cost(exchange + forward + backward, sent, held)
 

@@ -43,6 +43,9 @@ def examples(T: int) -> dict[str, dict[str, Any]]:
     found["no-option"] = {}
     found["causal-window"] = {"causal": True, "window": 33}
     found["packed"] = {"causal": True, "documents": documents}
+    found["near"] = {"causal": True, "window": 20}
+    found["near-both"] = {"window": (20, 15), "sinks": draw(H_q), "relative_bias": draw(H_q, 41)}
+    found["near-documents"] = {"documents": documents // 2}
     found["all"] = {
         "causal": True,
         "window": 60,
@@ -66,6 +69,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "one-token": {"T_q": 1},
     "wide-values": {"D_v": 24},
 }
+IN_STRETCHES = ("near", "near-both", "near-documents")  # one of each rank: rings that end early
 SCATTERED = ("all", "packed", "one-row")  # with plans of many short runs
 IN_BOTH = ("causal", "causal-window", "packed", "sinks", "bias", "alibi", "softcap", "all")
 IN_BOTH += ("relative-bias",)
@@ -84,7 +88,7 @@ MODS = ("mask-mod", "score-mod", "dropout", "heads")
 
 def named_calls(ranks: int) -> list[tuple[str, str, str]]:
     """(example, method, dtype) of the calls that a world makes."""
-    every = [name for name in examples(T) if name not in MODS]
+    every = [name for name in examples(T) if name not in (*MODS, *IN_STRETCHES)]
     names = every if ranks == 2 else list(IN_BOTH)
     methods = {name: METHODS if name in IN_BOTH else METHODS[:3] for name in names}
     calls = [(name, method, "fp32") for name in names for method in methods[name]]
@@ -95,6 +99,7 @@ def named_calls(ranks: int) -> list[tuple[str, str, str]]:
     far = [name for name in BY_POSITIONS if name != "far-all"] if ranks == 2 else ["far-heads"]
     methods_of_far = METHODS[:2] if ranks == 2 else METHODS
     calls += [(name, method, "fp32") for name in far for method in methods_of_far]
+    calls += [(name, "ring", "fp32") for name in IN_STRETCHES if ranks == 4]
     return calls + [(name, method, "fp32") for name in SIZES for method in METHODS]
 
 
@@ -142,6 +147,7 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
         (q, k, v), options = inputs_of(name, DTYPES[dtype])
         far = name in BY_POSITIONS
         balance = "longest_first" if far or name in SCATTERED else "zigzag"
+        balance = "contiguous" if name in IN_STRETCHES else balance
         block = 128 if far else 8
         plan = ContextPlan.make(q.shape[2], ranks, causal=True, block=block, balance=balance)
         attend = spread(method, plan, square if method == "usp" else flat)

@@ -40,6 +40,15 @@ def test_a_ring_that_leaves_the_node_waits_for_its_slowest_link():
     assert cost("ring", LLAMA, 16, faster).seconds < seconds[8]
 
 
+def test_a_ring_that_ends_early_sends_less():
+    keys = 2 * 8 * 128 * 32768 / 16 * 2
+    near = cost("ring", LLAMA._replace(hops=2), 16, Rates())
+    assert near.sent == keys * 2 * 4
+    assert near.seconds < cost("ring", LLAMA, 16, Rates()).seconds
+    alone = cost("ring", LLAMA._replace(hops=0), 16, Rates())
+    assert alone == (pytest.approx(ideal_seconds(LLAMA, 16, Rates())), 0, 0)
+
+
 def test_methods_that_cannot_share_out_heads_are_left_out():
     assert serves("ulysses", LLAMA, 32, Rates()) and not serves("ulysses", LLAMA, 64, Rates())
     assert serves("usp", LLAMA, 1024, Rates()) and not serves("usp", LLAMA, 12, Rates())
