@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .model_config import TextConfig, check_positive_int
-from .stack import TokenStack, check_targets, check_tokens, token_loss
+from .stack import (
+    TokenStack,
+    check_targets,
+    check_tokens,
+    token_logits,
+    token_loss,
+    whole_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,15 @@ class MaskedLM(nn.Module):
         check_targets(targets, "tokens", tokens)
         weight = self.encoder.token_embedding.weight if self.head is None else self.head.weight
         hidden = self.encoder(tokens, key_lengths=key_lengths)
-        logits = F.linear(hidden, weight, self.head_bias)
+        logits = token_logits(hidden, weight, self.head_bias)
         return _scored(logits, targets, self.config.label_smoothing if self.training else 0.0)
 
 
 def _scored(
     logits: Tensor, targets: Tensor | None, smoothing: float
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return logits if targets is None else (logits, token_loss(logits, targets, smoothing))
+    return (
+        whole_logits(logits)
+        if targets is None
+        else (logits, token_loss(logits, targets, smoothing))
+    )

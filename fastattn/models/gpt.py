@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.paged import PagedKVCache
@@ -15,7 +14,15 @@ from ..modules.self_attention import LayerCache
 from ..quantization import Quantize
 from .model_config import TextConfig
 from .sampling import Sampling, check_finite
-from .stack import DecoderStack, check_cache, check_targets, check_tokens, token_loss
+from .stack import (
+    DecoderStack,
+    check_cache,
+    check_targets,
+    check_tokens,
+    token_logits,
+    token_loss,
+    whole_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ class GPT(DecoderStack):
 
         Returns:
             logits [B, T, V] ([B, 1, V] with last_only), or (logits, mean cross-entropy in nats)
-            when targets are given.
+            when targets are given. Where the vocabulary is sharded over ranks, these logits are a
+            DTensor and not gathered.
 
         Raises:
             ValueError: tokens or targets have another shape, T is over context_length, tokens do
@@ -125,9 +133,9 @@ class GPT(DecoderStack):
             last_only=last_only,
         )
         weight = self.token_embedding.weight if self.head is None else self.head.weight
-        logits = F.linear(x, weight)
+        logits = token_logits(x, weight)
         if targets is None:
-            return logits
+            return whole_logits(logits)
         smoothing = self.config.label_smoothing if self.training else 0.0
         return logits, token_loss(logits, targets, smoothing)
 
@@ -204,7 +212,7 @@ class GPT(DecoderStack):
         return PagedKVCache(
             num_pages,
             page_size,
-            self.config.num_kv_heads or self.config.num_heads,
+            cast(Any, self.blocks[0]).attention.num_kv_heads,
             self.config.head_dim,
             value_dim=self.config.v_head_dim,
             num_layers=len(self.blocks),

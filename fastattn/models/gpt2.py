@@ -17,9 +17,12 @@ from .fields import check_type
 from .gpt import GPTConfig
 
 _OUTSIDE = {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm"}
+# q, k and v there are rows of one parameter, and here parameters of their own.
+_QKV = "attention.qkv_proj"
+_PARTS = ("q_proj", "k_proj", "v_proj")
 _INSIDE = {
     "ln_1": "attention_norm",
-    "attn.c_attn": "attention.qkv_proj",
+    "attn.c_attn": _QKV,
     "attn.c_proj": "attention.out_proj",
     "ln_2": "mlp_norm",
     "mlp.c_fc": "mlp.up_proj",
@@ -159,11 +162,12 @@ def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str,
     """Hugging Face's state dict from `GPT.state_dict`; layers without a bias get one of zeros."""
     found: dict[str, Tensor] = {}
     for theirs, ours in _modules(config):
-        weight = weights[f"{ours}.weight"]
+        weight = _of_module(weights, ours, "weight")
+        assert weight is not None, f"a GPT has {ours}.weight"
         linear = theirs.rpartition(".")[2].startswith("c_")
         found[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
         if theirs not in ("wte", "wpe"):
-            bias = weights.get(f"{ours}.bias")
+            bias = _of_module(weights, ours, "bias")
             found[f"transformer.{theirs}.bias"] = (
                 weight.new_zeros(weight.shape[0]) if bias is None else bias
             )
@@ -171,6 +175,24 @@ def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str,
     if not config.tie_weights:
         found[_HEAD] = weights[head]
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | None:
+    """A module's weight or bias by its name here, q, k and v together; None if it has none."""
+    parent = name.removesuffix("qkv_proj")
+    names = [f"{parent}{part}.{kind}" for part in _PARTS]
+    if name.endswith(_QKV) and names[0] in weights:
+        return torch.cat([weights[part] for part in names])
+    return weights.get(f"{name}.{kind}")
+
+
+def _by_part(name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The inverse of `_of_module`."""
+    if not name.endswith(_QKV):
+        return {f"{name}.{kind}": tensor}
+    parent = name.removesuffix("qkv_proj")
+    pieces = torch.tensor_split(tensor, len(_PARTS))
+    return {f"{parent}{part}.{kind}": x for part, x in zip(_PARTS, pieces, strict=True)}
 
 
 def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
@@ -245,7 +267,8 @@ def _renamed(
             if tensor is None:
                 raise UnsupportedModelError(f"the weights have no {theirs}.{kind}")
             turned = transposed and linear and kind == "weight"
-            found[f"{ours}.{kind}"] = tensor.t().contiguous() if turned else tensor
+            tensor = tensor.t().contiguous() if turned else tensor
+            found |= _by_part(ours, kind, tensor)
     head = left.pop(_HEAD, None)
     if not config.tie_weights:
         if head is None:

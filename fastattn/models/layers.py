@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional.attend import attention
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
+from ..modules.fused_weights import Fused, SeparateProjections
 from ..modules.options import SelfOptions, SharedOptions, table
 from ..modules.self_attention import GQAttention, LayerCache
 from .model_config import GATED, Activation, Norm, Order, TransformerConfig
@@ -66,12 +67,12 @@ def uniform_attention(
     return attention(q, v.new_zeros(B, H, T_k, 1), v, backend=backend, **masks)
 
 
-class MLP(nn.Module):
+class MLP(SeparateProjections):
     """The feed-forward part of a layer, applied to each position on its own.
 
         down_proj(act(up_proj(x)))            act: "relu", "gelu" or "gelu_tanh"
-        down_proj(act(g) * h)                 g, h = the halves of up_proj(x); act the GELU of
-                                              "geglu", the SiLU of "swiglu"
+        down_proj(act(gate_proj(x)) * up_proj(x))
+                                              act: the GELU of "geglu", the SiLU of "swiglu"
 
     Vaswani et al. 2017 (arXiv 1706.03762); GELU: Hendrycks & Gimpel 2016 (arXiv 1606.08415); with
     gates: Shazeer 2020 (arXiv 2002.05202).
@@ -85,9 +86,12 @@ class MLP(nn.Module):
         activation: one of the above.
 
     Parameters:
-        up_proj.weight: [hidden_dim, C], with a gate [2 hidden_dim, C], the gate's rows first.
+        gate_proj.weight, up_proj.weight: [hidden_dim, C], the first with a gate alone. A state dict
+            that has them as the rows of one up_proj is read too.
         down_proj.weight: [C, hidden_dim].
     """
+
+    fused_projections: ClassVar[Fused] = {"up_proj": ("gate_proj", "up_proj")}
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class MLP(nn.Module):
         self.gated = activation in GATED
         if hidden_dim is None:
             hidden_dim = 8 * embed_dim // 3 if self.gated else 4 * embed_dim
-        rows = 2 * hidden_dim if self.gated else hidden_dim
-        self.up_proj = nn.Linear(embed_dim, rows, bias=bias)
+        self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias) if self.gated else None
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias)
         self.activation = activation
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
@@ -112,11 +116,7 @@ class MLP(nn.Module):
         """Maps x [..., embed_dim] to a tensor of the same shape."""
         act = _ACTIVATIONS[self.activation]
         h = self.up_proj(x)
-        if self.gated:
-            gate, h = h.chunk(2, dim=-1)
-            h = act(gate) * h
-        else:
-            h = act(h)
+        h = act(h) if self.gate_proj is None else act(self.gate_proj(x)) * h
         return self.dropout(self.down_proj(h))
 
     def extra_repr(self) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..modules.relative import RelativeTerms
+from ..modules.sharded import local_part
 from .model_config import Table
 
 # Of tables and of u and v, as GPT-2's embeddings have it.
@@ -71,9 +72,10 @@ class LearnedPositions(nn.Embedding):
         Positions of a tensor that are past the last count as the last; those are padding.
         """
         if isinstance(first, int):
-            return self.weight[first : first + count]
+            return local_part(self.weight, summed=False)[first : first + count]
         index = first[:, None] + torch.arange(count, device=device)
-        return self(index.clamp(max=self.num_embeddings - 1))
+        index = index.clamp(max=self.num_embeddings - 1)
+        return F.embedding(index, local_part(self.weight, summed=False))
 
 
 class SinusoidalPositions(nn.Module):
@@ -111,7 +113,8 @@ class DistanceVectors(nn.Module):
         max_distance = checks.check_count("max_distance", max_distance, 1)
         if table not in ("trained", "sinusoidal"):
             raise ValueError(f"table must be 'trained' or 'sinusoidal', got {table!r}")
-        self.num_heads, self.max_distance = num_heads, max_distance
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.max_distance = max_distance
         if table == "trained":
             drawn = _INIT_STD * torch.randn(num_heads, 2 * max_distance + 1, head_dim)
             self.vectors = nn.Parameter(drawn)
@@ -123,11 +126,11 @@ class DistanceVectors(nn.Module):
     def forward(self) -> Tensor:
         """[H, 2 R + 1, D]."""
         if self.proj is None:
-            return self.vectors
-        weight, R = self.proj.weight, self.max_distance
+            return local_part(self.vectors)
+        weight, R = local_part(self.proj.weight), self.max_distance
         distances = torch.arange(-R, R + 1, device=weight.device)
         waves = sinusoids(distances, weight.shape[1]).to(weight.dtype)
-        return rearrange(F.linear(waves, weight), "r (h d) -> h r d", h=self.num_heads)
+        return rearrange(F.linear(waves, weight), "r (h d) -> h r d", d=self.head_dim)
 
 
 class _Relative(nn.Module):
@@ -182,7 +185,7 @@ class RelativeScalar(_Relative):
 
     def forward(self, q: Tensor) -> RelativeTerms:
         """The terms for queries [B, H_q, T, D]."""
-        return RelativeTerms(q, bias=self.bias, values=self._values())
+        return RelativeTerms(q, bias=local_part(self.bias), values=self._values())
 
 
 class RelativeContent(_Relative):
@@ -254,5 +257,5 @@ class RelativeTransformerXL(_Relative):
 
     def forward(self, q: Tensor) -> RelativeTerms:
         """The terms for queries [B, H_q, T, D]."""
-        u, v = (x[:, None].to(q.dtype) for x in (self.u, self.v))
+        u, v = (local_part(x)[:, None].to(q.dtype) for x in (self.u, self.v))
         return RelativeTerms(q + u, keys=self.keys(), key_query=q + v, values=self._values())

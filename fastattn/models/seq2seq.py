@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
@@ -15,7 +14,16 @@ from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
 from .layers import Block
 from .model_config import TransformerConfig, check_positive_int
-from .stack import DecoderStack, TokenStack, check_cache, check_targets, check_tokens, token_loss
+from .stack import (
+    DecoderStack,
+    TokenStack,
+    check_cache,
+    check_targets,
+    check_tokens,
+    token_logits,
+    token_loss,
+    whole_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -180,9 +188,9 @@ class Seq2Seq(nn.Module):
         """
         check_targets(targets, "inputs", inputs)
         memory = self.encode(source, source_lengths)
-        logits = self.decode(inputs, memory, key_lengths=target_lengths)
+        logits = self._scores(inputs, memory, key_lengths=target_lengths)
         if targets is None:
-            return logits
+            return whole_logits(logits)
         smoothing = self.config.label_smoothing if self.training else 0.0
         return logits, token_loss(logits, targets, smoothing)
 
@@ -232,6 +240,20 @@ class Seq2Seq(nn.Module):
             ValueError: a tensor has another shape, inputs are longer than target_length or do not
                 fit the cache, or the memory is of another batch.
         """
+        return whole_logits(
+            self._scores(inputs, memory, cache, key_lengths=key_lengths, last_only=last_only)
+        )
+
+    def _scores(
+        self,
+        inputs: Tensor,
+        memory: Memory,
+        cache: Sequence[LayerCache] | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """`decode`, whose scores stay sharded where the vocabulary is."""
         check_tokens("inputs", inputs, "target_length", self.config.target_length)
         check_cache("inputs", inputs, cache, len(self.decoder.blocks))
         if memory.batch_size != inputs.shape[0]:
@@ -247,7 +269,8 @@ class Seq2Seq(nn.Module):
             last_only=last_only,
         )
         embedding = self.decoder.token_embedding
-        return F.linear(hidden, embedding.weight if self.head is None else self.head.weight)
+        weight = embedding.weight if self.head is None else self.head.weight
+        return token_logits(hidden, weight)
 
     def new_cache(
         self,

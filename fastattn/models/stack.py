@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..cache.dense import KVCache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
+from ..modules.sharded import is_sharded
 from ..rotary import RotaryPositions
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
@@ -208,12 +209,32 @@ def token_loss(
 ) -> Tensor:
     """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100.
 
-    count: their number, where these are a part of them: the share of the mean that falls to them.
+    logits: may be those of `token_logits`.
+    count: the targets' number, where these are a part of them: the share of the mean that falls to
+        them.
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
+    if is_sharded(logits):
+        from ..modules.vocabulary import sharded_cross_entropy
+
+        return sharded_cross_entropy(cast(Any, logits), targets, smoothing, count=count)
     if count is None:
         return F.cross_entropy(logits, targets, label_smoothing=smoothing)
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum") / count
+
+
+def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Scores [B, T, V] of tokens x [B, T, C]; a DTensor sharded by V if the weight is sharded."""
+    if not is_sharded(weight):
+        return F.linear(x, weight, bias)
+    from ..modules.vocabulary import sharded_linear
+
+    return sharded_linear(x, cast(Any, weight), cast(Any, bias))
+
+
+def whole_logits(logits: Tensor) -> Tensor:
+    """Scores of all tokens on every rank."""
+    return cast(Any, logits).full_tensor() if is_sharded(logits) else logits
 
 
 def _make_positions(

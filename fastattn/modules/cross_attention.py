@@ -1,6 +1,6 @@
 """Cross-attention as a torch module: queries from one sequence, keys and values from another."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from einops import repeat
@@ -10,8 +10,10 @@ from .. import checks
 from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention, view_of_tensors
+from .fused_weights import Fused
 from .layer import AttentionLayer
 from .options import SharedOptions, complete, shows_options
+from .sharded import local_part
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +45,7 @@ class ProjectedMemory(NamedTuple):
 class CrossGQAttention(AttentionLayer):
     """Cross-attention with grouped-query heads: tokens look at a memory.
 
-        q = q_norm(q_proj(x));  k, v = split(kv_proj(memory));  k = k_norm(k)
+        q = q_norm(q_proj(x));  k, v = k_norm(k_proj(memory)), v_proj(memory)
         out = dropout(out_proj(attention(q, k, v)))
 
     Every token sees the whole memory, but its padding (Vaswani et al. 2017, arXiv 1706.03762,
@@ -60,7 +62,8 @@ class CrossGQAttention(AttentionLayer):
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight: [H_q D, C].
-        kv_proj.weight: [H_k (D + D_v), M], the rows of k, then of v, head by head.
+        k_proj.weight, v_proj.weight: [H_k D, M] and [H_k D_v, M], rows head by head. A state dict
+            that has them as the rows of one kv_proj is read too.
         out_proj.weight: [C, H_q D_v].
         q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as in `GQAttention`.
 
@@ -79,6 +82,8 @@ class CrossGQAttention(AttentionLayer):
         True
     """
 
+    fused_projections: ClassVar[Fused] = {"kv_proj": ("k_proj", "v_proj")}
+
     @shows_options(SharedOptions)
     def __init__(
         self,
@@ -94,11 +99,11 @@ class CrossGQAttention(AttentionLayer):
         if memory_dim is not None:
             memory_dim = checks.check_count("memory_dim", memory_dim, 1)
         self.memory_dim = embed_dim if memory_dim is None else memory_dim
-        keys_values = self.num_kv_heads * (self.head_dim + self.v_head_dim)
         factory = {name: chosen[name] for name in ("device", "dtype")}
         factory["bias"] = chosen["qkv_bias"]
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, **factory)
-        self.kv_proj = nn.Linear(self.memory_dim, keys_values, **factory)
+        self.k_proj = nn.Linear(self.memory_dim, self.num_kv_heads * self.head_dim, **factory)
+        self.v_proj = nn.Linear(self.memory_dim, self.num_kv_heads * self.v_head_dim, **factory)
         self.add_output_parameters(chosen)
 
     def project_memory(
@@ -122,7 +127,8 @@ class CrossGQAttention(AttentionLayer):
             raise ValueError(
                 f"memory must have shape [B, S, {self.memory_dim}], got {tuple(memory.shape)}"
             )
-        k, v = self.split_keys_values(self.kv_proj(memory), self.num_kv_heads)
+        k = self.split_heads(self.k_proj(memory))
+        v = self.split_heads(self.v_proj(memory), self.v_head_dim)
         if self.qk_norm:
             k = self.k_norm(k)
         if not torch.is_grad_enabled():
@@ -167,18 +173,18 @@ class CrossGQAttention(AttentionLayer):
         q, backend = self.project_queries(x), self.backend
         masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}
         if self.scoring == "additive":
-            out = additive_attention(q, k, v, self.score_vector, backend=backend, **masks)
+            u = local_part(self.score_vector)
+            out = additive_attention(q, k, v, u, backend=backend, **masks)
             return self.project_output(out)
-        # An int where there is none: torch.compile would make a float dynamic.
-        dropout = self.attention_dropout if self.training else 0
+        drop = self.dropout_options()
         scores = self.score_options()
-        if dropout == 0 and padding_mask is None and _decodes(q, k, v):
+        if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
             out = decode_attention(q, view, causal=False, backend=backend, **scores)
         else:
-            out = attention(q, k, v, dropout=dropout, backend=backend, **masks, **scores)
+            out = attention(q, k, v, backend=backend, **drop, **masks, **scores)
         return self.project_output(out)
 
     def project_queries(self, x: Tensor) -> Tensor:
@@ -187,7 +193,7 @@ class CrossGQAttention(AttentionLayer):
         if self.qk_norm:
             q = self.q_norm(q)
         if self.scoring == "multiplicative":
-            q = q @ self.score_weight.mT
+            q = q @ local_part(self.score_weight).mT
         return q
 
     def repr_values(self) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from .. import checks
 from ..cache.dense import KVCache
 from . import checks as module_checks
+from .fused_weights import SeparateProjections
 from .options import Scoring as Scoring
 from .options import SharedOptions, passed_as
+from .sharded import local_part
 
 _SCORE_OPTIONS = passed_as(SharedOptions, "score")
 
@@ -25,11 +27,11 @@ class HeadNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., D] to the same shape and dtype."""
-        weight = self.weight.to(x.dtype)
+        weight = local_part(self.weight).to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(SeparateProjections):
     """Heads, scores and output of a layer; a subclass projects tokens to q, k and v, and attends.
 
     Args:
@@ -68,8 +70,10 @@ class AttentionLayer(nn.Module):
         module_checks.check_scoring(options)
         checks.check_backend(options["backend"])
         self.embed_dim = embed_dim
+        # Of this rank, where heads are sharded over ranks; see `fastattn.models.tensor_parallel`.
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
+        self.first_head, self.total_heads = 0, num_heads
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         own = ("qk_norm", "scoring", "dropout", "attention_dropout", "scale", "backend")
@@ -99,24 +103,26 @@ class AttentionLayer(nn.Module):
 
     def score_options(self) -> dict[str, Any]:
         """Options of `attention` that say what the scores are."""
-        found: dict[str, Any] = {"scale": self.score_scale, "sinks": self.sinks}
+        found: dict[str, Any] = {"scale": self.score_scale, "sinks": local_part(self.sinks)}
         for name in _SCORE_OPTIONS:
             found[name] = getattr(self, name)
         return found
+
+    def dropout_options(self) -> dict[str, Any]:
+        """Options of `attention` for dropping its weights, where this call drops some.
+
+        A rank that has a part of the heads drops the weights that one process would of them.
+        """
+        # An int where there is none: torch.compile would make a float dynamic.
+        dropout = self.attention_dropout if self.training else 0
+        if dropout and self.num_heads != self.total_heads:
+            return {"dropout": dropout, "heads": (self.first_head, self.total_heads)}
+        return {"dropout": dropout}
 
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         """[B, T, H D] to [B, H, T, D]; head_dim: D, where it is not that of queries and keys."""
         # Not einops, which takes twice as long on the host: every decoded token comes through here.
         return x.view(*x.shape[:2], -1, head_dim or self.head_dim).transpose(1, 2)
-
-    def split_keys_values(self, x: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Heads of a projection: [B, num_keys, T, D], and behind them v, [B, H_k, T, D_v]."""
-        D, D_v = self.head_dim, self.v_head_dim
-        if D_v == D:  # the fewest calls
-            k, v = torch.split(self.split_heads(x), [num_keys, self.num_kv_heads], dim=1)
-            return k, v
-        k, v = torch.split(x, [num_keys * D, self.num_kv_heads * D_v], dim=-1)
-        return self.split_heads(k), self.split_heads(v, D_v)
 
     def project_output(self, out: Tensor) -> Tensor:
         """[B, H_q, T, D_v] to [B, T, C]."""

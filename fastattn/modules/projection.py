@@ -1,14 +1,16 @@
-"""Queries, keys and values of self-attention: one projection of the tokens, normalised, rotated."""
+"""Queries, keys and values of self-attention: projections of the tokens, normalised, rotated."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..rotary import RotaryPositions, RotaryStyle, apply_rotary, rotary_tables
 from .checks import LayerCache, check_rotary
+from .fused_weights import Fused
 from .layer import AttentionLayer
+from .sharded import local_part
 
 
 class SelfProjection(AttentionLayer):
@@ -19,9 +21,11 @@ class SelfProjection(AttentionLayer):
         options: all of `SelfOptions`, from `fastattn.modules.options.complete`.
 
     Parameters:
-        qkv_proj.weight: [(H_q + H_k) D + H_k D_v, C], the rows of q, then k, then v, by heads.
+        q_proj.weight, k_proj.weight, v_proj.weight: [H_q D, C], [H_k D, C] and [H_k D_v, C], rows
+            head by head.
     """
 
+    fused_projections: ClassVar[Fused] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     rotary: RotaryStyle | None
     rotary_base: float
 
@@ -40,9 +44,11 @@ class SelfProjection(AttentionLayer):
         self.rotary_positions = (
             None if self.rotary is None else RotaryPositions(self.rotary_dim, base=self.rotary_base)
         )
-        rows = (num_heads + self.num_kv_heads) * D + self.num_kv_heads * self.v_head_dim
-        factory: dict[str, Any] = {"device": options["device"], "dtype": options["dtype"]}
-        self.qkv_proj = nn.Linear(embed_dim, rows, bias=options["qkv_bias"], **factory)
+        factory: dict[str, Any] = {name: options[name] for name in ("device", "dtype")}
+        factory["bias"] = options["qkv_bias"]
+        self.q_proj = nn.Linear(embed_dim, num_heads * D, **factory)
+        self.k_proj = nn.Linear(embed_dim, self.num_kv_heads * D, **factory)
+        self.v_proj = nn.Linear(embed_dim, self.num_kv_heads * self.v_head_dim, **factory)
 
     def rotation(
         self,
@@ -62,7 +68,7 @@ class SelfProjection(AttentionLayer):
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D_v], normalised and rotated."""
-        qk, v = self.project(x)
+        q, k, v = self.project(x)
         if isinstance(tables, RotaryPositions):
             T = x.shape[1]
             if cache is None:
@@ -72,23 +78,17 @@ class SelfProjection(AttentionLayer):
                 first = cache.lengths if n is None else n
                 tables = tables.at(first, T, cache.length_bound + T, x.device)
         if tables is not None and self.rotary is not None:
-            qk = apply_rotary(qk, *tables, style=self.rotary)
-        return *self.split_queries_keys(qk), v
+            # Together: half as many operations on the host, for one copy.
+            qk = apply_rotary(torch.cat((q, k), dim=1), *tables, style=self.rotary)
+            q, k = torch.split(qk, [q.shape[1], k.shape[1]], dim=1)
+        return q, k, v
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k behind one another, [B, H_q + H_k, T, D], and v, normalised, not rotated."""
-        H_q, H_k = self.num_heads, self.num_kv_heads
-        qk, v = self.split_keys_values(self.qkv_proj(x), H_q + H_k)
-        if self.qk_norm or self.scoring == "multiplicative":
-            q, k = self.split_queries_keys(qk)
-            if self.qk_norm:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if self.scoring == "multiplicative":
-                q = q @ self.score_weight.mT
-            qk = torch.cat((q, k), dim=1)
-        return qk, v
-
-    def split_queries_keys(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads of q and of k."""
-        q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
-        return q, k
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, H_q, T, D], [B, H_k, T, D] and [B, H_k, T, D_v], normalised, not rotated."""
+        q, k = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(x))
+        v = self.split_heads(self.v_proj(x), self.v_head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.scoring == "multiplicative":
+            q = q @ local_part(self.score_weight).mT
+        return q, k, v

@@ -19,6 +19,7 @@ from .layer_cache import append_and_read, decodes, rotates
 from .options import SelfOptions, complete, passed_as, shows_options
 from .projection import SelfProjection
 from .relative import RelativeScheme, relative_terms, relative_values
+from .sharded import local_part
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -29,12 +30,11 @@ _MASK_OPTIONS = passed_as(SelfOptions, "mask")
 class GQAttention(SelfProjection):
     """Self-attention with grouped-query heads, from tokens to tokens, causal or in both directions.
 
-        q, k, v = split(qkv_proj(x));  q, k = rotary(qk_norm(q, k))
+        q, k, v = q_proj(x), k_proj(x), v_proj(x);  q, k = rotary(qk_norm(q, k))
         out = dropout(out_proj(attention(q, k, v, causal=causal)))
 
-    One fused projection makes q, k and v. H_q = num_heads query heads share H_k = num_kv_heads
-    key/value heads (Ainslie et al. 2023, arXiv 2305.13245): H_k = H_q is multi-head, H_k = 1
-    multi-query attention. What token i sees of T = 5:
+    H_q = num_heads query heads share H_k = num_kv_heads key/value heads (Ainslie et al. 2023, arXiv
+    2305.13245): H_k = H_q is multi-head, H_k = 1 multi-query attention. What token i sees of T = 5:
 
         causal              window=2           stride=2           stride=3, window=2  causal=False,
                                                                                       window=2
@@ -75,7 +75,7 @@ class GQAttention(SelfProjection):
         relative: a module of terms by relative position, such as those of
             `fastattn.models.positions`; see `fastattn.modules.relative`.
         scoring: of q and k: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q;
-            "additive", u^T tanh(q + k), of which qkv_proj holds the matrices
+            "additive", u^T tanh(q + k), of which q_proj and k_proj are the matrices
             (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
@@ -86,7 +86,8 @@ class GQAttention(SelfProjection):
         device, dtype: of the parameters.
 
     Parameters (the projections initialised as `nn.Linear` does):
-        qkv_proj.weight: [(H_q + H_k) D + H_k D_v, C], the rows of q, then k, then v, by heads.
+        q_proj.weight, k_proj.weight, v_proj.weight: [H_q D, C], [H_k D, C] and [H_k D_v, C], rows
+            head by head. A state dict that has them as the rows of one qkv_proj is read too.
         out_proj.weight: [C, H_q D_v].
         relative_bias: [buckets, H_q], from 0.
         q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: with the options that need
@@ -142,11 +143,11 @@ class GQAttention(SelfProjection):
         factory = {"device": chosen["device"], "dtype": chosen["dtype"]}
         table = None if buckets is None else torch.zeros(buckets, num_heads, **factory)
         self.relative_bias = None if table is None else nn.Parameter(table)
-        alibi, device = chosen["alibi"], self.qkv_proj.weight.device
+        alibi, device = chosen["alibi"], self.q_proj.weight.device
         slopes = alibi_slopes(num_heads, device=device) if alibi else None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         if alibi:
-            self.register_load_state_dict_post_hook(_place_slopes)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(place_slopes)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -202,10 +203,9 @@ class GQAttention(SelfProjection):
         scheme = self.relative
         if scheme is not None and scheme.has_values:
             module_checks.check_whole_rows(prefix_lengths, documents)
-        # An int where there is none: torch.compile would make a float dynamic.
-        dropout = self.attention_dropout if self.training else 0
+        drop = self.dropout_options()
         # What `decode_attention` does not serve.
-        in_order = key_padding_mask is not None or prefix_lengths is not None or dropout > 0
+        in_order = key_padding_mask is not None or prefix_lengths is not None or drop["dropout"] > 0
         in_order = in_order or self.scoring == "additive"
         in_order = in_order or (scheme is not None and (scheme.has_keys or scheme.has_values))
         if cache is not None:
@@ -231,14 +231,13 @@ class GQAttention(SelfProjection):
             "query_offset": query_offset,
         }
         if self.scoring == "additive":
-            out = additive_attention(q, k, v, self.score_vector, backend=self.backend, **masks)
+            u = local_part(self.score_vector)
+            out = additive_attention(q, k, v, u, backend=self.backend, **masks)
             return self.project_output(out)
         if terms.keys is not None:
             scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
         if terms.values is None:
-            out = attention(
-                terms.query, k, v, dropout=dropout, backend=self.backend, **masks, **scores
-            )
+            out = attention(terms.query, k, v, backend=self.backend, **drop, **masks, **scores)
             return self.project_output(out)
         out, lse = attention(
             terms.query, k, v, return_lse=True, backend=self.backend, **masks, **scores
@@ -265,8 +264,7 @@ class GQAttention(SelfProjection):
     ) -> Tensor:
         """The layer by the kernels for few queries, with rotation and append in one if possible."""
         if isinstance(tables, RotaryPositions) and rotates(cache):
-            qk, v = self.project(x)
-            q, k = self.split_queries_keys(qk)
+            q, k, v = self.project(x)
             whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
             append: Any = cache.append
             q = append(k, v, key_lengths, q=q, rotary=whole, rotary_style=self.rotary)
@@ -309,7 +307,7 @@ class GQAttention(SelfProjection):
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
         """Options of `attention` that say what scores are; bias: that of the relative scheme."""
-        table, reach = self.relative_bias, self.relative_max_distance
+        table, reach = local_part(self.relative_bias), self.relative_max_distance
         if table is not None:
             both = not self.causal
             bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
@@ -319,7 +317,7 @@ class GQAttention(SelfProjection):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        _place_slopes(self)
+        place_slopes(self)
         return self
 
 
@@ -338,10 +336,11 @@ class CausalGQAttention(GQAttention):
         super().__init__(embed_dim, num_heads, num_kv_heads, causal=True, **options)
 
 
-def _place_slopes(layer: GQAttention, _keys: object = None) -> None:
+def place_slopes(layer: GQAttention, _keys: object = None) -> None:
     """Make ALiBi's slopes anew beside the parameters, which have moved or are another dtype.
 
     The slopes stay fp32: rounded they would be others. From the meta device they come as nothing.
     """
     if layer.alibi_slopes is not None:
-        layer.alibi_slopes = alibi_slopes(layer.num_heads, device=layer.qkv_proj.weight.device)
+        slopes = alibi_slopes(layer.total_heads, device=layer.q_proj.weight.device)
+        layer.alibi_slopes = slopes.narrow(0, layer.first_head, layer.num_heads)

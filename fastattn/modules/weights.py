@@ -12,6 +12,7 @@ from .checks import checked_tables
 from .cross_attention import CrossGQAttention, ProjectedMemory
 from .relative import relative_terms
 from .self_attention import GQAttention
+from .sharded import local_part
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def self_attention_weights(
     terms = relative_terms(layer.relative, q, layer.v_head_dim)
     masks = {**layer.mask_options(), **masks}
     if layer.scoring == "additive":
-        return _additive_weights(q, k, layer.score_vector, layer.backend, masks)
+        return _additive_weights(q, k, local_part(layer.score_vector), layer.backend, masks)
     scores = layer.score_options(terms.bias)
     if terms.keys is not None:
         scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
@@ -71,7 +72,7 @@ def cross_attention_weights(
     _, _, lengths, padding_mask = memory
     masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}
     if layer.scoring == "additive":
-        return _additive_weights(q, memory.k, layer.score_vector, layer.backend, masks)
+        return _additive_weights(q, memory.k, local_part(layer.score_vector), layer.backend, masks)
     masks |= layer.score_options()
     return attention_weights(q, memory.k, backend=layer.backend, **masks)
 

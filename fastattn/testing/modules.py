@@ -101,13 +101,10 @@ def naive_layer(
     """
     B, T, _ = x.shape
     H_q, H_k, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    sizes = [H_q * D, H_k * D, H_k * layer.v_head_dim]
-    biases = (None,) * 3 if layer.qkv_proj.bias is None else torch.split(layer.qkv_proj.bias, sizes)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     q, k, v = (
-        rearrange(F.linear(x, weight, bias), "b t (h d) -> b t h d", h=heads)
-        for heads, weight, bias in zip(
-            (H_q, H_k, H_k), torch.split(layer.qkv_proj.weight, sizes), biases, strict=True
-        )
+        rearrange(F.linear(x, proj.weight, proj.bias), "b t (h d) -> b t h d", h=heads)
+        for heads, proj in zip((H_q, H_k, H_k), projections, strict=True)
     )
     step = torch.arange(T, device=x.device)
     if layer.qk_norm:

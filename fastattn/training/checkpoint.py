@@ -17,6 +17,7 @@ older ones removed. So a folder with such a name is complete, and the highest nu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
+from ..modules.fused_weights import separated
 from .extras import import_extra
 from .storage import folder as folders
 from .storage.folder import find_checkpoint as find_checkpoint
@@ -274,7 +276,7 @@ def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
         CheckpointError: as `check_fits`.
     """
     check_fits(model, checkpoint)
-    model.load_state_dict(dict(checkpoint.model))
+    model.load_state_dict(separated(model, checkpoint.model))
 
 
 def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -283,7 +285,8 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: names or shapes differ: the checkpoint is of another configuration.
     """
-    check_shapes(model.state_dict(), checkpoint)
+    found = dataclasses.replace(checkpoint, model=separated(model, checkpoint.model))
+    check_shapes(model.state_dict(), found)
 
 
 def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:

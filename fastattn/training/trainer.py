@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..modules.fused_weights import separated
 from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
 from .data.text import TextDataset
 from .distributed.gradients import by_mesh
@@ -306,7 +307,8 @@ class Trainer:
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        saved, state = checkpoint.training, checkpoint.state
+        saved = separated(self.model, checkpoint.training, "optimizer.")
+        state = checkpoint.state
         try:
             if checkpoint.step > 0:
                 for name, parameter in self.model.named_parameters():

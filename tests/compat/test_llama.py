@@ -71,12 +71,12 @@ def test_gradients_flow_through_the_caches():
     layer = make()
     x = torch.randn(B, T, C)
     in_steps(layer, x, FREQS_CIS).square().sum().backward()
-    found = layer.attention.qkv_proj.weight.grad
+    found = layer.attention.k_proj.weight.grad
     exact = make().double()
 
     def gradient(layer: LlamaAttention, x: Tensor) -> Tensor:
         out = layer(x, FREQS_CIS.to(torch.promote_types(x.dtype, torch.complex64)))[0]
-        weight = layer.attention.qkv_proj.weight
+        weight = layer.attention.k_proj.weight
         return torch.autograd.grad(out.square().sum(), weight)[0]
 
     ref = gradient(exact, x.double())

@@ -61,8 +61,11 @@ def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) 
         x = x + weights["position_embedding.weight"][:T]
     for i in range(config.num_layers):
         block = f"blocks.{i}"
-        qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv_proj")
-        q, k, v = qkv.view(B, T, -1, config.head_dim).transpose(1, 2).split([H_q, H_k, H_k], dim=1)
+        h = norm(x, f"{block}.attention_norm")
+        q, k, v = (
+            linear(h, f"{block}.attention.{name}_proj").view(B, T, heads, -1).transpose(1, 2)
+            for name, heads in (("q", H_q), ("k", H_k), ("v", H_k))
+        )
         if config.qk_norm:
             q, k = (
                 F.rms_norm(part, part.shape[-1:], weights[f"{block}.attention.{name}.weight"], 1e-6)

@@ -117,7 +117,9 @@ def test_a_config_of_before_the_options_is_what_it_was():
         for i in range(2)
         for name in (
             "attention_norm",
-            "attention.qkv_proj",
+            "attention.q_proj",
+            "attention.k_proj",
+            "attention.v_proj",
             "attention.out_proj",
             "mlp_norm",
             "mlp.up_proj",

@@ -61,7 +61,9 @@ def test_bert():
     put(ours.embedding_norm, theirs.embeddings.LayerNorm)
     for block, layer in zip(ours.blocks, theirs.encoder.layer, strict=True):
         heads, out = layer.attention.self, layer.attention.output
-        put(block.attention.qkv_proj, heads.query, heads.key, heads.value)
+        put(block.attention.q_proj, heads.query)
+        put(block.attention.k_proj, heads.key)
+        put(block.attention.v_proj, heads.value)
         put(block.attention.out_proj, out.dense)
         put(block.attention_norm, out.LayerNorm)
         put(block.mlp.up_proj, layer.intermediate.dense)
@@ -103,7 +105,9 @@ def test_bart():
     put(ours.encoder.token_embedding, theirs.model.shared)
 
     def put_attention(block: nn.Module, heads: nn.Module, norm: nn.Module) -> None:
-        put(block.attention.qkv_proj, heads.q_proj, heads.k_proj, heads.v_proj)
+        put(block.attention.q_proj, heads.q_proj)
+        put(block.attention.k_proj, heads.k_proj)
+        put(block.attention.v_proj, heads.v_proj)
         put(block.attention.out_proj, heads.out_proj)
         put(block.attention_norm, norm)
 
@@ -119,7 +123,8 @@ def test_bart():
             if block.cross is not None:
                 cross = layer.encoder_attn
                 put(block.cross.q_proj, cross.q_proj)
-                put(block.cross.kv_proj, cross.k_proj, cross.v_proj)
+                put(block.cross.k_proj, cross.k_proj)
+                put(block.cross.v_proj, cross.v_proj)
                 put(block.cross.out_proj, cross.out_proj)
                 put(block.cross_norm, layer.encoder_attn_layer_norm)
     source, inputs = torch.randint(V, (2, 9)), torch.randint(V, (2, 7))
@@ -155,11 +160,14 @@ def test_llama():
     put(ours.norm, theirs.model.norm)
     for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
         heads = layer.self_attn
-        put(block.attention.qkv_proj, heads.q_proj, heads.k_proj, heads.v_proj)
+        put(block.attention.q_proj, heads.q_proj)
+        put(block.attention.k_proj, heads.k_proj)
+        put(block.attention.v_proj, heads.v_proj)
         put(block.attention.out_proj, heads.o_proj)
         put(block.attention_norm, layer.input_layernorm)
         put(block.mlp_norm, layer.post_attention_layernorm)
-        put(block.mlp.up_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
+        put(block.mlp.gate_proj, layer.mlp.gate_proj)
+        put(block.mlp.up_proj, layer.mlp.up_proj)
         put(block.mlp.down_proj, layer.mlp.down_proj)
     tokens = torch.randint(V, (2, 12))
     assert_same(ours, theirs, lambda model: model(tokens), lambda model: model(tokens).logits)
@@ -182,7 +190,9 @@ def test_t5_bias_is_a_layer_of_ours():
     )
     theirs = randomised(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
     ours = GQAttention(C, H, causal=False, relative_bias=8, relative_max_distance=20, scale=1.0)
-    put(ours.qkv_proj, theirs.q, theirs.k, theirs.v)
+    put(ours.q_proj, theirs.q)
+    put(ours.k_proj, theirs.k)
+    put(ours.v_proj, theirs.v)
     put(ours.out_proj, theirs.o)
     ours.relative_bias.data = theirs.relative_attention_bias.weight.data.clone()
     x = torch.randn(2, 40, C)

@@ -50,10 +50,10 @@ def test_feed_forward_is_its_formula(activation):
     def naive(layer: MLP, x: Tensor) -> Tensor:
         h = layer.up_proj(x)
         act = ACTIVATIONS[activation]
-        h = act(h[..., :24]) * h[..., 24:] if gated else act(h)
+        h = act(layer.gate_proj(x)) * h if gated else act(h)
         return layer.down_proj(h)
 
-    assert layer.up_proj.weight.shape == (48 if gated else 24, C)
+    assert layer.up_proj.weight.shape == (24, C)
     with torch.no_grad():
         exact = naive(copy.deepcopy(layer).double(), x.double())
         plain = worst_naive(exact, partial(naive, layer, x))
@@ -98,9 +98,14 @@ def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
     def put(ours: nn.Module, weight: Tensor, bias: Tensor) -> None:
         ours.weight.data, ours.bias.data = weight.data.clone(), bias.data.clone()
 
+    def put_parts(ours: nn.Module, names: str, weight: Tensor, bias: Tensor) -> None:
+        parts = zip(names, weight.chunk(len(names)), bias.chunk(len(names)), strict=True)
+        for name, *part in parts:
+            put(ours.get_submodule(f"{name}_proj"), *part)
+
     def put_all(block, layer, norms):
         qkv = layer.self_attn
-        put(block.attention.qkv_proj, qkv.in_proj_weight, qkv.in_proj_bias)
+        put_parts(block.attention, "qkv", qkv.in_proj_weight, qkv.in_proj_bias)
         for ours, name in {
             "attention.out_proj": qkv.out_proj,
             "mlp.up_proj": layer.linear1,
@@ -115,8 +120,7 @@ def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
         norms = {"attention_norm": layer.norm1, "cross_norm": layer.norm2, "mlp_norm": layer.norm3}
         put_all(block, layer, norms)
         cross = layer.multihead_attn
-        put(block.cross.q_proj, cross.in_proj_weight[:C], cross.in_proj_bias[:C])
-        put(block.cross.kv_proj, cross.in_proj_weight[C:], cross.in_proj_bias[C:])
+        put_parts(block.cross, "qkv", cross.in_proj_weight, cross.in_proj_bias)
         put(block.cross.out_proj, cross.out_proj.weight, cross.out_proj.bias)
     if model.encoder.norm is not None:
         put(model.encoder.norm, theirs.encoder.norm.weight, theirs.encoder.norm.bias)

@@ -59,11 +59,9 @@ def weighed(layer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, seen: 
     return F.linear(out, layer.out_proj.weight, layer.out_proj.bias)
 
 
-def heads_of(x: Tensor, linear, *sizes: tuple[int, int]) -> list[Tensor]:
-    """Heads [B, H, T, D] for each pair (H, D) of what a projection holds one after the other."""
-    parts = linear(x).split([heads * width for heads, width in sizes], dim=-1)
-    split = [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
-    return [heads.transpose(1, 2) for heads in split]
+def heads_of(x: Tensor, linear, *size: int) -> Tensor:
+    """Heads [B, H, T, D] of a projection, size = (H, D)."""
+    return linear(x).unflatten(-1, size).transpose(1, 2)
 
 
 def normalised(x: Tensor, weight: Tensor) -> Tensor:
@@ -73,7 +71,8 @@ def normalised(x: Tensor, weight: Tensor) -> Tensor:
 def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
     """What a GQAttention without rotation computes."""
     T = x.shape[1]
-    q, k, v = heads_of(x, layer.qkv_proj, (H_q, D), (H_k, D), (H_k, layer.v_head_dim))
+    q, k = heads_of(x, layer.q_proj, H_q, D), heads_of(x, layer.k_proj, H_k, D)
+    v = heads_of(x, layer.v_proj, H_k, layer.v_head_dim)
     if layer.qk_norm:
         q, k = normalised(q, layer.q_norm.weight), normalised(k, layer.k_norm.weight)
     i, j = torch.arange(T)[:, None], torch.arange(T)
@@ -101,8 +100,8 @@ def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None)
 
 def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
     """What a CrossGQAttention computes; seen: bool [B, S]."""
-    (q,) = heads_of(x, layer.q_proj, (H_q, D))
-    k, v = heads_of(memory, layer.kv_proj, (H_k, D), (H_k, layer.v_head_dim))
+    q, k = heads_of(x, layer.q_proj, H_q, D), heads_of(memory, layer.k_proj, H_k, D)
+    v = heads_of(memory, layer.v_proj, H_k, layer.v_head_dim)
     if layer.qk_norm:
         q, k = normalised(q, layer.q_norm.weight), normalised(k, layer.k_norm.weight)
     return weighed(layer, q, k, v, 0.0, seen[:, None, None])

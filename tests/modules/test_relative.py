@@ -54,8 +54,8 @@ def for_heads(vectors: Tensor) -> Tensor:
 def naive(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
     """The formulas of `fastattn.models.positions`, with a vector for each pair of tokens."""
     B, T, _ = x.shape
-    qkv = (x @ layer.qkv_proj.weight.T).view(B, T, -1, D).transpose(1, 2)
-    q, k, v = qkv.split([H_q, H_k, H_k], dim=1)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    q, k, v = ((x @ proj.weight.T).view(B, T, -1, D).transpose(1, 2) for proj in projections)
     k, v = (heads.repeat_interleave(H_q // H_k, dim=1) for heads in (k, v))
     i, j = torch.arange(T, device=x.device)[:, None], torch.arange(T, device=x.device)
     index = (i - j).clamp(-R, R) + R
@@ -196,7 +196,7 @@ def test_values_under_autocast_keep_their_weights():
     with torch.no_grad():
         layer.relative.values.proj.weight.zero_()
     layer.relative.values.forward = lambda: torch.full((1, 2 * R + 1, D), 1000.0)
-    layer.qkv_proj.weight.data[-H_k * D :] = 0  # v = 0
+    layer.v_proj.weight.data.zero_()
     layer.out_proj.weight.data = torch.eye(C)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(torch.randn(2, 40, C))

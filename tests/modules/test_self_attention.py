@@ -98,8 +98,9 @@ def test_attention_gets_views_and_shared_heads(monkeypatch, device):
     layer(x)
     q, k, v, _ = calls.pop()
     assert [heads.shape[1] for heads in (q, k, v)] == [4, 2, 2]
-    storages = {heads.untyped_storage().data_ptr() for heads in (q, k, v)}
-    assert len(storages) == 1
+    for heads in (q, k, v):  # as they were projected
+        assert heads.untyped_storage().nbytes() == heads.nbytes
+        assert heads.transpose(1, 2).is_contiguous()
 
     # Steps of so many tokens that decode_attention is not asked.
     x = torch.randn(2, 40, WIDTH, device=device)
@@ -178,7 +179,8 @@ def test_dtype_moves_with_the_module(device):
 def test_parameters_start_as_those_of_linear_layers():
     layer = make_layer(num_heads=4, num_kv_heads=2, qkv_bias=True, out_bias=True)
     torch.manual_seed(0)
-    twins = {"qkv_proj": nn.Linear(WIDTH, 64), "out_proj": nn.Linear(WIDTH, WIDTH)}
+    rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "out_proj": WIDTH}
+    twins = {name: nn.Linear(WIDTH, count) for name, count in rows.items()}
     expected = {
         f"{name}.{part}": value
         for name, twin in twins.items()

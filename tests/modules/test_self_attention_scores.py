@@ -180,7 +180,9 @@ def test_autocast_computes_in_its_dtype(device):
 def test_state_dicts_hold_what_is_learned():
     layer = make_layer(**ALL_SCORES)
     assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == {
-        "qkv_proj.weight": (64, WIDTH),
+        "q_proj.weight": (32, WIDTH),
+        "k_proj.weight": (16, WIDTH),
+        "v_proj.weight": (16, WIDTH),
         "out_proj.weight": (WIDTH, WIDTH),
         "q_norm.weight": (8,),
         "k_norm.weight": (8,),

@@ -34,15 +34,20 @@ def test_shapes_of_the_parameters():
     """4 heads of 8 for queries, 2 for keys, 2 of 12 for values."""
     layer = GQAttention(32, **SIZES, v_head_dim=12, qkv_bias=True)
     assert shapes(layer) == {
-        "qkv_proj.weight": (4 * 8 + 2 * 8 + 2 * 12, 32),
-        "qkv_proj.bias": (4 * 8 + 2 * 8 + 2 * 12,),
+        "q_proj.weight": (4 * 8, 32),
+        "q_proj.bias": (4 * 8,),
+        "k_proj.weight": (2 * 8, 32),
+        "k_proj.bias": (2 * 8,),
+        "v_proj.weight": (2 * 12, 32),
+        "v_proj.bias": (2 * 12,),
         "out_proj.weight": (32, 4 * 12),
     }
     assert layer.new_cache(3, 5).v.shape == (3, 2, 5, 12)
     cross = CrossGQAttention(32, **SIZES, memory_dim=24, v_head_dim=4)
     assert shapes(cross) == {
         "q_proj.weight": (4 * 8, 32),
-        "kv_proj.weight": (2 * (8 + 4), 24),
+        "k_proj.weight": (2 * 8, 24),
+        "v_proj.weight": (2 * 4, 24),
         "out_proj.weight": (32, 4 * 4),
     }
     assert "head_dim=8, v_head_dim=4" in cross.extra_repr()

@@ -78,7 +78,7 @@ def test_a_self_attention_multiplies_values_by_these_weights(options):
     x, lengths = torch.randn(2, 6, 16).double(), torch.tensor([6, 4])
     weights = self_attention_weights(layer, x, key_lengths=lengths)
     assert weights.shape == (2, 2, 6, 6)
-    v = layer.split_heads(layer.qkv_proj(x))[:, -layer.num_kv_heads :]
+    v = layer.split_heads(layer.v_proj(x))
     expected = layer(x, key_lengths=lengths)
     found = values_by_weights(layer, weights, v)
     torch.testing.assert_close(found[0], expected[0])

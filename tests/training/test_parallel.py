@@ -33,9 +33,9 @@ def distributed_gradients() -> dict[str, dict[str, np.ndarray]]:
     mine = x.chunk(2)[torch.distributed.get_rank()]
     copied = gradients(nn.parallel.DistributedDataParallel(layer), mine)
     layer, _ = layer_and_batch()
-    rows = layer.qkv_proj.weight.shape[0]
+    rows = layer.q_proj.weight.shape[0]
     sharded = fully_shard(layer)
-    assert sharded.qkv_proj.weight.to_local().shape[0] == rows // 2
+    assert sharded.q_proj.weight.to_local().shape[0] == rows // 2
     split = {name: grad.full_tensor() for name, grad in gradients(sharded, mine).items()}
     return {
         how: {name: grad.numpy() for name, grad in found.items()}

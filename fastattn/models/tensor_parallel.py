@@ -1,0 +1,331 @@
+"""Tensor parallelism for our layers and models: heads, hidden units and vocabulary over ranks.
+
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, tp_plan(model))
+
+Every parameter becomes a DTensor of its own global shape, sharded by `Shard` or whole on every
+rank: FSDP2 shards it further, torch.distributed.checkpoint writes what one process would. Each rank
+computes its own heads and hidden units with plain tensors. The only exchanges are the sum
+of the ranks' outputs behind out_proj and down_proj, and that of gradients in front of the others
+(Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..modules.cross_attention import CrossGQAttention
+from ..modules.layer import AttentionLayer
+from ..modules.self_attention import GQAttention, place_slopes
+from ..modules.sharded import local_part
+from ..modules.vocabulary import enter, first_row, leave
+from .encoder import MaskedLM, Tagger
+from .gpt import GPT
+from .layers import MLP
+from .positions import DistanceVectors, LearnedPositions, RelativeScalar, RelativeTransformerXL
+from .seq2seq import Seq2Seq
+from .stack import TokenStack
+
+_MODELS = (GPT, TokenStack, Tagger, MaskedLM, Seq2Seq)
+# A layer's parameters with a dim of the query heads, and which one.
+_OF_HEADS = {"sinks": 0, "relative_bias": 1, "score_weight": 0, "score_vector": 0}
+
+
+def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
+    """What makes `parallelize_module` right for a layer or a model, on a mesh of one dimension.
+
+    Args:
+        module: a `GQAttention`, `CausalGQAttention`, `CrossGQAttention` or `MLP`; or a `GPT`,
+            `Encoder`, `Tagger`, `MaskedLM` or `Seq2Seq`, whose token embedding and scores are
+            sharded by vocabulary.
+
+    Returns:
+        The style of a layer, or the styles of a model's parts by their names.
+
+    Raises:
+        TypeError: it is another module.
+
+    `parallelize_module` then raises ValueError before it changes anything, where num_heads or
+    hidden_dim are not divisible by the number of ranks, or num_kv_heads is neither divisible by it
+    nor divides it. With fewer K/V heads than ranks, the ranks that share one compute it each.
+    """
+    sizes = _Sizes.of(module)
+    if isinstance(module, AttentionLayer):
+        return HeadParallel(sizes)
+    if isinstance(module, MLP):
+        return HiddenParallel(sizes)
+    if not isinstance(module, _MODELS):
+        raise TypeError(
+            "module must be an attention layer, an MLP or a model of fastattn, "
+            f"got {type(module).__name__}"
+        )
+    plan: dict[str, ParallelStyle] = {}
+    if isinstance(module, MaskedLM):
+        plan[""] = _OfVocabulary(sizes)
+    done: list[str] = []
+    for name, part in module.named_modules():  # each once, under its first name
+        style = _style(name, part, isinstance(module, Tagger), sizes)
+        if style is not None and not any(name.startswith(f"{above}.") for above in done):
+            plan[name] = style
+            done.append(name)
+    return plan
+
+
+def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelStyle | None:
+    """The style of a model's part, or None for one whose own parts have some."""
+    if isinstance(part, AttentionLayer):
+        return HeadParallel(sizes)
+    if isinstance(part, MLP):
+        return HiddenParallel(sizes)
+    if isinstance(part, LearnedPositions):
+        return _Whole(sizes, called=False)
+    if isinstance(part, nn.Embedding):
+        return _TokenEmbedding(sizes)
+    if isinstance(part, nn.Linear):
+        return _Whole(sizes) if tagger else _OfVocabulary(sizes)
+    return _Whole(sizes) if isinstance(part, (nn.LayerNorm, nn.RMSNorm)) else None
+
+
+class _Sizes(NamedTuple):
+    """What has to be shared out evenly, by name."""
+
+    counts: frozenset[tuple[str, int]]
+    kv_heads: frozenset[int]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Sizes:
+        layers = [x for x in module.modules() if isinstance(x, AttentionLayer)]
+        hidden = [x.down_proj.in_features for x in module.modules() if isinstance(x, MLP)]
+        counts = {("num_heads", x.num_heads) for x in layers}
+        counts |= {("hidden_dim", count) for count in hidden}
+        return _Sizes(frozenset(counts), frozenset(x.num_kv_heads for x in layers))
+
+    def check(self, mesh: DeviceMesh) -> None:
+        """Raise ValueError where ranks would not get alike parts."""
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh must have one dimension, got {mesh.ndim}: take a slice of it, such "
+                'as mesh["tp"]'
+            )
+        ranks = mesh.size()
+        for name, count in sorted(self.counts):
+            if count % ranks:
+                raise ValueError(
+                    f"{name} must be divisible by the {ranks} ranks of tensor parallelism, "
+                    f"got {count}"
+                )
+        for count in self.kv_heads:
+            if count % ranks and ranks % count:
+                raise ValueError(
+                    f"num_kv_heads must divide the {ranks} ranks of tensor parallelism, or be "
+                    f"divisible by them, got {count}"
+                )
+
+
+class _Style(ParallelStyle):
+    """A style that looks at the sizes of the whole module before it changes a part."""
+
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.sizes.check(device_mesh)
+        self.apply_to(module, device_mesh)
+        return module
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Change the module."""
+        raise NotImplementedError
+
+    def place(self, module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str) -> None:
+        """Make parameters of a module DTensors; all that it holds by itself, if none is named."""
+        for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
+            x = getattr(module, name)
+            if x is not None:
+                source = getattr(self, "src_data_rank", 0)
+                sharded = distribute_tensor(x, mesh, [placement], src_data_rank=source)
+                setattr(module, name, nn.Parameter(sharded, requires_grad=x.requires_grad))
+
+    def column(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Share out the rows of a linear layer's weight, and so its outputs."""
+        self.place(module, mesh, Shard(0))
+        module.__class__ = _Column
+
+    def row(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Share out the columns of a linear layer's weight, and so its inputs."""
+        self.place(module, mesh, Shard(1), "weight")
+        self.place(module, mesh, Replicate(), "bias")
+        module.__class__ = _Row
+        cast(Any, module).mesh = mesh
+
+
+class HeadParallel(_Style):
+    """Heads of an attention layer over ranks; from `tp_plan`."""
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        layer = cast(Any, module)
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+        H_k = layer.num_kv_heads
+        self.column(layer.q_proj, mesh)
+        for proj in (layer.k_proj, layer.v_proj):
+            if H_k % ranks == 0:
+                self.column(proj, mesh)
+            else:
+                self.shared(proj, mesh, rank * H_k // ranks, H_k)
+        self.row(layer.out_proj, mesh)
+        for name, dim in _OF_HEADS.items():
+            if hasattr(layer, name):
+                self.place(layer, mesh, Shard(dim), name)
+        if layer.qk_norm:
+            self.place(layer.q_norm, mesh, Replicate())
+            self.place(layer.k_norm, mesh, Replicate())
+        if getattr(layer, "relative", None) is not None:
+            self.relative(layer, mesh)
+        layer.num_heads //= ranks
+        layer.num_kv_heads = max(H_k // ranks, 1)
+        layer.first_head = rank * layer.num_heads
+        if isinstance(layer, GQAttention):
+            place_slopes(layer)
+        elif isinstance(layer, CrossGQAttention):
+            _enter_memory(layer, mesh)
+        module.register_forward_pre_hook(partial(_enter, mesh))
+
+    def shared(self, proj: nn.Module, mesh: DeviceMesh, head: int, heads: int) -> None:
+        """Leave a projection whole; this rank computes one of its heads."""
+        self.place(proj, mesh, Replicate())
+        size = cast(Any, proj).out_features // heads
+        proj.__class__ = _Column
+        cast(Any, proj).rows = slice(head * size, (head + 1) * size)
+
+    def relative(self, layer: AttentionLayer, mesh: DeviceMesh) -> None:
+        """The tables of a layer's relative terms: by heads, or whole where all heads share one."""
+        scheme: Any = cast(Any, layer).relative
+        if isinstance(scheme, RelativeScalar):
+            self.place(scheme, mesh, Shard(0), "bias")
+        elif isinstance(scheme, RelativeTransformerXL):
+            self.place(scheme, mesh, Shard(0), "u", "v")
+        for table in scheme.modules():
+            if isinstance(table, DistanceVectors):
+                placement = Shard(0) if table.num_heads > 1 else Replicate()
+                for owner in (table, *([table.proj] if table.proj is not None else [])):
+                    self.place(owner, mesh, placement)
+
+
+class HiddenParallel(_Style):
+    """Hidden units of an `MLP` over ranks; from `tp_plan`."""
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        mlp = cast(MLP, module)
+        for proj in (mlp.gate_proj, mlp.up_proj):
+            if proj is not None:
+                self.column(proj, mesh)
+        self.row(mlp.down_proj, mesh)
+        mlp.register_forward_pre_hook(partial(_enter, mesh))
+
+
+class _Whole(_Style):
+    """Parameters that every rank has whole, and computes the same of.
+
+    called: by its forward; else what reads them knows DTensors.
+    """
+
+    def __init__(self, sizes: _Sizes, *, called: bool = True) -> None:
+        super().__init__(sizes)
+        self.called = called
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.place(module, mesh, Replicate())
+        if self.called:
+            module.register_forward_pre_hook(partial(_as_whole, mesh))
+            module.register_forward_hook(_as_local)
+
+
+class _OfVocabulary(_Style):
+    """Parameters with a row for each token, which `stack.token_logits` reads."""
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.place(module, mesh, Shard(0))
+
+
+class _TokenEmbedding(_OfVocabulary):
+    """A token embedding sharded by vocabulary."""
+
+    def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().apply_to(module, mesh)
+        module.__class__ = _Embedding
+        cast(Any, module).mesh = mesh
+
+
+class _Column(nn.Linear):
+    """Some rows of a linear layer's weight: those of this rank, or of what it has whole `rows`."""
+
+    rows: slice | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        return F.linear(x, weight, bias)
+
+
+class _Row(nn.Linear):
+    """Some columns of a linear layer's weight, and the sum of what all ranks make of theirs."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = leave(F.linear(x, local_part(self.weight)), self.mesh)
+        return y if self.bias is None else y + local_part(self.bias, summed=False).to(y.dtype)
+
+
+class _Embedding(nn.Embedding):
+    """Some rows of an embedding's weight. torch's own style makes the gradient of all rows."""
+
+    mesh: DeviceMesh
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local_part(self.weight)
+        index = tokens - first_row(self.num_embeddings, self.mesh)
+        here = (index >= 0) & (index < weight.shape[0])
+        if not weight.shape[0]:
+            return leave(weight.new_zeros(*tokens.shape, weight.shape[1]), self.mesh)
+        x = F.embedding(torch.where(here, index, 0), weight)
+        return leave(torch.where(here[..., None], x, 0.0), self.mesh)
+
+
+def _enter(mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sum the gradient of a layer's tokens over the ranks."""
+    return (enter(args[0], mesh), *args[1:])
+
+
+def _enter_memory(layer: CrossGQAttention, mesh: DeviceMesh) -> None:
+    """Sum the gradient of a memory over the ranks, whoever projects it."""
+    project = layer.project_memory
+
+    def project_memory(memory: Tensor, *args: Any, **given: Any) -> Any:
+        return project(enter(memory, mesh), *args, **given)
+
+    setattr(layer, "project_memory", project_memory)  # noqa: B010
+
+
+def _as_whole(mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:])
+
+
+def _as_local(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    return output.to_local()

@@ -1,0 +1,107 @@
+"""Scores of a vocabulary whose rows are sharded over ranks, and their cross-entropy.
+
+As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): no rank holds the scores of
+all tokens, and three sums a token are exchanged. torch's own `loss_parallel` knows neither label
+smoothing nor a backward pass outside its context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .sharded import local_part
+
+# Targets that are left out, as for F.cross_entropy.
+_IGNORED = -100
+
+
+def enter(x: Tensor, mesh: Any) -> Tensor:
+    """x, the same on every rank of a mesh, whose gradient is the sum of what the ranks find."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(
+        grad_placements=[Partial()]
+    )
+
+
+def leave(x: Tensor, mesh: Any) -> Tensor:
+    """The sum of the ranks' x on every rank; each gets its gradient whole."""
+    whole = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return whole.redistribute(placements=[Replicate()]).to_local()
+
+
+def first_row(count: int, mesh: Any) -> int:
+    """Which of `count` rows that are sharded over a mesh is this rank's first."""
+    return min(mesh.get_local_rank() * -(-count // mesh.size()), count)  # as torch.chunk has it
+
+
+def sharded_linear(x: Tensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
+    """F.linear of x [..., C], which all ranks have, by weight [V, C] sharded by rows: [..., V]."""
+    mesh = weight.device_mesh
+    y = F.linear(enter(x, mesh), local_part(weight), None if bias is None else local_part(bias))
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride
+    )
+
+
+def sharded_cross_entropy(
+    logits: DTensor, targets: Tensor, smoothing: float = 0.0, *, count: int | None = None
+) -> Tensor:
+    """`F.cross_entropy` of logits [N, V], sharded by V, over the targets [N] that are not -100.
+
+    Args:
+        logits: from `sharded_linear`, of any floating dtype; the sums are fp32 or wider.
+        targets: int64, the same on every rank.
+        smoothing: as F.cross_entropy's label_smoothing.
+        count: what the sum is divided by; default: how many targets are not -100.
+    """
+    mesh = logits.device_mesh
+    local = logits.to_local()
+    tokens = logits.shape[-1]
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        local, targets - first_row(tokens, mesh), tokens, smoothing, mesh.get_group()
+    )
+    seen = targets != _IGNORED
+    total = torch.where(seen, losses, 0.0).sum()
+    return (total / (seen.sum() if count is None else count)).to(local.dtype)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-(1 - e) log p_t - e mean_j log p_j for each row; targets count from this rank's first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, count: int, smoothing: float, group: Any
+    ) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        rows, width = x.shape
+        highest = x.amax(-1) if width else x.new_full((rows,), float("-inf"))
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        x = x - highest[:, None]
+        here = (targets >= 0) & (targets < width)
+        at = torch.where(here, targets, 0)
+        weights = x.exp()
+        chosen = x.gather(1, at[:, None])[:, 0] if width else x.new_zeros(rows)
+        sums = torch.stack((weights.sum(-1), torch.where(here, chosen, 0.0), x.sum(-1)))
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(weights / sums[0][:, None], at, here)
+        ctx.count, ctx.smoothing = count, smoothing
+        log_sum = sums[0].log()
+        return log_sum - (1 - smoothing) * sums[1] - smoothing / count * sums[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        p, at, here = ctx.saved_tensors
+        dx = p - ctx.smoothing / ctx.count
+        if p.shape[1]:
+            share = torch.where(here, 1 - ctx.smoothing, 0.0).to(dx.dtype)
+            dx.scatter_add_(1, at[:, None], -share[:, None])
+        return dx * grad[:, None], None, None, None, None
