@@ -17,6 +17,7 @@ from .convert import add_convert
 from .generate import add_generate
 from .info import add_info
 from .inspect import add_inspect
+from .prepare import add_prepare
 from .tasks import add_tag, add_translate
 from .train import INTERRUPTED, add_train, say
 from .tune import add_tune
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="fastattn", description="Fused attention in Triton, with small transformers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_prepare(commands)
     add_train(commands)
     add_generate(commands)
     add_tag(commands)

@@ -74,6 +74,9 @@ def _add_data_options(group: Any) -> None:
     files: dict[str, Any] = {"nargs": "+", "type": os.path.abspath, "metavar": "FILE"}
     text = "UTF-8: text; for tagging CoNLL's form; for translation source TAB target a line"
     group.add_argument("--text", dest="data.text", help=text, **files)
+    text = "token files, made by fastattn prepare, in place of --text and --tokenizer; gpt"
+    data: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
+    group.add_argument("--data", dest="data.prepared", help=text, **data)
     text = "more such files to measure on (the last tenth of the others); tagging, translation"
     group.add_argument("--validation", dest="data.validation", help=text, **files)
     group.add_argument(

@@ -26,6 +26,7 @@ from .pretrained import Pretrained
 from .tasks.kinds import KINDS, Kind
 from .tasks.sources import (
     DataConfig,
+    LanguageDataConfig,
     MaskedDataConfig,
     PairDataConfig,
     PairSource,
@@ -33,6 +34,7 @@ from .tasks.sources import (
     TaggedDataConfig,
     TaggedSource,
     TextSource,
+    language_source,
 )
 from .tokenizers import from_json
 from .train_config import TrainConfig, resolve_device
@@ -46,7 +48,7 @@ _CHANGEABLE = {
 
 # How the data of each kind of model is named, and what reads it.
 _DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
-    "gpt": (DataConfig, TextSource),
+    "gpt": (LanguageDataConfig, language_source),
     "masked": (MaskedDataConfig, TextSource),
     "tagger": (TaggedDataConfig, TaggedSource),
     "seq2seq": (PairDataConfig, PairSource),
@@ -164,7 +166,11 @@ def _build(
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     check_split(ranks.split, config, _model_config(kind, fields, 1), kind)
     # Before what may take long, so that a reader at the other end of a pipe sees that it runs.
-    files = ", ".join((*data_config.text, *getattr(data_config, "validation", ())))
+    prepared = getattr(data_config, "prepared", None)
+    if prepared and "tokenizer" in options.data and checkpoint is None:
+        raise ValueError("prepared data bring their own tokenizer: name no other one")
+    named = (*data_config.text, *getattr(data_config, "validation", ()), prepared)
+    files = ", ".join(filter(None, named))
     say(f"training {kind.title} in {out_dir}, on {files or 'data of this Python installation'}")
     source = read(data_config)
     if checkpoint is None:

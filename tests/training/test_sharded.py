@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fastattn.cli.main import main
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing.ranks import run_ranks
 from fastattn.training.checkpoint import (
@@ -390,9 +391,9 @@ def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -
 
 
 def test_one_process_reads_what_ranks_have_written(
-    by_rank: list[dict[str, Any]], folder: Path
+    by_rank: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
-    """Whole, by its shapes alone, and as a model that generates."""
+    """Whole, by its shapes alone, as a model that generates, and as one file."""
     path = folder / "matrix" / "fsdp2-tp2"
     whole, shapes = (load_checkpoint(path, device=device) for device in ("cpu", "meta"))
     other = load_checkpoint(folder / "matrix" / "fsdp4")
@@ -403,6 +404,11 @@ def test_one_process_reads_what_ranks_have_written(
             assert meta[name].is_meta
             assert (meta[name].shape, meta[name].dtype) == (x.shape, x.dtype)
             torch.testing.assert_close(x, theirs[name], rtol=1e-4, atol=1e-5)
+    gather = ["gather", "--checkpoint", str(path), "--out", str(tmp_path / "one")]
+    assert main(gather) == 0 and main(gather) == 1
+    assert (tmp_path / "one" / "step-00000002" / "model.safetensors").exists()
+    one = load_checkpoint(tmp_path / "one")
+    assert same(one.model | one.training, whole.model | whole.training)
     model, tokenizer = load_model(path)
     assert model.config == CONFIG and tokenizer.vocab_size == 7
     assert all(torch.equal(x, whole.model[name]) for name, x in model.state_dict().items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ..data.prepared import PreparedText
 from ..data.tagged_text import (
     check_tags,
     read_conll,
@@ -31,6 +32,7 @@ from ..data.text_pairs import (
 from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from ..tokenizers.base import Tokenizer
 from .masking import MaskedTask
+from .prepared import PreparedTask
 from .scores import import_sacrebleu
 from .tagging import TaggingTask
 from .task import LanguageTask, Task
@@ -82,6 +84,25 @@ class DataConfig:
                 self.tokenizer, text, vocab_size=self.vocab_size, special=special
             )
         return load_tokenizer(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class LanguageDataConfig(DataConfig):
+    """As `DataConfig`.
+
+    Args:
+        prepared: a folder that `fastattn prepare` has made, in place of a text; it brings its
+            tokenizer along.
+
+    Raises:
+        ValueError: a text is named beside it.
+    """
+
+    prepared: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prepared is not None and self.text:
+            raise ValueError("prepared data are in place of a text: leave out one of the two")
 
 
 @dataclass(frozen=True)
@@ -189,6 +210,26 @@ class TextSource:
         if isinstance(self._config, MaskedDataConfig):
             return MaskedTask(dataset, tokenizer, context)
         return LanguageTask(dataset, context)
+
+
+class PreparedSource:
+    """Token files, to predict every next token of."""
+
+    def __init__(self, folder: str) -> None:
+        self._text = PreparedText.open(folder)
+        self.fingerprint = self._text.fingerprint
+        self.facts: dict[str, Any] = {}
+
+    def make_tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
+        return PreparedTask(self._text, model_config.context_length)
+
+
+def language_source(config: LanguageDataConfig) -> Source:
+    """The source of a configuration: token files or a text."""
+    return TextSource(config) if config.prepared is None else PreparedSource(config.prepared)
 
 
 class TaggedSource:

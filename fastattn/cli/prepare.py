@@ -1,0 +1,66 @@
+"""`fastattn prepare`: text files to token files, for `fastattn train --data`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_prepare(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "prepare",
+        help="make token files of texts, for training on more text than fits in memory",
+        description="Make token files of text files, for fastattn train --data. The same command "
+        "goes on where an interrupted one has ended.",
+    )
+    parser.set_defaults(command=_prepare)
+    add = parser.add_argument
+    add("--text", nargs="+", metavar="FILE", help="UTF-8 files")
+    add("--out", required=True, metavar="DIR", help="folder of the token files")
+    text = "char, bpe (default) or another of fastattn train, trained on the text's first 10 MB "
+    text += "(char: on all of it); or a tokenizer's file or folder, as there"
+    add("--tokenizer", default="bpe", metavar="NAME", help=text)
+    text = "of a tokenizer that is trained, but char (1024)"
+    add("--vocab-size", type=int, default=1024, metavar="N", help=text)
+    text = "what a document is, which attends to itself alone: a file (default), a line, or a "
+    text += "paragraph, which an empty line ends"
+    add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
+    text = "read the token files in --out, and compare their digests; without --text"
+    add("--check", action="store_true", help=text)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    if arguments.check == bool(arguments.text):
+        raise ValueError("prepare takes --text FILE ... or --check, one of the two")
+    from ..training.data.prepare import prepare
+    from ..training.data.prepared import PreparedText
+
+    if arguments.check:
+        made = PreparedText.open(arguments.out)
+        made.check()
+    else:
+        from ..training.extras import import_extra
+
+        tqdm = import_extra("tqdm", "the progress bar")
+        terminal = sys.stderr.isatty()
+        with tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True, disable=not terminal) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            made = prepare(
+                arguments.text,
+                arguments.out,
+                tokenizer=arguments.tokenizer,
+                vocab_size=arguments.vocab_size,
+                documents=arguments.documents,
+                progress=show,
+            )
+    sys.stdout.write(
+        f"{made.tokens:,} tokens of {made.documents:,} documents in {made.folder}, {made.dtype}\n"
+        f"vocabulary of {made.tokenizer.vocab_size:,}, fingerprint {made.fingerprint}\n"
+    )
+    return 0

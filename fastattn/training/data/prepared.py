@@ -1,0 +1,166 @@
+"""Token files: a text's ids on disk, read by memory map, with where its documents end.
+
+A folder that `fastattn prepare` has made holds
+
+    prepared.json     counts, and size and SHA-256 of the files below
+    tokens.bin        the ids, little-endian uint16, or uint32 for more than 65536 ids
+    documents.bin     little-endian int64: for each document how many ids end with it
+    tokenizer.json    the tokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.fields import check_type
+from ..storage.manifest import CheckpointError, entry_of_file, file_in, read_json
+from ..tokenizers import Tokenizer, from_json
+from .text import DataError
+
+TOKENS, DOCUMENTS, TOKENIZER, MANIFEST = (
+    *("tokens.bin", "documents.bin", "tokenizer.json"),
+    "prepared.json",
+)
+FORMAT, VERSION = "fastattn-prepared", 1
+# Bytes an id by dtype, and the signed dtype that torch computes with.
+DTYPES: Mapping[str, tuple[int, torch.dtype]] = {
+    "uint16": (2, torch.int16),
+    "uint32": (4, torch.int32),
+}
+DOCUMENT_BYTES = 8
+
+_FIELDS: Mapping[str, Any] = {
+    "dtype": str,
+    "tokens": int,
+    "documents": int,
+    "vocab_size": int,
+    "fingerprint": str,
+    "files": Mapping,
+}
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """A text's ids in a folder. Nothing of them is held in memory.
+
+    Args:
+        folder: it.
+        tokenizer: of the text.
+        dtype: "uint16" or "uint32".
+        tokens: N, how many ids there are.
+        documents: how many texts they are of.
+        fingerprint: of text, tokenizer and documents.
+        files: size in bytes and SHA-256 of each file.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    dtype: str
+    tokens: int
+    documents: int
+    fingerprint: str
+    files: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> PreparedText:
+        """Opens what `fastattn prepare` has made, and checks sizes and counts.
+
+        Raises:
+            DataError: it is not there, not finished, of another format, or a file is truncated.
+        """
+        folder = Path(folder)
+        if not (folder / MANIFEST).exists():
+            raise DataError(
+                f"there is no prepared text in {folder}: it has no {MANIFEST}, which fastattn "
+                "prepare writes last"
+            )
+        try:
+            fields = _read_manifest(folder)
+            text = file_in(folder, TOKENIZER).read_text(encoding="utf-8")
+            tokenizer = from_json(text, source=str(folder / TOKENIZER))
+        except (CheckpointError, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"prepared text {folder}: {error}") from None
+        if tokenizer.vocab_size != fields["vocab_size"]:
+            raise DataError(
+                f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, the text was prepared with "
+                f"{fields['vocab_size']}"
+            )
+        names = ("dtype", "tokens", "documents", "fingerprint", "files")
+        return cls(folder, tokenizer, *(fields[name] for name in names))
+
+    def check(self) -> None:
+        """Reads every file and compares its digest.
+
+        Raises:
+            DataError: one has changed since it was prepared.
+        """
+        for name, entry in self.files.items():
+            if entry_of_file(self.folder / name)["sha256"] != entry["sha256"]:
+                raise DataError(f"{self.folder / name} has changed: its SHA-256 is another one")
+
+    def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Ids at some places, of which nothing else is read.
+
+        Args:
+            starts: int64 [B], in [0, N - length].
+            length: T.
+
+        Returns:
+            ids int64 [B, T], and int32 [B, T] the number of the document that each belongs to,
+            counted from a row's first one.
+        """
+        size, signed = DTYPES[self.dtype]
+        # A map for each call: pages of one that is kept would count as this process's memory.
+        ids = _map(self.folder / TOKENS, self.tokens, signed)
+        ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
+        rows = [ids[start : start + length].long() for start in starts.tolist()]
+        tokens = torch.stack(rows) & (256**size - 1)
+        places = starts[:, None] + torch.arange(length)
+        found = torch.searchsorted(ends, places, right=True)
+        return tokens, (found - found[:, :1]).int()
+
+
+def _map(path: Path, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises DataError or CheckpointError on a manifest, or a file, that cannot be used."""
+    path = file_in(folder, MANIFEST)
+    fields = read_json(path)
+    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+        raise DataError(
+            f"{path} is not of format {FORMAT} {VERSION}: it says {fields.get('format')!r} "
+            f"{fields.get('version')!r}"
+        )
+    try:
+        for name, kind in _FIELDS.items():
+            check_type(name, fields.get(name), kind)
+        for name in (TOKENS, DOCUMENTS, TOKENIZER):
+            check_type(f"files.{name}", fields["files"].get(name), Mapping)
+            for key, kind in (("bytes", int), ("sha256", str)):
+                check_type(f"files.{name}.{key}", fields["files"][name].get(key), kind)
+    except ValueError as error:
+        raise DataError(f"{path} is corrupt: {error}") from None
+    if fields["dtype"] not in DTYPES:
+        known = " or ".join(DTYPES)
+        raise DataError(f"{path} is corrupt: dtype must be {known}, got {fields['dtype']!r}")
+    sizes = {
+        TOKENS: fields["tokens"] * DTYPES[fields["dtype"]][0],
+        DOCUMENTS: fields["documents"] * DOCUMENT_BYTES,
+        TOKENIZER: fields["files"][TOKENIZER]["bytes"],
+    }
+    for name, size in sizes.items():
+        found = file_in(folder, name).stat().st_size
+        if found != size:
+            raise DataError(
+                f"{folder / name} is truncated or changed: it has {found} bytes, "
+                f"{size} belong to it"
+            )
+    return fields

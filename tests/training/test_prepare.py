@@ -1,0 +1,375 @@
+"""Token files: what is prepared is read, in flat memory, and an interruption changes nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastattn.cli.main import main
+from fastattn.training.data import prepare as preparing
+from fastattn.training.data.prepare import SEPARATORS, prepare
+from fastattn.training.data.prepared import PreparedText
+from fastattn.training.data.text import DataError
+from fastattn.training.run import Options, train
+from fastattn.training.tasks.prepared import PreparedTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "one äö\ntwo\n\nthree\n\n\nfour €\n"
+DOCUMENTS = {
+    "file": [TEXT],
+    "line": ["one äö", "two", "three", "four €"],
+    "paragraph": ["one äö\ntwo", "three", "four €\n"],
+}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", newline="")
+    return path
+
+
+def read(text: PreparedText) -> tuple[list[int], list[int]]:
+    """All ids, and the document of each."""
+    ids, documents = text.windows(torch.tensor([0]), text.tokens)
+    return ids[0].tolist(), documents[0].tolist()
+
+
+@pytest.mark.parametrize("documents", SEPARATORS)
+@pytest.mark.parametrize("piece", [5, 7, 16, 1 << 20])
+def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
+    """However it is cut into pieces, inside characters too."""
+    monkeypatch.setattr(preparing, "PIECE_BYTES", piece)
+    files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", "b" + TEXT)]
+    found = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
+    first = DOCUMENTS[documents]
+    wanted = [*first, "b" + first[0], *first[1:]]
+    assert found.documents == len(wanted) and found.dtype == "uint16"
+    ids, numbers = read(found)
+    texts = [
+        found.tokenizer.decode([x for x, n in zip(ids, numbers, strict=True) if n == i])
+        for i in range(len(wanted))
+    ]
+    assert texts == wanted
+    found.check()
+
+
+def test_an_end_token_follows_each_document(tmp_path):
+    path = write(tmp_path / "a", "some text\nmore text\n" * 30)
+    found = prepare([path], tmp_path / "out", tokenizer="wordpiece", documents="line")
+    ids, numbers = read(found)
+    end = found.tokenizer.special_id("end")
+    assert [i for i, x in enumerate(ids) if x == end] == [
+        i for i, n in enumerate(numbers) if i + 1 == len(ids) or numbers[i + 1] != n
+    ]
+    assert found.documents == 60 == ids.count(end)
+
+
+def test_more_ids_than_16_bits_hold(tmp_path):
+    characters = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    many = characters + "".join(map(chr, range(0x10000, 0x10000 + 50_000)))
+    path = write(tmp_path / "a", many)
+    found = prepare([path], tmp_path / "out", tokenizer="char")
+    assert found.dtype == "uint32" and found.tokens == 70_000
+    ids, _ = found.windows(torch.tensor([69_990]), 10)
+    assert ids[0].tolist() == list(range(69_990, 70_000))
+    small = prepare([write(tmp_path / "b", many[:40_000])], tmp_path / "b.out", tokenizer="char")
+    assert small.dtype == "uint16"
+    ids, _ = small.windows(torch.tensor([39_990]), 10)
+    assert ids[0].tolist() == list(range(39_990, 40_000))
+
+
+# Measures memory, and prepares a text in processes that are killed at their n-th file operation.
+PROCESS = """
+import os, resource, signal, sys
+import torch
+from fastattn.training.data import prepare as preparing
+from fastattn.training.run import Options, train
+from fastattn.training.tasks.prepared import PreparedTask
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def use(megabytes, out):
+    with open(out + ".txt", "w") as file:
+        for _ in range(megabytes << 14):
+            file.write("all work and no play makes a dull boy, they said, and went out.\\n")
+    found = preparing.prepare([out + ".txt"], out, tokenizer="char", documents="line")
+    task = PreparedTask(found, 512)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        task.draw("train", 64, generator)
+    return peak()
+
+
+os.mkdir(sys.argv[2])
+print(use(2, sys.argv[2] + "/small"), use(12, sys.argv[2] + "/large"))
+preparing.PIECE_BYTES, preparing._PIECES_A_MARK = 64, 2
+text, folder = sys.argv[1], sys.argv[2]
+EVENTS = {"open", "os.rename", "os.remove", "os.truncate"}
+wanted = preparing.prepare([text], folder + "/whole", tokenizer="bpe", documents="line")
+names = ("tokens.bin", "documents.bin", "tokenizer.json", "prepared.json")
+
+
+def contents(out):
+    return [open(os.path.join(out, name), "rb").read() for name in names]
+
+
+def go(out, n=0):
+    pid = os.fork()
+    if pid == 0:
+        left = n
+
+        def operation(*_):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        real = os.fsync
+        os.fsync = lambda number: (operation(), real(number))
+        sys.addaudithook(lambda event, args: operation() if event in EVENTS else None)
+        preparing.prepare([text], out, tokenizer="bpe", documents="line")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+kills = 0
+for n in range(1, 200):
+    out = f"{folder}/{n}"
+    killed = go(out, n)
+    again = go(out)
+    assert again == 0 and contents(out) == contents(folder + "/whole"), n
+    assert sorted(os.listdir(out)) == sorted(names), (n, os.listdir(out))
+    if killed == 0:
+        break
+    assert killed == -9, killed
+    kills += 1
+print(kills)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What the process prints: peaks of memory in MiB for 2 and 12 MiB of text, and its kills."""
+    folder = tmp_path_factory.mktemp("process")
+    text = write(folder / "text", "".join(f"line {i} of a text\n" for i in range(60)))
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, str(text), str(folder / "runs")],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return list(map(int, done.stdout.split()))
+
+
+def test_memory_does_not_grow_with_the_text(printed):
+    """The ids of 10 MiB more are 20 MiB, and far more as Python's numbers."""
+    small, large, _ = printed
+    assert large - small < 8
+
+
+def test_a_call_goes_on_where_a_killed_one_has_ended(printed):
+    assert printed[-1] >= 20
+
+
+def test_a_call_that_goes_on_reads_only_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "PIECE_BYTES", 64)
+    text = write(tmp_path / "text", "a line\n" * 1000)
+    first: list[int] = []
+    rest: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        assert total == 7000
+        first.append(done)
+        if done > 3000:
+            raise KeyboardInterrupt
+
+    def note(done: int, total: int) -> None:
+        rest.append(done)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([text], tmp_path / "out", tokenizer="char", progress=stop)
+    with pytest.raises(DataError, match=r"there is no prepared text .* has no prepared\.json"):
+        PreparedText.open(tmp_path / "out")
+    found = prepare([text], tmp_path / "out", tokenizer="char", progress=note)
+    assert 2000 < rest[0] <= first[-1] and rest[-1] == 7000
+    assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
+    # A finished one is left as it is.
+    before = (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns
+    assert prepare([text], tmp_path / "out", tokenizer="char").fingerprint == found.fingerprint
+    assert (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns == before
+
+
+def change(**fields: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "prepared.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return apply
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut("tokens.bin"), "tokens.bin is truncated or changed: it has 25 bytes, 26 belong"),
+        (cut("documents.bin"), "documents.bin is truncated or changed: it has 7 bytes"),
+        (cut("tokenizer.json"), "tokenizer.json is truncated or changed"),
+        (cut("prepared.json"), "prepared.json is not JSON"),
+        (change(tokens=99), "tokens.bin is truncated or changed: it has 26 bytes, 198 belong"),
+        (change(dtype="int8"), "dtype must be uint16 or uint32, got 'int8'"),
+        (change(tokens="many"), "prepared.json is corrupt: tokens"),
+        (change(vocab_size=3), "has 5 ids, the text was prepared with 3"),
+        (change(format="other"), "is not of format fastattn-prepared 1: it says 'other' 1"),
+    ],
+)
+def test_a_damaged_folder_is_named(damage, message, tmp_path):
+    prepare([write(tmp_path / "a", "abcdeabcdeabc")], tmp_path / "out", tokenizer="char")
+    fine = PreparedText.open(tmp_path / "out")
+    assert fine.tokenizer.vocab_size == 5
+    damage(tmp_path / "out")
+    with pytest.raises(DataError, match=re.escape(message)):
+        PreparedText.open(tmp_path / "out")
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    text = write(tmp_path / "a", "some text\n" * 40)
+    for call, error, message in (
+        (lambda: prepare([], tmp_path / "o"), ValueError, "texts must name a file, got none"),
+        (
+            lambda: prepare([text], tmp_path / "o", documents="page"),
+            ValueError,
+            "documents must be one of 'file', 'line', 'paragraph', got 'page'",
+        ),
+        (lambda: prepare([tmp_path / "b"], tmp_path / "o"), DataError, "cannot read text file"),
+        (
+            lambda: prepare([text], tmp_path),
+            DataError,
+            "is no folder for prepared text: it holds a",
+        ),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            call()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    (tmp_path / "latin").write_bytes(b"abc\xe4bc")
+    with pytest.raises(DataError, match="latin is not UTF-8: byte 0xe4 at offset 3"):
+        prepare([tmp_path / "latin"], tmp_path / "o", tokenizer="char")
+    with pytest.raises(DataError, match="the text is empty"):
+        prepare([write(tmp_path / "none", "\n\n")], tmp_path / "e", documents="line")
+    prepare([text], tmp_path / "out", tokenizer="char")
+    with pytest.raises(DataError, match=r"what another call has prepared.*\(tokenizer differs\)"):
+        prepare([text], tmp_path / "out", tokenizer="bpe")
+    write(text, "another text\n" * 40)
+    with pytest.raises(DataError, match=r"or the text has changed since \(sources differs\)"):
+        prepare([text], tmp_path / "out", tokenizer="char")
+
+
+def test_a_change_of_one_id_is_found(tmp_path, capsys):
+    text, out = write(tmp_path / "a", "abcd" * 10), ["--out", str(tmp_path / "out")]
+    assert main(["prepare", "--text", str(text), "--tokenizer", "char", *out]) == 0
+    made = capsys.readouterr().out
+    assert main(["prepare", "--check", *out]) == 0
+    assert capsys.readouterr().out == made
+    assert made.startswith("40 tokens of 1 documents in")
+    for wrong in ([], ["--check", "--text", str(text)]):
+        assert main(["prepare", *wrong, *out]) == 1
+        assert "prepare takes --text FILE ... or --check, one of the two" in capsys.readouterr().err
+    path = tmp_path / "out" / "tokens.bin"
+    path.write_bytes(array("H", [3]).tobytes() + path.read_bytes()[2:])
+    assert main(["prepare", "--check", *out]) == 1
+    assert "tokens.bin has changed: its SHA-256 is another one" in capsys.readouterr().err
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> PreparedTask:
+    lines = "".join(f"{'abcdefg'[i % 7] * (1 + i % 5)}\n" for i in range(200))
+    path = write(tmp_path / "a", lines)
+    return PreparedTask(prepare([path], tmp_path / "o", tokenizer="char", documents="line"), 16)
+
+
+def test_batches_have_documents(task):
+    batch = task.draw("train", 8, torch.Generator().manual_seed(1))
+    (inputs,), documents = batch.inputs, batch.documents
+    assert inputs.shape == batch.targets.shape == documents.shape == (8, 16)
+    assert (documents[:, 0] == 0).all() and documents.max() > 1
+    changes = documents.diff()
+    assert set(changes.unique().tolist()) == {0, 1}
+    # Neighbours are of one letter and of one document, or of two; the line breaks are gone.
+    assert torch.equal(inputs.diff() != 0, changes == 1)
+    after = torch.cat([changes == 1, batch.targets[:, -1:] == -100], 1)
+    assert torch.equal(batch.targets == -100, after)
+    assert torch.equal(batch.targets[~after], inputs[~after])
+
+
+def test_a_rank_reads_its_rows_of_the_same_batch(task):
+    """What comes next follows from the generator alone, whatever part of a batch was read."""
+    whole, parts = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for _ in range(3):
+        batch = task.draw("train", 8, whole)
+        part = task.draw("train", 8, parts, rows=slice(2, 4))
+        assert torch.equal(part.inputs[0], batch.inputs[0][2:4])
+        assert torch.equal(part.targets, batch.targets[2:4])
+        assert torch.equal(part.documents, batch.documents[2:4])
+        assert whole.get_state().equal(parts.get_state())
+
+
+def test_validation_has_every_token_once(task):
+    tokens = int(re.sub(r".* (\d+) validation .*", r"\1", task.extent))
+    batches = list(task.validation(3))
+    assert max(len(batch.targets) for batch in batches) == 3
+    count = sum(batch.inputs[0].numel() for batch in batches)
+    assert count == tokens - 1
+    draws = task.draw("validation", 4, torch.Generator().manual_seed(0))
+    assert draws.inputs[0].shape == (4, 16)
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path):
+    text = prepare([write(tmp_path / "a", "abcd" * 10)], tmp_path / "o", tokenizer="char")
+    with pytest.raises(DataError, match=r"it has 36 tokens for training and 4 for validation.* 41"):
+        PreparedTask(text, 40)
+
+
+def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):
+    """And goes on from where it was stopped with the batches that would have followed."""
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    lines = "".join(f"{'abcdefg'[i % 7] * (1 + i % 5)}\n" for i in range(300))
+    prepare([write(tmp_path / "a", lines)], tmp_path / "o", tokenizer="char", documents="line")
+    sizes = {"num_layers": 1, "num_heads": 1, "embed_dim": 8, "context_length": 16}
+    steps = {"steps": 6, "batch_size": 4, "eval_batches": 1, "log_interval": 1, "device": "cpu"}
+    options = Options(sizes, steps, {"prepared": str(tmp_path / "o")})
+    said: list[str] = []
+    whole = train(options, tmp_path / "whole", say=said.append)
+    assert any(line.endswith(f"on {tmp_path / 'o'}") for line in said)
+    assert any("training and 90 validation tokens of 300 documents" in line for line in said)
+    left = iter([False] * 3 + [True] * 9)
+    train(options, tmp_path / "parts", should_stop=lambda: next(left))
+    resumed = train(Options(), tmp_path / "parts", resume=True)
+    assert resumed.validation_loss == whole.validation_loss
+    metrics = [
+        [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
+        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "parts" / "metrics.jsonl")
+    ]
+    assert len(metrics[0]) == 6 and metrics[0] == metrics[1]
+    for data, message in (
+        ({"tokenizer": "bpe"}, "prepared data bring their own tokenizer"),
+        ({"text": (str(tmp_path / "a"),)}, "prepared data are in place of a text"),
+    ):
+        wrong = Options(sizes, steps, {"prepared": str(tmp_path / "o"), **data})
+        with pytest.raises(ValueError, match=message):
+            train(wrong, tmp_path / "wrong")
+    with pytest.raises(ValueError, match="prepared is no option of task masked"):
+        train(Options(data={"prepared": "x"}, kind="masked"), tmp_path / "wrong")
