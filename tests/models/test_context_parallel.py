@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import transformers as tr
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from fastattn import MultiheadAttention, patch_sdpa
+from fastattn import CausalGQAttention, KVCache, MultiheadAttention, patch_sdpa
 from fastattn.compat.transformers import attend
 from fastattn.compat.transformers.context_parallel import check_model
 from fastattn.models.context_parallel import ContextParallel
@@ -40,6 +41,9 @@ PACKED = torch.stack(
     [torch.cat([torch.arange(n) for n in row]) for row in ((40, 33, 17), (13, 76, 1))]
 )
 PREFIX = torch.ones(T, T).tril().index_fill(1, torch.arange(7), 1.0)
+
+
+LAYER: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rotary": "half"}
 
 
 class Patched(nn.Module):
@@ -72,19 +76,48 @@ def decoder(name: str) -> Any:
     return build(tr.AutoModelForCausalLM, decoder_config(name), "cpu")
 
 
+class Unpatched(Patched):
+    """One whose calls ContextParallel sees to by itself."""
+
+
+class Layered(nn.Module):
+    """A model of one layer of ours."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(61, 32), CausalGQAttention(**LAYER, **options)
+        self.out = nn.Linear(32, 61)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.out(self.layer(self.embedding(ids)))
+        return found
+
+
 class Case(NamedTuple):
-    """A model, what it is given beside tokens with the dim of the tokens, and a method."""
+    """A model, what it is given beside tokens with the dim of the tokens, and a method.
+
+    style: the model's layer is parallelized by itself.
+    """
 
     model: Callable[[], Any]
     method: str
     given: Mapping[str, tuple[Tensor, int]] = MappingProxyType({})
     plan: Mapping[str, Any] = MappingProxyType({})
+    style: bool = False
 
 
 CASES = {
     "gpt": Case(
         lambda: gpt(window=30, sinks=True), "ring", plan={"window": 30}
     ),
+    "gpt, learned positions": Case(lambda: gpt(positions="learned"), "ring"),
+    "layer": Case(
+        lambda: seeded(lambda: Layered(window=30, sinks=True, softcap=5.0)), "ring"
+    ),
+    "style": Case(
+        lambda: seeded(lambda: Layered(keep_first=2, window=9, qk_norm=True)), "ring", style=True
+    ),
+    "torch": Case(lambda: seeded(Unpatched), "ring"),
     "patched torch": Case(lambda: seeded(Patched), "ulysses"),
     "patched torch, mask": Case(
         lambda: seeded(Patched), "gather", {"mask": (PREFIX.bool()[None, None], 2)}
@@ -140,8 +173,12 @@ def step(case: Case, mesh: Any) -> dict[str, Any]:
     model = case.model()
     own = {name: shard(x, dim, plan, mesh) for name, (x, dim) in case.given.items()}
     ids, labels = (shard(x, 1, plan, mesh) for x in (tokens(B, T, "cpu"), labels_of(case)))
-    patch = patch_sdpa() if isinstance(model, Patched) else nullcontext()
-    with patch, ContextParallel(mesh, plan, case.method):
+    patch = patch_sdpa() if type(model) is Patched else nullcontext()
+    parallel: Any = ContextParallel(mesh, plan, case.method)
+    if case.style:
+        parallelize_module(model.layer, mesh, parallel)
+        parallel = nullcontext()
+    with patch, parallel:
         if is_of_transformers(model):
             model.set_attn_implementation("fastattn")
             loss = model(ids, labels=labels, **own).loss
@@ -194,7 +231,25 @@ def multihead(kind: Any) -> Any:
     return kind(8, 2)(*[draw(24, 1, 8)] * 3)
 
 
+def layer(mesh: Any, **given: Any) -> Any:
+    return CausalGQAttention(**LAYER)(shard(draw(1, T, 32), 1, plan_of(), mesh), **given)
+
+
+def tables_in_a_style(mesh: Any) -> Any:
+    of_style = ContextParallel(mesh, plan_of())
+    found = parallelize_module(CausalGQAttention(**LAYER), mesh, of_style)
+    return found(draw(1, 24, 32), rotary_tables=(draw(24, 4), draw(24, 4)))
+
+
 REFUSED: dict[str, Callable[[Any], Any]] = {
+    "cache of a layer": lambda mesh: layer(mesh, cache=KVCache(1, 2, 8, 8)),
+    "mask of torch": lambda mesh: Unpatched()(
+        shard(tokens(1, T, "cpu"), 1, plan_of(), mesh), torch.ones(24, 24).bool()
+    ),
+    "tables of a style": tables_in_a_style,
+    "other modules": lambda mesh: parallelize_module(
+        nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
+    ),
     "whole tokens": lambda mesh: mistral(mesh, input_ids=tokens(1, T, "cpu")),
     "one rank's tokens": lambda mesh: mistral(
         mesh, **({"input_ids": tokens(1, T, "cpu")} if dist.get_rank() == 1 else {})
@@ -214,6 +269,11 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "our multihead": lambda mesh: multihead(MultiheadAttention),
 }
 SAY = {
+    "cache of a layer": "ValueError: cache: a sequence that is spread over ranks has none",
+    "mask of torch": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 24, 90], "
+    "got [24, 24]",
+    "tables of a style": "ValueError: rotary_tables may be those of other positions",
+    "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
     "whole tokens": "ValueError: input_ids must have 24 tokens in dim 1, as a rank has by the "
     "plan, got [1, 90]: shard(x, 1, plan, mesh) does it",
     "whole padding": "ValueError: attention_mask must have 24 tokens in dim 1",
@@ -261,6 +321,14 @@ def test_a_rank_hears_that_another_has_other_tokens(ranks):
     for n, rank in enumerate(ranks):
         start = "ValueError: " if n == 1 else "ValueError: rank 1 refused the call: "
         assert rank["refused"]["one rank's tokens"].startswith(start + reason)
+
+
+def test_nothing_stays_in_force_after_a_refusal():
+    layer = CausalGQAttention(**LAYER)
+    before = layer(draw(1, 6, 32))
+    with pytest.raises(TypeError, match="mesh must be"), ContextParallel("cpu", plan_of()):
+        layer(draw(1, 6, 32))
+    assert torch.equal(layer(draw(1, 6, 32)), before)
 
 
 UNSERVED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from fastattn import CausalGQAttention, KVCache, patch_sdpa, reference
-from fastattn.models.context_parallel import ContextParallel
+from fastattn import KVCache, reference
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -29,7 +24,6 @@ from fastattn.parallel import (
     unshard,
 )
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
-from fastattn.testing.gpt import make_gpt
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import squash
 from fastattn.testing.ranks import run_ranks
@@ -45,8 +39,6 @@ def world() -> dict[str, Any]:
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
     found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
     found["decoded"] = {name: decoded(name) for name in DECODED}
-    found["models"] = {name: trained(name, mesh) for name in MODELS}
-    found["refused models"] = {name: refusal(call, mesh) for name, call in UNSERVED.items()}
     found["page"] = refusal(page, mesh)
     found["absent"] = absent()
     return found
@@ -190,93 +182,6 @@ def decoded(name: str) -> list[Any]:
         q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
     )
     return [o.numpy(), lse.numpy()]
-
-
-class ByTorch(nn.Module):
-    """A layer that calls torch's attention."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.qkv, self.options = nn.Linear(32, 64), options
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).split((32, 16, 16), -1)
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.options)
-        return o.transpose(1, 2).flatten(2)
-
-
-LAYER = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rotary": "half"}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "layer": lambda: CausalGQAttention(**LAYER, window=30, sinks=True, softcap=5.0),
-    "style": lambda: CausalGQAttention(**LAYER, keep_first=2, window=9, qk_norm=True),
-    "torch": lambda: ByTorch(is_causal=True, scale=0.3),
-    "gpt rotary": lambda: make_gpt(context=128, std=0.2, window=30),
-    "gpt learned": lambda: make_gpt(context=128, std=0.2, positions="learned"),
-    "patched torch": lambda: ByTorch(is_causal=True),
-}
-
-
-def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    tokens = torch.arange(2 * T).view(2, T) * 7 % 20
-    return MODELS[name](), tokens if "gpt" in name else draw(2, T, 32)
-
-
-def gradients(model: nn.Module, out: torch.Tensor) -> dict[str, torch.Tensor]:
-    out.square().mean().backward()
-    return {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters()}
-
-
-def trained(name: str, mesh: Any) -> dict[str, Any]:
-    """The output, and this rank's share of the gradients of the parameters."""
-    plan = plan_of()
-    model, x = model_and_input(name)
-    own = shard(x, 1, plan, mesh)
-    parallel = ContextParallel(mesh, plan, "ring")
-    if name == "style":
-        out = parallelize_module(model, mesh, parallel)(own)
-    else:
-        patch = patch_sdpa() if name == "patched torch" else nullcontext()
-        with patch, parallel:
-            out = model(own)
-    found = gradients(model, unshard(out, 1, plan, mesh))
-    return {key: x.numpy() for key, x in found.items()}
-
-
-def layer_refusal(mesh: Any, **given: Any) -> None:
-    plan = plan_of()
-    with ContextParallel(mesh, plan):
-        CausalGQAttention(**LAYER)(shard(draw(1, T, 32), 1, plan, mesh), **given)
-
-
-def masked_torch(mesh: Any) -> None:
-    plan = plan_of()
-    with ContextParallel(mesh, plan):
-        mask = torch.ones(plan.length, plan.length, dtype=torch.bool)
-        ByTorch(attn_mask=mask)(shard(draw(1, T, 32), 1, plan, mesh))
-
-
-def tables_in_a_style(mesh: Any) -> None:
-    layer = parallelize_module(CausalGQAttention(**LAYER), mesh, ContextParallel(mesh, plan_of()))
-    layer(draw(1, 48, 32), rotary_tables=(draw(48, 4), draw(48, 4)))
-
-
-UNSERVED: dict[str, Callable[[Any], Any]] = {
-    "cache": lambda mesh: layer_refusal(mesh, cache=KVCache(1, 2, 8, 8)),
-    "mask": masked_torch,
-    "tables": tables_in_a_style,
-    "other modules": lambda mesh: parallelize_module(
-        nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
-    ),
-}
-UNSERVED_SAY = {
-    "cache": "ValueError: cache: a sequence that is spread over ranks has none",
-    "mask": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 48, 90], got "
-    "[48, 48]",
-    "tables": "ValueError: rotary_tables may be those of other positions",
-    "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
-}
 
 
 def page(mesh: Any) -> None:
@@ -461,34 +366,6 @@ def test_a_cache_over_ranks_is_that_of_one(ranks, name):
         first, second = (torch.from_numpy(rank["decoded"][name][n]) for rank in ranks)
         assert torch.equal(first, second)
         assert_within_budget(what, first, exact[n], naive[n])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_on_one_device(ranks, name):
-    model, x = model_and_input(name)
-    naive = gradients(model, model(x))
-    model, x = model_and_input(name)
-    model.double()
-    exact = gradients(model, model(x.double() if x.is_floating_point() else x))
-    for key, ref in exact.items():
-        shares = [torch.from_numpy(rank["models"][name][key]) for rank in ranks]
-        found = shares[0] if key == "out" else shares[0] + shares[1]
-        assert_within_budget(key, found, ref, naive[key])
-        assert ref.abs().max() > 0
-
-
-@pytest.mark.parametrize("name", UNSERVED_SAY)
-def test_models_that_are_not_served_are_refused(ranks, name):
-    for rank in ranks:
-        assert rank["refused models"][name].startswith(UNSERVED_SAY[name])
-
-
-def test_nothing_stays_in_force(ranks):
-    layer = CausalGQAttention(**LAYER)
-    before = layer(draw(1, 6, 32))
-    with pytest.raises(TypeError, match="mesh must be"), ContextParallel("cpu", plan_of()):
-        layer(draw(1, 6, 32))
-    assert torch.equal(layer(draw(1, 6, 32)), before)
 
 
 def test_the_program_of_the_page_runs(ranks):
