@@ -1,14 +1,17 @@
 """How far keys go around a ring: no farther than they are seen, and what is sent and computed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastattn import reference
-from fastattn.parallel import ContextPlan, ring
+from fastattn.parallel import ContextPlan, explain_context, ring
 from fastattn.parallel.hops import Hops, hops, hops_by_positions, seen
 from fastattn.parallel.parts import Whole
 from fastattn.testing import make_qkv
@@ -85,6 +88,15 @@ def test_padding_and_ranks_without_tokens_are_seen_by_nobody() -> None:
     assert [any(row) for row in seen(plan, {})] == [True, True, True, False]
 
 
+@contextmanager
+def group_without_messages(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 # Of rank 3, to whom it sends and whose keys it computes with: forward, then backward.
 MESSAGES: dict[str, list[list[int]]] = {
     "all": [[4] * 7, [3, 2, 1, 0, 7, 6, 5, 4], [4] * 15, [3, 2, 1, 0, 7, 6, 5, 4]],
@@ -106,7 +118,6 @@ MESSAGES: dict[str, list[list[int]]] = {
 def test_nothing_is_sent_or_computed_that_is_hidden(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a group without messages."""
     plan, options, _ = case(name)
     q, k, v = make_qkv(1, 2, 2, plan.length, D=8, requires_grad=False)
     rank_of = {tuple(plan.runs(rank)): rank for rank in range(RANKS)}
@@ -123,12 +134,35 @@ def test_nothing_is_sent_or_computed_that_is_hidden(
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
     monkeypatch.setattr(ring, "part_forward", lambda *given: compute(given[6]))
     monkeypatch.setattr(ring, "part_backward", lambda *given: compute(given[5]))
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=RANKS)
-    try:
+    with group_without_messages(3, RANKS):
         found += [], []
         o, lse = ring.ring_forward(q, k, v, options, plan, dist.group.WORLD)
         found += [], []
         ring.ring_backward(q, k, v, options, [], Whole(o, None, o, lse), plan, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
     assert found == MESSAGES[name]
+
+
+def test_the_model_of_costs_knows_how_far_keys_go() -> None:
+    plan = case("window")[0]
+    own = make_qkv(1, 8, 8, plan.length, D=8, requires_grad=False)
+    with group_without_messages(0, RANKS):
+        far, near = (
+            explain_context(*own, mesh=dist.group.WORLD, plan=plan, **options).seconds
+            for options in ({"causal": True}, {"causal": True, "window": 14})
+        )
+    # Latencies are all that tokens this few take: of seven hops, and of one.
+    assert near["ring"] < far["ring"] / 3
+    assert near["gather"] == pytest.approx(far["gather"], rel=0.1)
+
+
+@pytest.mark.parametrize(("blocks", "served"), [((0, 1, 2, 3), True), ((0, 2, 1, 3), False)])
+def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
+    blocks: tuple[int, ...], served: bool
+) -> None:
+    plan = ContextPlan(32, tuple((n,) for n in blocks), 8, "contiguous", 1.0)
+    own = make_qkv(1, 2, 2, 8, D=8, requires_grad=False)
+    with group_without_messages(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        found = explain_context(*own, mesh=mesh, plan=plan, method="usp", dropout=0.5)
+    assert (found.method == "usp") == served
+    assert served or found.reasons["usp"].startswith("dropout goes by positions")
