@@ -37,7 +37,9 @@ def die_at(module: Any, name: str, call: int) -> None:
 def attend(method: str) -> torch.Tensor:
     world = dist.group.WORLD
     plan = ContextPlan.make(48, world.size(), block=8)
-    own = [shard(x, 2, plan, world) for x in make_qkv(1, 6, 6, 48, D=8)]
+    # Leaves: no gradient of theirs sends messages.
+    whole = make_qkv(1, 6, 6, 48, D=8, requires_grad=False)
+    own = [shard(x, 2, plan, world).requires_grad_() for x in whole]
     return context_attention(*own, mesh=world, plan=plan, method=method)
 
 
