@@ -12,6 +12,7 @@ TEST_WORKERS ?= auto
 # Folders with python3.10 and so on for test-versions, searched before PATH; and the rows to check.
 PYTHON_DIRS ?=
 ROWS ?=
+GPU_MINUTES ?= 30
 export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
 DEMO_OUT ?= runs/demo
@@ -25,7 +26,7 @@ COMPILE_TESTS = $(shell grep -rls --include=test_*.py compiled_cases tests)
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compile test-versions lint format links typecheck docs dist clean
+.PHONY: help demo test test-compile test-versions lint format links typecheck docs dist test-wheel gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
@@ -35,6 +36,8 @@ help:
 	@echo "make format rewrite the sources with ruff"
 	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"
 	@echo "make dist   wheel and sdist, checked, in dist"
+	@echo "make test-wheel     install into an environment of its own, and verify the kernels there"
+	@echo "make gpu    on a GPU: verify, test, tune and time, in GPU_MINUTES; results in runs/gpu"
 	@echo "make clean  remove the environment, the demo and all caches"
 
 # --resume leaves a finished run as it is, and continues one that was interrupted.
@@ -78,9 +81,20 @@ docs: $(VENV)/.installed-docs links
 
 # The version is that of the newest tag.
 dist: $(VENV)/.installed-dev
-	@rm -rf dist
+	@rm -rf dist build/lib build/bdist.*
 	$(bin)/python -c 'import sys, setuptools.build_meta as x; x.build_sdist("dist"); x.build_wheel("dist")'
 	$(bin)/twine check --strict dist/*
+
+test-wheel:
+	@rm -rf build/wheel build/lib build/bdist.*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install $(PIP_ARGS) .
+	cd build/wheel && bin/fastattn verify --quick
+
+gpu: $(VENV)/.installed-test
+	@mkdir -p runs/gpu
+	$(bin)/fastattn verify > runs/gpu/verify.txt
+	$(bin)/python bench/run_all.py --out runs/gpu --budget-minutes $(GPU_MINUTES)
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -22,13 +22,14 @@ _SOME = 4
 class Explanation(NamedTuple):
     """The backend that serves a call, and the reason why each faster one was passed over.
 
-    forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
-    one_pass: whether gradients come in one pass with atomics, which deterministic=False permits.
-    Where they do not although it does, `reasons` has "one-pass" too.
-    split_keys: whether keys are split among programs, as decoding splits them: there are few
-    queries.
-    measured: `fastattn tune` found this backend the fastest here.
-    findings: what `fastattn verify` and `fastattn tune` found about it on this device.
+    Attributes:
+        forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
+        one_pass: whether gradients come in one pass with atomics, which deterministic=False
+            permits. Where they do not although it does, `reasons` has "one-pass" too.
+        split_keys: whether keys are split among programs, as decoding splits them: there are few
+            queries.
+        measured: `fastattn tune` found this backend the fastest here.
+        findings: what `fastattn verify` and `fastattn tune` found about it on this device.
     """
 
     backend: str

@@ -25,7 +25,8 @@ from .attend import compute
 class BlockGradients(NamedTuple):
     """What a part of the keys adds to the gradients; see `attention_block_backward`.
 
-    of_options: by name, those of options that are given and require grad.
+    Attributes:
+        of_options: by name, those of options that are given and require grad.
     """
 
     dq: Tensor

@@ -43,8 +43,10 @@ _PACKED_HEAD_DIMS = (64, 128, 256)
 class PackedValues(NamedTuple):
     """Values in the memory order of the Hopper kernel; made by `pack_values`.
 
-    codes: [B, H_k, D, T] e4m3, T_k rounded up to whole sixteens, whose keys stand in the order
-    0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 within every 16. length: T_k.
+    Attributes:
+        codes: [B, H_k, D, T] e4m3, T_k rounded up to whole sixteens, whose keys stand in the order
+            0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 within every 16.
+        length: T_k.
     """
 
     codes: Tensor

@@ -25,13 +25,15 @@ MAX_ELEMENTS = 2**26
 class AttentionStatistics(NamedTuple):
     """What `attention_statistics` finds; fp32 tensors, fp64 for inputs in fp64.
 
-    entropy: [B, H_q, T_q], of the weights of each query, in nats: between 0 (one key has all the
-        weight) and the log of the number of keys that it sees. 0 for a query that sees none.
-    received: [B, H_q, T_k], the weights of each key added up over the queries. They come to T_q if
-        every query sees a key and there are no sinks.
-    top_weights: [B, H_q, T_q, top], the largest weights of each query, the largest first.
-    top_positions: int64 [B, H_q, T_q, top], their keys; of equal scores the first key comes first.
-        Where a query sees fewer keys than `top`, the rest has weight 0 and position -1.
+    Attributes:
+        entropy: [B, H_q, T_q], of the weights of each query, in nats: between 0 (one key has all
+            the weight) and the log of the number of keys that it sees. 0 for a query that sees
+            none.
+        received: [B, H_q, T_k], the weights of each key added up over the queries. They come to T_q
+            if every query sees a key and there are no sinks.
+        top_weights: [B, H_q, T_q, top], the largest weights of each query, the largest first.
+        top_positions: int64 [B, H_q, T_q, top], their keys; of equal scores the first key comes
+            first. Where a query sees fewer keys than `top`, the rest has weight 0 and position -1.
     """
 
     entropy: Tensor

@@ -90,7 +90,8 @@ class Seq2SeqConfig(TransformerConfig):
 class Memory(NamedTuple):
     """A batch of encoded sources, as the decoder's layers read them.
 
-    layers: what each layer's cross-attention looks at.
+    Attributes:
+        layers: what each layer's cross-attention looks at.
     """
 
     layers: tuple[ProjectedMemory, ...]

@@ -19,8 +19,11 @@ METHODS = ("gather", "ring", "ulysses", "usp")
 class MethodExplanation(NamedTuple):
     """The method that serves a call; `str()` of it is meant for people.
 
-    method: None if none does. reasons: by name, why a method cannot serve the call. seconds: by
-    name, what the model of `cost` says that forward and backward take by one that can.
+    Attributes:
+        method: None if none does.
+        reasons: by name, why a method cannot serve the call.
+        seconds: by name, what the model of `cost` says that forward and backward take by one that
+            can.
     """
 
     method: str | None

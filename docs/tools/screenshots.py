@@ -1,0 +1,133 @@
+"""Takes pictures of the site's main pages in a headless browser, and looks for what is broken.
+
+make docs && python docs/tools/screenshots.py build/screenshots
+
+Each page is opened at the width of a desktop and of a phone. A page that is wider than its window
+and a picture that does not load are reported; the exit status is then 1. Needs chromium. The site
+is served on the loopback interface alone.
+"""
+
+import argparse
+import functools
+import http.server
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SITE = Path(__file__).resolve().parents[2] / "build" / "site"
+PAGES = [
+    "", "masks/", "decoding/", "models/", "gpu/", "doors/", "doors/transformers/",
+    "tutorials/mods/", "kernels/", "migration/", "recorded/", "reference/fastattn/",
+]  # fmt: skip
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+OPTIONS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars",
+]  # fmt: skip
+# Opens each page in a frame and writes what is wrong with it.
+INSPECTOR = """<!doctype html><body><script>
+async function inspect(page, width) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:800px;border:0`;
+  const loaded = new Promise((done) => (frame.onload = done));
+  frame.src = page;
+  document.body.append(frame);
+  await loaded;
+  const inner = frame.contentDocument;
+  const images = [...inner.images];
+  images.forEach((x) => (x.loading = "eager"));
+  const settled = (x) => x.complete || new Promise((done) => (x.onload = x.onerror = done));
+  const patience = new Promise((done) => setTimeout(done, 5000));
+  await Promise.race([patience, Promise.all(images.map(settled))]);
+  const shown = images.filter((x) => x.getClientRects().length);
+  const found = {
+    page, width, images: images.length,
+    over: inner.documentElement.scrollWidth - width,
+    broken: shown.filter((x) => !x.naturalWidth).map((x) => x.src),
+  };
+  frame.remove();
+  return found;
+}
+(async () => {
+  const found = [];
+  for (const [page, width] of PLAN) found.push(await inspect(page, width));
+  await fetch("/found", { method: "POST", body: JSON.stringify(found) });
+})();
+</script></body>"""
+
+
+class Site(http.server.ThreadingHTTPServer):
+    """Serves a folder, and waits for what the inspector finds in it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.found: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    server: Site
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(204)
+        self.end_headers()
+        self.server.found.put(json.loads(text))
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@contextmanager
+def browser(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A browser with a profile of its own."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = ["chromium", *OPTIONS, f"--user-data-dir={profile}", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the pictures")
+    parser.add_argument("--pages", nargs="*", default=PAGES, help="instead of the main ones")
+    arguments = parser.parse_args()
+    if not shutil.which("chromium") or not SITE.exists():
+        parser.error("this needs chromium, and a site: make docs")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(SITE, folder, dirs_exist_ok=True)
+        plan = [(f"/{page}", width) for page in arguments.pages for width, _ in WIDTHS.values()]
+        (Path(folder) / "inspector.html").write_text(INSPECTOR.replace("PLAN", json.dumps(plan)))
+        site = Site(Path(folder))
+        with browser("--remote-debugging-port=0", f"{site.address}/inspector.html"):
+            found = site.found.get(timeout=240)
+        for name, (width, height) in WIDTHS.items():
+            for page in arguments.pages:
+                file = arguments.out.resolve() / f"{page.replace('/', '-') or 'index-'}{name}.png"
+                size = f"--window-size={width},{height}"
+                with browser(size, f"--screenshot={file}", f"{site.address}/{page}") as process:
+                    process.wait(timeout=120)
+        site.shutdown()
+    wrong = [x for x in found if x["over"] > 0 or x["broken"]]
+    sys.stdout.writelines(f"{x}\n" for x in wrong)
+    images = sum(x["images"] for x in found)
+    sys.stdout.write(f"{len(found)} views, {images} pictures, {len(wrong)} wrong\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What a release consists of: versions, distributions, and workflows that call make."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+CHECKOUT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((CHECKOUT / ".github" / "workflows").glob("*.yml"))
+BUILD = """
+import os, sys, setuptools.build_meta as backend
+os.chdir(sys.argv[1])
+print(getattr(backend, f"build_{sys.argv[3]}")(sys.argv[2]))
+"""
+
+
+def files() -> list[str]:
+    """What git has, and what it does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is no clone")
+    return [name for name in done.stdout.splitlines() if (CHECKOUT / name).is_file()]
+
+
+def build(source: Path, out: Path, kind: str) -> Path:
+    command = [sys.executable, "-c", BUILD, str(source), str(out), kind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist from files without git, and the wheel that the sdist makes."""
+    pytest.importorskip("setuptools_scm")
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    for name in files():
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((CHECKOUT / name).read_bytes())
+    sdist = build(source, folder, "sdist")
+    with tarfile.open(sdist) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, build(unpacked, folder, "wheel")
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_an_sdist_has_what_git_has(distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as tar:
+        packed = {x.name.partition("/")[2] for x in tar.getmembers() if x.isfile()}
+    made = {x for x in packed if "egg-info" in x} | {"PKG-INFO", "setup.cfg"}
+    assert packed - made == set(files())
+
+
+def test_a_wheel_has_the_packages_and_nothing_else(distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = set()
+    for folder, package in (("fastattn/", "fastattn/"), ("kernels/", "fastattn/kernels/"),
+                            ("bench/harness/", "fastattn/bench/")):  # fmt: skip
+        names = (name for name in files() if name.startswith(folder))
+        expected |= {package + name.removeprefix(folder) for name in names}
+    assert packed == expected
+
+
+def test_the_wheel_of_an_sdist_has_its_version(distributions: tuple[Path, Path]) -> None:
+    sdist, wheel = distributions
+    version = metadata(wheel)["Version"]
+    assert version == "0.1.dev0"  # without git and tags
+    assert sdist.name == f"fastattn-{version}.tar.gz"
+
+
+def test_the_readme_of_a_distribution_leads_to_the_repository(
+    distributions: tuple[Path, Path],
+) -> None:
+    told = metadata(distributions[1])
+    assert told["Description-Content-Type"] == "text/markdown"
+    home = re.search(r"Source, (\S+)", told["Project-URL"])
+    assert home is not None
+    text = str(told.get_payload())
+    links = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', text)
+    assert len(links) > 20
+    for link in map("".join, links):
+        assert link.startswith(("https://", "#")), link
+        name = link.removeprefix(home[1])
+        if name != link:
+            place = re.fullmatch(r"/(?:blob|raw)/main/([^#]*)(#.*)?", name)
+            assert place is not None and (CHECKOUT / place[1]).exists(), link
+
+
+def test_distributions_pass_pypis_check(distributions: tuple[Path, Path]) -> None:
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, distributions)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def steps(workflow: Any) -> list[str]:
+    return [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
+    """Targets of make and the gate; and no job may write more than it says."""
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    makefile = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    assert workflow["permissions"] == {"contents": "read"}
+    assert steps(workflow)
+    for command in steps(workflow):
+        words = command.split()
+        if words[0] == "make":
+            assert words[1] in targets, command
+        else:
+            assert words[:2] == ["bash", ".ci/run"] or words[:2] == ["test", "-e"], command
+
+
+def test_the_matrix_has_the_rows_of_the_versions() -> None:
+    workflow = yaml.safe_load((CHECKOUT / ".github/workflows/test.yml").read_text())
+    versions = (CHECKOUT / "tests" / "versions.py").read_text(encoding="utf-8")
+    rows = re.findall(
+        r'^    Versions\("([\d.]+)", "([\d.]+)", "([\d.]+)"\)', versions, re.MULTILINE
+    )
+    named = [f"python{python}-torch{torch}-triton{triton}" for python, torch, triton in rows]
+    assert workflow["jobs"]["versions"]["strategy"]["matrix"]["row"] == named
+
+
+def test_what_is_read_by_forms_is_well_formed() -> None:
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for reference in citation["references"]:
+        assert {"type", "title", "authors", "year"} <= reference.keys()
+    for path in (CHECKOUT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys(), path
+        assert all(part["attributes"]["label"] for part in form["body"]), path
