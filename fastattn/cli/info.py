@@ -13,10 +13,18 @@ def add_info(commands: Any) -> None:
     description = "Show versions, and for each device which backend serves a causal call and why, "
     description += "where the tiles of its kernels come from, and what `fastattn verify` found."
     info = commands.add_parser("info", help=text, description=description)
+    info.add_argument(
+        "--distributed",
+        action="store_true",
+        help="under torchrun: the backends of torch.distributed, how fast ranks reach each other, "
+        "by a short test, and how attention to a long sequence would be shared out",
+    )
     info.set_defaults(command=_info)
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    if arguments.distributed:
+        return _distributed()
     import platform
     from importlib import metadata
 
@@ -42,6 +50,30 @@ def _info(arguments: argparse.Namespace) -> int:
                 why = str(error)
             lines += [f"  {str(dtype).removeprefix('torch.')}", *_indented(why.splitlines(), 4)]
         lines += _indented(report.describe(device), 2)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _distributed() -> int:
+    """Of the ranks that torchrun started; one of them prints."""
+    import torch.distributed as dist
+
+    from ..parallel.cost import MODELS, Rates, Shape, choice
+    from ..parallel.cost.measure import measure, process_group
+
+    with process_group():
+        measured = measure(Rates())
+        backend, world, first = dist.get_backend(), dist.get_world_size(), dist.get_rank() == 0
+    if not first:
+        return 0
+    able = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
+    lines = [f"torch.distributed: {backend}, of {', '.join(able)}", *measured.lines()]
+    for name, (_, H_q, H_k, D) in MODELS.items():
+        chosen = [
+            f"{choice(Shape(T, H_q, H_k, D), world, measured.rates)} for {T} tokens"
+            for T in (1 << 13, 1 << 17, 1 << 20)
+        ]
+        lines.append(f"{name} on {world} ranks, by the model of the cost: {', '.join(chosen)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cost import Rates, Shape, cost
+from .cost import METHODS, Rates, Shape, cost
 from .hops import hops_by_positions
 from .pieces import COUNTING, Options
 from .plan import ContextPlan, visible_keys
 from .ranks import Ranks
-
-METHODS = ("gather", "ring", "ulysses", "usp")
 
 
 class MethodExplanation(NamedTuple):

@@ -1,13 +1,18 @@
-"""Run a function on several ranks: processes of a gloo group on the CPU."""
+"""Run a function on several ranks, processes of a gloo group on the CPU; count what they send."""
 
 import multiprocessing
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiling.named_functions import load_function
 
@@ -44,3 +49,43 @@ def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str
         return load_function(function)(**kwargs)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# Of what a rank has of a collective's input, how much it sends in a group of n ranks.
+_SENT: dict[str, Callable[[int], float]] = {
+    "send": lambda n: 1,
+    "_allgather_base_": lambda n: n - 1,
+    "alltoall_base_": lambda n: (n - 1) / n,
+    "allreduce_": lambda n: 2 * (n - 1) / n,
+    "_reduce_scatter_base_": lambda n: (n - 1) / n,
+}
+
+_INPUTS = ("input", "input_tensor", "tensors")
+
+
+class CountMessages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In force, counts what this rank sends by torch.distributed.
+
+    Attributes:
+        calls: by a group's name, sends and collectives.
+        sent: by a group's name, bytes that a rank sends by them at least.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d" and func._opname != "recv_":
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            group = ProcessGroup.unbox(given["process_group"])
+            (tensors,) = (given[name] for name in _INPUTS if name in given)
+            tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+            share = _SENT[func._opname](group.size())
+            self.calls[group.group_name] += 1
+            self.sent[group.group_name] += share * sum(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))

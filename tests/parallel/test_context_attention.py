@@ -4,6 +4,7 @@ Each world of processes is started once, and makes all of its calls.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import alibi_slopes, reference
 from fastattn.parallel import ContextPlan, context_attention, shard, unshard
+from fastattn.parallel.cost import Shape, messages
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import option_examples, together
-from fastattn.testing.ranks import run_ranks
+from fastattn.testing.ranks import CountMessages, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,7 +155,29 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
         attend = spread(method, plan, square if method == "usp" else flat)
         call = results(attend, q, k, v, **options)
         found[name, method, dtype] = [x.float().numpy() for x in call]
+    for method in METHODS:
+        found["sent", method, ""] = sent(method, square if method == "usp" else flat)
     return found if dist.get_rank() == 0 else None
+
+
+# Of calls whose messages are counted.
+COUNTED = Shape(T=256, H_q=8, H_k=2, D=16, B=3)
+
+
+def sent(method: str, mesh: Any) -> list[tuple[int, int]]:
+    """Messages and bytes of forward and backward of a call, by dim of the mesh."""
+    plan = ContextPlan.make(COUNTED.T, mesh.size(), causal=True, block=8)
+    sizes = {"B": COUNTED.B, "H_q": COUNTED.H_q, "H_k": COUNTED.H_k, "D": COUNTED.D}
+    own = make_qkv(T_q=plan.length, **sizes, dtype=torch.bfloat16)
+    # The first such call looks whether the other ranks make it too.
+    counted = CountMessages()
+    for mode in (nullcontext(), counted):
+        with mode:
+            o = context_attention(*own, mesh=mesh, plan=plan, method=method, causal=True)
+            o.sum().backward()
+    groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
+    assert set(counted.calls) == set(groups)
+    return [(counted.calls[name], counted.sent[name]) for name in groups]
 
 
 @cache
@@ -200,3 +224,9 @@ def test_two_ranks(call, two):
 @pytest.mark.parametrize("call", named_calls(4), ids="-".join)
 def test_four_ranks(call, four):
     check(call, four)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_sent_is_what_the_model_of_the_cost_says(method, four):
+    modelled = messages(method, COUNTED, 4, inner=2).values()
+    assert four["sent", method, ""] == [tuple(x) for x in modelled if x.calls]

@@ -1,17 +1,23 @@
 """The model of what methods cost, and its command."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fastattn.parallel.cost import (
     MODELS,
+    Messages,
     Rates,
     Shape,
+    choice,
     cost,
     ideal_seconds,
-    main,
-    parse_gpus,
+    messages,
     serves,
 )
+from fastattn.parallel.cost.__main__ import main, parse_gpus
+from fastattn.parallel.cost.measure import Link, Measured, fit
 
 LLAMA = Shape(32768, 32, 8, 128)
 
@@ -25,9 +31,13 @@ def test_one_gpu_is_ideal_but_for_latencies():
 def test_bytes_are_those_of_the_messages():
     keys = 2 * 8 * 128 * 32768 / 16 * 2  # of one GPU of 16, in bf16
     assert cost("gather", LLAMA, 16, Rates()).sent == keys * 15 * 4  # twice, and fp32 once
-    assert cost("ring", LLAMA, 16, Rates()).sent == keys * 15 * 4
-    tokens = 128 * 32768 / 4 * 2
-    assert cost("ulysses", LLAMA, 4, Rates()).sent == 2 * tokens * (2 * 32 + 2 * 8) * 3 / 4
+    # Gradients take one step more, to the GPU whose keys they are of.
+    assert cost("ring", LLAMA, 16, Rates()).sent == keys * (15 * 2 + 16 * 2)
+    numbers = 32768 / 4
+    exchanged = 2 * numbers * 128 * (2 * 32 + 2 * 8) * 2 + numbers * 32 * 4  # the last: lse
+    assert cost("ulysses", LLAMA, 4, Rates()).sent == exchanged * 3 / 4
+    usp = messages("usp", LLAMA, 16, 8)
+    assert usp["heads"].calls == 9 and usp["sequence"] == Messages(2 * 4, keys * (2 + 2 * 2))
     held = [cost("ring", Shape(1 << 20, 32, 8, 128), n, Rates()).held for n in (8, 16)]
     assert held[0] == 2 * held[1]
 
@@ -43,7 +53,7 @@ def test_a_ring_that_leaves_the_node_waits_for_its_slowest_link():
 def test_a_ring_that_ends_early_sends_less():
     keys = 2 * 8 * 128 * 32768 / 16 * 2
     near = cost("ring", LLAMA._replace(hops=2), 16, Rates())
-    assert near.sent == keys * 2 * 4
+    assert near.sent == keys * (2 * 2 + 3 * 2)
     assert near.seconds < cost("ring", LLAMA, 16, Rates()).seconds
     alone = cost("ring", LLAMA._replace(hops=0), 16, Rates())
     assert alone == (pytest.approx(ideal_seconds(LLAMA, 16, Rates())), 0, 0)
@@ -68,3 +78,44 @@ def test_the_command_prints_a_table_and_draws(capsys, tmp_path):
     ]
     assert (tmp_path / "cost.png").stat().st_size > 1000
     assert set(MODELS) >= {"llama-8b"}
+
+
+def test_the_choice_is_the_fastest_that_can_be_had():
+    assert choice(LLAMA, 64, Rates()) == min(
+        ("gather", "ring", "usp"), key=lambda name: cost(name, LLAMA, 64, Rates()).seconds
+    )
+
+
+def test_a_line_through_messages_is_their_latency_and_bandwidth():
+    samples = [(n, 3e-5 + n / 2e9) for n in (1 << 10, 1 << 16, 1 << 22)]
+    latency, bandwidth = fit(samples)
+    assert latency == pytest.approx(3e-5) and bandwidth == pytest.approx(2e9)
+    assert fit([(1 << 10, 1e-3), (1 << 20, 1e-4)]).latency > 0  # noise: larger is faster
+
+
+def test_what_was_not_measured_is_said_to_be_assumed():
+    measured = Measured((1, 4), {"intra": Link(3e-5, 2e9)}, Rates(flops=5e9))
+    assert list(measured.lines()) == [
+        "ranks: 1 x 4 (nodes x ranks of a node)",
+        "intra: 30.0 us, 2 GB/s, measured",
+        "inter: 15.0 us, 50 GB/s, assumed",
+        "attention: 0.005 TFLOP/s a rank, measured",
+    ]
+
+
+def test_measuring_wants_ranks(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--measure"])
+    assert "--measure: there are no ranks: torchrun" in capsys.readouterr().err
+
+
+def test_the_plan_of_the_page_is_what_the_model_says():
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \| (\d+) \| (\d+)% \|", page, re.M)
+    assert [int(row[1]) for row in rows] == 2 * [8, 16, 32, 64, 128, 256, 512, 1024]
+    for T, gpus, method, ms, ideal in rows:
+        shape = LLAMA._replace(T=int(T))
+        assert method == choice(shape, int(gpus), Rates())
+        seconds = cost(method, shape, int(gpus), Rates()).seconds
+        assert f"{seconds * 32 * 1e3:.0f}" == ms
+        assert f"{ideal_seconds(shape, int(gpus), Rates()) / seconds:.0%}" == f"{ideal}%"

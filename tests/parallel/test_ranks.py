@@ -1,9 +1,7 @@
 """What ranks send each other: shards, refusals that all of them see, and when transfers start."""
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,6 @@ def world() -> dict[str, Any]:
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
     found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
     found["decoded"] = {name: decoded(name) for name in DECODED}
-    found["page"] = refusal(page, mesh)
     found["absent"] = absent()
     return found
 
@@ -182,16 +179,6 @@ def decoded(name: str) -> list[Any]:
         q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
     )
     return [o.numpy(), lse.numpy()]
-
-
-def page(mesh: Any) -> None:
-    """Runs the program of docs/parallel.md, but that the processes are these."""
-    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "init_process_group", lambda backend: None)
-        patch.setattr(dist, "destroy_process_group", lambda: None)
-        exec(compile(program, "docs/parallel.md", "exec"), {})
 
 
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
@@ -366,7 +353,3 @@ def test_a_cache_over_ranks_is_that_of_one(ranks, name):
         first, second = (torch.from_numpy(rank["decoded"][name][n]) for rank in ranks)
         assert torch.equal(first, second)
         assert_within_budget(what, first, exact[n], naive[n])
-
-
-def test_the_program_of_the_page_runs(ranks):
-    assert [rank["page"] for rank in ranks] == ["served", "served"]

@@ -1,0 +1,216 @@
+"""How long attention over several GPUs takes by each method, from a model of messages and compute.
+
+A message takes a latency and its bytes over a bandwidth, both other between nodes than inside one.
+Compute takes its floating-point operations over a rate. Of what overlaps, the longer one counts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..gather import heads_at_once
+
+BACKWARD = 2.5  # operations of the backward, over those of the forward: five products to two
+METHODS = ("gather", "ring", "ulysses", "usp")
+STORED, SUMMED = 2, 4  # bytes of a number in bf16, and of a gradient that is added up
+
+
+class Rates(NamedTuple):
+    """Of a cluster. Bandwidths are bytes a second that one GPU sends, latencies seconds.
+
+    The defaults are those of a DGX H100 (NVIDIA, "DGX H100/H200 User Guide": NVLink 900 GB/s both
+    ways together, one ConnectX-7 of 400 Gb/s a GPU). What attention reaches and the latencies are
+    assumed: measure them and give your own.
+    """
+
+    flops: float = 500e12
+    intra: float = 450e9
+    inter: float = 50e9
+    intra_latency: float = 5e-6
+    inter_latency: float = 15e-6
+    node: int = 8  # GPUs
+
+
+class Shape(NamedTuple):
+    """Attention of one layer to a whole sequence.
+
+    share: of all pairs, those that are visible. hops: how often a ring passes keys on; default, as
+    often as brings them to all.
+    """
+
+    T: int
+    H_q: int
+    H_k: int
+    D: int
+    B: int = 1
+    share: float = 0.5
+    hops: int | None = None
+
+
+class Cost(NamedTuple):
+    """Of one layer's forward and backward on one GPU: seconds, bytes sent, bytes held beside."""
+
+    seconds: float
+    sent: float
+    held: float
+
+
+MODELS = {  # layers, H_q, H_k, D, from their published configurations
+    "llama-8b": (32, 32, 8, 128),
+    "llama-70b": (80, 64, 8, 128),
+    "gpt-oss-120b": (36, 64, 8, 64),
+}
+
+
+def ideal_seconds(shape: Shape, gpus: int, rates: Rates) -> float:
+    """Compute alone, shared out evenly."""
+    B, T, D = shape.B, shape.T, shape.D
+    forward = 4 * B * shape.H_q * D * T * T * shape.share
+    return forward * (1 + BACKWARD) / gpus / rates.flops
+
+
+def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None = None) -> Cost:
+    """Of a method of `context_attention`.
+
+    Args:
+        inner: for "usp", the ranks of the inner dimension; default: those of a node.
+    """
+    inner = inner or min(gpus, rates.node)
+    sent = sum(found.sent for found in messages(method, shape, gpus, inner).values())
+    if method == "gather":
+        return _gather(shape, gpus, rates, sent)
+    return _exchange_and_ring(shape, gpus, rates, _degree(method, gpus, inner), sent)
+
+
+def serves(method: str, shape: Shape, gpus: int, rates: Rates) -> bool:
+    """Whether a method can be had: ranks that share out heads have to divide them."""
+    degree = {"ulysses": gpus, "usp": min(gpus, rates.node)}.get(method, 1)
+    return shape.H_q % degree == 0 and gpus % degree == 0
+
+
+class Messages(NamedTuple):
+    """What one GPU sends in a dim of the mesh, forward and backward: messages, and their bytes."""
+
+    calls: int = 0
+    sent: float = 0.0
+
+
+def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> dict[str, Messages]:
+    """By what a dim of the mesh shares out, "sequence" or "heads".
+
+    A test counts them. Without the ids of documents and such, which are few.
+
+    Args:
+        inner: as of `cost`.
+    """
+    if method == "gather":
+        local = _keys(shape, gpus)
+        groups = shape.H_k // heads_at_once(shape.H_k, gpus)
+        # Keys twice, and their gradients to their owners.
+        sent = local * (gpus - 1) * (2 + SUMMED / STORED)
+        return {"sequence": Messages(3 * groups, sent), "heads": Messages()}
+    degree = _degree(method, gpus, inner)
+    hops, share = _hops(shape, gpus, degree), (degree - 1) / degree
+    # q, k, v and o go once forward, do, dq, dk and dv backward, and lse in fp32.
+    heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
+    numbers = shape.B * shape.T // gpus
+    exchanged = (2 * numbers * shape.D * heads * STORED + numbers * shape.H_q * SUMMED) * share
+    # Keys go around twice; their gradients behind them, and home.
+    around = _passed(shape, gpus, degree) * (2 * hops + (hops + 1) * SUMMED / STORED)
+    return {
+        "sequence": Messages(2 * (3 * hops + 1), around) if hops else Messages(),
+        "heads": Messages(9, exchanged) if degree > 1 else Messages(),
+    }
+
+
+def costs(shape: Shape, gpus: int, rates: Rates) -> dict[str, Cost]:
+    """Of every method that can be had, by name."""
+    able = (name for name in METHODS if serves(name, shape, gpus, rates))
+    return {name: cost(name, shape, gpus, rates) for name in able}
+
+
+def choice(shape: Shape, gpus: int, rates: Rates) -> str:
+    """The method that takes the least time."""
+    found = costs(shape, gpus, rates)
+    return min(found, key=lambda name: found[name].seconds)
+
+
+def _degree(method: str, gpus: int, inner: int | None) -> int:
+    """GPUs that share out the heads."""
+    return {"ring": 1, "ulysses": gpus}.get(method, inner or gpus)
+
+
+def _hops(shape: Shape, gpus: int, degree: int) -> int:
+    """How often keys are passed on in a ring of groups of GPUs."""
+    return gpus // degree - 1 if shape.hops is None else shape.hops
+
+
+def _repeated(shape: Shape, degree: int) -> int:
+    """Heads of keys that `degree` GPUs share out, each as many."""
+    return math.lcm(shape.H_k, degree)
+
+
+def _passed(shape: Shape, gpus: int, degree: int) -> float:
+    """Bytes of k and v that go around, of the heads that a GPU has of them."""
+    return _keys(shape, gpus) * _repeated(shape, degree) / shape.H_k
+
+
+def _keys(shape: Shape, gpus: int) -> float:
+    """Bytes of k and v that a GPU holds."""
+    return 2 * shape.B * shape.H_k * shape.D * shape.T / gpus * STORED
+
+
+def _link(gpus: int, rates: Rates) -> tuple[float, float]:
+    """Latency and bandwidth of the slowest link among GPUs."""
+    if gpus <= rates.node:
+        return rates.intra_latency, rates.intra
+    return rates.inter_latency, rates.inter
+
+
+def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
+    """Heads by heads: all but the first gather overlaps with compute, gradients likewise.
+
+    Between nodes every GPU's own link carries its share, and the node spreads what came in.
+    """
+    latency, _ = _link(gpus, rates)
+    bandwidth = rates.intra if gpus <= rates.node else min(rates.intra, rates.node * rates.inter)
+    local = _keys(shape, gpus)
+    groups = shape.H_k // heads_at_once(shape.H_k, gpus)
+    keys = local * (gpus - 1)
+    # Gradients go straight to their owners, most of them in other nodes.
+    outside = max(0.0, 1 - rates.node / gpus)
+    back = (sent - 2 * keys) * (outside / rates.inter + (1 - outside) / rates.intra)
+    compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
+    start = groups * latency
+    forward = _overlapped(groups, compute, start + keys / bandwidth)
+    backward = _overlapped(groups, BACKWARD * compute, 2 * start + keys / bandwidth + back)
+    held = 2 * local * gpus / groups + local * gpus / groups * SUMMED / STORED
+    return Cost(forward + backward, sent, held)
+
+
+def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent: float) -> Cost:
+    """Tokens for heads among `degree` GPUs, and a ring of the groups of these."""
+    hops, inside = _hops(shape, gpus, degree), min(degree, rates.node)
+    passed = _passed(shape, gpus, degree)
+    around = passed * (2 * hops + (hops + 1) * SUMMED / STORED) if hops else 0.0
+    outside = 1 - inside / degree
+    exchange = (sent - around) * (outside / rates.inter + (1 - outside) / rates.intra)
+    exchange += 9 * (degree > 1) * _link(degree, rates)[0]
+    latency, bandwidth = _link(gpus, rates)
+    compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
+    hop = latency + passed / bandwidth
+    forward = _overlapped(hops + 1, compute, hops * hop)
+    # Keys go around, and their gradients behind them, and home.
+    behind = latency + passed * SUMMED / STORED / bandwidth
+    messages_back = hops * hop + (hops + 1) * behind if hops else 0.0
+    backward = _overlapped(hops + 1, BACKWARD * compute, messages_back)
+    tokens = shape.B * shape.D * shape.T / gpus * STORED
+    heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
+    held = 2 * passed * (hops > 0) + tokens * heads * (degree > 1)
+    return Cost(exchange + forward + backward, sent, held)
+
+
+def _overlapped(pieces: int, compute: float, messages: float) -> float:
+    """As many pieces, of which each is computed while the next one's messages are on their way."""
+    return max(compute, messages) + min(compute, messages) / pieces if messages else compute
