@@ -40,6 +40,7 @@ B, T, RANKS = 2, 90, 4
 PACKED = torch.stack(
     [torch.cat([torch.arange(n) for n in row]) for row in ((40, 33, 17), (13, 76, 1))]
 )
+DOCUMENTS = PACKED.eq(0).cumsum(1)
 PREFIX = torch.ones(T, T).tril().index_fill(1, torch.arange(7), 1.0)
 
 
@@ -108,7 +109,8 @@ class Case(NamedTuple):
 
 CASES = {
     "gpt": Case(
-        lambda: gpt(window=30, sinks=True), "ring", plan={"window": 30}
+        lambda: gpt(window=30, sinks=True, positions="rotary"), "ring",
+        {"documents": (DOCUMENTS, 1)}, {"window": 30, "documents": DOCUMENTS},
     ),
     "gpt, learned positions": Case(lambda: gpt(positions="learned"), "ring"),
     "layer": Case(
@@ -125,7 +127,7 @@ CASES = {
     "mistral-window": Case(lambda: decoder("mistral-window"), "gather", plan={"window": 5}),
     "mistral-window packed": Case(
         lambda: decoder("mistral-window"), "usp", {"position_ids": (PACKED, 1)},
-        {"documents": PACKED.diff(dim=1, prepend=PACKED[:, :1]).ne(1).cumsum(1)},
+        {"documents": DOCUMENTS},
     ),
     "gemma2-softcap padded": Case(
         lambda: decoder("gemma2-softcap"), "ring",
