@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -282,9 +282,35 @@ def one_file(folder: Path) -> dict[str, bool]:
     return {
         "read": same(resumed.whole(), split.whole()),
         "written": same(again.whole(), split.whole()),
+        "fused": fused(folder / "before", split),
         "model alone": not model_alone.optimizer.state
         and torch.equal(model_alone.whole()["norm.weight"], split.whole()["norm.weight"]),
     }
+
+
+def fused(folder: Path, split: Split) -> bool:
+    """Whether a checkpoint of before, with q, k and v in one parameter, is read by ranks."""
+    made = split.checkpoint(1)
+
+    def join(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        joined = {}
+        for name, x in tensors.items():
+            parts = [tensors.get(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            if "q_proj" in name:
+                x = torch.cat(parts) if x.dim() else x
+                joined[name.replace("q_proj", "qkv_proj")] = x
+            elif "k_proj" not in name and "v_proj" not in name:
+                joined[name] = x
+        return joined
+
+    if dist.get_rank() == 0:
+        before = replace(made, model=join(made.model), training=join(made.training))
+        assert len(before.model) == len(made.model) - 4
+        save_checkpoint(folder, before)
+    dist.barrier()
+    found = Split("fsdp2-tp2", seed=1)
+    read = restore_sharded(folder, found.model, found.optimizer)
+    return same(found.whole(), split.whole()) and set(read.training) == {"random", "loss_sum"}
 
 
 @contextmanager
@@ -364,7 +390,7 @@ def test_all_ranks_refuse_what_one_cannot_read(by_rank: list[dict[str, Any]]) ->
     assert first["kept"] == "True" and first["mended"] == "no error"
     for name, part in {
         "names": "ValueError: model and training must differ in names, both have 'norm.weight'",
-        "wide": "of another configuration: blocks.0.attention.out_proj.weight has shape (6, 6), "
+        "wide": "of another configuration: blocks.0.attention.k_proj.weight has shape (6, 6), "
         "the model needs (8, 8)",
         "few": "of another configuration: optimizer.norm.weight.exp_avg has shape (6,), the "
         "optimizer needs none",
@@ -378,7 +404,7 @@ def test_all_ranks_refuse_what_one_cannot_read(by_rank: list[dict[str, Any]]) ->
 
 def test_one_file_and_shards_are_the_same(by_rank: list[dict[str, Any]]) -> None:
     for rank in by_rank:
-        assert rank["one_file"] == dict.fromkeys(("read", "written", "model alone"), True)
+        assert rank["one_file"] == dict.fromkeys(("read", "written", "fused", "model alone"), True)
 
 
 def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -> None:

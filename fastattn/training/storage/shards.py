@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ class ShardWriter(HuggingFaceStorageWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        for name, count in Counter(item.index.fqn for item in plan.items).items():
+            if count > 1:
+                # A file has one entry a name: the others would be lost.
+                raise CheckpointError(f"{name} has {count} parts on a rank, of which one is kept")
         written = super().write_data(plan, planner).wait()
         found = [
             # torch's own flush comes before the end of its buffer is written.
