@@ -15,6 +15,7 @@ INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
 
 MODELS = ("gpt", "encoder", "seq2seq")
 TASKS = ("language", "tagging", "masked", "translation")
+RECOMPUTED = ("none", "full", "selective")
 # Fields of the models' configurations whose values are names.
 CHOICES = {
     "positions": (
@@ -183,6 +184,8 @@ def _add_training_options(group: Any) -> None:
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", "dtype", "of activations (auto)", choices=dtypes)
     add("--compile", "compile", "use torch.compile", action="store_true")
+    text = "what backward passes compute again (none): layers, in full or all but attention"
+    add("--activation-checkpointing", "activation_checkpointing", text, choices=RECOMPUTED)
     add("--log-every", "log_interval", "steps (10)", type=int)
     add("--eval-every", "eval_interval", "steps (250)", type=int)
     add("--save-every", "checkpoint_interval", "steps (500)", type=int)
@@ -212,7 +215,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     if ranks_started() == 1:
         return _train_here(arguments)
-    from ..training.distributed.failures import shown_once
+    from ..training.distributed.launcher import shown_once
 
     return shown_once(lambda: _train_here(arguments))
 

@@ -20,6 +20,7 @@ from .checkpoint import (
     load_checkpoint,
 )
 from .distributed.degrees import Degrees, check_split
+from .distributed.launcher import begun, restarted
 from .distributed.ranks import Ranks, ranks_for
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
@@ -42,7 +43,7 @@ from .trainer import Trainer, TrainResult
 
 # What may differ when a run is continued: none of it changes what is computed from which numbers.
 _CHANGEABLE = {
-    *("device", "compile"),
+    *("device", "compile", "activation_checkpointing"),
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
 
@@ -92,7 +93,7 @@ def train(
             holds, and options may not contradict it.
         out_dir: the run's folder.
         resume: continue the run in out_dir; without one there, start it. A finished run is left as
-            it is.
+            it is. What torchrun restarts is continued too.
         should_stop: asked before every step; True ends the call with a checkpoint.
         say: shows a line to the user.
 
@@ -118,7 +119,7 @@ def _train(
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> TrainResult:
-    ranks.decided(lambda: _check_out_dir(out_dir, resume))
+    resume = ranks.decided(lambda: _start_in(out_dir, resume))
     found = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
     if resume and found is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
@@ -249,6 +250,14 @@ def _vocabulary_fields(kind: Kind) -> list[str]:
 
 def _field_names(config_class: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(config_class)]
+
+
+def _start_in(out_dir: Path, resume: bool) -> bool:
+    """Whether to look for a run in the folder, which is then taken; torchrun's restarts do."""
+    resume = resume or restarted(str(out_dir))
+    _check_out_dir(out_dir, resume)
+    begun(str(out_dir))
+    return resume
 
 
 def _check_out_dir(out_dir: Path, resume: bool) -> None:

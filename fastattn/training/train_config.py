@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from ..models.fields import from_fields
 
+Recompute = Literal["none", "full", "selective"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,8 +37,11 @@ class TrainConfig:
         seed: of weights, batches and dropout.
         device: "auto" (a GPU if there is one) or a torch device.
         dtype: of activations, "float32", "bfloat16", "float16" or "auto" (bfloat16 on a GPU that
-            has it, else float32). Weights are always float32.
-        compile: run the model through torch.compile.
+            has it, else float32). Weights are always float32; ranks that share out a batch cast
+            them to it before they gather them, and sum gradients in float32.
+        compile: run the model through torch.compile; on several ranks each of its layers.
+        activation_checkpointing: what backward passes compute again: "none", "full" layers, or
+            "selective", all of them but attention.
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
@@ -61,6 +65,7 @@ class TrainConfig:
     device: str = "auto"
     dtype: str = "auto"
     compile: bool = False
+    activation_checkpointing: Recompute = "none"
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulation", "eval_interval", "eval_batches")
@@ -78,6 +83,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             _check(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
         _check(0 <= self.seed < 2**63, "seed", "in [0, 2**63)", self.seed)
+        kinds, got = get_args(Recompute), self.activation_checkpointing
+        _check(got in kinds, "activation_checkpointing", f"one of {', '.join(kinds)}", repr(got))
         names = ("auto", *_DTYPES)
         _check(self.dtype in names, "dtype", f"one of {', '.join(names)}", repr(self.dtype))
 

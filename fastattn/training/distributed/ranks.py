@@ -13,6 +13,7 @@ from ..tasks.task import Batch
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part
 from .degrees import Degrees, Split, ranks_started
+from .recompute import blocks_of, recompute
 
 _Value = TypeVar("_Value")
 
@@ -71,6 +72,8 @@ class Alone:
         return resolve_device(name)
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
+        for block in blocks_of(model):
+            recompute(block, config.activation_checkpointing)
         return torch.compile(model) if config.compile else model
 
     @contextmanager

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ...models.layers import Block
 from ..train_config import TrainConfig
 from .degrees import Split
+from .recompute import blocks_of, recompute
 
 
 def shard_model(
@@ -26,8 +24,9 @@ def shard_model(
         config: its compile and dtype.
         device: of the model.
     """
-    if config.compile:
-        for block in blocks_of(model):
+    for block in blocks_of(model):
+        recompute(block, config.activation_checkpointing)
+        if config.compile:
             block.compile()
     if split.parts * split.cp == 1:
         return
@@ -43,11 +42,6 @@ def shard_model(
         for part in [block] if block.cross is None else [block.attention, block.mlp]:
             fully_shard(part, mesh=data, mp_policy=policy)
     fully_shard(model, mesh=data, mp_policy=policy)
-
-
-def blocks_of(model: nn.Module) -> Iterator[Block]:
-    """The layers of a model, in order."""
-    return (module for module in model.modules() if isinstance(module, Block))
 
 
 def synchronise(model: nn.Module, split: Split, last: bool) -> None:

@@ -1,11 +1,15 @@
 """Degrees make a split of the ranks that there are, or one line says why not."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from fastattn.models.encoder import EncoderConfig
 from fastattn.models.gpt import GPTConfig
 from fastattn.training.distributed.degrees import Degrees, Split, SplitError, check_split
 from fastattn.training.distributed.ranks import Alone, ranks_for
+from fastattn.training.run import Options, train
 from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.train_config import TrainConfig
 
@@ -72,8 +76,22 @@ def test_what_does_not_divide_is_named(split, changes, kind, message):
     check_split(Split(), TrainConfig(**of_training), config, KINDS[kind])
 
 
-def test_one_process_is_alone_under_torchrun_too(monkeypatch):
+def test_one_process_is_alone_under_torchrun_too(monkeypatch, tmp_path):
+    """There is no process group: a collective would raise."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)
+    (tmp_path / "text").write_text("the quick brown fox\n" * 40)
+    options = Options(
+        model={"num_layers": 1, "num_heads": 2, "embed_dim": 16, "context_length": 8},
+        training={"steps": 2, "device": "cpu"},
+        data={"text": (str(tmp_path / "text"),)},
+    )
+    assert train(options, tmp_path / "run").finished
+    assert not torch.distributed.is_initialized()
     with ranks_for(Degrees()) as ranks:
         assert isinstance(ranks, Alone)
+    with pytest.raises(SplitError, match="multiply to the 1 rank"):
+        train(dataclasses.replace(options, parallel={"fsdp": 2}), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

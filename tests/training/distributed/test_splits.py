@@ -1,12 +1,14 @@
 """Every split of four ranks trains as one process does: the matrix, in one start of processes."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastattn.models.encoder import EncoderConfig, MaskedLM
@@ -16,7 +18,8 @@ from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.ranks import run_ranks
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.data.text import TextDataset
-from fastattn.training.distributed.degrees import Split
+from fastattn.training.distributed import launcher
+from fastattn.training.distributed.degrees import Split, SplitError
 from fastattn.training.distributed.gradients import whole
 from fastattn.training.distributed.ranks import Ranks
 from fastattn.training.distributed.together import Together
@@ -130,10 +133,14 @@ def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Tr
 
 
 def gradients(
-    name: str, out: Path, ranks: Ranks | None = None, dtype: torch.dtype = torch.float32
+    name: str,
+    out: Path,
+    ranks: Ranks | None = None,
+    dtype: torch.dtype = torch.float32,
+    dtype_name: str = "float32",
 ) -> dict[str, torch.Tensor]:
     """Those that the optimizer is given in a first step of two passes, clipped."""
-    trainer = make(name, out, ranks, accumulation=2)
+    trainer = make(name, out, ranks, accumulation=2, dtype=dtype_name)
     trainer.model.to(dtype)
     found: dict[str, torch.Tensor] = {}
 
@@ -154,6 +161,86 @@ def splits_of(name: str) -> list[str]:
     return [one, "dp2 fsdp2"] if name == "packed" else [one]
 
 
+class Calls:
+    """Counts torch.distributed's calls by name while it is in force."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.counts = names, dict.fromkeys(names, 0)
+
+    def __enter__(self) -> "Calls":
+        self.patch = pytest.MonkeyPatch()
+        for name in self.names:
+            self.patch.setattr(dist, name, self._counting(name, getattr(dist, name)))
+        return self
+
+    def _counting(self, name: str, call: Any) -> Any:
+        def counting(*args: Any, **given: Any) -> Any:
+            self.counts[name] += 1
+            return call(*args, **given)
+
+        return counting
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.undo()
+
+
+def sums(split: Split, passes: int, out: Path) -> dict[str, int]:
+    """How often gradients are summed up in a step."""
+    trainer = make("learned, tied, bias", out, Together(split), accumulation=passes)
+    with Calls("all_reduce", "reduce_scatter_tensor") as calls:
+        trainer._train_step()
+    return calls.counts
+
+
+def in_bf16(out: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
+    """Gradients of a step in bf16, rounded to it: what is computed is no better."""
+    found = gradients("learned, tied, bias", out, ranks, dtype_name="bfloat16")
+    assert {x.dtype for x in found.values()} == {torch.float32}
+    return {name: x.bfloat16() for name, x in found.items()}
+
+
+def speakers(error: Exception, first: int | None, attempt: str) -> int | None:
+    """What a rank's `shown_once` returns; None where it raises. first: who fails before others."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+
+    def fail() -> int:
+        if first is not None and dist.get_rank() != first:
+            launcher._store(f"first cause after {attempt} restarts").wait(["claimed"])
+        raise error
+
+    try:
+        return launcher.shown_once(fail)
+    except type(error):
+        return None
+
+
+def errors() -> dict[str, int | None]:
+    """Which ranks show an error: that of a user on all of them, and one that others follow."""
+    first = dist.get_rank() == 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if first else None
+    port = [0 if store is None else store.port]
+    dist.broadcast_object_list(port)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": str(dist.get_rank())}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        patch.setattr(launcher, "_FOR_END", 0.0)
+        found = {
+            "of a user": speakers(SplitError("planted"), None, "0"),
+            "of one": speakers(RuntimeError("planted"), 2, "1"),
+        }
+        if first:
+            launcher.begun("a")
+        dist.barrier()
+        found["begun"] = launcher.restarted("a"), launcher.restarted("b")
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        found["at first"] = launcher.restarted("a")
+        dist.barrier()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return found
+
+
 def world(folder: str) -> dict[str, Any]:
     """Everything that this file asserts of the ranks."""
     os.environ["FASTATTN_BACKEND"] = "torch"
@@ -164,13 +251,21 @@ def world(folder: str) -> dict[str, Any]:
         # The same generators everywhere: nobody has drawn for its own rows alone.
         found["states"][name] = torch.get_rng_state().numpy()
     stopped = make("trained", base / "resumed", Together(Split(fsdp=4)))
-    stopped.run(lambda: stopped.step == STOP and torch.distributed.get_rank() == 2)
-    torch.distributed.barrier()
+    stopped.run(lambda: stopped.step == STOP and dist.get_rank() == 2)
+    dist.barrier()
     make("trained", base / "resumed", Together(Split(dp=2, cp=2))).run()
     for name in (*GPTS, *OTHERS):
         for split in splits_of(name):
             grads = gradients(name, base / "none", Together(SPLITS[split]))
             found["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
+    found["errors"] = errors()
+    found["sums"] = {
+        (name, passes): sums(SPLITS[name], passes, base / "none")
+        for name in ("dp4", "dp2 fsdp2")
+        for passes in (1, 3)
+    }
+    grads = in_bf16(base / "none", Together(SPLITS["fsdp2 cp2"]))
+    found["bf16"] = {name: x.float().numpy() for name, x in grads.items()}
     return found
 
 
@@ -224,3 +319,33 @@ def test_gradients_are_within_the_budget(name: str, tmp_path: Path, by_rank: lis
             assert got.keys() == exact.keys()
             for key, x in got.items():
                 assert_within_budget(f"{split} {key}", torch.from_numpy(x), exact[key], naive[key])
+
+
+def test_half_precision_gradients_are_within_the_budget(tmp_path: Path, by_rank: list) -> None:
+    """Parameters are gathered in bf16, and gradients summed in fp32."""
+    exact = gradients("learned, tied, bias", tmp_path, dtype=torch.float64)
+    naive = worst_naive(exact, lambda: in_bf16(tmp_path))
+    for key, x in by_rank[0]["bf16"].items():
+        assert_within_budget(key, torch.from_numpy(x).bfloat16(), exact[key], naive[key])
+
+
+def test_gradients_are_summed_up_once_a_step(by_rank: list) -> None:
+    """Those that stay sharded are scattered in each pass, and summed over replicas in the last."""
+    for found in (rank["sums"] for rank in by_rank):
+        assert found["dp4", 1]["all_reduce"] > 0
+        assert found["dp4", 1] == found["dp4", 3]
+        one, three = found["dp2 fsdp2", 1], found["dp2 fsdp2", 3]
+        assert one["reduce_scatter_tensor"] > 0
+        assert three["reduce_scatter_tensor"] == 3 * one["reduce_scatter_tensor"]
+        assert three["all_reduce"] == one["all_reduce"] > 0
+
+
+def test_an_error_is_shown_by_one_rank(by_rank: list) -> None:
+    """Of the others each gives the exit status of its own: 2 for wrong options."""
+    assert [rank["errors"]["of a user"] for rank in by_rank] == [None, 2, 2, 2]
+    assert [rank["errors"]["of one"] for rank in by_rank] == [1, 1, None, 1]
+
+
+def test_what_has_begun_is_known_after_a_restart(by_rank: list) -> None:
+    assert [rank["errors"]["begun"] for rank in by_rank] == [(True, False)] * 4
+    assert not any(rank["errors"]["at first"] for rank in by_rank)

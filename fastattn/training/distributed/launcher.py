@@ -1,4 +1,7 @@
-"""An error on one rank or on all is shown once: the first, by the rank that met it."""
+"""What goes by torchrun: an error is shown once, and a run that it starts again goes on.
+
+torchrun keeps a store of keys that outlives the processes it starts.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.errors import record
+from typing import Any
 
 # Errors of the user, which all ranks find at about the same time.
 EXPECTED = (ValueError, OSError, FloatingPointError, ModuleNotFoundError)
-_KEY = "fastattn/first_cause"
-# Seconds that others leave rank 0 to speak for all, and that they wait for the launcher's signal.
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+# Seconds that others leave rank 0 to speak for all, and that they wait for torchrun's signal.
 _FOR_FIRST, _FOR_END = 2.0, 10.0
 
 
@@ -33,11 +34,26 @@ def shown_once(call: Callable[[], int]) -> int:
         expected = isinstance(error, EXPECTED)
         if _speaks(expected):
             if not expected:
+                from torch.distributed.elastic.multiprocessing.errors import record
+
                 record(_raiser(error))()
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_FOR_END)
         return getattr(error, "exit_status", 1)
+
+
+def begun(out_dir: str) -> None:
+    """Notes that a run in this folder has begun, for `restarted`."""
+    if _RESTARTS in os.environ:
+        _store("begun").set(out_dir, "yes")
+
+
+def restarted(out_dir: str) -> bool:
+    """Whether torchrun has started a run anew that has begun in this folder."""
+    if int(os.environ.get(_RESTARTS, "0")) == 0:
+        return False
+    return bool(_store("begun").check([out_dir]))
 
 
 def _raiser(error: Exception) -> Callable[[], None]:
@@ -50,21 +66,22 @@ def _raiser(error: Exception) -> Callable[[], None]:
 def _speaks(expected: bool) -> bool:
     """Whether this rank is the first to claim an error."""
     try:
-        store = PrefixStore(
-            f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=timedelta(seconds=_FOR_FIRST),
-            ),
-        )
+        store = _store(f"first cause after {os.environ.get(_RESTARTS, '0')} restarts")
         if expected and os.environ["RANK"] != "0":
             try:
-                store.wait([_KEY], timedelta(seconds=_FOR_FIRST))
+                store.wait(["claimed"], timedelta(seconds=_FOR_FIRST))
                 return False
             except RuntimeError:
                 pass  # rank 0 has no such error
-        return store.add(_KEY, 1) == 1
+        return bool(store.add("claimed", 1) == 1)
     except (RuntimeError, OSError):
-        return True  # the rank that kept the store is gone
+        return True  # the process that kept the store is gone
+
+
+def _store(purpose: str) -> Any:
+    # Not in every build of torch; one process needs none.
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=_FOR_FIRST)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(f"fastattn/{purpose}", TCPStore(*address, is_master=False, timeout=timeout))
