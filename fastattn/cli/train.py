@@ -189,6 +189,8 @@ def _add_training_options(group: Any) -> None:
     add("--log-every", "log_interval", "steps (10)", type=int)
     add("--eval-every", "eval_interval", "steps (250)", type=int)
     add("--save-every", "checkpoint_interval", "steps (500)", type=int)
+    text = "go on while a checkpoint is written; several ranks"
+    add("--save-in-background", "save_in_background", text, action="store_true")
 
 
 def _add_parallel_options(group: Any) -> None:

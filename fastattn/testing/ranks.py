@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiling.named_functions import load_function
+
+# Ranks that wait for one that has failed wait no longer.
+_TIMEOUT = timedelta(minutes=3)
 
 
 def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
@@ -43,7 +47,7 @@ def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
 def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world_size
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
     try:
         return load_function(function)(**kwargs)

@@ -48,6 +48,8 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    with _explained(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may be on its way
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
     text = "".join(json.dumps(record) + "\n" for record in records)
     with _replacing(run_dir / METRICS_FILE) as temporary:

@@ -43,7 +43,7 @@ from .trainer import Trainer, TrainResult
 
 # What may differ when a run is continued: none of it changes what is computed from which numbers.
 _CHANGEABLE = {
-    *("device", "compile", "activation_checkpointing"),
+    *("device", "compile", "activation_checkpointing", "save_in_background"),
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
 
@@ -123,7 +123,10 @@ def _train(
     found = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
     if resume and found is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
-    checkpoint = None if found is None else load_checkpoint(found)
+    together = ranks.split.size > 1
+    # Of several ranks each reads its part, when it has one.
+    place = "meta" if together else "cpu"
+    checkpoint = None if found is None else load_checkpoint(found, device=place)
     if checkpoint is not None:
         if source := checkpoint.state.get("imported"):
             raise CheckpointError(f"{found} comes from {source}: it is no run that could go on")
@@ -134,7 +137,7 @@ def _train(
             assert found is not None
             scores = checkpoint.state.get("scores", {})
             return TrainResult(checkpoint.step, True, found, loss, 0.0, scores)
-    trainer = _build(options, out_dir, checkpoint, say, ranks)
+    trainer = _build(options, out_dir, checkpoint, found if together else checkpoint, say, ranks)
     try:
         return trainer.run(should_stop)
     finally:
@@ -148,6 +151,7 @@ def _build(
     options: Options,
     out_dir: Path,
     checkpoint: Checkpoint | None,
+    resume_from: Checkpoint | Path | None,
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> Trainer:
@@ -211,7 +215,7 @@ def _build(
         data_config={**dataclasses.asdict(data_config), **source.facts},
         kind=kind.name,
         progress=ProgressBar(config.steps, step) if ranks.first else None,
-        resume_from=checkpoint,
+        resume_from=resume_from,
         ranks=ranks,
     )
 

@@ -42,6 +42,7 @@ class TrainConfig:
         compile: run the model through torch.compile; on several ranks each of its layers.
         activation_checkpointing: what backward passes compute again: "none", "full" layers, or
             "selective", all of them but attention.
+        save_in_background: go on while a checkpoint is written; of several ranks.
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
@@ -66,6 +67,7 @@ class TrainConfig:
     dtype: str = "auto"
     compile: bool = False
     activation_checkpointing: Recompute = "none"
+    save_in_background: bool = False
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulation", "eval_interval", "eval_batches")

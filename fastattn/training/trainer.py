@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..modules.fused_weights import separated
-from .checkpoint import Checkpoint, CheckpointError, restore_model, save_checkpoint
+from .checkpoint import Checkpoint, CheckpointError
 from .data.text import TextDataset
 from .distributed.gradients import by_mesh
 from .distributed.ranks import Alone, Ranks
@@ -77,7 +76,7 @@ class Trainer:
         data_config: what the data was, JSON values; goes into the checkpoints.
         kind: what the model is, for the checkpoints; see `fastattn.training.tasks.kinds`.
         progress: where to report to.
-        resume_from: a checkpoint of this run to go on from.
+        resume_from: a checkpoint of this run to go on from, or its folder.
         ranks: that train together; each makes a trainer of the same arguments, and shards its model
             in place. Batches are the same, whatever the split.
 
@@ -97,7 +96,7 @@ class Trainer:
         data_config: Mapping[str, Any] | None = None,
         kind: str = "gpt",
         progress: Progress | None = None,
-        resume_from: Checkpoint | None = None,
+        resume_from: Checkpoint | Path | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model_config = cast(Any, model.config)
@@ -110,8 +109,6 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
         self.ranks = Alone() if ranks is None else ranks
-        if resume_from is not None:
-            restore_model(model, resume_from)
         self._forward = self.ranks.prepare(model, config)
         self.optimizer = make_optimizer(model, config)
         scaled = self.dtype == torch.float16
@@ -123,7 +120,7 @@ class Trainer:
         self._speed = Speed()
         torch.manual_seed(config.seed)
         if resume_from is not None:
-            self._restore(resume_from)
+            self._restore(self.ranks.restore(resume_from, model, self.optimizer))
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Trains to the last step, or until should_stop, asked before every step, says so.
@@ -161,7 +158,9 @@ class Trainer:
             self._record_validation(loss, "whole split", scores)
         if self.ranks.first:
             draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
-        return TrainResult(self.step, finished, self._save(loss, scores), loss, speed, scores)
+        path = self._save(loss, scores)
+        self.ranks.wait()
+        return TrainResult(self.step, finished, path, loss, speed, scores)
 
     def validation_loss(self) -> float:
         """Mean cross-entropy over the whole validation split, in nats per token."""
@@ -271,7 +270,7 @@ class Trainer:
     ) -> Path:
         loss_sum = self.ranks.total(self._loss_sum)
         self._check_finite(float(loss_sum))
-        training = {f"optimizer.{name}": x for name, x in self._optimizer_state().items()}
+        training = self.ranks.optimizer_tensors(self.model, self.optimizer)
         training["random.batches"] = self._batches.get_state()
         training["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -279,7 +278,7 @@ class Trainer:
         training["loss_sum"] = loss_sum
         checkpoint = Checkpoint(
             step=self.step,
-            model={name: self.ranks.whole(x) for name, x in self.model.state_dict().items()},
+            model=self.ranks.model_tensors(self.model),
             training=training,
             tokenizer=self.tokenizer,
             config={
@@ -296,29 +295,11 @@ class Trainer:
                 **({"scores": scores} if scores else {}),
             },
         )
-        return self.ranks.decided(lambda: save_checkpoint(self.out_dir, checkpoint))
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's tensors by name: `<parameter>.<step | exp_avg | exp_avg_sq>`."""
-        return {
-            f"{name}.{key}": self.ranks.whole(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        return self.ranks.save(self.out_dir, checkpoint, background=self.config.save_in_background)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        saved = separated(self.model, checkpoint.training, "optimizer.")
-        state = checkpoint.state
+        saved, state = checkpoint.training, checkpoint.state
         try:
-            if checkpoint.step > 0:
-                for name, parameter in self.model.named_parameters():
-                    shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-                    self.optimizer.state[parameter] = {
-                        key: self.ranks.placed(
-                            saved[f"optimizer.{name}.{key}"].reshape(shape), parameter
-                        )
-                        for key, shape in shapes.items()
-                    }
             self._batches.set_state(saved["random.batches"])
             torch.set_rng_state(saved["random.cpu"])
             if self.device.type == "cuda" and "random.cuda" in saved:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...modules.fused_weights import separated
+from ..checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    restore_model,
+    save_checkpoint,
+)
 from ..tasks.task import Batch
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part
@@ -49,11 +58,28 @@ class Ranks(Protocol):
     def share(self, total: Tensor) -> Tensor:
         """This rank's share of a value that all have; the inverse of `total`."""
 
-    def whole(self, x: Tensor) -> Tensor:
-        """A parameter's, or optimizer state's, whole value."""
+    def model_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """A model's tensors for `save`."""
 
-    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """An optimizer's whole value, as its parameter lies."""
+    def optimizer_tensors(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        """AdamW's for `save`: `optimizer.<parameter>.<step | exp_avg | exp_avg_sq>`."""
+
+    def save(self, run_dir: Path, checkpoint: Checkpoint, *, background: bool) -> Path:
+        """Writes a checkpoint; see `save_checkpoint` and `ShardedWriter`."""
+
+    def wait(self) -> None:
+        """Waits for what is written in the background, and raises its error."""
+
+    def restore(
+        self, found: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Checkpoint:
+        """Reads model and optimizer from a checkpoint, of any split.
+
+        Raises:
+            CheckpointError: it does not suit them.
+        """
 
     def agree(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
@@ -97,11 +123,43 @@ class Alone:
     def share(self, total: Tensor) -> Tensor:
         return total
 
-    def whole(self, x: Tensor) -> Tensor:
-        return x
+    def model_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        return model.state_dict()
 
-    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        return value.to(parameter.device)
+    def optimizer_tensors(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        return {
+            f"optimizer.{name}.{key}": value
+            for name, parameter in model.named_parameters()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+
+    def save(self, run_dir: Path, checkpoint: Checkpoint, *, background: bool) -> Path:
+        return save_checkpoint(run_dir, checkpoint)
+
+    def wait(self) -> None: ...
+
+    def restore(
+        self, found: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Checkpoint:
+        checkpoint = load_checkpoint(found) if isinstance(found, Path) else found
+        restore_model(model, checkpoint)
+        if checkpoint.step > 0:
+            saved = separated(model, checkpoint.training, "optimizer.")
+            try:
+                for name, parameter in model.named_parameters():
+                    shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+                    optimizer.state[parameter] = {
+                        key: saved[f"optimizer.{name}.{key}"].to(parameter.device).reshape(shape)
+                        for key, shape in shapes.items()
+                    }
+            except KeyError as error:
+                raise CheckpointError(f"{checkpoint.source} has no entry {error}") from None
+            except RuntimeError as error:
+                message = f"{checkpoint.source} has an unusable state: {error}"
+                raise CheckpointError(message) from None
+        return checkpoint
 
     def agree(self, flag: bool) -> bool:
         return flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...models.context_parallel import ContextParallel
 from ...models.stack import token_loss
 from ...parallel import ContextPlan
+from .. import sharded
+from ..checkpoint import Checkpoint
 from ..tasks.task import Batch
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part, place, plan_rows
 from .degrees import NAMES, Degrees, Split, SplitError
 from .dropout import SplitDropout
-from .gradients import clip_gradients, whole
+from .gradients import clip_gradients
 from .sharding import shard_model, synchronise
 
 _Value = TypeVar("_Value")
@@ -40,6 +42,7 @@ class Together:
         self.first = dist.get_rank() == 0
         self._plans: dict[int, ContextPlan] = {}
         self._window: int | None = None
+        self._writer: sharded.ShardedWriter | None = None
 
     def device(self, name: str) -> torch.device:
         found = resolve_device(name)
@@ -97,15 +100,28 @@ class Together:
     def share(self, total: Tensor) -> Tensor:
         return total * self.split.tp if self.first else torch.zeros_like(total)
 
-    def whole(self, x: Tensor) -> Tensor:
-        return whole(x)
+    def model_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        return sharded.model_tensors(model)
 
-    def placed(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        value = value.to(parameter.device)
-        # AdamW's count of steps stays whole.
-        if not value.dim() or not isinstance(parameter, DTensor):
-            return value
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    def optimizer_tensors(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        return sharded.optimizer_tensors(model, optimizer)
+
+    def save(self, run_dir: Path, checkpoint: Checkpoint, *, background: bool) -> Path:
+        if self._writer is None:
+            self._writer = sharded.ShardedWriter(run_dir, background=background)
+        return self._writer.save(checkpoint)
+
+    def wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+
+    def restore(
+        self, found: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Checkpoint:
+        assert isinstance(found, Path), "each rank reads its part of the file"
+        return sharded.restore_sharded(found, model, optimizer)
 
     def agree(self, flag: bool) -> bool:
         # On the CPU, where nobody waits for a GPU.
