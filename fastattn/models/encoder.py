@@ -110,12 +110,15 @@ class Tagger(nn.Module):
         targets: Tensor | None = None,
         *,
         key_lengths: Tensor | None = None,
+        target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every tag of every token.
 
         Args:
             tokens, key_lengths: as for `Encoder.forward`.
             targets: int64 [B, T], the tags; -100 leaves a token out of the loss.
+            target_count: of how many targets the loss is the mean, where these are a part of them;
+                default: those that are not -100.
 
         Returns:
             logits [B, T, num_tags], or (logits, mean cross-entropy in nats) when targets are given.
@@ -125,7 +128,8 @@ class Tagger(nn.Module):
         """
         check_targets(targets, "tokens", tokens)
         logits = self.head(self.encoder(tokens, key_lengths=key_lengths))
-        return _scored(logits, targets, self.config.label_smoothing if self.training else 0.0)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return _scored(logits, targets, smoothing, target_count)
 
 
 class MaskedLM(nn.Module):
@@ -159,12 +163,15 @@ class MaskedLM(nn.Module):
         targets: Tensor | None = None,
         *,
         key_lengths: Tensor | None = None,
+        target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every token that may stand at each position.
 
         Args:
             tokens, key_lengths: as for `Encoder.forward`; some of the tokens a mask's.
             targets: int64 [B, T], the tokens that the masks hide, -100 elsewhere.
+            target_count: of how many targets the loss is the mean, where these are a part of them;
+                default: those that are not -100.
 
         Returns:
             logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
@@ -176,14 +183,15 @@ class MaskedLM(nn.Module):
         weight = self.encoder.token_embedding.weight if self.head is None else self.head.weight
         hidden = self.encoder(tokens, key_lengths=key_lengths)
         logits = token_logits(hidden, weight, self.head_bias)
-        return _scored(logits, targets, self.config.label_smoothing if self.training else 0.0)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return _scored(logits, targets, smoothing, target_count)
 
 
 def _scored(
-    logits: Tensor, targets: Tensor | None, smoothing: float
+    logits: Tensor, targets: Tensor | None, smoothing: float, count: int | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     return (
         whole_logits(logits)
         if targets is None
-        else (logits, token_loss(logits, targets, smoothing))
+        else (logits, token_loss(logits, targets, smoothing, count=count))
     )

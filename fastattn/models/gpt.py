@@ -96,6 +96,7 @@ class GPT(DecoderStack):
         key_lengths: Tensor | None = None,
         documents: Tensor | None = None,
         last_only: bool = False,
+        target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every possible next token after each position.
 
@@ -110,6 +111,8 @@ class GPT(DecoderStack):
             documents: int32 or int64 ids [B, T] of packed texts: a token sees those of its own id
                 alone; a negative id is padding. Positions count through the row. Not with a cache.
             last_only: score each row's last real token alone, as generation needs.
+            target_count: of how many targets the loss is the mean, where these are a part of them;
+                default: those that are not -100.
 
         Returns:
             logits [B, T, V] ([B, 1, V] with last_only), or (logits, mean cross-entropy in nats)
@@ -137,7 +140,7 @@ class GPT(DecoderStack):
         if targets is None:
             return whole_logits(logits)
         smoothing = self.config.label_smoothing if self.training else 0.0
-        return logits, token_loss(logits, targets, smoothing)
+        return logits, token_loss(logits, targets, smoothing, count=target_count)
 
     @torch.no_grad()
     def generate(

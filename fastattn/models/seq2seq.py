@@ -170,6 +170,7 @@ class Seq2Seq(nn.Module):
         *,
         source_lengths: Tensor | None = None,
         target_lengths: Tensor | None = None,
+        target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores what follows each token of the inputs.
 
@@ -180,6 +181,8 @@ class Seq2Seq(nn.Module):
                 out of the loss.
             source_lengths, target_lengths: int32 or int64 [B]: how many tokens of a row of source
                 and of inputs are real; the others are padding behind them, which none sees.
+            target_count: of how many targets the loss is the mean, where these are a part of them;
+                default: those that are not -100.
 
         Returns:
             logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
@@ -193,7 +196,7 @@ class Seq2Seq(nn.Module):
         if targets is None:
             return whole_logits(logits)
         smoothing = self.config.label_smoothing if self.training else 0.0
-        return logits, token_loss(logits, targets, smoothing)
+        return logits, token_loss(logits, targets, smoothing, count=target_count)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Memory:
         """Reads sources, and projects them for every layer of the decoder.

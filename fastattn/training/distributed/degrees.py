@@ -134,8 +134,6 @@ def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> 
         raise SplitError("dtype must be 'float32' or 'bfloat16' on several ranks, got 'float16'")
     if split.cp > 1:
         _check_context(split.cp, model, kind)
-    if split.tp > 1:
-        raise SplitError(f"tensor_parallel must be 1 in this version, got {split.tp}")
 
 
 def _check_context(cp: int, model: Any, kind: Kind) -> None:

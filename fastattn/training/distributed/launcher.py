@@ -16,7 +16,7 @@ from typing import Any
 EXPECTED = (ValueError, OSError, FloatingPointError, ModuleNotFoundError)
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # Seconds that others leave rank 0 to speak for all, and that they wait for torchrun's signal.
-_FOR_FIRST, _FOR_END = 2.0, 10.0
+_FOR_FIRST, _FOR_END = 2.0, 3.0
 
 
 def shown_once(call: Callable[[], int]) -> int:

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
+from ...models.tensor_parallel import tp_plan
 from ..train_config import TrainConfig
-from .degrees import Split
+from .degrees import Split, SplitError
 from .recompute import blocks_of, recompute
 
 
@@ -23,7 +25,15 @@ def shard_model(
         split: of the run.
         config: its compile and dtype.
         device: of the model.
+
+    Raises:
+        SplitError: heads or hidden features cannot be shared out.
     """
+    if split.tp > 1:
+        try:
+            parallelize_module(model, mesh["tp"], tp_plan(model))
+        except ValueError as error:  # before it has changed anything
+            raise SplitError(str(error)) from None
     for block in blocks_of(model):
         recompute(block, config.activation_checkpointing)
         if config.compile:

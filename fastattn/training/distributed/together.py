@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from ...models.context_parallel import ContextParallel
-from ...models.stack import token_loss
 from ...parallel import ContextPlan
 from .. import sharded
 from ..checkpoint import Checkpoint
@@ -79,10 +78,10 @@ class Together:
             self._model.reshard()
 
     def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        model: Any = forward
-        logits = model(*part.batch.inputs, **part.batch.keywords)
-        smoothing = model.config.label_smoothing if model.training else 0.0
-        return token_loss(logits, part.batch.targets, smoothing, count=part.targets)
+        batch = part.batch
+        _, loss = forward(*batch.inputs, batch.targets, **batch.keywords, target_count=part.targets)
+        found: Tensor = loss
+        return found
 
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         synchronise(model, self.split, last)

@@ -1,0 +1,82 @@
+"""The documented torchrun command trains on a CPU, and goes on when a rank of it has failed."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattn.training.metrics import read_metrics
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+SMALL = """
+    --steps 6 --batch 4 --layers 1 --heads 2 --embed-dim 16 --context 16 --device cpu
+    --log-every 1 --eval-every 2 --save-every 3 --save-in-background
+"""
+# The command, whose rank 1 fails once, after a checkpoint.
+DRIVER = """
+import os, sys
+from fastattn.cli.main import main
+from fastattn.training.trainer import Trainer
+
+train_step = Trainer._train_step
+
+def failing(self):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == "1" and self.step == 4:
+        raise RuntimeError("planted in rank 1")
+    train_step(self)
+
+Trainer._train_step = failing
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def documented() -> list[str]:
+    """The command of the page, a word an entry."""
+    page = (CHECKOUT / "docs" / "training.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^torchrun .* -m fastattn train .*$", page, re.MULTILINE)
+    return shlex.split(command)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog.\n" * 12)
+    words = documented()
+    at = words.index("-m")
+    assert words[at : at + 2] == ["-m", "fastattn"]
+    words[at : at + 2] = [str(folder / "driver.py")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    environment = {**os.environ, "FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
+    command = [*launch, *words[1:], "--text", str(folder / "text"), *SMALL.split()]
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    return run, folder / "runs" / "two"
+
+
+def test_a_run_goes_on_after_a_failure(ended):
+    run, out = ended
+    assert run.returncode == 0, run.stderr
+    steps = [record["step"] for record in read_metrics(out) if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert "from step 3" in run.stderr
+    assert [path.name for path in out.glob("step-*")] == ["step-00000006"]
+
+
+def test_the_first_cause_is_shown_once(ended):
+    run, _ = ended
+    assert len(re.findall("^.*RuntimeError: planted in rank 1$", run.stderr, re.MULTILINE)) == 1
+    assert "Connection closed by peer" not in run.stderr
+
+
+def test_one_rank_speaks(ended):
+    run, _ = ended
+    assert "of 2 ranks: cp 2" in run.stderr
+    assert len(re.findall("^training a GPT in", run.stderr, re.MULTILINE)) == 2  # a restart each
+    assert run.stdout.count("validation loss") == 1
