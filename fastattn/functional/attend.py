@@ -14,7 +14,7 @@ from ..options import Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
 from ..tuned import choices
-from . import call_memo, call_options, inputs
+from . import call_memo, call_options, inputs, sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,7 +144,8 @@ def attention(
         lse = -inf (with sinks, lse = sinks[h]) and gradients 0 in q, k and v. A NaN in keys or
         values that are padded out (key_padding_mask, key_lengths, negative document ids) reaches
         no output and no gradient. In autocast regions q, k, v, relative_keys and relative_query
-        are cast as torch's own attention casts its inputs.
+        are cast as torch's own attention casts its inputs. Of DTensors that are sharded by rows or
+        heads, or whole, come DTensors: each rank computes its part (`fastattn.functional.sharded`).
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, arguments that
@@ -157,6 +158,9 @@ def attention(
     if known is not None:
         o, lse = ops.attend_by(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
+    if key is None and any(map(sharded.is_dtensor, (q, k, v))):
+        call = partial(attention, return_lse=return_lse, backend=backend)
+        return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)

@@ -13,7 +13,7 @@ from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import decode as decode_torch
-from . import call_memo, call_options
+from . import call_memo, call_options, sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,7 +66,8 @@ def decode_attention(
 
     Args:
         q: [B, H_q, T_q, D] in the cache's dtype, any strides. Query head h reads K/V head
-            h // (H_q // H_k).
+            h // (H_q // H_k). Or a DTensor sharded by rows or heads, whose part on a rank belongs
+            to that rank's cache.
         cache: a `KVCache`; a `PagedKVCache`, whose rows in use are then the batch, oldest first; or
             a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
             queries that see nothing. A ring brings its window and first positions with it, and
@@ -117,6 +118,16 @@ def decode_attention(
     if known is not None:
         o, lse = known.run(q, view, new_lengths, known.options_of(given))
         return (o, lse) if return_lse else o
+    if key is None and sharded.is_dtensor(q):
+        part = partial(
+            decode_attention,
+            cache=cache,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            return_lse=return_lse,
+            backend=backend,
+        )
+        return sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
     choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
+from ..functional.sharded import is_dtensor
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
-from ..modules.sharded import is_sharded
 from ..rotary import RotaryPositions
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
@@ -214,7 +214,7 @@ def token_loss(
         them.
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
-    if is_sharded(logits):
+    if is_dtensor(logits):
         from ..modules.vocabulary import sharded_cross_entropy
 
         return sharded_cross_entropy(cast(Any, logits), targets, smoothing, count=count)
@@ -225,7 +225,7 @@ def token_loss(
 
 def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Scores [B, T, V] of tokens x [B, T, C]; a DTensor sharded by V if the weight is sharded."""
-    if not is_sharded(weight):
+    if not is_dtensor(weight):
         return F.linear(x, weight, bias)
     from ..modules.vocabulary import sharded_linear
 
@@ -234,7 +234,7 @@ def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def whole_logits(logits: Tensor) -> Tensor:
     """Scores of all tokens on every rank."""
-    return cast(Any, logits).full_tensor() if is_sharded(logits) else logits
+    return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
 
 
 def _make_positions(

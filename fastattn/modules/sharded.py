@@ -2,19 +2,12 @@
 
 from typing import TypeVar
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+
+from ..functional.sharded import is_dtensor
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
-
-
-def is_sharded(x: Tensor | None) -> bool:
-    """Whether x is a DTensor."""
-    if type(x) in (Tensor, nn.Parameter, type(None)):
-        return False
-    # Whoever made one has imported it.
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
 
 
 def local_part(x: _Maybe, *, summed: bool = True) -> _Maybe:
@@ -25,11 +18,13 @@ def local_part(x: _Maybe, *, summed: bool = True) -> _Maybe:
         summed: of what every rank has whole, gradients are summed over the ranks, since each has
             the share of its heads. False: all ranks compute the same of it.
     """
-    if not is_sharded(x):
+    if not is_dtensor(x):
         return x
     from torch.distributed.tensor import DTensor, Partial
 
     assert isinstance(x, DTensor)
+    if not torch.is_grad_enabled():
+        return x.to_local()
     whole = [placement.is_replicate() for placement in x.placements]
     if not (summed and any(whole)):
         return x.to_local()

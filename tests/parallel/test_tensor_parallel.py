@@ -1,21 +1,25 @@
 """Layers and models whose heads and hidden units are shared out over ranks compute what one does.
 
-Each world of processes is started once, and makes all of its calls.
+The processes are started once, and make all calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention
+from fastattn.generation import Engine, Sampling, generate_batch
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.layers import MLP
@@ -32,7 +36,13 @@ LAYER: dict[str, Any] = {"embed_dim": C, "num_heads": H}
 LLAMA: dict[str, Any] = {
     "num_kv_heads": 2, "positions": "rotary", "qk_norm": True, "sinks": True, "hidden_dim": 48,
     "activation": "swiglu", "norm": "rmsnorm", "tie_weights": False, "window": 5,
+    "attention_dropout": 0.3,
 }  # fmt: skip
+
+
+# Those that write, by the number of ranks, and the one that is sharded by FSDP2 too.
+WRITERS = {2: "gpt-llama", 4: "gpt-alibi-one-key-head"}
+SHARDED = "gpt-llama"
 
 
 def gpt(**options: Any) -> GPT:
@@ -50,7 +60,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tagger": lambda: Tagger(EncoderConfig(V, T, **SIZES), 5),
     "masked": lambda: MaskedLM(EncoderConfig(V, T, **SIZES)),
     "seq2seq": lambda: Seq2Seq(
-        Seq2SeqConfig(V, V, T, T, **SIZES, share_embeddings=True, positions="sinusoidal", bias=True)
+        Seq2SeqConfig(
+            V,
+            V,
+            T,
+            T,
+            **SIZES,
+            share_embeddings=True,
+            positions="sinusoidal",
+            bias=True,
+            attention_dropout=0.4,
+        )
     ),
     "layer-t5": lambda: GQAttention(
         **LAYER, num_kv_heads=2, causal=False, relative_bias=8, qkv_bias=True, out_bias=True
@@ -101,6 +121,7 @@ def results(module: nn.Module) -> dict[str, Tensor]:
     given, options = inputs_of(module)
     dtype = next(module.parameters()).dtype
     given = [x.to(dtype).requires_grad_() for x in given]
+    torch.manual_seed(7)  # of the seeds of dropout
     out = module(*given, **options)
     found = (
         {"out": out} if isinstance(out, Tensor) else dict(zip(("out", "loss"), out, strict=True))
@@ -117,20 +138,74 @@ def whole(x: Tensor) -> Any:
     return (x.full_tensor() if isinstance(x, DTensor) else x).numpy()
 
 
-def all_results() -> dict[str, dict[str, Any]] | None:
-    """Of rank 0, what every module gives."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    found = {}
-    for name in MODELS:
+def tokens_of(model: GPT) -> dict[str, Any]:
+    """What a model writes, by one way of storing keys after another."""
+    model.eval()
+    prompts, counts = [[3, 1, 4, 1, 5], [9, 2], [6]], [6, 5, 7]
+    sampling = Sampling(temperature=1.3, top_k=20)
+    torch.manual_seed(11)
+    found = {
+        "greedy": generate_batch(model, prompts, counts, sampling=Sampling(top_k=1)),
+        "sampled": generate_batch(model, prompts, counts, sampling=sampling, seed=5),
+        "drawn": generate_batch(model, prompts, counts, sampling=sampling),
+    }
+    for quantize in (None, "int8"):
+        engine = Engine(model, num_pages=12, page_size=4, max_batch=2, quantize=quantize)
+        asked = [
+            engine.submit(prompt, count, sampling=Sampling(top_k=1))
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        list(engine.run())
+        found[f"engine-{quantize}"] = [request.tokens for request in asked]
+        assert engine.cache.k.shape[2] == model.blocks[0].attention.num_kv_heads
+    return found
+
+
+def errors(mesh: DeviceMesh) -> list[str]:
+    """What is said about sizes that cannot be shared out; and nothing has changed then."""
+    said = []
+    for options in ({"num_heads": 6}, {"hidden_dim": 30}, {"num_heads": 12, "num_kv_heads": 3}):
+        model = GPT(GPTConfig(V, T, **(SIZES | {"embed_dim": 48} | options)))
+        with pytest.raises(ValueError) as raised:
+            parallelize_module(model, mesh, tp_plan(model))
+        said.append(str(raised.value))
+        assert not any(isinstance(x, DTensor) for x in model.parameters())
+        assert model.blocks[0].attention.num_heads == options.get("num_heads", H)
+    return said
+
+
+def with_fsdp(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
+    """Results where FSDP2 shards what tensor parallelism does; the parameters go to a folder."""
+    model = made(SHARDED)
+    with pytest.raises(ValueError, match="device_mesh must have one dimension, got 2"):
+        parallelize_module(model, mesh, tp_plan(model))
+    parallelize_module(model, mesh["tp"], tp_plan(model))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    # The same rows on both ranks, so that their mean is what one process finds.
+    found = {key: whole(x) for key, x in results(model).items()}
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    return found
+
+
+def all_results(folder: str) -> dict[Any, Any]:
+    """What every module gives, what models write, and what is refused."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    meshes = {2: square["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))}
+    found: dict[Any, Any] = {"errors": errors(meshes[4]), "fsdp": with_fsdp(square, folder)}
+    for (ranks, mesh), name in product(meshes.items(), MODELS):
         module = made(name)
         shapes = {key: x.shape for key, x in module.named_parameters()}
         parallelize_module(module, mesh, tp_plan(module))
         for key, x in module.named_parameters():
             assert isinstance(x, DTensor) and x.shape == shapes[key], key
-        found[name] = {key: whole(x) for key, x in results(module).items()}
+        found[ranks, name] = {key: whole(x) for key, x in results(module).items()}
         for key, x in module.named_parameters():
             assert x.grad.placements == x.placements, key
-    return found if dist.get_rank() == 0 else None
+        if WRITERS[ranks] == name:
+            found["tokens", ranks] = tokens_of(module)
+    return found
 
 
 @cache
@@ -142,18 +217,17 @@ def expected(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return exact, dict(zip(exact, naive, strict=True))
 
 
-def started(ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
-    yield run_ranks(f"{__file__}:all_results", ranks)[0]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("parameters")
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[dict[str, dict[str, Any]]]:
-    yield from started(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[dict[str, dict[str, Any]]]:
-    yield from started(4)
+def by_rank(folder) -> list[dict[Any, Any]]:
+    """Of four processes, which are the ranks of one mesh, and of two of two ranks each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        return run_ranks(f"{__file__}:all_results", 4, folder=str(folder))
 
 
 def check(name: str, found: dict[str, Any]) -> None:
@@ -164,10 +238,42 @@ def check(name: str, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(name, two):
-    check(name, two[name])
+@pytest.mark.parametrize("ranks", WRITERS)
+def test_ranks_compute_what_one_process_computes(name, ranks, by_rank):
+    check(name, by_rank[0][ranks, name])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_four_ranks(name, four):
-    check(name, four[name])
+@pytest.mark.parametrize("ranks", WRITERS)
+def test_ranks_write_what_one_process_writes(ranks, by_rank):
+    alone = tokens_of(made(WRITERS[ranks]))
+    assert len({str(tokens) for tokens in alone["greedy"]}) == 3
+    for found in by_rank:
+        assert found["tokens", ranks] == alone
+
+
+def test_fsdp_shards_it_further(by_rank):
+    check(SHARDED, by_rank[0]["fsdp"])
+
+
+def test_one_process_reads_what_ranks_have_stored(by_rank, folder):
+    model = MODELS[SHARDED]()
+    state = model.state_dict()
+    with pytest.warns(UserWarning, match="load in a single process"):
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    for name, x in made(SHARDED).state_dict().items():
+        assert torch.equal(state[name], x), name
+
+
+def test_sizes_that_cannot_be_shared_out(by_rank):
+    ranks = "the 4 ranks of tensor parallelism"
+    for found in by_rank:
+        assert found["errors"] == [
+            f"num_heads must be divisible by {ranks}, got 6",
+            f"hidden_dim must be divisible by {ranks}, got 30",
+            f"num_kv_heads must divide {ranks}, or be divisible by them, got 3",
+        ]
+
+
+def test_other_modules_are_refused():
+    with pytest.raises(TypeError, match=r"module must be .* of fastattn, got Linear"):
+        tp_plan(nn.Linear(2, 2))

@@ -1,0 +1,195 @@
+"""Calls with DTensors: each rank computes the rows and heads that it has, without an exchange.
+
+q, k and v are sharded by batch rows (dim 0) or heads (dim 1), or whole, in each dimension of their
+mesh. Options follow them: a tensor that is the same on every rank is cut to what a rank needs, and
+its gradient is the whole one. What comes out is sharded as q is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..options import along
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+_ROWS, _HEADS = along("B"), along("H_q")
+# The options that count the rows of the batch, which a part of them cannot know.
+_COUNT_ROWS = ("dropout", "mask_mod", "score_mod")
+# Options whose tensors have the dims of a field of another name.
+_FIELDS = {
+    "query_offset": "query_offsets",
+    "documents": "q_documents",
+    "positions": "q_positions",
+    "new_lengths": "key_lengths",
+}
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor, which this neither imports nor makes."""
+    if type(x) in (Tensor, torch.nn.Parameter) or not isinstance(x, Tensor):
+        return False
+    # Whoever made one has imported it.
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def attend(
+    call: Callable[..., Any], inputs: Mapping[str, Tensor], given: Mapping[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`call` on this rank's part of each input; what comes out as DTensors again.
+
+    Args:
+        call: takes inputs and given by name, and returns o, or o and lse.
+        inputs: DTensors [B, H, T, D], q first.
+        given: options, of which any may be DTensors.
+
+    Raises:
+        TypeError: an input is no DTensor.
+        ValueError: inputs are of several meshes, or placed otherwise than by rows and heads; heads
+            do not divide; or an option counts batch rows that are sharded.
+    """
+    _check(inputs, given)
+    q: Any = inputs["q"]
+    mesh, placements = q.device_mesh, q.placements
+    first, count = _heads(q)
+    options = {name: _part(name, x, q) for name, x in given.items()}
+    if count != q.shape[1] and any(given.get(name) for name in _COUNT_ROWS):
+        before, total = given.get("heads") or (0, q.shape[1])
+        options["heads"] = (before + first, total)
+    parts = {name: _input(x, first, count, q) for name, x in inputs.items()}
+    found = call(**parts, **options)
+    from torch.distributed.tensor import DTensor
+
+    def joined(x: Tensor) -> Tensor:
+        shape = (*q.shape[:3], *x.shape[3:])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            x.contiguous(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    return (joined(found[0]), joined(found[1])) if isinstance(found, tuple) else joined(found)
+
+
+def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    for name, x in inputs.items():
+        if not is_dtensor(x):
+            raise TypeError(
+                f"{', '.join(inputs)} must all be DTensors or none, got {checks.type_name(x)} "
+                f"for {name}"
+            )
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {list(x.shape)}")
+    q: Any = inputs["q"]
+    for name, x in inputs.items():
+        placed: Any = x
+        mesh = placed.device_mesh
+        if mesh != q.device_mesh:
+            raise ValueError(f"{name} must be on q's mesh {q.device_mesh}, got {mesh}")
+        for i, (one, of_q) in enumerate(zip(placed.placements, q.placements, strict=True)):
+            _check_placement(name, x, one, of_q, mesh.size(i))
+    if any(one.is_shard(0) for one in q.placements):
+        for name in _COUNT_ROWS:
+            if given.get(name):
+                raise ValueError(
+                    f"{name} counts the rows of the batch, and cannot go with q sharded by them"
+                )
+
+
+def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, ranks: int) -> None:
+    """A dimension of the mesh: rows or heads as q's, whole, or whole keys for q's heads."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if one == Shard(2):
+        raise ValueError(
+            f"{name} is sharded along its sequence (dim 2): "
+            "fastattn.parallel.context_attention serves that"
+        )
+    if one not in (Shard(0), Shard(1), Replicate()):
+        raise ValueError(
+            f"{name} must be sharded by rows or heads (Shard(0), Shard(1)) or whole, got {one}"
+        )
+    shared = isinstance(one, Replicate) and of_q == Shard(1)
+    if one != of_q and not shared:
+        raise ValueError(f"{name} must be placed as q, {of_q}, got {one}")
+    for dim, what in ((0, "rows"), (1, "heads")):
+        if one == Shard(dim) and x.shape[dim] % ranks:
+            raise ValueError(
+                f"{name} must have a multiple of {ranks} {what} where {ranks} ranks share them, "
+                f"got {x.shape[dim]}"
+            )
+
+
+def _heads(q: DTensor) -> tuple[int, int]:
+    """The first of this rank's heads, and how many it has."""
+    first, count = 0, q.shape[1]
+    for i, one in enumerate(q.placements):
+        if one.is_shard(1):
+            count //= q.device_mesh.size(i)
+            first += q.device_mesh.get_local_rank(i) * count
+    return first, count
+
+
+def _local(x: DTensor, q: DTensor) -> Tensor:
+    """This rank's part; gradients of what is whole are summed over ranks that differ in q."""
+    from torch.distributed.tensor import Partial
+
+    grads = [
+        Partial() if one.is_replicate() and not of_q.is_replicate() else one
+        for one, of_q in zip(x.placements, q.placements, strict=True)
+    ]
+    return x.redistribute(placements=x.placements).to_local(grad_placements=grads)
+
+
+def _input(x: Any, first: int, count: int, q: DTensor) -> Tensor:
+    """This rank's part of q, k or v: of keys that are whole, the heads that its queries read."""
+    part = _local(x, q)
+    if x.placements == q.placements:
+        return part
+    group = q.shape[1] // x.shape[1]
+    if count % group and group % count:
+        raise ValueError(
+            f"k and v that are whole must have heads that ranks do not split, got {x.shape[1]} "
+            f"for {count} of the {q.shape[1]} heads of q on each"
+        )
+    return part.narrow(1, first // group, max(count // group, 1))
+
+
+def _part(name: str, x: Any, q: DTensor) -> Any:
+    """An option as this rank's call takes it."""
+    if isinstance(x, tuple):
+        return tuple(_part(name, one, q) for one in x)
+    if not isinstance(x, Tensor):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    wanted: list[Placement] = []
+    dims = {0: _dim(_ROWS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
+    for one in q.placements:
+        dim = dims.get(one.dim) if isinstance(one, Shard) else None
+        wanted.append(Replicate() if dim is None else Shard(dim))
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, q.device_mesh, [Replicate()] * len(wanted), run_check=False)
+    return _local(x.redistribute(placements=wanted), q)
+
+
+def _dim(table: Mapping[str, int], name: str, x: Tensor, size: int) -> int | None:
+    """The dim of an option that counts rows or heads; None if it has none, or one for all."""
+    if name == "relative_keys":
+        return 0 if table is _HEADS and len(x) > 1 else None
+    behind = table.get(_FIELDS.get(name, name))
+    if behind is None or x.dim() <= behind or x.shape[-1 - behind] != size:
+        return None
+    return x.dim() - 1 - behind

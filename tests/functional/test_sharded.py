@@ -1,0 +1,177 @@
+"""Calls with DTensors are those of one process, and what cannot be is refused.
+
+The processes are started once, and make all calls.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+import fastattn
+from fastattn import KVCache, decode_attention, reference
+from fastattn.testing import assert_within_budget, make_qkv, worst_naive
+from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
+from fastattn.testing.option_examples import option_examples
+from fastattn.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+B, H_q, H_k, T, D = 2, 4, 2, 10, 8
+ROWS, HEADS, WHOLE = Shard(0), Shard(1), Replicate()
+COUNT_ROWS = {"dropout", "mask_mod", "score_mod"}
+# Of each kind of dims that an option has.
+EXAMPLES = ("causal", "sinks", "bias", "alibi", "relative-bias", "documents", "lengths", "dropout")
+PLACEMENTS = {"rows": (ROWS, ROWS), "heads": (HEADS, HEADS), "whole-keys": (HEADS, WHOLE)}
+PLACEMENTS["whole"] = (WHOLE, WHOLE)
+
+
+@cache
+def examples() -> dict[str, dict[str, Any]]:
+    found = option_examples(H_q, H_k, T, T, D, reach=4)
+    return {name: found[name] for name in EXAMPLES}
+
+
+def calls() -> list[tuple[str, str]]:
+    """(example, placement)."""
+    every = examples()
+    found = [(name, "heads") for name in every]
+    found += [(name, "rows") for name in every if not COUNT_ROWS & every[name].keys()]
+    return [*found, ("causal", "whole"), ("sinks", "whole-keys"), ("sinks", "whole")]
+
+
+def inputs_of(how: str) -> tuple[Tensor, ...]:
+    return make_qkv(B=B, H_q=H_q, H_k=1 if how == "whole-keys" else H_k, T_q=T, D=D)
+
+
+def spread(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])
+
+
+def placed(mesh: DeviceMesh, of_q: Placement, of_keys: Placement) -> Callable[..., Any]:
+    """`attention` of DTensors, from and to whole tensors."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        parts = (spread(x, mesh, one) for x, one in ((q, of_q), (k, of_keys), (v, of_keys)))
+        o, lse = fastattn.attention(*parts, **options)
+        assert o.placements == lse.placements == (of_q,)
+        return o.full_tensor(), lse.full_tensor()
+
+    return attention
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """What is said about calls that cannot be shared out."""
+    q, k, v = inputs_of("heads")
+    ranks = mesh.size()
+    cases: list[tuple[Any, ...]] = [
+        ((q, Shard(2)), (k, Shard(2)), (v, Shard(2))),
+        ((q, Shard(3)), (k, Shard(3)), (v, Shard(3))),
+        ((q, HEADS), (k, ROWS), (v, ROWS)),
+        ((q, HEADS), (k[:, :1], HEADS), (v[:, :1], HEADS)),
+        ((q, ROWS), (k, ROWS), (v, ROWS), {"dropout": 0.5}),
+    ]
+    said = []
+    for *tensors, last in cases:
+        options = last if isinstance(last, dict) else {}
+        every = tensors if options else [*tensors, last]
+        parts = []
+        for x, one in every:
+            size = x.shape[one.dim] // ranks or 1
+            parts.append(DTensor.from_local(x.narrow(one.dim, 0, size), mesh, [one]))
+        if len(said) == 3:  # one head for two ranks: a part of one each is none of one
+            parts[1:] = [
+                DTensor.from_local(x.narrow(1, 0, 1 - dist.get_rank()), mesh, [HEADS],
+                                   shape=x.shape, stride=x.stride())
+                for x, _ in every[1:]
+            ]  # fmt: skip
+        with pytest.raises(ValueError) as raised:
+            fastattn.attention(*parts, **options)
+        said.append(str(raised.value))
+    with pytest.raises(ValueError) as raised:
+        fastattn.attention(*(DTensor.from_local(x, mesh, [Partial()]) for x in (q, k, v)))
+    said.append(str(raised.value))
+    with pytest.raises(TypeError) as raised_type:
+        fastattn.attention(spread(q, mesh, HEADS), k, v)
+    return [*said, str(raised_type.value)]
+
+
+def decoded(mesh: DeviceMesh | None) -> Tensor:
+    """Two new tokens by a cache, of whose heads each rank has its own."""
+    q, k, v = (x.detach() for x in inputs_of("heads"))
+    q, slopes = q[:, :, -2:], fastattn.alibi_slopes(H_q)
+    if mesh is not None:
+        q, k, v = (spread(x, mesh, HEADS) for x in (q, k, v))
+        k, v = k.to_local(), v.to_local()
+    kv = KVCache(B, k.shape[1], 16, D)
+    kv.append(k, v)
+    o = decode_attention(q, kv, alibi_slopes=slopes, window=7)
+    return o if mesh is None else o.full_tensor()
+
+
+def all_results() -> dict[Any, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found: dict[Any, Any] = {"refused": refused(mesh), "decoded": decoded(mesh).numpy()}
+    for name, how in calls():
+        attend = placed(mesh, *PLACEMENTS[how])
+        call = results(attend, *inputs_of(how), **examples()[name])
+        found[name, how] = [x.numpy() for x in call]
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[Any, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTN_BACKEND", "torch")
+        return run_ranks(f"{__file__}:all_results", 2)
+
+
+@cache
+def expected(name: str, one_key_head: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(exact, naive) results of one process."""
+    q, k, v = inputs_of("whole-keys" if one_key_head else "heads")
+    options = examples()[name]
+    wide = {key: x.double() if key in learned(options) else x for key, x in options.items()}
+    exact = results(reference.attention, q.double(), k.double(), v.double(), **wide)
+    return exact, worst_naive(exact, lambda: results(reference.attention, q, k, v, **options))
+
+
+def learned(options: dict[str, Any]) -> list[str]:
+    return [key for key in DIFFERENTIABLE if key in options and options[key].is_floating_point()]
+
+
+@pytest.mark.parametrize("call", calls(), ids="-".join)
+def test_two_ranks(call, by_rank):
+    name, how = call
+    exact, naive = expected(name, how == "whole-keys")
+    names = (*NAMES, *(f"d{key}" for key in learned(examples()[name])))
+    for found in by_rank:
+        for what, x, *both in zip(names, found[call], exact, naive, strict=True):
+            assert_within_budget(what, torch.from_numpy(x), *both)
+
+
+def test_a_cache_of_a_ranks_heads(by_rank):
+    for found in by_rank:
+        torch.testing.assert_close(torch.from_numpy(found["decoded"]), decoded(None))
+
+
+def test_what_cannot_be_shared_out(by_rank):
+    wanted = "must be sharded by rows or heads (Shard(0), Shard(1)) or whole, got"
+    for found in by_rank:
+        said = found["refused"]
+        assert said[0] == (
+            "q is sharded along its sequence (dim 2): "
+            "fastattn.parallel.context_attention serves that"
+        )
+        assert said[1].startswith(f"q {wanted} S")
+        assert said[2].startswith("k must be placed as q, S")
+        assert said[3] == "k must have a multiple of 2 heads where 2 ranks share them, got 1"
+        assert said[4].startswith("dropout counts the rows of the batch")
+        assert said[5].startswith(f"q {wanted} P")
+        assert said[6] == "q, k, v must all be DTensors or none, got torch.Tensor for k"
