@@ -21,7 +21,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 # Of these all blocks together are one program.
 TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
 # Programs of several processes, and where they run.
-ON_RANKS = {"docs/parallel.md": "tests/parallel/test_ranks.py"}
+ON_RANKS = {"docs/parallel.md": "tests/parallel/test_torchrun.py"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -158,7 +158,7 @@ def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
     parameters = inspect.signature(attention).parameters.values()
     options = {x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY}
     hidden = {name for name in options if f"{name}=" not in shown}
-    assert hidden == {"backend", "dropout_seed"}
+    assert hidden == {"backend"}
     run_as_a_program(tmp_path, SETUP[1] + "\n".join(line for _, line in FEATURES))
 
 
