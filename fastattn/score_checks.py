@@ -64,13 +64,19 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
         raise TypeError(f"heads must be a pair (first, total), got {type_name(heads)}")
     first, total = (check_int(f"heads[{n}]", x) for n, x in enumerate(heads))
     H_q = call.q.shape[1]
-    if first < 0 or first + H_q > total:
+    # Counted through the rows of a batch, for a part of it: row * total + head.
+    if first < 0 or first % max(total, 1) + H_q > total:
         raise ValueError(
             f"heads must be (first, total) with 0 <= first <= total - {H_q}, as q has {H_q} heads, "
             f"got ({first}, {total})"
         )
-    counted = any(call.given.get(name) for name in _COUNTING_HEADS)
-    return (first, total) if counted and H_q != total else (0, None)
+    counted = [name for name in _COUNTING_HEADS if call.given.get(name)]
+    if first >= total and counted and counted != ["dropout"]:
+        raise ValueError(
+            f"heads must begin below total={total} for {counted[0]}, which counts rows by itself, "
+            f"got ({first}, {total})"
+        )
+    return (first, total) if counted and (H_q != total or first) else (0, None)
 
 
 # Positions follow one another within as many places: no tile of a kernel is longer.

@@ -105,7 +105,8 @@ def attention(
             key_padding_mask, documents, attn_mask and attn_bias go by places in memory.
         heads: (first, total), where the heads of q stand among those of a whole of which they are a
             part: for h of mods and the bits of dropout, which are those of the whole. Options with
-            a dim of the heads have that of q.
+            a dim of the heads have that of q. For dropout of a part of a batch, first counts
+            through its rows: row * total + head.
         scale: factor on q.k, > 0; default D ** -0.5.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the

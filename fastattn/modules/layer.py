@@ -74,6 +74,7 @@ class AttentionLayer(SeparateProjections):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.first_head, self.total_heads = 0, num_heads
+        self.first_row = 0  # of the batch's, where another rank has those before
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         own = ("qk_norm", "scoring", "dropout", "attention_dropout", "scale", "backend")
@@ -111,12 +112,14 @@ class AttentionLayer(SeparateProjections):
     def dropout_options(self) -> dict[str, Any]:
         """Options of `attention` for dropping its weights, where this call drops some.
 
-        A rank that has a part of the heads drops the weights that one process would of them.
+        A rank that has a part of the heads, or of a batch's rows, drops the weights that one
+        process would of them.
         """
         # An int where there is none: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
-        if dropout and self.num_heads != self.total_heads:
-            return {"dropout": dropout, "heads": (self.first_head, self.total_heads)}
+        if dropout and (self.num_heads != self.total_heads or self.first_row):
+            first = self.first_row * self.total_heads + self.first_head
+            return {"dropout": dropout, "heads": (first, self.total_heads)}
         return {"dropout": dropout}
 
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:

@@ -110,6 +110,19 @@ def test_few_queries_of_a_part_of_the_heads(device: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(part, whole[:, first:last])
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_rows_of_a_batch_drop_what_they_do_of_the_whole(backend: str, device: str) -> None:
+    q, k, v = (x.detach() for x in make_qkv(3, H_q, H_k, 9, D=D, device=device))
+    options = {"dropout": 0.5, "dropout_seed": SEED.to(device), "backend": backend}
+    whole = attention(q, k, v, **options)
+    for row, heads in ((1, (0, 2)), (2, (2, H_q))):
+        own = slice(*heads)
+        kv = slice(heads[0] * H_k // H_q, -(-heads[1] * H_k // H_q))
+        first = row * H_q + heads[0]
+        part = attention(q[row:, own], k[row:, kv], v[row:, kv], heads=(first, H_q), **options)
+        torch.testing.assert_close(part, whole[row:, own])
+
+
 def test_dropout_keeps_what_it_keeps_of_the_whole() -> None:
     whole = fastattn.dropout_keep_mask(SEED, 0.5, B, H_q, 6, 9)
     for first, last in PARTS:
@@ -132,6 +145,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no-pair": (3, TypeError, r"heads must be a pair \(first, total\), got int"),
     "type": ((1.0, 8), TypeError, r"heads\[0\] must be an int, got"),
     "too-few": ((3, 6), ValueError, r"0 <= first <= total - 4, as q has 4 heads, got \(3, 6\)"),
+    "past-a-row": ((13, 8), ValueError, r"0 <= first <= total - 4, .* got \(13, 8\)"),
     "negative": ((-1, 8), ValueError, r"got \(-1, 8\)"),
 }
 
@@ -141,3 +155,9 @@ def test_bad_input(wrong: str) -> None:
     heads, error, message = WRONG[wrong]
     with pytest.raises(error, match=message):
         attention(*make_qkv(1, H_q, H_k, 4, D=8), heads=heads, dropout=0.5)
+
+
+def test_functions_count_rows_by_themselves() -> None:
+    q, k, v = make_qkv(1, H_q, H_k, 4, D=8)
+    with pytest.raises(ValueError, match=r"below total=4 for score_mod, .*, got \(4, 4\)"):
+        attention(q, k, v, heads=(4, 4), **FUNCTIONS)

@@ -43,6 +43,11 @@ def shown_once(call: Callable[[], int]) -> int:
         return getattr(error, "exit_status", 1)
 
 
+def attempt() -> int:
+    """How often torchrun has started these ranks again."""
+    return int(os.environ.get(_RESTARTS, "0"))
+
+
 def begun(out_dir: str) -> None:
     """Notes that a run in this folder has begun, for `restarted`."""
     if _RESTARTS in os.environ:
@@ -51,9 +56,7 @@ def begun(out_dir: str) -> None:
 
 def restarted(out_dir: str) -> bool:
     """Whether torchrun has started a run anew that has begun in this folder."""
-    if int(os.environ.get(_RESTARTS, "0")) == 0:
-        return False
-    return bool(_store("begun").check([out_dir]))
+    return attempt() > 0 and bool(_store("begun").check([out_dir]))
 
 
 def _raiser(error: Exception) -> Callable[[], None]:
@@ -66,7 +69,7 @@ def _raiser(error: Exception) -> Callable[[], None]:
 def _speaks(expected: bool) -> bool:
     """Whether this rank is the first to claim an error."""
     try:
-        store = _store(f"first cause after {os.environ.get(_RESTARTS, '0')} restarts")
+        store = _store(f"first cause after {attempt()} restarts")
         if expected and os.environ["RANK"] != "0":
             try:
                 store.wait(["claimed"], timedelta(seconds=_FOR_FIRST))

@@ -11,10 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 
 from ...models.context_parallel import ContextParallel
+from ...modules.layer import AttentionLayer
 from ...parallel import ContextPlan
 from .. import sharded
 from ..checkpoint import Checkpoint
@@ -24,6 +27,7 @@ from .batches import Part, place, plan_rows
 from .degrees import NAMES, Degrees, Split, SplitError
 from .dropout import SplitDropout
 from .gradients import clip_gradients
+from .launcher import attempt
 from .sharding import shard_model, synchronise
 
 _Value = TypeVar("_Value")
@@ -52,6 +56,16 @@ class Together:
             torch.cuda.set_device(found)
         return found
 
+    @property
+    def _part(self) -> int:
+        """Which part of a batch's rows this rank has."""
+        dp, fsdp, *_ = self.mesh.get_coordinate() or (0, 0)
+        return dp * self.split.fsdp + fsdp
+
+    @property
+    def _cp(self) -> int:
+        return self.mesh["cp"].get_local_rank()
+
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
         fields: Any = model.config
         if getattr(fields, "sparse", None) is None and getattr(fields, "stride", None) is None:
@@ -59,15 +73,16 @@ class Together:
         device = next(model.parameters()).device
         self.mesh = init_device_mesh(device.type, tuple(self.split), mesh_dim_names=NAMES)
         self._model = model
+        for layer in model.modules():
+            if isinstance(layer, AttentionLayer):
+                layer.first_row = self._part * (config.batch_size // self.split.parts)
         shard_model(model, _parameter_mesh(self.split, device.type), self.split, config, device)
         return model
 
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
         plan = self._plan(batch.targets.shape[1])
-        dp, fsdp, cp, _ = self.mesh.get_coordinate() or (0, 0, 0, 0)
-        part = dp * self.split.fsdp + fsdp
-        own = place(batch.targets.shape[0], part, self.split.parts, plan, cp)
+        own = place(batch.targets.shape[0], self._part, self.split.parts, plan, self._cp)
         with ExitStack() as stack:
             stack.enter_context(SplitDropout(own))
             if plan is not None:
@@ -167,7 +182,11 @@ def started(degrees: Degrees) -> Iterator[Together]:
         SplitError: the degrees do not multiply to them.
     """
     # gloo beside NCCL, for what is on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun's store outlives a restart, and so would the addresses of ranks that have ended.
+    store = PrefixStore(f"attempt {attempt()}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield Together(degrees.split(dist.get_world_size()))
     finally:

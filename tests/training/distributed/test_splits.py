@@ -72,7 +72,7 @@ GPTS: dict[str, dict[str, Any]] = {
     "packed": {"positions": "rotary", "context_length": 13},
 }
 OTHERS = ("masked", "seq2seq")
-TRAINED = {"dropout": 0.1, "bias": True}
+TRAINED = {"dropout": 0.1, "attention_dropout": 0.1, "bias": True}
 STEPS, STOP = 20, 10
 # torch 2.13 has it under a new name.
 SCATTER = (
