@@ -83,6 +83,10 @@ COMMANDS = [
 SERVER = """
 import os, runpy, sys, traceback
 import fastattn
+try:
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+except ImportError:
+    pass
 
 for folder in sys.stdin:
     if child := os.fork():
@@ -146,6 +150,50 @@ def test_a_tutorial_is_one_program(run_as_a_program, tmp_path: Path, document: s
 @pytest.mark.parametrize(("document", "code"), EXAMPLES)
 def test_python_example_runs(run_as_a_program, tmp_path, document, code):
     run_as_a_program(tmp_path, code, document)
+
+
+# On sizes that take no time. Those that are not here need a package or ranks, see below.
+PROGRAMS = {
+    "continuous_batching.py": ["--count", "8"],
+    "finetune_hugging_face.py": ["--steps", "2", "--length", "32"],
+    "own_score.py": ["--steps", "2"],
+}
+RUN_WITH = "import runpy, sys\nsys.argv[1:] = {}\nrunpy.run_path({!r}, run_name='__main__')\n"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_examples_runs(run_as_a_program, tmp_path: Path, name: str) -> None:
+    path = CHECKOUT / "examples" / name
+    run_as_a_program(tmp_path, RUN_WITH.format(PROGRAMS[name], str(path)), name)
+
+
+def test_the_vision_transformer_of_timm(run_as_a_program, tmp_path: Path) -> None:
+    pytest.importorskip("timm", reason="it brings torchvision, which is made for one torch")
+    path = str(CHECKOUT / "examples" / "vision_transformer.py")
+    run_as_a_program(tmp_path, RUN_WITH.format(["--batch", "1", "--repeats", "1"], path), path)
+
+
+def test_long_context_on_two_ranks(tmp_path: Path) -> None:
+    program = str(CHECKOUT / "examples" / "long_context.py")
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*ranks, program, "--tokens", "600", "--window", "100", "--steps", "2"],
+        env=os.environ | {"FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_examples_fit_on_a_screen_or_two() -> None:
+    programs = sorted((CHECKOUT / "examples").glob("*.py"))
+    tested = {*PROGRAMS, "long_context.py", "vision_transformer.py"}
+    assert {path.name for path in programs} == tested
+    for path in programs:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path.name
 
 
 @pytest.mark.parametrize("document", ON_RANKS)

@@ -1,0 +1,54 @@
+"""What users write, as type checkers see it. A line that must be refused says `# refused`."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import CausalGQAttention, KVCache, attention, attention_varlen, decode_attention
+from fastattn.generation import Engine, Sampling, generate_tokens
+from fastattn.models.gpt import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+
+
+def functions(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
+    assert_type(attention(q, k, v, causal=True, window=(8, None), softcap=30.0), Tensor)
+    assert_type(attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(attention_varlen(q, k, v, offsets, causal=True), Tensor)
+    attention(q, k, v, windows=8)  # refused
+    attention(q, k, v, causal="yes")  # refused
+    attention(q, k)  # refused
+    assert_type(fastattn.explain(q, k, v).backend, str)
+    assert_type(fastattn.merge(q, k, v, q), tuple[Tensor, Tensor])
+    assert_type(fastattn.attention_statistics(q, k, top=4).top_positions, Tensor)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = CausalGQAttention(64, num_heads=4, num_kv_heads=2, rotary="half", window=8)
+        self.other = CausalGQAttention(64, heads=4)  # refused
+        self.theirs: nn.MultiheadAttention = fastattn.MultiheadAttention(64, num_heads=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attend(x)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cache = KVCache(2, 2, max_length=64, head_dim=32, dtype=torch.bfloat16)
+    cache.append(k, v)
+    cache.append(k)  # refused
+    return decode_attention(q, cache)
+
+
+def generate(prompt: list[int]) -> list[int]:
+    model = GPT(GPTConfig(vocab_size=50, num_layers=2)).eval()
+    engine = Engine(model, num_pages=8)
+    request = engine.submit(prompt, count=4, sampling=Sampling(top_p=0.9))
+    for _, token in engine.run():
+        assert_type(token, int)
+    with fastattn.patch_sdpa():
+        return [*request.tokens, *generate_tokens(model, prompt, 3)]
