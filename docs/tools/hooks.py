@@ -102,7 +102,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in reference().items():
         files.append(File.generated(config, path, content=text))
-    changes = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    changes = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
+    # As from a page of docs/.
+    changes = LINK.sub(lambda match: posixpath.relpath(match[1], "docs"), changes)
     files.append(File.generated(config, "changelog.md", content=changes))
     return files
 
