@@ -19,12 +19,19 @@ def add_info(commands: Any) -> None:
         help="under torchrun: the backends of torch.distributed, how fast ranks reach each other, "
         "by a short test, and how attention to a long sequence would be shared out",
     )
+    text = "what is missing here (GPU, C compiler, caches, packages), and what to do about it"
+    info.add_argument("--doctor", action="store_true", help=text)
     info.set_defaults(command=_info)
 
 
 def _info(arguments: argparse.Namespace) -> int:
     if arguments.distributed:
         return _distributed()
+    if arguments.doctor:
+        from .doctor import describe, examine
+
+        sys.stdout.write("\n".join(describe(examine())) + "\n")
+        return 0
     import platform
     from importlib import metadata
 
