@@ -33,8 +33,9 @@ def check_tensor(name: str, x: Any) -> Tensor:
     # Recognised by its method: torch.distributed.tensor need not be imported for that.
     if type(x) is not Tensor and hasattr(x, "to_local"):
         raise TypeError(
-            f"{name} must be the tensor of one device, got a {type(x).__name__}: sharded by batch "
-            "or head, pass its to_local(), or make the call in "
+            f"{name} must be the tensor of one device, got a {type(x).__name__}: "
+            "fastattn.attention and decode_attention take these for q, k and v, sharded by rows or "
+            "heads, and beside them for options; elsewhere pass its to_local(), or call in "
             "torch.distributed.tensor.experimental.local_map"
         )
     return x

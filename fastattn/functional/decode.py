@@ -233,7 +233,7 @@ def view_of_tensors(
 
 def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        if x.dim() != 4:
+        if checks.check_tensor(name, x).dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [P, H_k, S, D], got {list(x.shape)}")
         if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
             raise ValueError(

@@ -115,6 +115,7 @@ def cascade_attention(
     if shared.batch_size != 1:
         raise ValueError(f"prefix must have one row, got {shared.batch_size}")
     own = _after_prefix(_as_view(cache), shared) if forked else cache
+    checks.check_tensor("q", q)
     B, H_q, T_q, D = q.shape
     together = q.transpose(0, 1).reshape(1, H_q, B * T_q, D)
     o1, lse1 = decode_attention(

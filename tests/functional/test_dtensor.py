@@ -1,6 +1,7 @@
 """Tensors that are spread over devices: refused by name, before anything is computed."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("on_torch")
 
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
 MASK = torch.ones(8, 8, dtype=torch.bool).tril()
+CODES = torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,17 @@ def cache() -> fastattn.KVCache:
     return held
 
 
-CALLS = {
-    "attention": (fastattn.attention, lambda: qkv(2, 2, 8, 16), (0, 1, 2)),
+def codes() -> list[torch.Tensor]:
+    return [x.to(CODES) for x in qkv(2, 2, 8, 16)]
+
+
+def results() -> list[torch.Tensor]:
+    """do, q, k, v, o and lse."""
+    return [torch.randn(2, 2, 8, 16) for _ in range(5)] + [torch.randn(2, 2, 8)]
+
+
+# How to call, with what, and which of it is refused.
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], tuple[int, ...]]] = {
     "explain": (fastattn.explain, lambda: qkv(2, 2, 8, 16), (0, 1, 2)),
     "attn_mask": (
         lambda q, k, v, attn_mask: fastattn.attention(q, k, v, attn_mask=attn_mask),
@@ -50,8 +61,8 @@ CALLS = {
         lambda: qkv(8, 2, 16),
         (0, 1, 2),
     ),
-    "decode_attention": (
-        lambda q: fastattn.decode_attention(q, cache()),
+    "explain_decode": (
+        lambda q: fastattn.explain_decode(q, cache()),
         lambda: [torch.randn(2, 2, 1, 16)],
         (0,),
     ),
@@ -61,12 +72,36 @@ CALLS = {
         lambda: [torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8)] * 2,
         (0, 1, 2, 3),
     ),
-    "flash_attn": (flash_attn.flash_attn_func, lambda: qkv(2, 8, 2, 16), (0, 1, 2)),
-    "transformers": (
-        lambda q, k, v: attend.attention_forward(torch.nn.Module(), q, k, v, None),
-        lambda: qkv(2, 2, 8, 16),
-        (0, 1, 2),
+    "statistics": (fastattn.attention_statistics, lambda: qkv(2, 2, 8, 16)[:2], (0, 1)),
+    "additive": (
+        fastattn.additive_attention,
+        lambda: [*qkv(2, 2, 8, 16), torch.randn(2, 16)],
+        (0, 1, 2, 3),
     ),
+    "multiplicative": (
+        fastattn.multiplicative_attention,
+        lambda: [*qkv(2, 2, 8, 16), torch.randn(2, 16, 16)],
+        (0, 1, 2, 3),
+    ),
+    "quantize_fp8": (fastattn.quantize_fp8, lambda: qkv(2, 2, 8, 16)[:1], (0,)),
+    "pack_values": (fastattn.pack_values, lambda: [torch.zeros(1, 2, 8, 64).to(CODES)], (0,)),
+    "fp8": (fastattn.attention_fp8, codes, (0, 1, 2)),
+    "explain_fp8": (fastattn.explain_fp8, codes, (0, 1, 2)),
+    "block forward": (fastattn.attention_block_forward, lambda: qkv(2, 2, 8, 16), (0, 1, 2)),
+    "block backward": (fastattn.attention_block_backward, results, (0, 1, 2, 3, 4, 5)),
+    "append": (lambda *given: cache().append(*given), lambda: qkv(2, 2, 3, 16)[:2], (0, 1)),
+    "view_of_tensors": (
+        lambda k, v: fastattn.view_of_tensors(k, v, torch.tensor([3, 3], dtype=torch.int32)),
+        lambda: qkv(2, 2, 8, 16)[:2],
+        (0, 1),
+    ),
+}
+
+# What these call takes DTensors, though not beside plain tensors.
+TAKEN: dict[str, Callable[..., Any]] = {
+    "attention": fastattn.attention,
+    "flash_attn": flash_attn.flash_attn_func,
+    "transformers": lambda *qkv: attend.attention_forward(torch.nn.Module(), *qkv, None),
 }
 
 
@@ -77,9 +112,27 @@ def test_each_argument_is_refused(name, by_head):
     for at in places:
         given = arguments()
         given[at] = by_head(*given[at].shape).to(given[at].dtype)
-        # flash-attn's checks raise RuntimeError, and so do those under its names.
-        with pytest.raises((TypeError, RuntimeError), match=r"one device, got a DTensor: .*local_"):
+        with pytest.raises(
+            TypeError, match=r"one device, got a DTensor: fastattn\.attention and .*"
+        ):
             call(*given)
+
+
+def test_a_cascade_refuses_before_its_first_part(by_head):
+    """Not by what it does with the parts."""
+    prefix = cache().view(torch.tensor([0]))
+    with pytest.raises(TypeError, match=r"^q must be the tensor of one device, got a DTensor"):
+        fastattn.cascade_attention(by_head(2, 2, 1, 16), prefix, cache())
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_one_beside_plain_tensors_is_refused(name, by_head):
+    for at in range(3):
+        given = qkv(2, 2, 8, 16)
+        given[at] = by_head(2, 2, 8, 16)
+        # flash-attn's checks raise RuntimeError, and so do those under its names.
+        with pytest.raises((TypeError, RuntimeError), match="q, k, v must all be DTensors or none"):
+            TAKEN[name](*given)
 
 
 def test_local_tensors_are_served_as_the_message_says(by_head):
