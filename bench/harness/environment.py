@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..training.step_timing import dense_bf16_tflops
+from ..training.usage import dense_bf16_tflops
 
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "xformers", "flashinfer-python")
 # Fields of nvidia-smi; older drivers lack some.

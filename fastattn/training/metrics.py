@@ -91,8 +91,14 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
 class Progress(Protocol):
     """Where a trainer reports to."""
 
-    def advance(self, step: int, *, loss: float, tokens_per_second: float) -> None:
-        """Says that `step` steps are done; loss is the mean since the last call, in nats."""
+    def advance(self, step: int, *, loss: float, **figures: float) -> None:
+        """Says that `step` steps are done.
+
+        Args:
+            step: of the run.
+            loss: the mean since the last call, in nats.
+            figures: of `usage.Usage`, as metrics.jsonl has them.
+        """
 
     def note(self, text: str) -> None:
         """Shows a line that stays."""
@@ -104,7 +110,7 @@ class Progress(Protocol):
 class SilentProgress:
     """Shows nothing."""
 
-    def advance(self, step: int, *, loss: float, tokens_per_second: float) -> None: ...
+    def advance(self, step: int, *, loss: float, **figures: float) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -112,7 +118,7 @@ class SilentProgress:
 
 
 class ProgressBar:
-    """A tqdm bar with loss, tokens/s and time left; plain lines where stream is no terminal.
+    """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal.
 
     The time left follows from the steps after the first `advance`: those before it hold what is
     done once, such as compilation.
@@ -139,9 +145,9 @@ class ProgressBar:
             bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}{postfix}",
         )
 
-    def advance(self, step: int, *, loss: float, tokens_per_second: float) -> None:
+    def advance(self, step: int, *, loss: float, **figures: float) -> None:
         now = time.monotonic()
-        text = f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s"
+        text = f"loss {loss:.4f}{_told(figures)}"
         if self._warm is None:
             self._warm = step, now
         elif step > self._warm[0]:
@@ -197,6 +203,19 @@ class Speed:
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._started
+
+
+def _told(figures: Mapping[str, float]) -> str:
+    text = ""
+    if (speed := figures.get("tokens_per_second")) is not None:
+        text += f", {speed:,.0f} tokens/s"
+    if (speed := figures.get("tokens_per_second_per_rank")) is not None:
+        text += f" ({speed:,.0f} a rank)"
+    if (peak := figures.get("peak_mib")) is not None:
+        text += f", {peak:,.0f} MiB"
+    if (share := figures.get("mfu")) is not None:
+        text += f", MFU {100 * share:.1f} %"
+    return text
 
 
 def _clock(seconds: float) -> str:

@@ -17,21 +17,9 @@ from ..models.gpt import GPT, GPTConfig
 from ..options import Options
 from .train_config import TrainConfig
 from .trainer import make_optimizer
+from .usage import dense_bf16_tflops, flops_per_token, peak_mib
 
 BACKENDS = ("triton", "torch")
-
-# Dense bf16 matrix rate in TFLOP/s by the name torch gives the device. Sources: NVIDIA's data
-# sheets of A100, L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
-_DENSE_BF16 = {
-    "A100": 312.0,
-    "L40S": 362.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "B200": 2250.0,
-    "MI300X": 1307.4,
-}
 
 
 @dataclass(frozen=True)
@@ -54,31 +42,6 @@ class StepTiming:
     model_tflops: float
     mfu: float | None
     peak_mib: float | None
-
-
-def flops_per_token(config: GPTConfig, parameters: int) -> float:
-    """Operations that training needs for one token, nothing being computed twice.
-
-    Six for every weight of a matrix product (Kaplan et al. 2020, section 2.1), the tied embedding
-    counting once, as the output layer; and for attention three times the 4 * C * T of a forward
-    pass in each layer, halved because the mask is causal.
-    """
-    C, T = config.embed_dim, config.context_length
-    if config.positions == "learned":
-        parameters -= T * C
-    if not config.tie_weights:
-        parameters -= config.vocab_size * C
-    keys = min(T, config.window or T)
-    pairs = keys - keys * (keys - 1) / (2 * T) if config.window else T / 2
-    return 6.0 * parameters + 12.0 * config.num_layers * C * pairs
-
-
-def dense_bf16_tflops(name: str) -> float | None:
-    """The data sheet's dense bf16 rate of a GPU, None if this table does not have it."""
-    for known, rate in _DENSE_BF16.items():
-        if known in name:
-            return rate
-    return None
 
 
 def time_training_steps(
@@ -142,7 +105,7 @@ def time_training_steps(
         tokens_per_second=tokens / median,
         model_tflops=tflops,
         mfu=None if rate is None else tflops / rate,
-        peak_mib=torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None,
+        peak_mib=peak_mib(device) if on_gpu else None,
     )
 
 

@@ -30,6 +30,7 @@ from .metrics import (
 from .tasks.task import Batch, LanguageTask, Task
 from .tokenizers.base import Tokenizer
 from .train_config import TrainConfig
+from .usage import Usage
 
 
 class TrainingError(FloatingPointError):
@@ -109,6 +110,9 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
         self.ranks = Alone() if ranks is None else ranks
+        parameters = sum(x.numel() for x in model.parameters())
+        size = self.ranks.split.size
+        self._usage = Usage(self.model_config, parameters, size, self.device, self.dtype)
         self._forward = self.ranks.prepare(model, config)
         self.optimizer = make_optimizer(model, config)
         scaled = self.dtype == torch.float16
@@ -234,15 +238,15 @@ class Trainer:
     def _log(self) -> None:
         loss = float(self.ranks.total(self._loss_sum)) / self._loss_count
         self._check_finite(loss)
-        speed = self._speed.lap()
+        figures = self._usage.figures(self._speed.lap())
         record = {
             "step": self.step,
             "loss": loss,
             "learning_rate": self.config.learning_rate_at(self.step - 1),
-            "tokens_per_second": round(speed, 1),
+            **figures,
         }
         self._append(record)
-        self.progress.advance(self.step, loss=loss, tokens_per_second=speed)
+        self.progress.advance(self.step, loss=loss, **figures)
         self._loss_sum.zero_()
         self._loss_count = 0
 

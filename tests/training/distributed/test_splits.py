@@ -308,6 +308,9 @@ def test_losses_are_those_of_one_process(
     assert [record["step"] for record in got] == [record["step"] for record in alone]
     assert len(got) == STEPS + 2
     for mine, expected in zip(got, alone, strict=True):
+        if "loss" in mine:
+            speeds = mine["tokens_per_second"], 4 * mine.pop("tokens_per_second_per_rank")
+            assert speeds[0] == pytest.approx(speeds[1], abs=0.5)
         assert mine.keys() == expected.keys()
         for key in {"loss", "validation_loss"} & mine.keys():
             assert mine[key] == pytest.approx(expected[key], abs=1e-4)
