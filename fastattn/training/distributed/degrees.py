@@ -123,7 +123,7 @@ def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> 
         kind: of the model.
 
     Raises:
-        SplitError: rows, tokens or heads do not divide, or the kind is not served.
+        SplitError: rows, tokens or heads do not divide, or kind or options are not served.
     """
     if training.batch_size % split.parts:
         raise SplitError(
@@ -133,6 +133,9 @@ def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> 
     if split.size > 1 and training.dtype == "float16":
         raise SplitError("dtype must be 'float32' or 'bfloat16' on several ranks, got 'float16'")
     if split.cp > 1:
+        if training.compile:
+            # Traced by torch 2.13, `ContextParallel` calls itself without end.
+            raise SplitError(f"compile must be False with context_parallel={split.cp}, got True")
         _check_context(split.cp, model, kind)
 
 

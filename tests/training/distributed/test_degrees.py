@@ -56,6 +56,7 @@ GPT = {"vocab_size": 9, "context_length": 64}
     [
         (Split(dp=2, fsdp=4), {}, "gpt", "batch_size must be divisible by the 8 ranks .* got 12"),
         (Split(dp=2), {"dtype": "float16"}, "gpt", "dtype must be .* on several ranks"),
+        (Split(cp=2), {"compile": True}, "gpt", "compile must be False with context_parallel=2"),
         (Split(cp=3), {}, "gpt", "context_length must be divisible by context_parallel=3, got 64"),
         (Split(cp=2), {}, "tagger", "context_parallel must be 1 for a tagger"),
         (Split(cp=2), {"scoring": "additive"}, "gpt", "1 with scoring='additive', got 2"),
@@ -68,8 +69,9 @@ GPT = {"vocab_size": 9, "context_length": 64}
     ],
 )
 def test_what_does_not_divide_is_named(split, changes, kind, message):
-    of_training = {name: x for name, x in changes.items() if name == "dtype"}
-    fields = GPT | {name: x for name, x in changes.items() if name != "dtype"}
+    names = ("dtype", "compile")
+    of_training = {name: x for name, x in changes.items() if name in names}
+    fields = GPT | {name: x for name, x in changes.items() if name not in names}
     config = GPTConfig(**fields) if kind == "gpt" else EncoderConfig(**fields)
     with pytest.raises(SplitError, match=message):
         check_split(split, TrainConfig(**of_training), config, KINDS[kind])
