@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +63,11 @@ _SENT: dict[str, Callable[[int], float]] = {
     "alltoall_base_": lambda n: (n - 1) / n,
     "allreduce_": lambda n: 2 * (n - 1) / n,
     "_reduce_scatter_base_": lambda n: (n - 1) / n,
+    # The functional ones, of DTensors.
+    "all_reduce": lambda n: 2 * (n - 1) / n,
 }
+# Those that send nothing.
+_SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd")
 
 _INPUTS = ("input", "input_tensor", "tensors")
 
@@ -71,25 +76,33 @@ class CountMessages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In force, counts what this rank sends by torch.distributed.
 
     Attributes:
-        calls: by a group's name, sends and collectives.
-        sent: by a group's name, bytes that a rank sends by them at least.
+        calls: by a group's ranks, sends and collectives.
+        sent: by a group's ranks, bytes that a rank sends by them at least.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+        self.calls: Counter[tuple[int, ...]] = Counter()
+        self.sent: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d" and func._opname != "recv_":
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in _SILENT:
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            group = ProcessGroup.unbox(given["process_group"])
+            group = _group(given)
             (tensors,) = (given[name] for name in _INPUTS if name in given)
             tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-            share = _SENT[func._opname](group.size())
-            self.calls[group.group_name] += 1
-            self.sent[group.group_name] += share * sum(x.nbytes for x in tensors)
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            self.calls[ranks] += 1
+            share = _SENT[func._opname](len(ranks))
+            self.sent[ranks] += share * sum(x.nbytes for x in tensors)
         return func(*args, **(kwargs or {}))
+
+
+def _group(given: dict[str, Any]) -> ProcessGroup:
+    """Of a collective's arguments; functional ones have its name."""
+    if "process_group" in given:
+        return ProcessGroup.unbox(given["process_group"])
+    return _resolve_process_group(given["group_name"])

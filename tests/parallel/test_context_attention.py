@@ -175,9 +175,9 @@ def sent(method: str, mesh: Any) -> list[tuple[int, int]]:
         with mode:
             o = context_attention(*own, mesh=mesh, plan=plan, method=method, causal=True)
             o.sum().backward()
-    groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
+    groups = [tuple(dist.get_process_group_ranks(mesh.get_group(n))) for n in range(mesh.ndim)]
     assert set(counted.calls) == set(groups)
-    return [(counted.calls[name], counted.sent[name]) for name in groups]
+    return [(counted.calls[ranks], counted.sent[ranks]) for ranks in groups]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What attention over several GPUs costs: a model of it, and the rates that it needs, measured."""
+"""What attention and training steps on several GPUs cost: models, and rates, measured."""
 
 from .model import METHODS as METHODS
 from .model import MODELS as MODELS
@@ -10,3 +10,8 @@ from .model import cost as cost
 from .model import ideal_seconds as ideal_seconds
 from .model import messages as messages
 from .model import serves as serves
+from .step import DENSE as DENSE
+from .step import Model as Model
+from .step import Step as Step
+from .step import step as step
+from .step import step_messages as step_messages

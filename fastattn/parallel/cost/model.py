@@ -183,8 +183,8 @@ def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
     back = (sent - 2 * keys) * (outside / rates.inter + (1 - outside) / rates.intra)
     compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
     start = groups * latency
-    forward = _overlapped(groups, compute, start + keys / bandwidth)
-    backward = _overlapped(groups, BACKWARD * compute, 2 * start + keys / bandwidth + back)
+    forward = overlapped(groups, compute, start + keys / bandwidth)
+    backward = overlapped(groups, BACKWARD * compute, 2 * start + keys / bandwidth + back)
     held = 2 * local * gpus / groups + local * gpus / groups * SUMMED / STORED
     return Cost(forward + backward, sent, held)
 
@@ -200,17 +200,17 @@ def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent:
     latency, bandwidth = _link(gpus, rates)
     compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
     hop = latency + passed / bandwidth
-    forward = _overlapped(hops + 1, compute, hops * hop)
+    forward = overlapped(hops + 1, compute, hops * hop)
     # Keys go around, and their gradients behind them, and home.
     behind = latency + passed * SUMMED / STORED / bandwidth
     messages_back = hops * hop + (hops + 1) * behind if hops else 0.0
-    backward = _overlapped(hops + 1, BACKWARD * compute, messages_back)
+    backward = overlapped(hops + 1, BACKWARD * compute, messages_back)
     tokens = shape.B * shape.D * shape.T / gpus * STORED
     heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
     held = 2 * passed * (hops > 0) + tokens * heads * (degree > 1)
     return Cost(exchange + forward + backward, sent, held)
 
 
-def _overlapped(pieces: int, compute: float, messages: float) -> float:
+def overlapped(pieces: int, compute: float, messages: float) -> float:
     """As many pieces, of which each is computed while the next one's messages are on their way."""
     return max(compute, messages) + min(compute, messages) / pieces if messages else compute

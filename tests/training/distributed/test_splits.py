@@ -14,12 +14,13 @@ from torch import nn
 from fastattn.models.encoder import EncoderConfig, MaskedLM
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from fastattn.parallel.cost import Model, step_messages
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.ranks import run_ranks
+from fastattn.testing.ranks import CountMessages, run_ranks
 from fastattn.training.checkpoint import latest_checkpoint
 from fastattn.training.data.text import TextDataset
 from fastattn.training.distributed import launcher
-from fastattn.training.distributed.degrees import Split, SplitError
+from fastattn.training.distributed.degrees import NAMES, Split, SplitError
 from fastattn.training.distributed.gradients import whole
 from fastattn.training.distributed.ranks import Ranks
 from fastattn.training.distributed.together import Together
@@ -71,13 +72,29 @@ GPTS: dict[str, dict[str, Any]] = {
     "transformer_xl": {"positions": "transformer_xl", "relative_distance": 4},
     "packed": {"positions": "rotary", "context_length": 13},
 }
+# A model of which the cost is modelled.
+LLAMA = Model(layers=2, H_q=4, H_k=2, D=8, C=32, F=64, V=40)
+LLAMA_FIELDS = {
+    "positions": "rotary",
+    "num_kv_heads": LLAMA.H_k,
+    "hidden_dim": LLAMA.F,
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "tie_weights": False,
+}
+NAMED = {**GPTS, "llama": LLAMA_FIELDS}
 OTHERS = ("masked", "seq2seq")
+# Of steps whose messages are counted: a split, passes, and bytes of an activation.
+COUNTED = (
+    ("dp4", 3, 4),
+    ("fsdp4", 1, 4),
+    ("tp4", 1, 4),
+    ("dp2 fsdp2", 3, 4),
+    ("fsdp2 tp2", 3, 4),
+    ("fsdp2 tp2", 1, 2),
+)
 TRAINED = {"dropout": 0.1, "attention_dropout": 0.1, "bias": True}
 STEPS, STOP = 20, 10
-# torch 2.13 has it under a new name.
-SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
 
 
 class Packed(LanguageTask):
@@ -121,7 +138,7 @@ def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Tr
             **changes,
         }
     )
-    fields = {"vocab_size": 40, "context_length": CONTEXT, **SHAPE, **GPTS.get(name, TRAINED)}
+    fields = {"vocab_size": 40, "context_length": CONTEXT, **SHAPE, **NAMED.get(name, TRAINED)}
     torch.manual_seed(0)
     model: nn.Module
     task: Any
@@ -172,35 +189,17 @@ def splits_of(name: str) -> list[str]:
     return [*found, "dp2 fsdp2"] if name == "packed" else found
 
 
-class Calls:
-    """Counts torch.distributed's calls by name while it is in force."""
-
-    def __init__(self, *names: str) -> None:
-        self.names, self.counts = names, dict.fromkeys(names, 0)
-
-    def __enter__(self) -> "Calls":
-        self.patch = pytest.MonkeyPatch()
-        for name in self.names:
-            self.patch.setattr(dist, name, self._counting(name, getattr(dist, name)))
-        return self
-
-    def _counting(self, name: str, call: Any) -> Any:
-        def counting(*args: Any, **given: Any) -> Any:
-            self.counts[name] += 1
-            return call(*args, **given)
-
-        return counting
-
-    def __exit__(self, *_: Any) -> None:
-        self.patch.undo()
-
-
-def sums(split: Split, passes: int, out: Path) -> dict[str, int]:
-    """How often gradients are summed up in a step."""
-    trainer = make("learned, tied, bias", out, Together(split), accumulation=passes)
-    with Calls("all_reduce", SCATTER) as calls:
+def sent(split: Split, passes: int, stored: int, out: Path) -> dict[str, tuple[int, float]]:
+    """Messages and bytes of a step of `LLAMA`, by dim of the mesh."""
+    dtype = {2: "bfloat16", 4: "float32"}[stored]
+    ranks = Together(split)
+    trainer = make("llama", out, ranks, accumulation=passes, dtype=dtype, grad_clip=0.0)
+    with CountMessages() as counted:
         trainer._train_step()
-    return {"sums": calls.counts["all_reduce"], "scatters": calls.counts[SCATTER]}
+    groups = {name: dist.get_process_group_ranks(ranks.mesh.get_group(name)) for name in NAMES}
+    found = {name: tuple(group) for name, group in groups.items() if len(group) > 1}
+    assert counted.calls.keys() == set(found.values())
+    return {name: (counted.calls[group], counted.sent[group]) for name, group in found.items()}
 
 
 def in_bf16(out: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
@@ -271,10 +270,8 @@ def world(folder: str) -> dict[str, Any]:
             grads = gradients(name, base / "none", Together(SPLITS[split]))
             found["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
     found["errors"] = errors()
-    found["sums"] = {
-        (name, passes): sums(SPLITS[name], passes, base / "none")
-        for name in ("dp4", "dp2 fsdp2")
-        for passes in (1, 3)
+    found["sent"] = {
+        (name, *how): sent(SPLITS[name], *how, base / "none") for name, *how in COUNTED
     }
     grads = in_bf16(base / "none", Together(SPLITS["fsdp2 cp2"]))
     found["bf16"] = {name: x.float().numpy() for name, x in grads.items()}
@@ -344,15 +341,23 @@ def test_half_precision_gradients_are_within_the_budget(tmp_path: Path, by_rank:
         assert_within_budget(key, torch.from_numpy(x).bfloat16(), exact[key], naive[key])
 
 
-def test_gradients_are_summed_up_once_a_step(by_rank: list) -> None:
-    """Those that stay sharded are scattered in each pass, and summed over replicas in the last."""
-    for found in (rank["sums"] for rank in by_rank):
-        assert found["dp4", 1]["sums"] > 0
-        assert found["dp4", 1] == found["dp4", 3]
-        one, three = found["dp2 fsdp2", 1], found["dp2 fsdp2", 3]
-        assert one["scatters"] > 0
-        assert three["scatters"] == 3 * one["scatters"]
-        assert three["sums"] == one["sums"] > 0
+@pytest.mark.parametrize("counted", COUNTED, ids=str)
+def test_a_step_sends_what_the_model_of_the_cost_says(counted: Any, by_rank: list) -> None:
+    """Gradients that stay sharded are scattered in each pass, and summed over replicas once."""
+    name, passes, stored = counted
+    split = SPLITS[name]
+    rows = 8 // split.parts
+    modelled = step_messages(LLAMA, split, rows, CONTEXT, passes=passes, stored=stored)
+    for found in by_rank:
+        assert found["sent"][counted] == {key: x for key, x in modelled.items() if x.calls}
+
+
+def test_one_process_sends_nothing(tmp_path: Path) -> None:
+    trainer = make("llama", tmp_path)
+    with CountMessages() as counted:
+        trainer._train_step()
+    assert not counted.calls
+    assert not any(x.calls or x.sent for x in step_messages(LLAMA, Split(), 8, CONTEXT).values())
 
 
 def test_an_error_is_shown_by_one_rank(by_rank: list) -> None:
