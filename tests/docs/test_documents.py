@@ -21,7 +21,11 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 # Of these all blocks together are one program.
 TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
 # Programs of several processes, and where they run.
-ON_RANKS = {"docs/parallel.md": "tests/parallel/test_torchrun.py"}
+ON_RANKS = {
+    "docs/parallel.md": "tests/parallel/test_torchrun.py",
+    "docs/doors/accelerate.md": "tests/compat/test_training_libraries.py",
+    "docs/doors/lightning.md": "tests/compat/test_training_libraries.py",
+}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -198,7 +202,7 @@ def test_examples_fit_on_a_screen_or_two() -> None:
 
 @pytest.mark.parametrize("document", ON_RANKS)
 def test_a_program_of_ranks_is_run_elsewhere(document: str) -> None:
-    assert document.split("/")[1] in read(ON_RANKS[document])
+    assert document.rpartition("/")[2] in read(ON_RANKS[document])
 
 
 def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):

@@ -1,0 +1,162 @@
+"""The pages on other libraries' trainers, docs/doors/accelerate.md and docs/doors/lightning.md.
+
+Their programs run as they are on two ranks, which torchrun starts once for all of them; a step
+there is a step of one process. A page whose library is not installed is left out.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastattn.models.gpt import GPT
+from fastattn.testing import assert_within_budget, worst_naive
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+DOORS = Path(__file__).parents[2] / "docs" / "doors"
+RANKS = 2
+
+
+class Case(NamedTuple):
+    """A program: its page and library, where its model is made, and the names of what it finds."""
+
+    page: str
+    until: str
+    model: str
+    loss: str
+    change: tuple[str, str] = ("", "")  # a text of the program, and what is there instead
+
+
+LIGHTNING = Case("lightning", "\ntrainer = ", "language.model", "trainer.callback_metrics['loss']")
+CASES = {
+    "accelerate": Case("accelerate", "\naccelerator = ", "model", "loss"),
+    "lightning-heads": LIGHTNING,
+    "lightning-rows": LIGHTNING._replace(change=("tensor_parallel = 2", "tensor_parallel = 1")),
+}
+
+
+def program_of(case: Case) -> tuple[str, str]:
+    """The program of a page, up to where the model is there and from there on."""
+    text = (DOORS / f"{case.page}.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.DOTALL)
+    assert case.change[0] in program
+    before, after = program.replace(*case.change, 1).split(case.until)
+    return before, case.until + after
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def run_pages(folder: str, names: list[str]) -> None:
+    """Run programs on this rank; the first rank stores what each began with and what it found."""
+    # The programs share a process group: in one process torch makes a second one at times only.
+    end = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: None
+    for name, case in ((name, CASES[name]) for name in names):
+        before, after = program_of(case)
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        exec(before, scope)
+        model = eval(case.model, scope)
+        found = {"config": model.config, "rows": scope["rows"]}
+        found["attention"] = getattr(model.config, "_attn_implementation", "")
+        found["start"] = {key: whole(x) for key, x in model.state_dict().items()}
+        exec(after, scope)
+        found["placed"] = {type(x).__name__ for x in model.parameters()}
+        found["loss"] = whole(eval(case.loss, scope))
+        found["grads"] = {key: whole(x.grad) for key, x in model.named_parameters()}
+        if torch.distributed.get_rank() == 0:
+            torch.save(found, Path(folder) / f"{name}.pt")
+    end()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    """A folder with a file for each program whose library is installed."""
+    folder = tmp_path_factory.mktemp("found")
+    cases = [name for name, case in CASES.items() if find_spec(case.page)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # Interpreted kernels would take minutes for what a processor does in seconds.
+    environment = os.environ | {"FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*launcher, "--nproc-per-node", str(RANKS), __file__, str(folder), *cases],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    (folder / "stdout").write_text(run.stdout, encoding="utf-8")
+    return folder
+
+
+def gpt_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    model = GPT(found["config"])
+    model.load_state_dict(found["start"])
+    rows = found["rows"]
+    return model, model.to(dtype)(rows[:, :-1], rows[:, 1:])[1]
+
+
+def llama_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Of transformers' own attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(found["config"], attn_implementation="eager")
+    model.load_state_dict(found["start"])
+    return model, model.to(dtype)(input_ids=found["rows"], labels=found["rows"]).loss
+
+
+def needs(case: str, package: str) -> Any:
+    reason = f"{package} is not installed: pip install {package}"
+    return pytest.param(case, marks=pytest.mark.skipif(not find_spec(package), reason=reason))
+
+
+STEPS: dict[str, Callable[..., tuple[nn.Module, Tensor]]] = {
+    "accelerate": llama_step,
+    "lightning": gpt_step,
+}
+
+
+@pytest.mark.parametrize("case", [needs(case, CASES[case].page) for case in CASES])
+def test_a_step_of_two_ranks_is_that_of_one_process(case: str, stored: Path) -> None:
+    package = CASES[case].page
+    found = torch.load(stored / f"{case}.pt", weights_only=False)
+
+    def alone(dtype: torch.dtype) -> dict[str, Tensor]:
+        model, loss = STEPS[package](found, dtype)
+        loss.backward()
+        return {"loss": loss} | {name: x.grad for name, x in model.named_parameters()}
+
+    exact = alone(torch.float64)
+    naive = worst_naive(exact, lambda: alone(torch.float32))
+    given = {"loss": found["loss"]} | found["grads"]
+    assert given.keys() == exact.keys()
+    for name, x in given.items():
+        assert_within_budget(name, x, exact[name], naive[name])
+    if package == "accelerate":
+        assert found["attention"] == "fastattn"
+    else:
+        assert found["placed"] == {"DTensor"}
+
+
+@pytest.mark.parametrize("package", [needs(package, package) for package in STEPS])
+def test_the_first_rank_alone_tells_the_loss(package: str, stored: Path) -> None:
+    told = re.findall(
+        r"^loss (\d\.\d{4}) of ([\dx ]+) ranks$", (stored / "stdout").read_text(), re.M
+    )
+    expected = {"accelerate": ["2"], "lightning": ["1 x 2", "2 x 1"]}[package]
+    assert [ranks for _, ranks in told if ranks in expected] == expected
+
+
+if __name__ == "__main__":
+    run_pages(sys.argv[1], sys.argv[2:])
