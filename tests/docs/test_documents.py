@@ -20,11 +20,12 @@ PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "do
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 # Of these all blocks together are one program.
 TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
-# Programs of several processes, and where they run.
+# Programs of several processes or of libraries that are not here, and where they run.
 ON_RANKS = {
     "docs/parallel.md": "tests/parallel/test_torchrun.py",
     "docs/doors/accelerate.md": "tests/compat/test_training_libraries.py",
     "docs/doors/lightning.md": "tests/compat/test_training_libraries.py",
+    "docs/doors/torchtitan.md": "tests/compat/test_torchtitan.py",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
