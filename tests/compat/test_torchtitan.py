@@ -74,6 +74,7 @@ def test_the_parameters_are_those_of_torchtitan(page):
 
 
 @pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
 def test_the_facts_are_those_of_the_torchtitan_that_is_installed():
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
