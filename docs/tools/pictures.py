@@ -1,4 +1,4 @@
-"""Draws docs/pictures: masks as the library applies them, and what of the scores it computes.
+"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, charts.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
@@ -8,6 +8,7 @@ these options give every key, for the last row of the batch and its first head.
 """
 
 import argparse
+import json
 import re
 import runpy
 import sys
@@ -20,8 +21,11 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn.bench.results import charts
 
 DOCS = Path(__file__).resolve().parents[1]
+RESULTS = DOCS.parent / "bench" / "results"
+MEASURED, MODELLED = RESULTS / "h100-2026-11-22.json", RESULTS / "modelled" / "sm_90.json"
 ROW = re.compile(r"^\| !\[[^]]*\]\(pictures/([\w-]+\.svg)\)[^|]* \| [^|]+ \| `([^`]+)` \|$", re.M)
 SETUP = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 SEEN, BEHIND = "#5c6bc0", "#9e9e9e"
@@ -169,7 +173,11 @@ def overview(theme: str) -> str:
 
 def pictures() -> dict[str, str]:
     """All pictures by their names."""
-    return masks() | {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
+    measured = charts.measured(json.loads(MEASURED.read_text(encoding="utf-8")))
+    modelled = charts.modelled(json.loads(MODELLED.read_text(encoding="utf-8")))
+    drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
+    drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
+    return masks() | drawn | {"modelled.svg": modelled}
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:
