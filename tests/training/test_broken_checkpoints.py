@@ -28,6 +28,7 @@ from fastattn.training.checkpoint import (
     save_checkpoint,
 )
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
+from fastattn.training.distributed import ranks as ranks_module
 from fastattn.training.run import Options, train
 from fastattn.training.tasks import sources
 from fastattn.training.tokenizers import CharacterTokenizer
@@ -119,7 +120,7 @@ def run(tmp_path, monkeypatch) -> Path:
     )
     asked = iter([False, True])
     train(options, tmp_path / "run", should_stop=lambda: next(asked))
-    monkeypatch.setattr(trainer_module, "save_checkpoint", lambda out_dir, checkpoint: out_dir)
+    monkeypatch.setattr(ranks_module, "save_checkpoint", lambda out_dir, checkpoint: out_dir)
     monkeypatch.setattr(torch, "compile", lambda model: model)
     return tmp_path / "run" / "step-00000001" / "checkpoint.json"
 
