@@ -194,6 +194,7 @@ def test_every_field_that_a_run_goes_on_with(run):
         beta2="fraction",
         grad_clip="fraction huge",
         compile="true",
+        save_in_background="true",
     )
     found = harmless(resume, run, below=("config", "data"))
     assert {name.rpartition(".")[2]: changes for name, changes in found.items()} == sets(
