@@ -198,7 +198,9 @@ def test_every_field_that_a_run_goes_on_with(run):
     )
     found = harmless(resume, run, below=("config", "data"))
     assert {name.rpartition(".")[2]: changes for name, changes in found.items()} == sets(
-        tokenizer="missing text", vocab_size="missing many negative"
+        tokenizer="missing text",
+        vocab_size="missing many negative",
+        prepared="missing null",
     )
     found = harmless(resume, run, below=("state",))
     assert "missing" not in found["state.finished"]
