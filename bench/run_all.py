@@ -2,10 +2,10 @@
 
     python bench/run_all.py --out DIR --quick --budget-minutes 9
 
-Leaves results.json, results.md, plots, log.txt, tests.jsonl and, without --quick, tuned.json in
-DIR, the findings of `fastattn tune`; JSON files are whole after every case, so an end in the middle
-loses nothing. The same command goes on from there: with the tests, cases and tiles that have no
-outcome yet. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` takes them in.
+Leaves results.json, results.md, charts (SVG), log.txt, tests.jsonl and, without --quick, tuned.json
+in DIR, the findings of `fastattn tune`; JSON files are whole after every case, so an end in the
+middle loses nothing. The same command goes on from there: with the tests, cases and tiles that have
+no outcome yet. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` takes them in.
 """
 
 import argparse

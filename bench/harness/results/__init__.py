@@ -1,1 +1,1 @@
-"""Reports of runs: JSON, tables and plots."""
+"""Reports of runs: JSON, tables and charts."""

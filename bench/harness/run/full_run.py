@@ -12,7 +12,7 @@ from typing import Any
 
 from ...kernels.launch import tiles
 from ...tuned import findings
-from ..results import plots
+from ..results import charts
 from ..results.report import DONE, Report, markdown, write_whole
 from . import numeric_tests
 from .supervise import Budget, ProcessGroup, supervise
@@ -99,7 +99,7 @@ def run_all(
     report.save()
     write_whole(out / "results.md", markdown(report.data))
     try:
-        plots.draw_all(report.data, out)
+        charts.write(charts.measured(report.data), out)
     except Exception as error:  # the figures are safe; a picture can be drawn again from them
         say(f"no pictures: {error}")
     return report

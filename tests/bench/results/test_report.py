@@ -1,4 +1,4 @@
-"""Reports, tables, the page of results and plots, from fake results."""
+"""Reports, tables, the page of results and what charts show, from fake results."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import triton
 
 from fastattn.bench import cases
 from fastattn.bench.figures import figures
-from fastattn.bench.results import page, plots
+from fastattn.bench.results import charts, page, series
 from fastattn.bench.results.report import Report, markdown
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -168,28 +168,46 @@ def test_check_fails_on_results_that_were_changed(report):
     assert page.check(folder) != ""
 
 
-def test_plots_are_drawn_from_what_there_is(report, tmp_path):
-    written = plots.draw_all(report.data, tmp_path)
-    assert {p.name for p in written} == {"forward.png", "backward.png", "decode.png", "ratios.png"}
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
-    report.data["results"] = report.data["results"][:1]
-    assert [p.name for p in plots.draw_all(report.data, tmp_path)] == ["forward.png"]
+def test_charts_are_drawn_of_what_there_is(report, monkeypatch, capsys, tmp_path):
+    assert run_script(monkeypatch, "--charts", report.path, tmp_path / "a") == 0
+    names = ["measured-forward", "measured-backward", "measured-decode"]
+    files = [str(tmp_path / "a" / f"{name}.svg") for name in names]
+    assert capsys.readouterr().out.splitlines() == files
+    assert {p.name: p.read_text() for p in (tmp_path / "a").iterdir()} == {
+        f"{name}.svg": chart for name, chart in charts.measured(report.data).items()
+    }
+    assert not (report.path.parent / "README.md").exists()
+    report.data["results"] = []
+    report.save()
+    assert run_script(monkeypatch, "--charts", report.path, tmp_path / "b") == 1
+    assert "has no figure that a chart shows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("x", "other.json is not JSON"), ("{}", "other.json is not a benchmark report of format 1")],
+)
+def test_charts_of_other_files_are_refused(monkeypatch, capsys, tmp_path, text, words):
+    (tmp_path / "other.json").write_text(text)
+    assert run_script(monkeypatch, "--charts", tmp_path / "other.json", tmp_path / "a") == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def test_series_of_the_sweep(report):
     one = cases.sweep("forward", 128, 16384, causal=True)
     for other in (replace(one, T_q=4096, T_k=4096), replace(one, H_k=1), replace(one, D=64, B=2)):
         report.data["results"].append(timed(other, "sdpa-flash", 3.0))
-    panels = plots.sweep_series(report.data, "forward")
+    panels = series.sweep_series(report.data, "forward")
     assert list(panels) == [(128, True)]
     assert [x for x, _ in panels[128, True]["sdpa-flash"]] == [4096, 16384]
 
 
 def test_limits(report):
     # 100 multiprocessors at 1 GHz: 1.6e12 exponentials a second, 512 operations each.
-    found = plots.limits(report.data, 128, "forward")
+    found = series.limits(report.data, 128, "forward")
     assert found == {"matrix product": 500.0, "exponentials": pytest.approx(819.2)}
-    assert plots.limits(report.data, 128, "backward") == {"matrix product": 500.0}
+    assert series.limits(report.data, 128, "backward") == {"matrix product": 500.0}
 
 
 def test_figures_in_the_readme_are_on_the_page():
