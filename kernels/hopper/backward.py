@@ -101,7 +101,7 @@ def _plan_dq(
     softcap, placed = options.softcap is not None, options.q_positions is not None
     config = backward_config("dq", q.shape[3], end_early(options), softcap, placed)
     grid, sizes = query_grid(q, k, config, options)
-    mask, tables = mask_of(options, q, k, config, of_keys=True)
+    mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     return Launch(
         hopper_backward_dq_kernel,
         grid[0],
@@ -110,6 +110,7 @@ def _plan_dq(
         strides(o),
         stats.stride(1),
         mask,
+        order,
         kernel_score(options, q.dtype),
         *sizes,
         config,
@@ -150,7 +151,7 @@ def _plan_dkv(
         piece = D // 2
         sums = describe(total, config.BLOCK, piece)
     grid, sizes = key_grid(q, k, config, options)
-    mask, tables = mask_of(options, q, k, config, of_keys=False)
+    mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=False)
     return Launch(
         hopper_backward_dkv_kernel,
         grid[0],
@@ -159,6 +160,7 @@ def _plan_dkv(
         strides_to_send(dv, options),
         stats.stride(1),
         mask,
+        order,
         kernel_score(options, q.dtype),
         *sizes,
         config,

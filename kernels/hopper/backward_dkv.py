@@ -284,6 +284,7 @@ def hopper_backward_dkv_kernel(
     dv_strides,
     stats_stride,
     mask,
+    order_ptr,
     score,
     T_q,
     T_k,
@@ -301,7 +302,7 @@ def hopper_backward_dkv_kernel(
     dk_desc, dk_strides and those of dv: see `Output`. dq_desc: None, or of fp32 [B, H_q, whole
     tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and D / 2 columns.
     """
-    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     exchange: gl.constexpr = None
     if dq_desc is not None:
         exchange = allocate_exchange(dq_desc, q_desc.dtype)

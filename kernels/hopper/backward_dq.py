@@ -214,6 +214,7 @@ def hopper_backward_dq_kernel(
     o_strides,
     stats_stride,
     mask,
+    order_ptr,
     score,
     T_q,
     T_k,
@@ -231,7 +232,7 @@ def hopper_backward_dq_kernel(
     dq_desc, dq_strides: see `Output`. dlse_ptr, delta_ptr: None where the one is not
     given and the other not wanted.
     """
-    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed: gl.constexpr = None
     if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
         landed = allocate_barriers(1, 1).index(0)

@@ -281,6 +281,7 @@ def hopper_forward_kernel(
     o_desc,
     o_strides,
     mask,
+    order_ptr,
     score,
     scales,
     T_q,
@@ -300,7 +301,7 @@ def hopper_forward_kernel(
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
     v as `kernels.fp8_values` packs it.
     """
-    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dimensions of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
     landed: gl.constexpr = None
@@ -337,7 +338,7 @@ def _plan_with(
     o: Tensor,
 ) -> Launch:
     grid, sizes = query_grid(q, k, config, options)
-    mask, tables = mask_of(options, q, k, config, of_keys=True)
+    mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     if not grid[0]:
         return Launch(hopper_forward_kernel, 0, {})
     values = describe(v, config.BLOCK) if scales is None else describe(v, config.D, config.BLOCK)
@@ -347,6 +348,7 @@ def _plan_with(
         {"num_warps": 4},
         strides_to_send(o, options),
         mask,
+        order,
         kernel_score(options, q.dtype),
         scales,
         *sizes,

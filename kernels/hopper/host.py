@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from ..launch.descriptors import tma_strides
 from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
+from .packed_order import order_of_tiles
 from .pipeline import ROWS
 from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS, HopperConfig
 
@@ -26,6 +28,8 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 # Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
 _L2_BYTES = 32 << 20
+# Tiles a multiprocessor from which on those of packed sequences are put in order first.
+_ROUNDS = 4
 # Where nothing else is known: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.
@@ -141,13 +145,27 @@ def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | Non
 
 
 def mask_of(
-    options: Options, q: Tensor, k: Tensor, config: HopperConfig, *, of_keys: bool
-) -> tuple[Mask, CallTables | None]:
-    """`launch_mask` for a kernel whose tiles meet blocks of config.BLOCK rows."""
+    options: Options, q: Tensor, k: Tensor, config: HopperConfig, sizes: Sequence[int],
+    *, of_keys: bool,
+) -> tuple[Mask, Tensor | None, CallTables | None]:  # fmt: skip
+    """`launch_mask` for a kernel whose tiles meet blocks of config.BLOCK rows, and their order.
+
+    sizes: of `query_grid` or `key_grid`. The order is None where it follows from the tiles'
+    numbers, and where so few are dealt out that to find it would take longer than it saves.
+    """
     rows = ROWS.value * config.CONSUMERS
     shape = (rows, config.BLOCK) if of_keys else (config.BLOCK, rows)
     assert options.q_positions is None or max(shape) <= ORDERED.value
-    return launch_mask(options, q, k, TileConfig(*shape), of_keys=of_keys)
+    mask, tables = launch_mask(options, q, k, TileConfig(*shape), of_keys=of_keys)
+    *_, heads, tiles, _, _, _ = sizes
+    packed = options.cu_seqlens_q is not None and tables is None
+    if not packed or heads * tiles < _ROUNDS * multiprocessors(q.device):
+        return mask, None, tables
+    rows_in_l2 = _L2_BYTES // (2 * q.element_size() * q.shape[3])
+    order, tables = order_of_tiles(
+        options, mask, q, k, tiles, (rows, config.BLOCK), rows_in_l2, tiles_of_keys=not of_keys
+    )
+    return mask, order, tables
 
 
 def query_grid(

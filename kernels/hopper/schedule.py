@@ -16,7 +16,8 @@ class Work(NamedTuple):
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
     heads. G: query heads that share a K/V head. heads: those of all batch rows. tiles: of a head.
-    pairs, pair_group, group: see `place`.
+    pairs, pair_group, group: see `place`. order_ptr: see `packed_order`; None = tiles are longest
+    in the order of their numbers.
     """
 
     heads: Any
@@ -29,10 +30,11 @@ class Work(NamedTuple):
     mask: Any
     pair_group: Any
     G: Any
+    order_ptr: Any
 
 
 # Integers among the arguments: no new value compiles a kernel anew.
-SIZES = ["stats_stride", *(name for name in Work._fields if name != "mask")]
+SIZES = ["stats_stride", *(x for x in Work._fields if x not in ("mask", "order_ptr"))]
 
 
 class RowStats(NamedTuple):
@@ -116,7 +118,14 @@ def place(i, work):
     number = gl.where(in_pairs, unit, number)
     heads = gl.where(in_pairs, work.pairs, work.heads - 2 * work.pairs)
     group = gl.where(in_pairs, work.pair_group, work.group)
+    if work.order_ptr is not None:
+        group = gl.minimum(gl.load(work.order_ptr + tiles), heads)
     rank, head = _in_group(number, heads, group, tiles)
+    if work.order_ptr is not None:
+        # Up and down in turn, so that no step from a group to the next repeats in what a program
+        # gets; the last group comes down.
+        behind = (heads - 1) // group - head // group
+        rank = gl.where(behind % 2 == 0, rank, tiles - 1 - rank)
     shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
     rank = gl.where(in_pairs & (shorter != 0), tiles - 1 - rank, rank)
     head = gl.where(in_pairs, 2 * head + shorter, 2 * work.pairs + head)
@@ -141,7 +150,9 @@ def _of_head(i, work, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
     (`kernels.rules.tile.sequence_of`), some of which lie past the end of their sequence.
     """
     tile, head = place(i, work)
-    if LAST_FIRST:
+    if work.order_ptr is not None:
+        tile = gl.load(work.order_ptr + tile)
+    elif LAST_FIRST:
         tile = work.tiles - 1 - tile
     b = head // work.H
     h = head - b * work.H

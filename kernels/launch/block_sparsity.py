@@ -149,28 +149,24 @@ def block_sparsity_kernel(
 
 
 class CallTables:
-    """Tensors that a call's mask is read from beside the options, and the launches that fill them.
+    """Tensors that a kernel reads beside a call's options, and the launches that fill them.
 
     Args:
-        empty: extents of the key padding (see `key_extents`), then counts and blocks of the block
-            sparsity; None where the mask has no such thing. They are forgotten by `bind`.
-        fill_extents, fill_blocks: their launches.
-        padding: the place of the key padding among the options.
+        empty: int32; None where the call has no such thing. They are forgotten by `bind`.
+        fills: the launches in their order, each with the places of what it is called on: among the
+            options or, counted from the end, in `empty`.
     """
 
     def __init__(
-        self, empty: tuple[Tensor | None, ...], fill_extents: Launch | None,
-        fill_blocks: Launch | None, padding: int,
-    ) -> None:  # fmt: skip
+        self, empty: tuple[Tensor | None, ...], fills: Sequence[tuple[Launch, tuple[int, ...]]]
+    ) -> None:
         self.empty = empty
-        self._fill_extents = fill_extents
-        self._fill_blocks = fill_blocks
-        self._padding = padding
+        self._fills = fills
 
     def bind(self, given: Sequence[Any]) -> None:
         """As `Launch.bind`; given: the options, and `empty`."""
-        if self._fill_blocks is not None:
-            self._fill_blocks.bind(given)
+        for launch, _ in self._fills:
+            launch.bind(given)
         self._shapes = [None if x is None else x.shape for x in self.empty]
         self._device = next(x.device for x in self.empty if x is not None)
         self.empty = ()
@@ -181,10 +177,9 @@ class CallTables:
             None if shape is None else torch.empty(shape, dtype=torch.int32, device=self._device)
             for shape in self._shapes
         ]
-        if self._fill_extents is not None:
-            self._fill_extents((), options[self._padding], made[0])
-        if self._fill_blocks is not None:
-            self._fill_blocks((*options, *made))
+        given = (*options, *made)
+        for launch, places in self._fills:
+            launch(given, *(given[place] for place in places))
         return made
 
 
@@ -197,19 +192,19 @@ def launch_mask(
     """
     if options.launched_anew:
         return _complete(options, q, k, tile, of_keys=of_keys), None
-    extents = fill_extents = fill_blocks = None
+    extents = None
+    fills: list[tuple[Launch, tuple[int, ...]]] = []
     if options.key_padding_mask is not None:
-        extents, fill_extents = extents_launch(options.key_padding_mask)
+        extents, fill = extents_launch(options.key_padding_mask)
+        fills.append((fill, (options._fields.index("key_padding_mask"), -3)))
     mask = kernel_mask(options, extents)
     if _irregular(options):
         table = _empty_table(options, q, k, tile, of_keys=of_keys)
-        fill_blocks = _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)
+        fills.append((_blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys), ()))
         mask = mask._replace(**table)
-    if extents is None and fill_blocks is None:
+    if not fills:
         return mask, None
-    empty = (extents, mask.counts_ptr, mask.blocks_ptr)
-    padding = options._fields.index("key_padding_mask")
-    return mask, CallTables(empty, fill_extents, fill_blocks, padding)
+    return mask, CallTables((extents, mask.counts_ptr, mask.blocks_ptr), fills)
 
 
 def mask_for_queries(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:

@@ -100,23 +100,33 @@ def packed_inputs(total_q: int, total_k: int, D: int, H_q: int = 2) -> tuple[Ten
 
 
 @pytest.mark.parametrize(
-    ("q_lengths", "k_lengths", "D", "options"),
+    ("q_lengths", "k_lengths", "D", "rounds", "options"),
     [
-        pytest.param((150, 0, 70, 1), (200, 5, 0, 130), 64, {}, id="ragged-and-empty"),
-        pytest.param((128, 64), (128, 192), 64, {"causal": False}, id="whole-tiles"),
+        pytest.param((150, 0, 70, 1), (200, 5, 0, 130), 64, 1, {}, id="ragged-and-empty"),
+        pytest.param((128, 64), (128, 192), 64, 99, {"causal": False}, id="whole-tiles"),
         pytest.param(
-            (40, 90, 60), (40, 90, 60), 128, {"sinks": torch.tensor([0.5, -1.0])}, id="d128"
+            (40, 90, 60), (40, 90, 60), 128, 1, {"sinks": torch.tensor([0.5, -1.0])}, id="d128"
         ),
         pytest.param(
             (130, 20),
             (140, 100),
             64,
+            1,
             {"window": (60, 0), "softcap": 2.0, "key_lengths": torch.tensor([100, 70])},
             id="window-softcap-lengths",
         ),
     ],
 )
-def test_packed_sequences(q_lengths: Any, k_lengths: Any, D: int, options: dict[str, Any]) -> None:
+def test_packed_sequences(
+    q_lengths: Any,
+    k_lengths: Any,
+    D: int,
+    rounds: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rounds: of tiles, from which on they are put in order."""
+    monkeypatch.setattr(host, "_ROUNDS", rounds)
     inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
     with grid_of(2):
         assert_matches_reference(

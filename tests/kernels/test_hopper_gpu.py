@@ -93,6 +93,19 @@ def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, devi
     )
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_hopper_packed_sequences_in_order(D: int, device: str) -> None:
+    """600 tiles of queries, which are sorted by their length first."""
+    lengths = torch.tensor([0, *(37 * n * n % 1100 for n in range(17))])
+    starts = lengths.cumsum(0).to(torch.int32).to(device)
+    total = int(lengths.sum())
+    batch = make_qkv(1, 8, 8, total, None, D, dtype=torch.bfloat16, device=device, layout="bthd")
+    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
+    assert_matches_reference(
+        attention, q, k, v, starts, starts, oracle=reference.attention_varlen, causal=True
+    )
+
+
 def test_hopper_gradients_repeat_bit_for_bit(device: str) -> None:
     inputs = make_qkv(2, 4, 2, 1000, None, 128, dtype=torch.bfloat16, device=device)
 

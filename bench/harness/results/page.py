@@ -54,11 +54,12 @@ _OPEN = """## What the figures settled, and what is open
   to 9 times, dropout 2 to 3.4 times.
 - 8 bits on Hopper take 10 to 24 percent less time than 16 at head dim 128 and 3 to 7 percent less
   at 64, packing included or not; the aim of 1.4 times the speed is not reached.
-- Tiles that the last probe found faster and no table has yet: head dim 64, dK/dV 64 by 64 with 4
-  warps (1.31 ms for 1.61) and dQ 64 by 64 with 4 warps and 3 stages (0.73 for 1.07).
+- Tiles that the last probe found faster are in the table since, and were not timed in a full run:
+  head dim 64, dK/dV 64 by 64 with 4 warps (1.31 ms for 1.61), dQ alike with 3 stages (0.73 for
+  1.07).
 - Open: decoding 8-bit caches (the loop is bound by instructions), a dense uniform batch (dividing
-  keys by rows costs it 4 percent, 0.2023 ms for 0.1935), packed sequences on Hopper (dealt out in
-  the plain order, up to 1.8 times the mean), the host cost of a Hopper backward (380 us where the
+  keys by rows costs it 4 percent, 0.2023 ms for 0.1935), packed sequences on Hopper (now dealt out
+  by their length, not timed since), the host cost of a Hopper backward (380 us where the
   portable one takes 191), times on an H200. `python bench/run_all.py --out DIR` measures all in one
   call.
 - Automatic warp specialisation (`tl.range(..., warp_specialize=True)`) of the forward kernel. With

@@ -1,0 +1,112 @@
+"""Tiles of packed sequences, longest first: their lengths are on the device, where no host looks.
+
+A head has `slots` places for tiles (`kernels.rules.tile.sequence_of`). The table holds them by the
+blocks that their tiles meet, most first, and behind them how many heads go through it side by side:
+as many as have the rows of the longest sequence in L2. `schedule.place` deals them out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.arguments import blocks
+from ..launch.block_sparsity import CallTables
+from ..launch.launches import Launch
+from ..rules.integers import value
+from ..rules.mask import Mask, key_plan, query_plan
+from ..rules.tile import batch_row, sequence_of
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+_BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["T_q", "T_k"])
+def packed_costs_kernel(
+    mask, costs_ptr, T_q, T_k,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES_OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """What the tile of a slot costs: 0 where there is none, else a block more than it meets."""
+    slot = tl.program_id(0)
+    cu_ptr = mask.cu_k_ptr if TILES_OF_KEYS else mask.cu_q_ptr
+    b, tile = sequence_of(slot, cu_ptr, value(mask.sequences), TILE)
+    row = batch_row(b, T_q, T_k, mask)
+    first = tile * TILE
+    if TILES_OF_KEYS:
+        last = tl.minimum(first + TILE, row.end) - 1
+        full, boundary, _ = query_plan(tile, first, last, 0, row, mask, BLOCK)
+        exists = first < row.T_k
+    else:
+        last = tl.minimum(first + TILE, row.T_q) - 1
+        full, boundary, _ = key_plan(tile, first, last, 0, row, mask, BLOCK)
+        exists = first < row.T_q
+    tl.store(costs_ptr + slot, tl.where(exists, full + boundary + 1, 0))
+
+
+@triton.jit(do_not_specialize=["slots", "rows_in_l2", "shared_by", "times"])
+def packed_order_kernel(
+    mask, costs_ptr, order_ptr, slots, rows_in_l2, shared_by, times,
+    TILES_OF_KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots by falling cost; of equal ones the first comes first. Behind them the group of heads.
+
+    rows_in_l2 / (rows of the longest sequence * shared_by) * times heads are a group.
+    """
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cost = tl.load(costs_ptr + own, mask=own < slots, other=0)[:, None]
+    rank = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, slots, BLOCK):
+        other = (begin + tl.arange(0, BLOCK))[None, :]
+        theirs = tl.load(costs_ptr + other, mask=other < slots, other=-1)
+        before = (theirs > cost) | ((theirs == cost) & (other < own[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    tl.store(order_ptr + rank, own, mask=own < slots)
+    if tl.program_id(0) == 0:
+        cu_ptr = mask.cu_q_ptr if TILES_OF_KEYS else mask.cu_k_ptr
+        sequences = value(mask.sequences)
+        longest = 1
+        for begin in range(0, sequences, BLOCK):
+            b = begin + tl.arange(0, BLOCK)
+            ends = tl.load(cu_ptr + b + 1, mask=b < sequences, other=0)
+            starts = tl.load(cu_ptr + b, mask=b < sequences, other=0)
+            longest = tl.maximum(longest, tl.max((ends - starts).to(tl.int32)))
+        group = tl.maximum(rows_in_l2 // longest // shared_by, 1) * times
+        tl.store(order_ptr + slots, group)
+
+
+def order_of_tiles(
+    options: Options, mask: Mask, q: Tensor, k: Tensor, slots: int, shape: tuple[int, int],
+    rows_in_l2: int, *, tiles_of_keys: bool,
+) -> tuple[Tensor, CallTables | None]:  # fmt: skip
+    """The table of a launch, int32 [slots + 1], and what fills it for each call; None: it is full.
+
+    Args:
+        shape: rows of a tile, and of the blocks that it meets.
+        rows_in_l2: rows of two tensors like q or k, of one head, that may stay in L2.
+        tiles_of_keys: whether a tile is of keys, and meets queries.
+    """
+    costs, order = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (slots, slots + 1))
+    G = q.shape[1] // k.shape[1]
+    # All heads of a K/V head read it; a tile of keys reads the queries of all its heads.
+    shared_by, times = (G, 1) if tiles_of_keys else (1, G)
+    fills = (
+        Launch(
+            packed_costs_kernel, slots, {"num_warps": 1},
+            mask, costs, q.shape[2], k.shape[2], *shape, tiles_of_keys,
+        ),
+        Launch(
+            packed_order_kernel, blocks(slots, _BLOCK), {"num_warps": 4},
+            mask, costs, order, slots, rows_in_l2, shared_by, times, tiles_of_keys, _BLOCK,
+        ),
+    )  # fmt: skip
+    if not options.launched_anew:
+        return order, CallTables((order, costs), [(fill, ()) for fill in fills])
+    for fill in fills:
+        fill(())
+    return order, None
