@@ -14,10 +14,10 @@ from ..launch import tiles as launch_tiles
 from ..launch.arguments import aligned, strides, tiles_of
 from ..launch.block_sparsity import CallTables, launch_mask
 from ..launch.descriptors import tma_strides
+from ..launch.packed_order import order_of_tiles
 from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
-from .packed_order import order_of_tiles
 from .pipeline import ROWS
 from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS, HopperConfig
 

@@ -16,8 +16,7 @@ class Work(NamedTuple):
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
     heads. G: query heads that share a K/V head. heads: those of all batch rows. tiles: of a head.
-    pairs, pair_group, group: see `place`. order_ptr: see `packed_order`; None = tiles are longest
-    in the order of their numbers.
+    pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`; None = by number.
     """
 
     heads: Any

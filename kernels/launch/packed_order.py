@@ -2,7 +2,7 @@
 
 A head has `slots` places for tiles (`kernels.rules.tile.sequence_of`). The table holds them by the
 blocks that their tiles meet, most first, and behind them how many heads go through it side by side:
-as many as have the rows of the longest sequence in L2. `schedule.place` deals them out.
+as many as have the rows of the longest sequence in L2. `hopper.schedule.place` deals them out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.arguments import blocks
-from ..launch.block_sparsity import CallTables
-from ..launch.launches import Launch
 from ..rules.integers import value
 from ..rules.mask import Mask, key_plan, query_plan
 from ..rules.tile import batch_row, sequence_of
+from .arguments import blocks
+from .block_sparsity import CallTables
+from .launches import Launch
 
 if TYPE_CHECKING:
     from fastattn.options import Options
