@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -72,6 +73,7 @@ def packed() -> Iterator[Case]:
     yield Case("causal", partial(_packed, causal=True), interpreted=True)
     yield Case("full", _packed)
     yield Case("one pass", partial(_packed, causal=True, deterministic=False))
+    yield Case("many sequences", partial(_many_sequences, causal=True))
 
 
 def _plain(**how: Any) -> Iterator[Case]:
@@ -136,7 +138,29 @@ def _packed(setting: Setting, **how: Any) -> float:
     ends_q, ends_k = ((0, 17, 17, 35, 36), (0, 9, 20, 20, 41))
     if not setting.small:
         ends_q, ends_k = ((0, 700, 700, 829, 1000), (0, 500, 620, 620, 1100))
-    sizes = {"B": 1, "T_q": ends_q[-1], "T_k": ends_k[-1]}
+    return _compare_packed(setting, ends_q, ends_k, **how)
+
+
+def _many_sequences(setting: Setting, **how: Any) -> float:
+    """So many that a multiprocessor gets several tiles, which are then dealt out by their length.
+
+    On a GPU of up to 132 of them: see `kernels.hopper.host.mask_of`.
+    """
+    number, longest = (5, 30) if setting.small else (17, 1100)
+    ends = (0, *itertools.accumulate(37 * n * n % longest for n in range(number)))
+    return _compare_packed(setting, ends, ends, H_q=8, H_k=8, **how)
+
+
+def _compare_packed(
+    setting: Setting,
+    ends_q: tuple[int, ...],
+    ends_k: tuple[int, ...],
+    *,
+    H_q: int = 4,
+    H_k: int = 2,
+    **how: Any,
+) -> float:
+    sizes = {"B": 1, "H_q": H_q, "H_k": H_k, "T_q": ends_q[-1], "T_k": ends_k[-1]}
     batch = setting.qkv(**sizes, layout="bthd")
     starts = (torch.tensor(x, dtype=torch.int32, device=setting.device) for x in (ends_q, ends_k))
     return assert_matches_reference(
