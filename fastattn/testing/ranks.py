@@ -1,6 +1,7 @@
 """Run a function on several ranks, processes of a gloo group on the CPU; count what they send."""
 
 import multiprocessing
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -20,29 +21,44 @@ from .compiling.named_functions import load_function
 
 # Ranks that wait for one that has failed wait no longer.
 _TIMEOUT = timedelta(minutes=3)
+# What a server of processes imports once, and those that it forks need not: it starts no threads.
+_IMPORTED = (
+    "fastattn.testing.compare",
+    "fastattn.training.distributed.together",
+    "fastattn.training.trainer",
+    "torch.distributed.tensor.parallel",
+)
 
 
 def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
     """Call a function on every rank of a gloo group of new processes.
 
     Args:
-        function: its name, as in `load_function`. The processes inherit the environment.
+        function: its name, as in `load_function`. The processes inherit the environment; of what
+            Triton reads when it is imported, that of the first call.
         world_size: how many processes.
         kwargs: of the call, the same for every rank. Arguments and results must be picklable.
 
     Returns:
         The results, by rank. The first error of a rank is raised.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world_size, mp_context=context) as pool,
+        ProcessPoolExecutor(world_size, context, _inherit, (dict(os.environ),)) as pool,
     ):
         store = (Path(folder) / "store").as_uri()
         ranks = [
             pool.submit(_run, function, store, r, world_size, kwargs) for r in range(world_size)
         ]
         return [rank.result() for rank in ranks]
+
+
+def _inherit(environment: dict[str, str]) -> None:
+    """Instead of the server's, which is as old as the first call."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
@@ -33,28 +32,31 @@ def whole(x: Tensor) -> Tensor:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """As `nn.utils.clip_grad_norm_`, over the whole of every gradient; all ranks call it.
 
+    Each rank scales what it holds: of a list of DTensors, torch would first look how each of them
+    may be sharded, which for a model's takes seconds.
+
     Returns:
         The norm before clipping, the same on every rank.
     """
-    wanted = [parameter for parameter in parameters if parameter.grad is not None]
-    squares = [_own_square(cast(Tensor, parameter.grad)) for parameter in wanted]
-    square = torch.stack(squares).sum()
+    held = [_held(x.grad) for x in parameters if x.grad is not None]
+    square = torch.stack([x.float().square().sum() * share for x, share in held]).sum()
     dist.all_reduce(square)
     norm = square.sqrt()
-    for group in by_mesh(wanted).values():
-        clip_grads_with_norm_(group, max_norm, norm, foreach=True)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([x for x, _ in held], scale)
     return norm
 
 
-def _own_square(gradient: Any) -> Tensor:
-    """This rank's share of a gradient's squared norm: ranks that hold the same share it alike."""
+def _held(gradient: Any) -> tuple[Tensor, float]:
+    """What this rank has of a gradient, and how much of its squared norm that counts for.
+
+    Ranks that hold the same share it alike.
+    """
     from torch.distributed.tensor import DTensor
 
-    parts = 1
-    local = gradient
-    if isinstance(gradient, DTensor):
-        local, mesh = gradient.to_local(), gradient.device_mesh
-        for dim, placement in enumerate(gradient.placements):
-            parts *= 1 if placement.is_replicate() else mesh.size(dim)
-    found: Tensor = local.float().square().sum() * (parts / dist.get_world_size())
-    return found
+    if not isinstance(gradient, DTensor):
+        return gradient, 1 / dist.get_world_size()
+    mesh, parts = gradient.device_mesh, 1
+    for dim, placement in enumerate(gradient.placements):
+        parts *= 1 if placement.is_replicate() else mesh.size(dim)
+    return gradient.to_local(), parts / dist.get_world_size()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.ranks import CountMessages, run_ranks
 from fastattn.training.checkpoint import latest_checkpoint
 from fastattn.training.data.text import TextDataset
-from fastattn.training.distributed import launcher
+from fastattn.training.distributed import launcher, together
 from fastattn.training.distributed.degrees import NAMES, Split, SplitError
 from fastattn.training.distributed.gradients import whole
 from fastattn.training.distributed.ranks import Ranks
@@ -137,7 +138,8 @@ def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Tr
             **changes,
         }
     )
-    fields = {"vocab_size": 40, "context_length": CONTEXT, **SHAPE, **NAMED.get(name, TRAINED)}
+    shape = SHAPE if name in ("trained", "llama") else {**SHAPE, "num_layers": 1}
+    fields = {"vocab_size": 40, "context_length": CONTEXT, **shape, **NAMED.get(name, TRAINED)}
     torch.manual_seed(0)
     model: nn.Module
     task: Any
@@ -145,7 +147,7 @@ def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Tr
         model, task = MaskedLM(EncoderConfig(**fields)), Padded(name)
     elif name == "seq2seq":
         sizes = {"source_vocab_size": 40, "target_vocab_size": 40, "share_embeddings": True}
-        model, task = Seq2Seq(Seq2SeqConfig(**SHAPE, **sizes)), Padded(name)
+        model, task = Seq2Seq(Seq2SeqConfig(**shape, **sizes)), Padded(name)
     else:
         model = GPT(GPTConfig(**fields))
         data = TextDataset.from_text(TEXT, TOKENIZER, CONTEXT)
@@ -254,6 +256,8 @@ def errors() -> dict[str, int | None]:
 def world(folder: str) -> dict[str, Any]:
     """Everything that this file asserts of the ranks."""
     os.environ["FASTATTN_BACKEND"] = "torch"
+    # Groups of a split serve all of its trainers.
+    together.init_device_mesh = cache(together.init_device_mesh)
     base = Path(folder)
     found: dict[str, Any] = {"gradients": {}, "states": {}}
     for name, split in SPLITS.items():
