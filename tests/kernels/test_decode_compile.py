@@ -106,10 +106,10 @@ CASES = compiled_cases(
     [
         *(
             (target, "contiguous", 128, "bf16", None, 1, "plain")
-            for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+            for target in ("sm_80", "sm_90", "sm_100", "gfx942")
         ),
         ("sm_90", "paged-3", 128, "bf16", "int8", 1, "scores"),
-        *((target, "contiguous", 128, "bf16", None, 16, "plain") for target in ("sm_80", "sm_90")),
+        ("sm_90", "contiguous", 128, "bf16", None, 16, "plain"),
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
         *(
             ("sm_90", kind, 128, "bf16", codes, 1, "plain")
@@ -135,9 +135,9 @@ CASES = compiled_cases(
         ),
         *(
             (target, "contiguous", 128, "bf16", None, 16, "plain")
-            for target in ("sm_86", "sm_100", "gfx942")
+            for target in ("sm_80", "sm_86", "sm_100", "gfx942")
         ),
-        ("sm_89", "contiguous", 128, "bf16", None, 1, "plain"),
+        *((target, "contiguous", 128, "bf16", None, 1, "plain") for target in ("sm_86", "sm_89")),
         ("gfx942", "paged-1", 59, "fp16", None, 1, "plain"),
         ("sm_90", "paged-1", 111, "bf16", None, 1, "plain"),
         ("sm_90", "ring", 64, "fp16", "int8", 1, "scores"),

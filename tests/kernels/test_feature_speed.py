@@ -46,7 +46,7 @@ FULL = {
     ("dropout", 64): (0.215, 0.2, 0.28),
 }
 # Always every feature and every head dim.
-ALWAYS = (("attn_bias", 128), ("attn_bias fp32", 128), ("relative_bias", 64), ("dropout", 64))
+ALWAYS = (("attn_bias", 128), ("relative_bias", 64), ("dropout", 64))
 CASES = compiled_cases(ALWAYS, [case for case in FULL if case not in ALWAYS])
 
 

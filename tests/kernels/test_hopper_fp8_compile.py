@@ -61,11 +61,11 @@ def prepare(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 
 def compilations_for_new_shapes() -> list[int]:
-    """No case below prepares this head dim, which would not count here if the worker had it."""
+    """How many kernels each launch compiled: those of the cases below, then other shapes."""
 
     def both(**sizes: int) -> None:
-        launch(64, "causal", **sizes)
-        prepare(256, **sizes)
+        launch(128, "causal", **sizes)
+        prepare(128, **sizes)
 
     sizes = [{}, {"T": 1}, {"T": 4096}, {"T": 77}, {"B": 1}, {"H": 1}, {"H": 16}]
     return [count_compilations(lambda each=each: both(**each)) for each in sizes]

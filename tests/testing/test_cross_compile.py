@@ -2,22 +2,17 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fastattn.testing.compiling import cross_compile
+from fastattn.testing.compiling import cross_compile, kept
 from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError, compiled_cases
 from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
-from fastattn.testing.compiling.sass import (
-    matrix_loops,
-    matrix_ops,
-    read_ptxas,
-    read_sass,
-    wgmma_with_register_a,
-)
+from fastattn.testing.compiling.sass import Loop
 
 HERE = str(Path(__file__).resolve())
 
@@ -84,6 +79,24 @@ def launch_matmul_afresh(always_compile: bool) -> None:
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = always_compile
         launch_matmul()
+
+
+def facts_without_tools() -> tuple[str, int, int, tuple[Loop, ...]]:
+    """Of a kernel that is in Triton's cache, where ptxas and the disassembler fail."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise AssertionError("read again")
+
+    matmul_kernel.device_caches.clear()
+    cross_compile._reports.clear()
+    with (
+        mock.patch.object(cross_compile, "_assemble", broken),
+        mock.patch.object(cross_compile, "_matrix_loops", broken),
+        compiling_for("sm_90") as launched,
+    ):
+        launch_matmul()
+        (fact,) = map(cross_compile.describe, launched)
+        return fact.name, fact.registers, fact.shared_bytes, fact.loops
 
 
 def launch_three_times() -> None:
@@ -219,8 +232,37 @@ def test_a_second_run_of_a_job_reports_the_same(compile_pool: CompilePool) -> No
 def test_facts_do_not_depend_on_the_disk_cache(compile_pool: CompilePool, target: str) -> None:
     job = f"{HERE}:launch_matmul_afresh"
     compiled = compile_pool.facts(job, target, always_compile=True)
+    (code,) = (fact.cubin for fact in compiled)
+    for report in Path(code).parent.glob("*.ptxas-*") if code else ():
+        report.unlink()
     cached = compile_pool.facts(job, target, always_compile=False)
     assert compiled == cached
+
+
+def test_what_was_read_of_a_kernel_is_kept_beside_it(compile_pool: CompilePool) -> None:
+    (fact,) = compile_pool.facts(f"{HERE}:launch_matmul", "sm_90")
+    expected = (fact.name, fact.registers, fact.shared_bytes, fact.loops)
+    assert fact.loops
+    assert compile_pool.call(f"{HERE}:facts_without_tools", "sm_90") == expected
+
+
+def test_only_the_same_code_by_the_same_reader_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "kernel.cubin"
+    code.write_bytes(b"code")
+    read = iter(range(9))
+
+    def find() -> int:
+        found: int = kept.kept(str(code), "number", lambda: next(read))
+        return found
+
+    assert [find(), find()] == [0, 0]
+    code.write_bytes(b"other code")
+    assert [find(), find()] == [1, 1]
+    monkeypatch.setattr(kept, "_READER", b"another reader")
+    assert [find(), find()] == [2, 2]
+    assert kept.kept(str(code), "another number", lambda: 7) == 7
 
 
 def test_launches_run_nothing(compile_pool: CompilePool) -> None:
@@ -259,11 +301,23 @@ def test_a_failing_job_says_which_and_why(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_pool_survives_the_death_of_a_worker() -> None:
-    with CompilePool(workers=1) as pool:
-        with pytest.raises(CrossCompileError, match="die for sm_80: the worker process died"):
-            pool.facts(f"{HERE}:die", "sm_80")
-        assert len(pool.facts(f"{HERE}:launch_matmul", "sm_80")) == 1
+def test_the_pool_survives_the_death_of_a_worker(compile_pool: CompilePool) -> None:
+    with pytest.raises(CrossCompileError, match="die for sm_80: the worker process died"):
+        compile_pool.facts(f"{HERE}:die", "sm_80")
+    assert len(compile_pool.facts(f"{HERE}:launch_matmul", "sm_80")) == 1
+
+
+@pytest.mark.parametrize(
+    ("cpus", "sharing", "workers"), [(1, None, 1), (8, None, 2), (2, "2", 1), (8, "4", 2)]
+)
+def test_pools_leave_cpus_to_those_of_other_workers(
+    cpus: int, sharing: str | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    if sharing:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", sharing)
+    assert CompilePool()._workers == workers
 
 
 def test_a_job_needs_a_module_and_a_function(compile_pool: CompilePool) -> None:
@@ -290,91 +344,6 @@ def test_the_environment_of_this_process_is_left_alone(compile_pool: CompilePool
     before = dict(os.environ)
     compile_pool.facts(f"{HERE}:launch_matmul", "sm_80")
     assert dict(os.environ) == before
-
-
-def test_ptxas_log_is_read() -> None:
-    report = read_ptxas(
-        "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are "
-        "serialized due to insufficient register resources in function 'f'\n"
-        "ptxas info    : (C7999) something else\n"
-        "ptxas info    : Compiling entry function 'f' for 'sm_90a'\n"
-        "    24 bytes stack frame, 20 bytes spill stores, 8 bytes spill loads\n"
-        "ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size\n"
-        "    0 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads\n"
-        "ptxas info    : Used 40 registers\n"
-    )
-    assert (report.registers, report.spill_store_bytes, report.spill_load_bytes) == (168, 24, 8)
-    assert [warning[:7] for warning in report.warnings] == ["(C7511)"]
-
-
-def test_matrix_ops_and_register_operands_are_found_in_ptx() -> None:
-    shape = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
-    ptx = (
-        f"{shape} {{%f1,%f2,%f3,%f4}}, %rd1, %rd2, 1, 1, 1, 0, 0;\n"
-        f"{shape} {{%f1,%f2,%f3,%f4}}, {{%r1,%r2,%r3,%r4}}, %rd2, 1, 1, 1, 0;\n"
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1,%f2}, {%r1}, {%r2}, {%f1,%f2};\n"
-    )
-    assert matrix_ops(ptx) == {"wgmma", "mma.sync"}
-    assert wgmma_with_register_a(ptx) == 1
-    assert matrix_ops("ret;") == frozenset()
-
-
-# An outer loop over two inner ones, as ptxas lays them out: the body of the second (0x0090) stands
-# behind the exit, control codes end some lines, and the padding jumps to itself.
-SASS = """
-        Function : helper
-        /*0000*/                   RET.REL.NODEC R20 0x0 ;            /* 0x0000000014007950 */
-        Function : kernel
-        /*0000*/                   MOV R1, c[0x0][0x28] ;             /* 0x00000a0000017a02 */
-                                                                      /* 0x000fc40000000f00 */
-        /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;    /* outer */
-        /*0020*/                   FFMA.FTZ R5, R5, R6, R7 ;
-        /*0028*/               @P3 EXIT ;
-        /*0030*/                   MUFU.EX2 R5, R5             &wr=0x1 ?trans1;  /* 0x00 */
-        /*0040*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
-        /*0050*/              @!P0 BRA 0x20               &req={1} ?trans5;      /* 0x00 */
-        /*0060*/                   BRA 0x90 ;
-        /*0070*/               @P2 BRA 0x10 ;
-        /*0080*/                   EXIT ;
-        /*0090*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
-        /*00a0*/                   FFMA R5, R5, R6, R7 ;
-        /*00b0*/                   FFMA2 R5, R5, R6, R7 ;
-        /*00c0*/                   BRA P1, 0x90 ;
-        /*00d0*/                   BRA 0x70 ;
-        /*00e0*/                   FADD R1, R1, R1 ;
-        /*00f0*/                   BRA 0xf0;
-"""
-
-
-def test_innermost_matrix_loops_are_found_and_counted() -> None:
-    helper, kernel = read_sass(SASS)
-    assert matrix_loops(helper) == ()
-    first, second = matrix_loops(kernel)
-    assert first.address == 0x20
-    assert first.opcodes == {"FFMA.FTZ": 1, "MUFU.EX2": 1, "HMMA.16816.F32": 1, "BRA": 1, "EXIT": 1}
-    assert (first.total, first.count("FFMA"), first.count("MUFU.EX2", "BRA")) == (5, 1, 2)
-    assert second.address == 0x90
-    assert second.opcodes == {"HGMMA.64x64x16.F32.BF16": 1, "FFMA": 1, "FFMA2": 1, "BRA": 1}
-    assert second.count("FFMA") == 1
-
-
-def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
-    _, kernel = read_sass(SASS.replace("@!P0 BRA 0x20", "NOP").replace("BRA P1, 0x90", "NOP"))
-    (outer,) = matrix_loops(kernel)
-    assert outer.address == 0x10
-    assert outer.count("HMMA") == 2 and outer.count("HGMMA") == 1
-    assert outer.count("MOV", "FADD") == 0 and outer.count("EXIT") == 1
-
-
-def test_a_jump_back_is_no_loop_by_itself() -> None:
-    (function,) = read_sass("""
-        /*0000*/               @P0 BRA 0x30 ;
-        /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
-        /*0020*/                   EXIT ;
-        /*0030*/                   HMMA.16816.F32 R0, R6, R8, R0 ;
-        /*0040*/                   BRA 0x10 ;
-    """)
-    assert matrix_loops(function) == ()
 
 
 def test_what_takes_long_is_compiled_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

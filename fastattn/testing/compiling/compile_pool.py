@@ -38,6 +38,12 @@ class CrossCompileError(RuntimeError):
     """A function failed in its worker; the message names it, the target and the error."""
 
 
+def _default_workers() -> int:
+    """Workers of pytest-xdist have pools of their own, and a start takes seconds of a CPU."""
+    sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1, min(2, (os.cpu_count() or 1) // sharing))
+
+
 class CompilePool:
     """Worker processes that compile kernels for any of `cross_compile.TARGETS`.
 
@@ -45,12 +51,13 @@ class CompilePool:
     they must be picklable.
 
     Args:
-        workers: processes at most; default two, or one on a machine with one CPU. They start on
-            first use, and keep compiled kernels for later requests.
+        workers: processes at most; default two, or one where each CPU has a worker of pytest-xdist
+            or there is but one. They start on first use, and keep compiled kernels for later
+            requests.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        self._workers = workers or min(2, os.cpu_count() or 1)
+        self._workers = workers or _default_workers()
         self._executor: ProcessPoolExecutor | None = None
 
     def facts(self, function: str, target: str, **kwargs: Any) -> list[CompiledFacts]:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
+from .kept import kept
 from .sass import (
     Loop,
     PtxasReport,
@@ -118,7 +119,11 @@ class CompiledFacts:
 
         Lazy: disassembly takes nearly as long as assembly.
         """
-        return () if self.cubin is None else _matrix_loops(self.cubin)
+        if self.cubin is None:
+            return ()
+        path = self.cubin
+        found = kept(path, "loops", lambda: [asdict(loop) for loop in _matrix_loops(path)])
+        return tuple(Loop(**loop) for loop in found)
 
 
 class _Launcher:
@@ -274,7 +279,12 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    """The ptxas report of a kernel; one from a cache is assembled again."""
+    found = kept(_cubin(kernel), "ptxas", lambda: asdict(_assembled(kernel)))
+    return PtxasReport(**found | {"warnings": tuple(found["warnings"])})
+
+
+def _assembled(kernel: Any) -> PtxasReport:
+    """What ptxas said when it made the kernel; one that another process made is assembled again."""
     ptx = kernel.asm["ptx"]
     if _digest(ptx) not in _reports:
         gpu = kernel.metadata.target

@@ -1,0 +1,36 @@
+"""What was read of a kernel's machine code, kept beside that code in Triton's cache.
+
+A second process finds the code there and need not compile it; reading it again, with ptxas and a
+disassembler, would take two thirds as long.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from . import sass
+
+_READER = Path(sass.__file__).read_bytes()
+
+
+def kept(cubin: str, kind: str, read: Callable[[], Any]) -> Any:
+    """The JSON value `read()`, or what it was before for the same code and the same reader.
+
+    Args:
+        cubin: path of the machine code.
+        kind: names what is read of it.
+    """
+    digest = sha256(_READER + Path(cubin).read_bytes()).hexdigest()
+    path = Path(f"{cubin}.{kind}-{digest[:16]}.json")
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    value = read()
+    # Other processes may be reading the same kernel.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(file.name, path)
+    return value
