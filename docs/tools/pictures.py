@@ -1,4 +1,5 @@
-"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, charts.
+"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, charts,
+and a terminal.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
@@ -177,6 +178,9 @@ def pictures() -> dict[str, str]:
     modelled = charts.modelled(json.loads(MODELLED.read_text(encoding="utf-8")))
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
+    terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
+    record = terminal["RECORD"].read_text(encoding="utf-8")
+    drawn["terminal.svg"] = terminal["draw"](record)
     return masks() | drawn | {"modelled.svg": modelled}
 
 

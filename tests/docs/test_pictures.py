@@ -1,23 +1,31 @@
 """The pictures of the documents are what the library does now."""
 
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from fastattn.cli.main import build_parser
+
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+
+
+def tool(name: str) -> ModuleType:
+    path = PICTURES.parent / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 @pytest.fixture(scope="module")
 def drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "docs_pictures", PICTURES.parent / "tools" / "pictures.py"
-    )
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
+    return tool("pictures")
 
 
 def test_pictures_are_those_of_today(drawing: ModuleType, on_torch: None) -> None:
@@ -34,3 +42,29 @@ def test_a_mask_is_drawn_a_stretch_at_a_time(drawing: ModuleType) -> None:
         4: "M0 1h1v1h-1z",
         8: "M0 0h2v1h-2zM2 1h1v1h-1z",
     }
+
+
+def test_the_terminal_shows_its_record() -> None:
+    """Word by word; a line that is too long goes on in the next one."""
+    terminal = tool("terminal")
+    record = terminal.RECORD.read_text(encoding="utf-8")
+    rows: dict[float, str] = {}
+    for x in ElementTree.fromstring(terminal.draw(record)).iter():
+        if x.tag.endswith("text") and x.text:
+            y = float(x.get("y", ""))
+            rows[y] = rows.get(y, "") + x.text.replace("\xa0", " ")
+    assert " ".join(rows[y] for y in sorted(rows)).split() == record.split()
+    assert max(map(len, record.splitlines())) <= terminal.COLUMNS
+
+
+def test_the_terminals_commands_are_those_of_today() -> None:
+    """After a change of them, `python docs/tools/terminal.py` types them again."""
+    terminal = tool("terminal")
+    record = terminal.RECORD.read_text(encoding="utf-8")
+    assert re.findall(r"^\$ (.*)$", record, re.M) == terminal.COMMANDS
+    for command in terminal.COMMANDS:
+        program, *arguments = shlex.split(command.partition(" |")[0])
+        assert program == "fastattn"
+        assert callable(build_parser().parse_args(arguments).command)
+    # Nothing of the machine that it was recorded on.
+    assert re.findall(r"(?<!\w)/\w+|Linux-", record) == []
