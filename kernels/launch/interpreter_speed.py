@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 
+from .interpreter_operators import quick
+
 _init_block_type = tl.block_type.__init__
 _init_tensor = tl.tensor.__init__
 _equal_dtypes = tl.dtype.__eq__
@@ -123,7 +125,13 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
         kwargs["_semantic"] = stock.interpreter_semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, interpreted)
+    scope.set_attr(obj, name, quick(name, interpreted) if obj is tl.tensor else interpreted)
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """Without the look whether the array is as wide as the dtype: `binary_op` sees to that."""
+    self.data, self.dtype = data, dtype
+    self.attr = {} if attr is None else attr
 
 
 def install() -> None:
@@ -131,6 +139,7 @@ def install() -> None:
     tl.block_type.__new__ = _block_type
     tl.block_type.__init__ = _init_block_type_once
     tl.tensor.__init__ = _init_tensor_by_type
+    stock.TensorHandle.__init__ = _init_handle
     tl.dtype.__eq__ = _equal
     tl.core._unwrap_if_constexpr = _unwrap_if_constexpr
     stock.interpreter_semantic.__class__ = _Semantic

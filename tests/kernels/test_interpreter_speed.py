@@ -1,6 +1,7 @@
 """The interpreter's short ways give what Triton's own ways give."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 SHAPES = ((), (4,), (4, 1), (1, 4))
 DTYPES = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32)
 POINTERS = (tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16))
+ALL = slice(None)
 NUMBERS = (True, 0, 3, -1, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**70, -0.0, 2.5, 1e300)
 # allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod of sums, products, bits and quotients.
 OPERATIONS = {
@@ -29,6 +31,18 @@ OPERATIONS = {
     "bits": (False, False, False, False),
     "quotient": (False, False, True, True),
 }
+
+# By tensors and numbers, as Triton has them outside a launch.
+ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+OPERATORS = {
+    name: getattr(tl.tensor, name)
+    for operator in (*ARITHMETIC, *COMPARISONS)
+    for name in (f"__{operator}__", f"__r{operator}__")
+    if tl.core.is_builtin(getattr(tl.tensor, name, None))
+}
+GETITEM = tl.tensor.__getitem__
+INDICES = [None, ALL, (ALL,), (None, ALL), (ALL, None), (ALL, None, ALL), (ALL, ALL, ALL), (0, ALL)]
 
 
 @pytest.fixture
@@ -43,10 +57,23 @@ def launched() -> Iterator[None]:
 def operands() -> list[Any]:
     made: list[Any] = list(NUMBERS)
     for dtype, shape in product((*DTYPES, *POINTERS), SHAPES):
-        data = np.ones(shape or (1,), stock._get_np_dtype(dtype))
+        sizes = shape or (1,)
+        data = np.resize([3, 0, -2, 7], sizes).astype(np.int64).astype(stock._get_np_dtype(dtype))
         of = tl.block_type(dtype, list(shape)) if shape else dtype
         made.append(tl.tensor(stock.TensorHandle(data, dtype), of))
     return made
+
+
+def described(x: Any) -> object:
+    return str(x.type), str(x.handle.dtype), x.handle.data.dtype, x.handle.data.tolist()
+
+
+def result(function: Any, *given: Any) -> object:
+    """Type and numbers of what an operator gives, or that it raises something."""
+    try:
+        return described(function(*given))
+    except Exception:
+        return "an error"
 
 
 def outcome(semantic: TritonSemantic, lhs: Any, rhs: Any, flags: tuple[bool, ...]) -> object:
@@ -73,6 +100,30 @@ def test_operands_are_promoted_and_broadcast_as_by_triton(launched: None, operat
         if outcome(short, lhs, rhs, flags) != outcome(stock_way, lhs, rhs, flags)
     ]
     assert differ == []
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.filterwarnings("ignore")
+def test_operators_give_the_numbers_of_triton(launched: None, name: str) -> None:
+    stock_way = partial(OPERATORS[name], _semantic=TritonSemantic(stock.interpreter_builder))
+    short = getattr(tl.tensor, name)
+    given = operands()
+    tensors = [x for x in given if isinstance(x, tl.tensor)]
+    with np.errstate(all="ignore"):
+        differ = [
+            (x, y)
+            for x, y in product(tensors, [*given, tl.constexpr(3), tl.constexpr(-0.5)])
+            if repr(result(short, x, y)) != repr(result(stock_way, x, y))
+        ]
+    assert differ == []
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_new_dims_are_those_of_triton(launched: None, index: Any) -> None:
+    stock_way = partial(GETITEM, _semantic=TritonSemantic(stock.interpreter_builder))
+    tensors = [x for x in operands() if isinstance(x, tl.tensor)]
+    short = [result(tl.tensor.__getitem__, x, index) for x in tensors]
+    assert short == [result(stock_way, x, index) for x in tensors]
 
 
 def test_types_are_made_once_and_refused_every_time() -> None:
