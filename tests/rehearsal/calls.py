@@ -1,4 +1,4 @@
-"""Calls on CUDA tensors, for whatever plays the GPU: small, in bfloat16, head dim 64."""
+"""Calls on CUDA tensors, for whatever plays the GPU: small, in bfloat16, most of head dim 64."""
 
 from itertools import accumulate
 from typing import Any
@@ -14,9 +14,9 @@ from fastattn.cache.append import append
 from fastattn.kernels.launch import tiles
 from fastattn.rotary import rotary_tables
 
-# Few instructions, which compile fast; and loads by TMA where there are such.
+# Few instructions of a thread, which compile fast; and loads by TMA where there are such.
 SMALL = {
-    kind: tiles.TileConfig(16, 16, 1, 1, descriptors=kind == "forward") for kind in tiles.KINDS
+    kind: tiles.TileConfig(16, 16, 4, 1, descriptors=kind == "forward") for kind in tiles.KINDS
 }
 
 
@@ -55,7 +55,7 @@ def packed(*lengths: int, backend: str = "triton", **options: Any) -> None:
 
 
 def additive(B: int, T: int) -> None:
-    q, k, v, w = *(random(B, 4, T, 64, grad=True) for _ in range(3)), random(64, grad=True)
+    q, k, v, w = *(random(B, 4, T, 16, grad=True) for _ in range(3)), random(16, grad=True)
     fastattn.additive_attention(q, k, v, w, causal=True).float().sum().backward()
 
 
