@@ -226,7 +226,7 @@ class Trainer:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            with self.ranks.evaluating(self.model), torch.no_grad():
                 yield
         finally:
             self.model.train(was_training)

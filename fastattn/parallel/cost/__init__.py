@@ -13,5 +13,6 @@ from .model import serves as serves
 from .step import DENSE as DENSE
 from .step import Model as Model
 from .step import Step as Step
+from .step import data_ranks as data_ranks
 from .step import step as step
 from .step import step_messages as step_messages

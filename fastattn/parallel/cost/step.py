@@ -80,7 +80,7 @@ def step_messages(
         stored: bytes of an activation, and of a parameter that is gathered.
         rates: by which `choice` takes the method of cp; default: `Rates()`.
     """
-    replicas, shards = _data_ranks(split)
+    replicas, shards = data_ranks(split)
     layer, rest = _parameters(model, split[-1])
     every, groups = model.layers * layer + rest, model.layers + 1  # those of FSDP2
     # Layers are gathered by the forward and by the backward, the rest stays from one to the other.
@@ -104,7 +104,7 @@ def step(model: Model, split: tuple[int, int, int, int], rows: int, T: int, rate
     for, and of those of cp what `cost` says.
     """
     dp, fsdp, cp, tp = split
-    replicas, shards = _data_ranks(split)
+    replicas, shards = data_ranks(split)
     sent = step_messages(model, split, rows, T, rates=rates)
     shape, near = _attention(model, split, rows, T, rates)
     attended = cost(choice(shape, cp, near), shape, cp, near).seconds
@@ -121,8 +121,12 @@ def step(model: Model, split: tuple[int, int, int, int], rows: int, T: int, rate
     return Step(overlapped(model.layers + 1, work, data), ideal, states)
 
 
-def _data_ranks(split: tuple[int, int, int, int]) -> tuple[int, int]:
-    """Replicas of the parameters, and ranks that share out each."""
+def data_ranks(split: tuple[int, int, int, int]) -> tuple[int, int]:
+    """Replicas of the parameters, and ranks that share out each; split: dp, fsdp, cp, tp.
+
+    Ranks of cp see other tokens: for parameters they are data ranks. They shard the parameters too
+    where those are sharded, as torchtitan has it, else replicate.
+    """
     dp, fsdp, cp, _ = split
     return (dp, fsdp * cp) if fsdp > 1 else (dp * cp, 1)
 

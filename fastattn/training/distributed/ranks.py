@@ -43,6 +43,12 @@ class Ranks(Protocol):
     def part(self, batch: Batch, device: torch.device) -> AbstractContextManager[Part]:
         """A context: this rank's `Part` of a global batch, for its forward and its backward."""
 
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which any method of the model can be called, by all ranks alike.
+
+        Forward passes have come before, and nothing is trained in it.
+        """
+
     def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
         """This rank's share of the mean loss over the global batch: the shares' sum."""
 
@@ -105,6 +111,9 @@ class Alone:
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
         yield Part(batch.to(device), 0)
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
         _, loss = forward(*part.batch.inputs, part.batch.targets, **part.batch.keywords)

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from ...models.context_parallel import ContextParallel
 from ...modules.layer import AttentionLayer
 from ...parallel import ContextPlan
+from ...parallel.cost import data_ranks
 from .. import sharded
 from ..checkpoint import Checkpoint
 from ..tasks.task import Batch
@@ -72,7 +73,6 @@ class Together:
             self._window = fields.window
         device = next(model.parameters()).device
         self.mesh = init_device_mesh(device.type, tuple(self.split), mesh_dim_names=NAMES)
-        self._model = model
         for layer in model.modules():
             if isinstance(layer, AttentionLayer):
                 layer.first_row = self._part * (config.batch_size // self.split.parts)
@@ -88,9 +88,19 @@ class Together:
             if plan is not None:
                 stack.enter_context(ContextParallel(self.mesh["cp"], plan))
             yield Part(own.batch(batch).to(device), batch.num_targets)
-        if isinstance(self._model, FSDPModule) and not torch.is_grad_enabled():
-            # Without a backward pass the outermost parameters stay whole.
-            self._model.reshard()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        # Layers gather their own as they are called. What belongs to none is gathered by the
+        # model's forward, which other methods pass by, and stays whole without a backward pass.
+        model.unshard()
+        try:
+            yield
+        finally:
+            model.reshard()
 
     def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
         batch = part.batch
@@ -165,12 +175,8 @@ class Together:
 
 
 def _parameter_mesh(split: Split, device_type: str) -> DeviceMesh:
-    """Dimensions dp, fsdp, tp. Ranks of cp see other tokens: for parameters they are data ranks.
-
-    They shard the parameters too where those are sharded, as torchtitan has it, else replicate.
-    """
-    dp, fsdp, cp, tp = split
-    sizes = (dp, fsdp * cp, tp) if fsdp > 1 else (dp * cp, 1, tp)
+    """Dimensions dp, fsdp, tp, of `data_ranks` and `Split.tp`."""
+    sizes = (*data_ranks(split), split.tp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "fsdp", "tp"))
 
 

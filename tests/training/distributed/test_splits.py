@@ -1,7 +1,6 @@
 """Every split of four ranks trains as one process does: the matrix, in one start of processes."""
 
 import os
-import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastattn.generation.translate import greedy_translate
 from fastattn.models.encoder import EncoderConfig, MaskedLM
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -20,8 +20,8 @@ from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.ranks import CountMessages, run_ranks
 from fastattn.training.checkpoint import latest_checkpoint
 from fastattn.training.data.text import TextDataset
-from fastattn.training.distributed import launcher, together
-from fastattn.training.distributed.degrees import NAMES, Split, SplitError
+from fastattn.training.distributed import together
+from fastattn.training.distributed.degrees import NAMES, Split
 from fastattn.training.distributed.gradients import whole
 from fastattn.training.distributed.ranks import Ranks
 from fastattn.training.distributed.together import Together
@@ -93,6 +93,7 @@ COUNTED = (
     ("fsdp2 tp2", 3, 4),
     ("fsdp2 tp2", 1, 2),
 )
+SCORED = ("dp2 fsdp2", "fsdp2 tp2")
 TRAINED = {"dropout": 0.1, "attention_dropout": 0.1, "bias": True}
 STEPS, STOP = 20, 10
 
@@ -127,6 +128,12 @@ class Padded:
             return Batch((inputs,), targets, {"key_lengths": lengths})
         both = {"source_lengths": lengths.flip(0), "target_lengths": lengths}
         return Batch((source, inputs), targets, both)
+
+    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
+        """Of a seq2seq, which its methods `encode` and `decode` compute."""
+        assert isinstance(model, Seq2Seq)
+        source = torch.arange(20).view(4, 5)
+        return {"greedy": greedy_translate(model, source, begin=1, end=2, max_length=6)}
 
 
 def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Trainer:
@@ -182,6 +189,16 @@ def gradients(
     return found
 
 
+def scored(out: Path, ranks: Ranks | None = None) -> tuple[Any, float]:
+    """A seq2seq's scores after a step, and the loss of the next."""
+    trainer = make("seq2seq", out, ranks)
+    trainer._train_step()
+    found = trainer.scores()
+    trainer._loss_sum.zero_()
+    trainer._train_step()
+    return found, float(trainer.ranks.total(trainer._loss_sum))
+
+
 def splits_of(name: str) -> list[str]:
     if name in OTHERS:
         return ["dp2 fsdp2", "fsdp2 tp2"]
@@ -211,48 +228,6 @@ def in_bf16(out: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
     return {name: x.bfloat16() for name, x in found.items()}
 
 
-def speakers(error: Exception, first: int | None, attempt: str) -> int | None:
-    """What a rank's `shown_once` returns; None where it raises. first: who fails before others."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-
-    def fail() -> int:
-        if first is not None and dist.get_rank() != first:
-            launcher._store(f"first cause after {attempt} restarts").wait(["claimed"])
-        raise error
-
-    try:
-        return launcher.shown_once(fail)
-    except type(error):
-        return None
-
-
-def errors() -> dict[str, int | None]:
-    """Which ranks show an error: that of a user on all of them, and one that others follow."""
-    first = dist.get_rank() == 0
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if first else None
-    port = [0 if store is None else store.port]
-    dist.broadcast_object_list(port)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": str(dist.get_rank())}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in given.items():
-            patch.setenv(name, value)
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        patch.setattr(launcher, "_FOR_END", 0.0)
-        found = {
-            "of a user": speakers(SplitError("planted"), None, "0"),
-            "of one": speakers(RuntimeError("planted"), 2, "1"),
-        }
-        if first:
-            launcher.begun("a")
-        dist.barrier()
-        found["begun"] = launcher.restarted("a"), launcher.restarted("b")
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        found["at first"] = launcher.restarted("a")
-        dist.barrier()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return found
-
-
 def world(folder: str) -> dict[str, Any]:
     """Everything that this file asserts of the ranks."""
     os.environ["FASTATTN_BACKEND"] = "torch"
@@ -273,7 +248,7 @@ def world(folder: str) -> dict[str, Any]:
         for split in splits_of(name):
             grads = gradients(name, base / "none", Together(SPLITS[split]))
             found["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
-    found["errors"] = errors()
+    found["scores"] = {x: scored(base / "none", Together(SPLITS[x])) for x in SCORED}
     found["sent"] = {
         (name, *how): sent(SPLITS[name], *how, base / "none") for name, *how in COUNTED
     }
@@ -345,6 +320,16 @@ def test_half_precision_gradients_are_within_the_budget(tmp_path: Path, by_rank:
         assert_within_budget(key, torch.from_numpy(x).bfloat16(), exact[key], naive[key])
 
 
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_are_those_of_one_process(name: str, tmp_path: Path, by_rank: list) -> None:
+    """Greedy translations, between two steps, of rows that differ."""
+    scores, loss = scored(tmp_path)
+    assert len({str(tokens) for tokens in scores["greedy"]}) > 1
+    for found in by_rank:
+        assert found["scores"][name][0] == scores
+        assert found["scores"][name][1] == pytest.approx(loss, abs=1e-4)
+
+
 @pytest.mark.parametrize("counted", COUNTED, ids=str)
 def test_a_step_sends_what_the_model_of_the_cost_says(counted: Any, by_rank: list) -> None:
     """Gradients that stay sharded are scattered in each pass, and summed over replicas once."""
@@ -362,14 +347,3 @@ def test_one_process_sends_nothing(tmp_path: Path) -> None:
         trainer._train_step()
     assert not counted.calls
     assert not any(x.calls or x.sent for x in step_messages(LLAMA, Split(), 8, CONTEXT).values())
-
-
-def test_an_error_is_shown_by_one_rank(by_rank: list) -> None:
-    """Of the others each gives the exit status of its own: 2 for wrong options."""
-    assert [rank["errors"]["of a user"] for rank in by_rank] == [None, 2, 2, 2]
-    assert [rank["errors"]["of one"] for rank in by_rank] == [1, 1, None, 1]
-
-
-def test_what_has_begun_is_known_after_a_restart(by_rank: list) -> None:
-    assert [rank["errors"]["begun"] for rank in by_rank] == [(True, False)] * 4
-    assert not any(rank["errors"]["at first"] for rank in by_rank)
