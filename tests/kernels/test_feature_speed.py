@@ -40,8 +40,8 @@ FULL = {
     ("attn_bias", 128): (0.13, 0.21, 0.37),
     ("attn_bias", 64): (0.085, 0.115, 0.195),
     ("attn_bias fp32", 128): (0.13, 0.23, 0.39),
-    ("relative_bias", 128): (0.2, 0.26, 0.42),
-    ("relative_bias", 64): (0.145, 0.165, 0.28),
+    ("relative_bias", 128): (0.135, 0.2, 0.34),
+    ("relative_bias", 64): (0.11, 0.105, 0.195),
     ("dropout", 128): (0.23, 0.24, 0.41),
     ("dropout", 64): (0.215, 0.2, 0.28),
 }
@@ -84,6 +84,8 @@ def test_full_blocks(feature: str, D: int, compiled: dict[tuple[str, int], Futur
         assert fact.fits_shared_memory
         full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert clocks(fact, full, feature, D) <= most, fact.name
+        # lse and delta alone come as copies of four bytes each, which take many times their share.
+        assert full.opcodes.get("LDGSTS.E", 0) <= 2, fact.name
         # Biases in fp32 leave one number too many for the registers.
         assert full.count("LDL", "STL") <= (feature == "attn_bias fp32")
         assert boundary.count("LDL", "STL") <= 2
