@@ -51,9 +51,9 @@ _OPEN = """## What the figures settled, and what is open
   ms for 6.22 at head dim 128). dK and dV of one K/V head (32 query heads, T 8192) in parts take 3.6
   ms with dQ, where one program a tile took 6.9 on the same day's kernels and 12.4 before.
 - Padding with holes is still 1.6 times plain at head dim 128 and 2 times at 64, `relative_bias` 5
-  to 9 times, dropout 2 to 3.4 times. What `relative_bias` spent was found in the machine code since:
+  to 9 times, dropout 2 to 3.4 times. What `relative_bias` spent was found in the machine code:
   each number of its table was copied to shared memory alone, four bytes at a time. Now 18 loads a
-  thread and block do for 32 copies; that was not timed.
+  thread and block do for 32 copies, which was not timed.
 - 8 bits on Hopper take 10 to 24 percent less time than 16 at head dim 128 and 3 to 7 percent less
   at 64, packing included or not; the aim of 1.4 times the speed is not reached.
 - Tiles that the last probe found faster are in the table since, and were not timed in a full run:
