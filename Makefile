@@ -23,6 +23,10 @@ DEMO_GENERATE_ARGS ?= --tokens 300 --seed 0
 bin := $(VENV)/bin
 COMPILE_TESTS = $(shell grep -rls --include=test_*.py compiled_cases tests)
 
+# What else an extra of pyproject.toml installs.
+contained_dev := test gpt
+contained_test := gpt
+
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -106,7 +110,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(bin)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[$*]"
-	@touch $@
+	@touch $@ $(addprefix $(VENV)/.installed-,$(contained_$*))
 
 clean:
 	rm -rf $(VENV) $(DEMO_OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
