@@ -13,6 +13,7 @@ TEST_WORKERS ?= auto
 PYTHON_DIRS ?=
 ROWS ?=
 GPU_MINUTES ?= 30
+OLDEST_TRITON := 3.6
 export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
 DEMO_OUT ?= runs/demo
@@ -50,7 +51,7 @@ demo: $(VENV)/.installed-gpt
 	$(bin)/fastattn generate --checkpoint "$(DEMO_OUT)" --prompt "$(DEMO_PROMPT)" $(DEMO_GENERATE_ARGS)
 	@echo "checkpoint and loss curve: $(DEMO_OUT)"
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-oldest-triton
 	$(bin)/pytest -n $(TEST_WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
 
 test-compile: $(VENV)/.installed-test
@@ -111,6 +112,13 @@ $(VENV)/.created:
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(bin)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[$*]"
 	@touch $@ $(addprefix $(VENV)/.installed-,$(contained_$*))
+
+# Alone, for tests that compile with it: the environment has another release of Triton.
+$(VENV)/.installed-oldest-triton: | $(VENV)/.created
+	rm -rf $(VENV)/triton-$(OLDEST_TRITON)
+	$(bin)/python -m pip install $(PIP_ARGS) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) \
+		"triton==$(OLDEST_TRITON).*"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(DEMO_OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,8 @@ _OVER_BUDGET = {
 
 
 def pytest_report_header() -> list[str]:
-    return [f"not collected, for want of Python 3.11: {collect_ignore}"] if collect_ignore else []
+    missing = [f"not collected, for want of Python 3.11: {collect_ignore}"]
+    return [f"triton {version('triton')}", *(missing if collect_ignore else ())]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -146,6 +147,36 @@ def compile_pool() -> Iterator["CompilePool"]:
 
     with CompilePool() as pool:
         yield pool
+
+
+class Compiled(dict[Any, Any]):
+    """What was made of each case; of one that is not there when it is asked for."""
+
+    def __init__(self, submit: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._submit = submit
+
+    def __missing__(self, case: Any) -> Any:
+        self[case] = self._submit(case)
+        return self[case]
+
+
+@pytest.fixture(scope="session")
+def submit_cases(request: pytest.FixtureRequest) -> Callable[..., Compiled]:
+    """submit_cases(submit, cases): `submit(case)` by case.
+
+    All at once where whole files run, so that every worker of a pool has something to do.
+    """
+    config = request.config
+    whole_files = not (config.option.keyword or any("::" in name for name in config.args))
+
+    def start(submit: Callable[[Any], Any], cases: Iterable[Any]) -> Compiled:
+        compiled = Compiled(submit)
+        for case in cases if whole_files else ():
+            compiled[case]
+        return compiled
+
+    return start
 
 
 # By the name of a part of `tests/rehearsal`, the scenes that it recorded, as dictionaries.

@@ -215,14 +215,14 @@ BUDGET = {
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
-    """All cases, submitted at once so that every worker has something to do."""
-    return {
-        case: compile_pool.submit(
-            f"{__file__}:launch", case[0], kernel=case[1], D=case[2], dtype=case[3], masks=case[4]
+def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
+    def submit(case: tuple) -> Future:
+        target, kernel, D, dtype, masks = case
+        return compile_pool.submit(
+            f"{__file__}:launch", target, kernel=kernel, D=D, dtype=dtype, masks=masks
         )
-        for case in CASES
-    }
+
+    return submit_cases(submit, CASES)
 
 
 def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:

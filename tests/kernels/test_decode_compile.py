@@ -1,5 +1,6 @@
 """The decode kernels compile for every GPU: no spills, on matrix units, once for all lengths."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -149,9 +150,7 @@ CASES = compiled_cases(
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
-    """All cases, submitted at once so that every worker has something to do."""
-
+def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
     def submit(case: tuple) -> Future:
         target, kind, D, dtype, quantize, T, options = case
         kind, _, page = kind.partition("-")
@@ -167,7 +166,7 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
             slots=int(page) if page else 4096,
         )
 
-    return {case: submit(case) for case in CASES}
+    return submit_cases(submit, CASES)
 
 
 def decode_facts(future: Future) -> CompiledFacts:

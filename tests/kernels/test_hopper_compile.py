@@ -3,6 +3,7 @@
 The launchers compile in worker processes; nothing runs.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from unittest import mock
 
@@ -115,16 +116,14 @@ def compilations_for_new_lengths() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
-    """All cases, submitted at once so that every worker has something to do."""
+def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
+    def submit(case: tuple) -> Future:
+        kernel, D, options = case
+        return compile_pool.submit(f"{__file__}:launch", "sm_90", kernel=kernel, D=D, case=options)
+
     cases = [("forward", *case) for case in FORWARD] + [("backward", *case) for case in BACKWARD]
     cases += [("one_pass", *case) for case in ONE_PASS]
-    return {
-        (kernel, D, case): compile_pool.submit(
-            f"{__file__}:launch", "sm_90", kernel=kernel, D=D, case=case
-        )
-        for kernel, D, case in cases
-    }
+    return submit_cases(submit, cases)
 
 
 def check(
