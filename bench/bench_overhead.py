@@ -31,14 +31,20 @@ def device():
         yield DEVICE
 
 
+@pytest.fixture
+def fewest(request):
+    """The least rounds of a benchmark: 5, or what --benchmark-min-rounds says."""
+    return request.config.getoption("benchmark_min_rounds")
+
+
 @pytest.mark.parametrize(("row", "call"), COSTS)
-def test_host_cost_of_a_call(benchmark, device, row, call):
+def test_host_cost_of_a_call(benchmark, device, fewest, row, call):
     calls = overhead.calls(device, row)
     calls[call]()
-    least = overhead.least_costs(calls)
+    least = overhead.least_costs(calls, rounds=4 * fewest)
     over = least[call] - least["bare launch"]
     benchmark.extra_info["us_over_bare_launch"] = round(over, 2)
-    benchmark.pedantic(calls[call], rounds=50, iterations=10, warmup_rounds=2)
+    benchmark.pedantic(calls[call], rounds=10 * fewest, iterations=10, warmup_rounds=2)
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -56,9 +62,10 @@ def test_dispatch_on_the_cpu(benchmark, implementation):
     benchmark.pedantic(lambda: call(q, k, v), rounds=50, iterations=20, warmup_rounds=2)
 
 
-def test_import_over_torch_and_triton(benchmark):
+def test_import_over_torch_and_triton(benchmark, fewest):
     times = []
-    benchmark.pedantic(lambda: times.append(overhead.import_ms(repeats=1)), rounds=2)
+    rounds = min(2, fewest)
+    benchmark.pedantic(lambda: times.append(overhead.import_ms(repeats=1)), rounds=rounds)
     benchmark.extra_info["import_ms"] = round(min(times), 1)
 
 

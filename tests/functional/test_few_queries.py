@@ -15,7 +15,7 @@ from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
 from fastattn.testing.option_examples import option_examples
 
-H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 70, 16
+H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 45, 16
 EXAMPLES = option_examples(H_Q, H_K, T_Q, T_K, D, reach=9)
 WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "positions"}
 WITHOUT_KERNEL |= {"dropout", "heads"}
@@ -49,7 +49,7 @@ SHAPES = {
     "values-wider": {"D": 16, "D_v": 48},
     "values-narrower": {"D": 40, "D_v": 8},
     "bthd-memory": {"layout": "bthd"},
-    "large-batch": {"B": 40, "H_q": 1, "H_k": 1, "T_q": 1, "T_k": 20},
+    "large-batch": {"B": 20, "H_q": 1, "H_k": 1, "T_q": 1, "T_k": 20},
 }
 
 
