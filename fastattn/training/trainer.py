@@ -193,7 +193,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         for i in range(config.accumulation):
-            batch = self.task.draw("train", config.batch_size, self._batches)
+            batch = self.ranks.draw(self.task, config.batch_size, self._batches)
             self._speed.count(batch.num_tokens)
             last = i == config.accumulation - 1
             with self.ranks.part(batch, self.device) as part:

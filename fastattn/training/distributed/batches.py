@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,11 @@ class Place(NamedTuple):
         return found if self.plan is None else own_tokens(found, 1, self.plan, self.rank)
 
     def batch(self, batch: Batch) -> Batch:
-        """This rank's part of a batch; what is no real row or token has no target."""
+        """This rank's part of a batch, of all rows or of its own; padding has no target."""
+        if batch.whole_rows is not None:
+            count = len(batch.targets)
+            own = self._replace(rows=torch.arange(count), B=count)
+            return own.batch(dataclasses.replace(batch, whole_rows=None))
         targets = self.of(batch.targets - IGNORED) + IGNORED
         targets[self.rows >= self.B] = IGNORED
         rows = self._replace(plan=None)

@@ -18,7 +18,7 @@ from ..checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from ..tasks.task import Batch
+from ..tasks.task import Batch, Task
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part
 from .degrees import Degrees, Split, ranks_started
@@ -39,6 +39,9 @@ class Ranks(Protocol):
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
         """Shards a model, whose parameters are alike on every rank, and gives its forward."""
+
+    def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
+        """A global batch to train on, or of it the rows of this rank's part, for `part`."""
 
     def part(self, batch: Batch, device: torch.device) -> AbstractContextManager[Part]:
         """A context: this rank's `Part` of a global batch, for its forward and its backward."""
@@ -107,6 +110,9 @@ class Alone:
         for block in blocks_of(model):
             recompute(block, config.activation_checkpointing)
         return torch.compile(model) if config.compile else model
+
+    def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
+        return task.draw("train", batch_size, generator)
 
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:

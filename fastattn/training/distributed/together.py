@@ -22,7 +22,8 @@ from ...parallel import ContextPlan
 from ...parallel.cost import data_ranks
 from .. import sharded
 from ..checkpoint import Checkpoint
-from ..tasks.task import Batch
+from ..tasks.prepared import PreparedTask
+from ..tasks.task import Batch, Task
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part, place, plan_rows
 from .degrees import NAMES, Degrees, Split, SplitError
@@ -79,15 +80,32 @@ class Together:
         shard_model(model, _parameter_mesh(self.split, device.type), self.split, config, device)
         return model
 
+    def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
+        each, left = divmod(batch_size, self.split.parts)
+        if left or self.split.parts == 1 or not isinstance(task, PreparedTask):
+            return task.draw("train", batch_size, generator)
+        first = self._part * each
+        return task.draw("train", batch_size, generator, slice(first, first + each))
+
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
-        plan = self._plan(batch.targets.shape[1])
-        own = place(batch.targets.shape[0], self._part, self.split.parts, plan, self._cp)
+        rows, T = batch.targets.shape
+        plan = self._plan(T)
+        own = place(batch.whole_rows or rows, self._part, self.split.parts, plan, self._cp)
         with ExitStack() as stack:
             stack.enter_context(SplitDropout(own))
             if plan is not None:
                 stack.enter_context(ContextParallel(self.mesh["cp"], plan))
-            yield Part(own.batch(batch).to(device), batch.num_targets)
+            yield Part(own.batch(batch).to(device), self._targets(batch))
+
+    def _targets(self, batch: Batch) -> int:
+        """Those of all rows, of which each rank may have read its own alone."""
+        if batch.whole_rows is None:
+            return batch.num_targets
+        found = torch.tensor(batch.num_targets)
+        dist.all_reduce(found)
+        # Ranks of cp and tp have read the same.
+        return int(found) // (self.split.cp * self.split.tp)
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

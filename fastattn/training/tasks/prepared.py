@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,18 +60,22 @@ class PreparedTask:
         split: Split,
         batch_size: int,
         generator: torch.Generator,
-        rows: slice = slice(None),
+        rows: slice | None = None,
     ) -> Batch:
         """Windows of the split at random places; shorter ones if the split is shorter.
 
         Args:
             split, batch_size, generator: as for `Task.draw`.
-            rows: which windows of the batch to read; the generator goes on as for all of them.
+            rows: which windows of the batch to read, default: all; the generator goes on as for
+                all of them.
         """
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
         starts = torch.randint(count - context, (batch_size,), generator=generator)
-        return self._batch(first + starts[rows], context)
+        if rows is None:
+            return self._batch(first + starts, context)
+        own = self._batch(first + starts[rows], context)
+        return dataclasses.replace(own, whole_rows=batch_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Adjoining windows of the whole split, the same every time."""

@@ -27,12 +27,14 @@ class Batch:
         targets: int64 [B, T], -100 where the loss leaves a position out.
         lengths: int64 [B] by the model's keyword, for padded inputs.
         documents: int32 or int64 [B, T], of packed texts; None = a row is one text.
+        whole_rows: of how many rows these are some, of as many tokens each; None = they are all.
     """
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
     lengths: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     documents: Tensor | None = None
+    whole_rows: int | None = None
 
     @property
     def keywords(self) -> dict[str, Tensor]:
@@ -47,10 +49,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, without padding."""
+        """Tokens without padding; of all rows, where these are some."""
         if self.lengths:
             return sum(int(lengths.sum()) for lengths in self.lengths.values())
-        return sum(tokens.numel() for tokens in self.inputs)
+        rows = self.whole_rows or len(self.targets)
+        return sum(rows * tokens[0].numel() for tokens in self.inputs)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
@@ -66,6 +69,7 @@ class Batch:
             move(self.targets),
             {name: move(lengths) for name, lengths in self.lengths.items()},
             None if self.documents is None else move(self.documents),
+            self.whole_rows,
         )
 
 
