@@ -1,5 +1,6 @@
 """Serve prompts that arrive at different times from one model, over one paged cache.
 
+pip install ".[gpt]"
 fastattn train --out runs/gpt                            # a model, once
 python examples/continuous_batching.py --checkpoint runs/gpt "def main(" "class Token" "import "
 """

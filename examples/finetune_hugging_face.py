@@ -1,5 +1,6 @@
 """Fine-tune a Hugging Face model with its attention served by fastattn.
 
+pip install ".[hf]"
 python examples/finetune_hugging_face.py --model gpt2 --text notes.txt
 python examples/finetune_hugging_face.py    # a tiny model of the Llama family, from scratch
 """

@@ -1,6 +1,6 @@
 """Swap the attention of a timm vision transformer, check that nothing changed, and time both.
 
-pip install timm
+pip install timm    # with the torchvision of the torch that is installed
 python examples/vision_transformer.py --model vit_base_patch16_224 --pretrained
 """
 

@@ -24,8 +24,10 @@ from typing import Any
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 PAGES = [
-    "", "masks/", "decoding/", "models/", "gpu/", "doors/", "doors/transformers/",
-    "tutorials/mods/", "kernels/", "migration/", "recorded/", "reference/fastattn/",
+    "", "masks/", "decoding/", "parallel/", "models/", "training/", "data/", "checkpoints/",
+    "gpu/", "performance/", "doors/", "doors/transformers/", "doors/accelerate/",
+    "doors/lightning/", "doors/torchtitan/", "tutorials/mods/", "kernels/", "migration/",
+    "recorded/", "reference/fastattn/",
 ]  # fmt: skip
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 OPTIONS = [

@@ -117,7 +117,7 @@ def llama_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Te
 
 
 def needs(case: str, package: str) -> Any:
-    reason = f"{package} is not installed: pip install {package}"
+    reason = f"{package} is not installed: pip install fastattn[integrations]"
     return pytest.param(case, marks=pytest.mark.skipif(not find_spec(package), reason=reason))
 
 

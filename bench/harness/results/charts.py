@@ -171,7 +171,7 @@ def _linear(values: Sequence[float], limited: Mapping[str, float]) -> Axis:
 def _log(values: Sequence[float], limited: Mapping[str, float]) -> Axis:
     """With room below the least for its words."""
     every = [*values, *limited.values()]
-    low = max(x for x in _ROUND if x <= min(every) / 2)
+    low = max(x for x in _ROUND if x <= min(every) / 3)
     high = min(x for x in _ROUND if x >= max(every) * 1.2)
     ticks = [x for x in _ROUND if low <= x <= high]
     if len(ticks) > 6:
@@ -227,7 +227,7 @@ def _panel(
     for label, limit in shown.items():
         y = upwards(limit)
         parts.append(f'<path d="M{left} {y:.1f}h{PANEL}" stroke="{INK}" stroke-dasharray="2 4"/>')
-        below = 16 if scale is _log else -4
+        below = 22 if scale is _log else -4
         parts.append(_text(left + PANEL, y + below, f"{label} {limit:.0f}", anchor="end"))
     for n, (name, points) in enumerate(panel.series.items()):
         colour, mark, _ = _ALL[name]
