@@ -112,6 +112,13 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
             return lhs, rhs
         return super().broadcast_impl_value(lhs, rhs)
 
+    def _load_legacy(self, ptr: Any, mask: Any, other: Any, *options: Any) -> Any:
+        """A zero for what is masked is not made a tile: it is what the interpreter takes anyhow."""
+        if mask is not None and other is not None and not other.type.is_block():
+            bits = other.handle.data.tobytes()
+            other = other if any(bits) else None
+        return super()._load_legacy(ptr, mask, other, *options)
+
     def _filled(self, scalar: Any, shape: Any) -> Any:
         block = tl.block_type(scalar.dtype, shape)
         return self.tensor(self.builder.create_splat(block, scalar.handle), block)

@@ -1,5 +1,6 @@
 """The interpreter's short ways give what Triton's own ways give."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
@@ -37,9 +39,10 @@ ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 OPERATORS = {
     name: getattr(tl.tensor, name)
-    for operator in (*ARITHMETIC, *COMPARISONS)
-    for name in (f"__{operator}__", f"__r{operator}__")
-    if tl.core.is_builtin(getattr(tl.tensor, name, None))
+    for name in (
+        *(f"__{operator}__" for operator in (*ARITHMETIC, *COMPARISONS)),
+        *(f"__r{operator}__" for operator in ARITHMETIC),
+    )
 }
 GETITEM = tl.tensor.__getitem__
 INDICES = [None, ALL, (ALL,), (None, ALL), (ALL, None), (ALL, None, ALL), (ALL, ALL, ALL), (0, ALL)]
@@ -124,6 +127,21 @@ def test_new_dims_are_those_of_triton(launched: None, index: Any) -> None:
     tensors = [x for x in operands() if isinstance(x, tl.tensor)]
     short = [result(tl.tensor.__getitem__, x, index) for x in tensors]
     assert short == [result(stock_way, x, index) for x in tensors]
+
+
+@triton.jit
+def even_ones(x_ptr, y_ptr, N: tl.constexpr, OTHER: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, i % 2 == 0, other=OTHER))
+
+
+@pytest.mark.parametrize("other", [0, 0.0, 2.5, -math.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_masked_numbers_are_what_the_load_says(dtype: torch.dtype, other: float) -> None:
+    mend()
+    x, y = torch.randn(8).to(dtype), torch.full((8,), math.nan, dtype=dtype)
+    even_ones[(1,)](x, y, 8, other)
+    assert torch.equal(y, torch.where(torch.arange(8) % 2 == 0, x, other))
 
 
 def test_types_are_made_once_and_refused_every_time() -> None:
