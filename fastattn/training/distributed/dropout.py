@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -41,5 +42,6 @@ class SplitDropout(TorchFunctionMode):
             return x
         place = self._place
         T = x.shape[1] if place.plan is None else place.plan.T
-        scales = F.dropout(x.new_ones(place.B, T, *x.shape[2:]), p, True)
+        # What F.dropout calls, by its name: in code that torch 2.13 traces, a mode calls itself.
+        scales = torch.dropout(x.new_ones(place.B, T, *x.shape[2:]), p, True)
         return x * place.of(scales)
