@@ -205,9 +205,11 @@ def _step(
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
     wait_full(shared.k, n + 1, more)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    release(shared.v, n - 1)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.D, dtype))
     acc = acc * gl.convert_layout(rescale, O_ROWS)[:, None]
+    # ptxas moves this up among the products with the factor, and needs two moves fewer than where
+    # it is stated before them.
+    release(shared.v, n - 1)
     return acc, _waiting(p, dtype, config), m, l
 
 
