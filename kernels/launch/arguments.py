@@ -93,10 +93,11 @@ def tile_for(
     registers = options.registers
     if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
-    if registers == "bias" and (not streams_bias or _bias_by_tma(options, q) is None):
+    two_biases = registers == "scores" and options.attn_bias is not None
+    if two_biases or (registers in ("bias", "scores") and not streams_bias):
         registers = "heavy"
-    if registers == "scores" and (not streams_bias or options.attn_bias is not None):
-        registers = "heavy"
+    elif registers == "bias" and _bias_by_tma(options, q) is None:
+        registers = "scores"  # it is loaded in place, as one by distance is
     tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
     assert options.q_positions is None or max(tile.BLOCK_M, tile.BLOCK_N) <= ORDERED.value
     return tile

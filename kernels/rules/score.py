@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 from .integers import value
 from .mask import elements, head_of_whole
 from .softmax import LOG2E
+from .tile import load_in_place
 
 
 class Score(NamedTuple):
@@ -89,23 +89,6 @@ def softcapped(s, score):
     return capped
 
 
-LOAD_FP32 = tl.constexpr("ld.global.nc.f32 $0, [$1];")
-
-
-@triton.jit
-def load_in_place(pointers):
-    """tl.load of numbers that lie anywhere, of memory that the kernel does not write.
-
-    Numbers of 4 bytes the compiler's pipeline would copy to shared memory one by one.
-    """
-    if pointers.dtype.element_ty == tl.float32 and cuda_capability_geq(8):
-        addresses = pointers.to(tl.int64)
-        x = tl.inline_asm_elementwise(LOAD_FP32, "=f,l", [addresses], tl.float32, True, 1)
-    else:
-        x = tl.load(pointers)
-    return x
-
-
 @triton.jit
 def shift_of(distance, reach):
     """Index of a distance p - j into a row of relative bias or keys, clamped to its ends."""
@@ -159,12 +142,12 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
             shift = shift_of(rows + ahead - k_pos, score.reach)
-            x = x + load_in_place(r_ptr + shift).to(tl.float32)
+            x = x + load_in_place(r_ptr + shift, None).to(tl.float32)
         if score.bias_ptr is not None:
             if bias is None:
                 pointers = elements(score.bias_ptr, row.b, h, rows, k_pos, score.bias_strides)
                 inside = (rows < row.T_q) & (k_pos < row.T_k)
-                bias = tl.load(pointers, mask=inside, other=0.0)
+                bias = load_in_place(pointers, inside)
             x = x + bias.to(tl.float32)
         before = x
         if score.mod is not None:

@@ -104,6 +104,46 @@ def load_at(pointers, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
     return tile
 
 
+_LOAD_32 = tl.constexpr("ld.global.nc.b32 $0, [$1];")
+_LOAD_16 = tl.constexpr("ld.global.nc.b16 $0, [$1];")
+_LOAD_32_IF = tl.constexpr("""{
+    .reg .pred here;
+    setp.ne.b32 here, $2, 0;
+    mov.b32 $0, 0;
+    @here ld.global.nc.b32 $0, [$1];
+}""")
+_LOAD_16_IF = tl.constexpr("""{
+    .reg .pred here;
+    setp.ne.b32 here, $2, 0;
+    mov.b16 $0, 0;
+    @here ld.global.nc.b16 $0, [$1];
+}""")
+
+
+@triton.jit
+def load_in_place(pointers, keep):
+    """Numbers that lie anywhere, 0 where keep is False; each thread loads those that it works on.
+
+    For memory that the kernel does not write. The compiler would load them by neighbours and change
+    the layout of all that meets them, or copy those of 4 bytes to shared memory one by one.
+    """
+    BITS: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
+    WIDE: tl.constexpr = BITS == 32
+    if (BITS != 32 and BITS != 16) or not cuda_capability_geq(8):
+        x = load_vector(pointers, keep, 0)
+    elif keep is None:
+        CODE: tl.constexpr = _LOAD_32 if WIDE else _LOAD_16
+        PLACES: tl.constexpr = "=r,l" if WIDE else "=h,l"
+        at = [pointers.to(tl.int64)]
+        x = tl.inline_asm_elementwise(CODE, PLACES, at, pointers.dtype.element_ty, True, 1)
+    else:
+        CODE: tl.constexpr = _LOAD_32_IF if WIDE else _LOAD_16_IF
+        PLACES: tl.constexpr = "=r,l,r" if WIDE else "=h,l,r"
+        at = [pointers.to(tl.int64), keep.to(tl.int32)]
+        x = tl.inline_asm_elementwise(CODE, PLACES, at, pointers.dtype.element_ty, True, 1)
+    return x
+
+
 @triton.jit
 def load_vector(pointers, keep, other):
     """One number a row, `other` where keep is False; keep = None promises that every row exists."""
