@@ -26,8 +26,8 @@ HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
 # Between the two, for calls with more than causal order, lengths and sinks: where a table has no
 # such row, that of the kernel serves them too.
 MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
-# For calls with a bias that comes by TMA, and with dropout or a bias by distance; without such rows
-# they are heavy.
+# For calls with a bias that comes by TMA, and with dropout or a bias by distance; without rows of
+# its own the first is one of the second, and those are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
 # Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
@@ -327,8 +327,9 @@ def row_of(
     if kernel in MASKED:
         return row_of(arch, kernel.removesuffix("_masked"), element_size, BLOCK_D, device)
     if kernel in BIAS + SCORES:
-        heavy = f"{kernel.rpartition('_')[0]}_heavy"
-        return row_of(arch, heavy, element_size, BLOCK_D, device)
+        next_class = "scores" if kernel in BIAS else "heavy"
+        kind = f"{kernel.rpartition('_')[0]}_{next_class}"
+        return row_of(arch, kind, element_size, BLOCK_D, device)
     raise AssertionError(
         f"no {kernel} tile for {element_size}-byte elements, D {BLOCK_D} in {name}"
     )

@@ -137,10 +137,10 @@ def load_in_place(pointers, keep):
         at = [pointers.to(tl.int64)]
         x = tl.inline_asm_elementwise(CODE, PLACES, at, pointers.dtype.element_ty, True, 1)
     else:
-        CODE: tl.constexpr = _LOAD_32_IF if WIDE else _LOAD_16_IF
-        PLACES: tl.constexpr = "=r,l,r" if WIDE else "=h,l,r"
+        CODE_IF: tl.constexpr = _LOAD_32_IF if WIDE else _LOAD_16_IF
+        PLACES_IF: tl.constexpr = "=r,l,r" if WIDE else "=h,l,r"
         at = [pointers.to(tl.int64), keep.to(tl.int32)]
-        x = tl.inline_asm_elementwise(CODE, PLACES, at, pointers.dtype.element_ty, True, 1)
+        x = tl.inline_asm_elementwise(CODE_IF, PLACES_IF, at, pointers.dtype.element_ty, True, 1)
     return x
 
 

@@ -33,20 +33,34 @@ FEATURES = {
     "relative_bias": CAUSAL._replace(relative_bias=meta(H, 257, dtype=torch.float32)),
     "key_padding_mask": CAUSAL._replace(key_padding_mask=meta(B, T, dtype=torch.bool)),
     "attn_bias fp32": CAUSAL._replace(attn_bias=meta(1, H, T, T, dtype=torch.float32)),
+    "attn_bias by pointers": CAUSAL._replace(attn_bias=meta(1, H, T, T + 1)[..., :T]),
 }
-# Clocks a pair of a full block on sm_90 in forward, dQ and dK/dV. Those of plain calls are 0.125,
-# 0.19 and 0.35 with 128 columns, 0.064, 0.094 and 0.175 with 64.
+# Clocks a pair of a full block in forward, dQ and dK/dV. Those of plain calls on sm_90 are 0.125,
+# 0.19 and 0.35 with 128 columns, 0.064, 0.094 and 0.175 with 64; on sm_80 0.35, 0.8 and 0.99, 0.16,
+# 0.27 and 0.49.
 FULL = {
-    ("attn_bias", 128): (0.13, 0.21, 0.37),
-    ("attn_bias", 64): (0.085, 0.115, 0.195),
-    ("attn_bias fp32", 128): (0.13, 0.23, 0.39),
-    ("relative_bias", 128): (0.135, 0.2, 0.34),
-    ("relative_bias", 64): (0.11, 0.105, 0.195),
-    ("dropout", 128): (0.23, 0.24, 0.41),
-    ("dropout", 64): (0.215, 0.2, 0.28),
+    ("sm_90", "attn_bias", 128): (0.13, 0.21, 0.37),
+    ("sm_90", "attn_bias", 64): (0.085, 0.115, 0.195),
+    ("sm_90", "attn_bias fp32", 128): (0.13, 0.23, 0.39),
+    ("sm_90", "attn_bias by pointers", 128): (0.185, 0.265, 0.42),
+    ("sm_90", "attn_bias by pointers", 64): (0.17, 0.16, 0.26),
+    ("sm_90", "relative_bias", 128): (0.135, 0.2, 0.34),
+    ("sm_90", "relative_bias", 64): (0.11, 0.105, 0.195),
+    ("sm_90", "dropout", 128): (0.23, 0.24, 0.41),
+    ("sm_90", "dropout", 64): (0.215, 0.2, 0.28),
+    ("sm_80", "attn_bias", 128): (0.36, 0.81, 1.0),
+    ("sm_80", "attn_bias", 64): (0.185, 0.28, 0.5),
+    ("sm_80", "relative_bias", 128): (0.36, 0.81, 1.0),
+    ("sm_80", "dropout", 128): (0.4, 0.85, 1.04),
+    ("sm_80", "dropout", 64): (0.26, 0.32, 0.54),
 }
-# Always every feature and every head dim.
-ALWAYS = (("attn_bias", 128), ("relative_bias", 64), ("dropout", 64))
+# Always every feature, every head dim and both GPUs.
+ALWAYS = (
+    ("sm_90", "attn_bias", 128),
+    ("sm_90", "relative_bias", 64),
+    ("sm_90", "dropout", 64),
+    ("sm_80", "attn_bias", 128),
+)
 CASES = compiled_cases(ALWAYS, [case for case in FULL if case not in ALWAYS])
 
 
@@ -58,10 +72,12 @@ def launch(feature: str, D: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool) -> dict[tuple[str, int], Future]:
+def compiled(compile_pool: CompilePool) -> dict[tuple[str, str, int], Future]:
     return {
-        (feature, D): compile_pool.submit(f"{__file__}:launch", "sm_90", feature=feature, D=D)
-        for feature, D in CASES
+        (target, feature, D): compile_pool.submit(
+            f"{__file__}:launch", target, feature=feature, D=D
+        )
+        for target, feature, D in CASES
     }
 
 
@@ -69,18 +85,19 @@ def clocks(fact: CompiledFacts, loop: Loop, feature: str, D: int) -> float:
     """The bound of a loop for each of its pairs."""
     q = torch.empty(1, 1, T, D, dtype=torch.bfloat16, device="meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastattn.kernels.launch.tiles.current_arch", lambda: "sm_90")
+        patch.setattr("fastattn.kernels.launch.tiles.current_arch", lambda: fact.target)
         tile = tile_for(KINDS[fact.name], FEATURES[feature], q, D, streams_bias=True)
     programs = programs_at_once(fact)
-    found = loop_clocks(loop, "sm_90", fact.num_warps, programs=programs)
+    found = loop_clocks(loop, fact.target, fact.num_warps, programs=programs)
     return (found / (tile.BLOCK_M * tile.BLOCK_N)).bound
 
 
-@pytest.mark.parametrize(("feature", "D"), CASES)
-def test_full_blocks(feature: str, D: int, compiled: dict[tuple[str, int], Future]) -> None:
-    facts = [fact for fact in compiled[feature, D].result() if fact.name in KINDS]
-    for fact, most in zip(facts, FULL[feature, D], strict=True):
-        assert fact.mma == {"wgmma"}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_full_blocks(case: tuple[str, str, int], compiled: dict[tuple, Future]) -> None:
+    target, feature, D = case
+    facts = [fact for fact in compiled[case].result() if fact.name in KINDS]
+    for fact, most in zip(facts, FULL[case], strict=True):
+        assert fact.mma == ({"wgmma"} if target == "sm_90" else {"mma.sync"})
         assert fact.fits_shared_memory
         full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert clocks(fact, full, feature, D) <= most, fact.name
