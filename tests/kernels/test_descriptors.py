@@ -120,15 +120,17 @@ def test_a_bias_comes_by_tma(shape: tuple[int, int], described: list[Tensor], de
     [
         (torch.empty(1, 4, 64, 128), "bias"),
         (torch.empty(1, 4, 64, 128).expand(3, 4, 64, 128), "bias"),
-        (torch.empty(1, 4, 64, 127), "heavy"),
-        (torch.empty(1, 4, 1, 128), "heavy"),
-        (torch.empty(1, 4, 64, 1), "heavy"),
-        (torch.empty(1, 4, 128, 64).mT, "heavy"),
-        (torch.empty(4, 64 * 128 + 1).view(-1)[1:-3].view(1, 4, 64, 128), "heavy"),
+        (torch.empty(1, 4, 64, 127), "scores"),
+        (torch.empty(1, 4, 1, 128), "scores"),
+        (torch.empty(1, 4, 64, 1), "scores"),
+        (torch.empty(1, 4, 128, 64).mT, "scores"),
+        (torch.empty(4, 64 * 128 + 1).view(-1)[1:-3].view(1, 4, 64, 128), "scores"),
     ],
     ids=["whole", "expanded", "odd", "of-keys", "of-queries", "transposed", "begins-between"],
 )
-def test_biases_that_tma_cannot_walk_take_smaller_tiles(bias: Tensor, calls: str) -> None:
+def test_biases_that_tma_cannot_walk_take_the_tiles_of_those_by_distance(
+    bias: Tensor, calls: str
+) -> None:
     q = torch.empty(3, 4, 64, 64, dtype=torch.bfloat16)
     asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -110,6 +110,7 @@ def attention_calls() -> Calls:
         "attention_varlen": lambda: packed(10, 54),
         "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
+        "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
         "additive_attention": lambda: additive(B, T),
         "attention_block_forward": lambda: of_a_part(torch.float32),
         "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
