@@ -1,14 +1,17 @@
-"""Run a function on several ranks, processes of a gloo group on the CPU; count what they send."""
+"""Functions on several ranks, processes of a gloo group on the CPU: to run, to count, to fail."""
 
+import errno
 import multiprocessing
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -70,6 +73,20 @@ def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str
         return load_function(function)(**kwargs)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def full_disk(writer: type, name: str, rank: int) -> Iterator[None]:
+    """In the block this rank's disk is full when it comes to the method `name` of `writer`."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if torch.distributed.get_rank() != rank:
+        yield
+        return
+    with mock.patch.object(writer, name, full):
+        yield
 
 
 # Of what a rank has of a collective's input, how much it sends in a group of n ranks.

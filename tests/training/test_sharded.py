@@ -1,13 +1,10 @@
 """Sharded checkpoints: saved at one split and read at another."""
 
-import errno
 import json
 import math
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from fastattn.cli.main import main
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import run_ranks
+from fastattn.testing.ranks import full_disk, run_ranks
 from fastattn.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -175,19 +172,6 @@ def matrix(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@contextmanager
-def broken(name: str, rank: int) -> Iterator[None]:
-    """One rank's disk is full when it comes to this part of a save."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == rank:
-            patch.setattr(shards.ShardWriter, name, full)
-        yield
-
-
 def background(folder: Path) -> dict[str, Any]:
     """A save in the background keeps the values it was given, and its error is not lost."""
     split, writer = Split("fsdp4"), ShardedWriter(folder, background=True)
@@ -213,7 +197,7 @@ def background(folder: Path) -> dict[str, Any]:
     restore_sharded(folder, read.model, read.optimizer)
     found["values"] = same(read.whole(), wanted)
     dist.barrier()
-    with broken("write_data", 2):
+    with full_disk(shards.ShardWriter, "write_data", 2):
         writer.save(split.checkpoint(3))
         found["later"] = message(writer.wait), message(writer.wait)
         writer.save(split.checkpoint(4))

@@ -1,9 +1,6 @@
 """Sharded checkpoints that cannot be read or written whole: every rank says so, and why."""
 
-import errno
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import run_ranks
+from fastattn.testing.ranks import full_disk, run_ranks
 from fastattn.training.checkpoint import Checkpoint, CheckpointError
 from fastattn.training.sharded import (
     ShardedWriter,
@@ -127,19 +124,6 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@contextmanager
-def broken(name: str, rank: int) -> Iterator[None]:
-    """One rank's disk is full when it comes to this part of a save."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == rank:
-            patch.setattr(shards.ShardWriter, name, full)
-        yield
-
-
 def failures(folder: Path) -> dict[str, Any]:
     """A full disk on one rank is told on all, and what was there before is kept."""
     split, writer = Sharded(), ShardedWriter(folder)
@@ -147,7 +131,7 @@ def failures(folder: Path) -> dict[str, Any]:
     writer.save(split.checkpoint(1))
     found: dict[str, Any] = {}
     for name, rank in (("prepare_global_plan", 0), ("write_data", 3), ("finish", 0)):
-        with broken(name, rank):
+        with full_disk(shards.ShardWriter, name, rank):
             told = message(lambda: writer.save(split.checkpoint(2)))
         found[name] = told, sorted(path.name for path in folder.iterdir())
         dist.barrier()
