@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..rules.mask import full_block, masked_block, visible
+from ..rules.mask import full_block, masked_block
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
-from .band import block_number
+from .band import block_number, where_visible
 from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
 from .partitions import run_partitions
 from .pipeline import (
@@ -199,8 +199,8 @@ def _step(
     p = weights(s, lse, factor)
     if MASKED:
         mask = shared.work.mask
-        seen = visible(rows, keys, h, at_queries(batch, row, mask), mask)
-        p = gl.where(seen, p, 0.0)
+        ROOM: gl.constexpr = exchange is None or mask.left is None
+        p = where_visible(p, 0.0, row, rows, keys, h, at_queries(batch, row, mask), mask, ROOM)
     dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)

@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..rules.integers import value
-from ..rules.mask import full_block, masked_block, visible
+from ..rules.mask import full_block, masked_block
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
-from .band import block_number
+from .band import block_number, where_visible
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -111,7 +111,7 @@ def _step(dq, n, more, key, mine, shared, MASKED: gl.constexpr, config: gl.const
     p = weights(s, mine.lse[:, None], factor)
     if MASKED:
         mask = shared.work.mask
-        p = gl.where(visible(rows, keys, h, at_keys(row, key, mask), mask), p, 0.0)
+        p = where_visible(p, 0.0, key, rows, keys, h, at_keys(row, key, mask), mask)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])
