@@ -29,14 +29,28 @@ from .launch.arguments import (
     kernel_mask,
     kernel_score,
 )
-from .launch.decode_splits import Split, decode_tile, in_one_page, nvidia_capability, split_keys
+from .launch.decode_splits import (
+    Split,
+    decode_tile,
+    in_one_page,
+    nvidia_capability,
+    row_alignment,
+    split_keys,
+)
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
-from .rules.codes import numbers_of
+from .rules.codes import (
+    add_weighted_codes,
+    far_behind,
+    lift_of,
+    queries_for_codes,
+    scores_of_codes,
+)
 from .rules.integers import runtime_int, value
 from .rules.mask import Mask, valid_keys, visible
 from .rules.pages import (
     CacheTensors,
+    as_bytes,
     load_scales,
     load_slots,
     locate,
@@ -44,9 +58,9 @@ from .rules.pages import (
     row_bytes,
     stored,
 )
-from .rules.product import add_weighted_rows, rows_by_rows
+from .rules.product import add_weighted_rows, interleave, rows_by_rows
 from .rules.score import first_state, modified
-from .rules.softmax import finish, online_step
+from .rules.softmax import finish, in_parts, online_step
 from .rules.splits import Lengths, Plan, cache_row_of, part_of, share
 from .rules.tile import load_at
 
@@ -88,26 +102,33 @@ def _take_block(
     # No load leaves the pool, whatever the table says.
     page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
     k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
-    if k_store.scale_ptr is None:
-        s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-    else:
+    CODES: tl.constexpr = k_store.scale_ptr is not None
+    INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
+    unit = None
+    lift = None
+    if CODES:
+        s = scores_of_codes(q, k, INT8, PRECISION, NVIDIA)
         k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        s = rows_by_rows(q, numbers_of(k, q.dtype, NVIDIA), PRECISION) * k_scale[None, :]
-    s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score)
+        unit = (k_scale * q.unit)[None, :]
+        if keep is not None:  # -inf in hidden places is not to be multiplied
+            s = s * unit
+            unit = None
+        v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
+        lift = lift_of(v_scale)[None, :]
+    else:
+        s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+    s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score, unit=unit)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
-    p, rescale, m, l = online_step(s, m, l, factor, MASKED)
+    p, rescale, m, l = online_step(s, m, l, factor, MASKED, lift=lift)
     v = load_slots(v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES)
-    if v_store.scale_ptr is not None:
-        v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        if q.dtype == tl.float16:
-            # Times a weight, a small scale would fall below the range of fp16.
-            v = (numbers_of(v, tl.float32, NVIDIA) * v_scale[:, None]).to(tl.float16)
-        else:
-            v = numbers_of(v, q.dtype, NVIDIA)
-            p = p * v_scale[None, :]
-    acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
+    if CODES:
+        acc = (acc[0] * rescale[:, None], acc[1] * rescale[:, None])
+        p = p * v_scale[None, :]
+        acc = add_weighted_codes(acc, p, v, q.even.dtype, INT8, PRECISION, NVIDIA)
+    else:
+        acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 
@@ -117,7 +138,8 @@ def decode_kernel(
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
-    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
     each its tiles.
@@ -155,8 +177,13 @@ def decode_kernel(
         first_part = in_rows & (split == 0)
         tl.store(facts + 1, tl.cast(begin, tl.float32), mask=first_part)
         tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
-    pointers = _pointers(q, b, h, t, Q_ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    q_tile = load_at(pointers, in_rows, BLOCK_D, D)
+    CODES: tl.constexpr = k_store.scale_ptr is not None
+    q_rows = _pointers(q, b, h, t, Q_ALIGN)[:, None]
+    if CODES:
+        INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
+        q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, INT8)
+    else:
+        q_tile = load_at(q_rows + tl.arange(0, BLOCK_D)[None, :], in_rows, BLOCK_D, D)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -164,7 +191,14 @@ def decode_kernel(
     m_sink, l_sink = first_state(h, m, l, score)
     m = tl.where(split == 0, m_sink, m)
     l = tl.where(split == 0, l_sink, l)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if PARTS > 1:
+        l = in_parts(l, PARTS)
+    if CODES:
+        m, l = far_behind(m, l)
+        half = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+        acc = (half, half)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for i in range(full_first, full_last):
         acc, m, l = _take_block(
@@ -185,6 +219,8 @@ def decode_kernel(
             D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NVIDIA,
         )  # fmt: skip
 
+    if CODES:
+        acc = interleave(acc[0], acc[1])
     result, lse = finish(acc, m, l)
     # Nobody reads the output of a part without a key.
     needed = in_rows
@@ -226,7 +262,7 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    found = _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
     return found(q, cache, starts, new_lengths, options)
 
 
@@ -241,7 +277,7 @@ def prepare_decode(
     """
     if options.launched_anew:
         return None
-    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
 
 
 class PreparedDecode(NamedTuple):
@@ -265,7 +301,7 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        cache = _as_bytes(cache)
+        cache = as_bytes(cache)
         if self.combine is None or self.parts is None:
             self.launch((q, o, lse, starts, new_lengths, *cache, *options))
             return o, lse
@@ -330,15 +366,18 @@ def _plan(
         runtime_int(split.capacity),
     )
     tiles_of_rows = blocks(rows, tile.BLOCK_M)
+    # Products with codes take half of the columns each.
+    fewest = 16 if cache.k_scale is None else 32
+    columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
         stored(cache.v, cache.v_scale), pages_of(cache), lengths, mask, kernel_score(options),
         Plan(*map(runtime_int, split.plan or (0, 1, 0))),
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v), _alignment(q),
+        D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
         in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
-        _shown_by_ranges(options),
+        _shown_by_ranges(options), tile.sum_parts,
         dot_precision(q.dtype), 0 if cache.k_scale is None else nvidia_capability(),
     )  # fmt: skip
 
@@ -359,21 +398,6 @@ def _shown_by_ranges(options: Options) -> bool:
     return all(x is None for x in others)
 
 
-def _as_bytes(cache: CacheTensors) -> CacheTensors:
-    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
-    if cache.k.dtype != torch.float8_e4m3fn:
-        return cache
-    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))
-
-
 def _rows(x: Tensor) -> _Rows:
     stride_b, stride_h, stride_t, _ = map(runtime_int, x.stride())
     return _Rows(x, stride_b, stride_h, stride_t)
-
-
-def _alignment(q: Tensor) -> int:
-    """Elements that the start of every row is a multiple of: 16 bytes of them if it can be."""
-    elements = 16 // q.element_size()
-    steps = zip(q.shape[:3], q.stride()[:3], strict=True)
-    whole = all(size == 1 or stride % elements == 0 for size, stride in steps)
-    return elements if whole and q.data_ptr() % 16 == 0 else 1

@@ -107,6 +107,14 @@ def in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:
     return cache.k.shape[2] % BLOCK_N == 0
 
 
+def row_alignment(q: Tensor) -> int:
+    """Elements that the start of every row is a multiple of: 16 bytes of them if it can be."""
+    elements = 16 // q.element_size()
+    steps = zip(q.shape[:3], q.stride()[:3], strict=True)
+    whole = all(size == 1 or stride % elements == 0 for size, stride in steps)
+    return elements if whole and q.data_ptr() % 16 == 0 else 1
+
+
 def _capacity(cache: CacheTensors, options: Options) -> int:
     """What no position of a key reaches: the end of the cache, or of a tensor that it indexes."""
     S = cache.k.shape[2]

@@ -1,88 +1,188 @@
 """8-bit codes as the numbers that products take: int8, or e4m3 as uint8. Every result is exact.
 
 Of a cache in 8 bits, decoding reads half the bytes, so that the instructions a code takes decide
-its speed. Compilers spend a slow conversion on each number, and read values by the byte since a
-product wants pairs of keys side by side. Here four codes are a register from memory on, and become
-numbers two at a time; they go through shared memory once more, as 16-bit numbers, which matrix
-loads can transpose. That they do it before the product and not as part of it is why the
-assembly is not called pure: the compiler would move what is pure behind the transposition.
+its speed. Codes are loaded two side by side as one 16-bit number: as such matrix loads bring them
+to where a product wants them, values transposed, and a register holds four, columns 2c and 2c + 1
+of two keys. They become numbers there, in two registers: one for the product with the even columns
+and one for that with the odd ones. Numbers of either kind fit into fp16, in fewer instructions than
+into bf16, so that is what products take where queries have 16 bits: the queries are scaled to its
+range, and weights with the scales of values in them by `lift_of`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from .product import add_weighted_rows, rows_by_rows
 from .quantize import from_e4m3
+from .tile import load_at
 
-# Four codes in, four numbers out.
+# Four codes in; those of even columns out, and those of odd ones.
 _FOUR = tl.constexpr("=r,=r,r")
-# A byte below 0x43 is 128 + c in bf16, where c has 7 bits; its own top bit, worth -128 in a code,
-# is there the lowest of the exponent: of 0x43 and the top bit alone it makes 128 or 256. So the
-# code is the number of the lower bits less that of the top bit.
-INT8_TO_BF16 = tl.constexpr("""{
-    .reg .b32 low, high, bits, top, minus_one;
-    mov.b32 minus_one, 0xbf80bf80;
-    prmt.b32 low, $2, 0x43434343, 0x4140;
-    prmt.b32 high, $2, 0x43434343, 0x4342;
-    and.b32 bits, low, 0xff7fff7f;
-    and.b32 top, low, 0xff80ff80;
-    fma.rn.bf16x2 $0, top, minus_one, bits;
-    and.b32 bits, high, 0xff7fff7f;
-    and.b32 top, high, 0xff80ff80;
-    fma.rn.bf16x2 $1, top, minus_one, bits;
-}""")
 # A byte below 0x64 is 1024 + u in fp16, and u = c + 128 is the code with its top bit turned.
-INT8_TO_FP16 = tl.constexpr("""{
-    .reg .b32 turned, low, high, offset;
+INT8_TO_RAISED = tl.constexpr("""{
+    .reg .b32 upper, offset;
     mov.b32 offset, 0x64806480;
-    xor.b32 turned, $2, 0x80808080;
-    prmt.b32 low, turned, 0x64646464, 0x4140;
-    prmt.b32 high, turned, 0x64646464, 0x4342;
-    sub.rn.f16x2 $0, low, offset;
-    sub.rn.f16x2 $1, high, offset;
+    lop3.b32 $0, $2, 0x00ff00ff, offset, 0x6a;
+    shr.b32 upper, $2, 8;
+    lop3.b32 $1, upper, 0x00ff00ff, offset, 0x6a;
 }""")
+INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 upper, even, odd, offset;
+    mov.b32 offset, 0x64806480;
+    lop3.b32 even, $2, 0x00ff00ff, offset, 0x6a;
+    shr.b32 upper, $2, 8;
+    lop3.b32 odd, upper, 0x00ff00ff, offset, 0x6a;
+    sub.rn.f16x2 $0, even, offset;
+    sub.rn.f16x2 $1, odd, offset;
+}""")
+# What is added to a code in the numbers of INT8_TO_RAISED: 0x6480 in fp16.
+RAISED_BY = tl.constexpr(1152.0)
 E4M3_TO_FP16 = tl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
+    .reg .b32 sorted;
+    .reg .b16 even, odd;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {even, odd}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-# From fp16 to bf16 there is a slow conversion, by way of fp32 two fast ones.
-E4M3_TO_BF16 = tl.constexpr("""{
-    .reg .b16 low, high, first, second;
-    .reg .b32 pair;
-    .reg .f32 x, y;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 pair, low;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 x, first;
-    cvt.f32.f16 y, second;
-    cvt.rn.bf16x2.f32 $0, y, x;
-    cvt.rn.f16x2.e4m3x2 pair, high;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 x, first;
-    cvt.f32.f16 y, second;
-    cvt.rn.bf16x2.f32 $1, y, x;
+# For GPUs without that conversion: see `from_e4m3`.
+E4M3_BITS_TO_FP16 = tl.constexpr("""{
+    .reg .b32 moved, sign, even, odd, factor;
+    mov.b32 factor, 0x5c005c00;
+    shl.b32 moved, $2, 7;
+    and.b32 even, moved, 0x3f803f80;
+    shl.b32 sign, $2, 8;
+    lop3.b32 even, sign, 0x80008000, even, 0xea;
+    shr.b32 moved, $2, 1;
+    and.b32 odd, moved, 0x3f803f80;
+    lop3.b32 odd, $2, 0x80008000, odd, 0xea;
+    mul.rn.f16x2 $0, even, factor;
+    mul.rn.f16x2 $1, odd, factor;
 }""")
+_TWO_FP16 = tl.constexpr((tl.float16, tl.float16))
+# Weights with the scales of values in them are at most about this power of two.
+_LARGEST_WEIGHT = tl.constexpr(12)
+# What rows know before any key, they know this many powers of two above their maximum.
+_BEHIND = tl.constexpr(100)
+
+
+class Queries(NamedTuple):
+    """A tile of queries for products with codes.
+
+    even, odd [M, D / 2]: its columns; of 16 bits, as fp16 whose largest is near that type's.
+    start [M]: what the sums of products begin with, to end as those with codes. unit: what one in
+    them stands for.
+    """
+
+    even: Any
+    odd: Any
+    start: Any
+    unit: Any
 
 
 @triton.jit
-def numbers_of(codes, DTYPE: tl.constexpr, NVIDIA: tl.constexpr):
-    """Codes in DTYPE.
+def numbers_of(pairs, INT8: tl.constexpr, RAISED: tl.constexpr, NVIDIA: tl.constexpr):
+    """Numbers of even and of odd columns, fp16 [N, C] each, from codes int16 [N, C].
 
-    NVIDIA: the GPU's compute capability, as 89, where it is NVIDIA's, else 0.
+    RAISED: int8 codes plus RAISED_BY. NVIDIA: the GPU's compute capability, as 89, where it is
+    NVIDIA's, else 0.
     """
-    BF16: tl.constexpr = tl.bfloat16 == DTYPE
-    if codes.dtype == tl.uint8:
-        if NVIDIA < 89:  # the first that converts e4m3 by itself
-            numbers = from_e4m3(codes)
-        elif BF16:
-            numbers = tl.inline_asm_elementwise(E4M3_TO_BF16, _FOUR, [codes], tl.bfloat16, False, 4)
-        else:
-            numbers = tl.inline_asm_elementwise(E4M3_TO_FP16, _FOUR, [codes], tl.float16, False, 4)
-    elif NVIDIA < 80:  # the first with arithmetic of bf16
-        numbers = codes
-    elif BF16:
-        numbers = tl.inline_asm_elementwise(INT8_TO_BF16, _FOUR, [codes], tl.bfloat16, False, 4)
+    if NVIDIA > 0:
+        # The first that converts e4m3 by itself is sm_89.
+        E4M3: tl.constexpr = E4M3_TO_FP16 if NVIDIA >= 89 else E4M3_BITS_TO_FP16
+        EIGHT: tl.constexpr = INT8_TO_RAISED if RAISED else INT8_TO_FP16
+        ASSEMBLY: tl.constexpr = EIGHT if INT8 else E4M3
+        even, odd = tl.inline_asm_elementwise(ASSEMBLY, _FOUR, [pairs], _TWO_FP16, True, 2)
     else:
-        numbers = tl.inline_asm_elementwise(INT8_TO_FP16, _FOUR, [codes], tl.float16, False, 4)
-    return numbers.to(DTYPE)
+        even = pairs & 0xFF
+        odd = (pairs >> 8) & 0xFF
+        if INT8:
+            even = (even ^ 0x6480).to(tl.float16, bitcast=True)
+            odd = (odd ^ 0x6480).to(tl.float16, bitcast=True)
+            if not RAISED:
+                even -= RAISED_BY
+                odd -= RAISED_BY
+        else:
+            even = from_e4m3(even)
+            odd = from_e4m3(odd)
+    return even, odd
+
+
+@triton.jit
+def _largest(x):
+    """The largest finite magnitude in a tile, fp32."""
+    x = tl.abs(x.to(tl.float32))
+    return tl.max(tl.max(tl.where(x < float("inf"), x, 0.0), 1), 0)
+
+
+@triton.jit
+def queries_for_codes(
+    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr
+):
+    """`Queries` of the rows that begin at pointers [M, 1]; COLS and WIDTH as in `load_tile`."""
+    HALF: tl.constexpr = COLS // 2
+    pointers = pointers + 2 * tl.arange(0, HALF)[None, :]
+    even = load_at(pointers, in_rows, HALF, (WIDTH + 1) // 2)
+    odd = load_at(pointers + 1, in_rows, HALF, WIDTH // 2)
+    unit = 1.0
+    start = tl.zeros([even.shape[0]], tl.float32)
+    if even.dtype != tl.float32:
+        # A power of two takes the largest to 2^14 .. 2^15: bf16 keeps its bits in 32 powers below.
+        largest = tl.maximum(_largest(even), _largest(odd))
+        exponent = tl.minimum(268 - (largest.to(tl.int32, bitcast=True) >> 23), 253)
+        factor = (exponent << 23).to(tl.float32, bitcast=True)
+        unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        even = (even.to(tl.float32) * factor).to(tl.float16)
+        odd = (odd.to(tl.float32) * factor).to(tl.float16)
+        if INT8:
+            total = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
+            start = total * -RAISED_BY
+    return Queries(even, odd, start, unit)
+
+
+@triton.jit
+def scores_of_codes(q, pairs, INT8: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr):
+    """Scores fp32 [M, N] in `q.unit` of codes int16 [N, C], whose keys' scales are not in them."""
+    if q.even.dtype == tl.float32:
+        even, odd = numbers_of(pairs, INT8, False, NVIDIA)
+        s = rows_by_rows(q.even, even.to(tl.float32), PRECISION)
+        s += rows_by_rows(q.odd, odd.to(tl.float32), PRECISION)
+    else:
+        even, odd = numbers_of(pairs, INT8, INT8, NVIDIA)
+        s = tl.broadcast_to(q.start[:, None], q.even.shape[0], pairs.shape[0])
+        s = tl.dot(q.even, tl.trans(even), s)
+        s = tl.dot(q.odd, tl.trans(odd), s)
+    return s
+
+
+@triton.jit
+def add_weighted_codes(
+    acc, weights, pairs, DTYPE: tl.constexpr, INT8: tl.constexpr, PRECISION: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """acc, of even and of odd columns, + weights codes. DTYPE: that of `Queries`."""
+    even, odd = numbers_of(pairs, INT8, False, NVIDIA)
+    return (
+        add_weighted_rows(acc[0], weights, even.to(DTYPE), PRECISION),
+        add_weighted_rows(acc[1], weights, odd.to(DTYPE), PRECISION),
+    )
+
+
+@triton.jit
+def lift_of(scale):
+    """What keys are ahead in log2 units when the maximum of a row is taken, from values' scales.
+
+    That makes weights times scales 2^12 at most, however small or large scales are: fp16 then has
+    all bits of what is above 2^-26 of the largest. The logarithm is that of the scale or less, by
+    0.09 at most: its bits as an integer count powers of two and, between them, run straight.
+    """
+    bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
+    return bits * 2.0**-23 - (127.0 + _LARGEST_WEIGHT)
+
+
+@triton.jit
+def far_behind(m, l):
+    """The state before any key with m so low that `lift_of` places it by the keys."""
+    return m - _BEHIND, l * 2.0**_BEHIND

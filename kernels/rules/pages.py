@@ -71,9 +71,21 @@ def stored(buffer: Tensor, scale: Tensor | None) -> Store:
     return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
 
 
+def as_bytes(cache: CacheTensors) -> CacheTensors:
+    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
+    if cache.k.dtype != torch.float8_e4m3fn:
+        return cache
+    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))
+
+
 def row_bytes(cache: CacheTensors) -> int:
-    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be."""
+    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be.
+
+    Of codes it divides the columns too, which are loaded by twos and of which a row may be a part.
+    """
     widths = [x.stride(2) * x.element_size() for x in (cache.k, cache.v)]
+    if cache.k_scale is not None:
+        widths += [cache.k.shape[3], cache.v.shape[3]]
     return math.gcd(16, *widths)
 
 
@@ -164,7 +176,7 @@ def slot_rows(page, head, slot, pages):
 
 
 @triton.jit
-def load_slots(
+def _load_rows(
     store,
     page,
     slot,
@@ -176,11 +188,7 @@ def load_slots(
     ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """N rows of a buffer as they are stored, [N, COLS].
-
-    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
-    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`.
-    """
+    """`load_slots` of numbers that are loaded one by one."""
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
     # `value` written out: a hint on the result of a call is lost when the call is inlined.
     stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
@@ -198,9 +206,60 @@ def load_slots(
 
 
 @triton.jit
+def _columns(
+    store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Every second byte of the rows that `load_slots` loads, from FIRST on, int16 [N, COLS]."""
+    cols = FIRST + 2 * tl.arange(0, COLS)
+    if ONE_PAGE:
+        slot = slot + tl.arange(0, N)
+    stride_p, stride_h, stride_s = store.strides
+    start = page.to(tl.int64) * value(stride_p) + slot * value(stride_s).to(tl.int64)
+    pointers = store.ptr + head.to(tl.int64) * value(stride_h) + start[:, None] + cols[None, :]
+    within = (cols < WIDTH)[None, :]
+    if keep is not None:
+        within = within & keep[:, None]
+    return tl.load(pointers, mask=within, other=0).to(tl.int16) & 0xFF
+
+
+@triton.jit
+def load_slots(
+    store,
+    page,
+    slot,
+    head,
+    keep,
+    N: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
+    """N rows of a buffer as they are stored, [N, COLS]; of codes two as one, int16 [N, COLS / 2].
+
+    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
+    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`.
+    """
+    if store.scale_ptr is None:
+        x = _load_rows(store, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES)
+    elif ROW_BYTES > 1:
+        # Strides, in the form of `runtime_int`, in numbers of 16 bits.
+        stride_p, stride_h, stride_s = store.strides
+        strides = ((stride_p >> 3 << 2) + 3, (stride_h >> 3 << 2) + 3, (stride_s >> 3 << 2) + 3)
+        wide = Store(store.ptr.to(tl.pointer_type(tl.int16)), None, strides)
+        x = _load_rows(wide, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES)
+    else:
+        even = _columns(store, page, slot, head, keep, 0, N, COLS // 2, WIDTH, ONE_PAGE)
+        odd = _columns(store, page, slot, head, keep, 1, N, COLS // 2, WIDTH, ONE_PAGE)
+        x = even | (odd << 8)
+    return x
+
+
+@triton.jit
 def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """The scales [N] of the rows that `load_slots` loads, 0 where keep is False."""
+    """The scales [N] of the rows that `load_slots` loads, 1 where keep is False."""
     rows = slot_rows(page, head, slot, pages)
     if ONE_PAGE:
         rows += tl.arange(0, N)
-    return load_vector(store.scale_ptr + rows, keep, 0.0)
+    return load_vector(store.scale_ptr + rows, keep, 1.0)

@@ -16,7 +16,7 @@ def _halves(x):
 
 
 @triton.jit
-def _interleave(even, odd):
+def interleave(even, odd):
     """The inverse of `_halves`."""
     return tl.join(even, odd).reshape(even.shape[0], even.shape[1] * 2)
 
@@ -55,7 +55,7 @@ def _add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
         even, odd = _halves(rows)
         acc_even = tl.dot(weights, even, acc_even, input_precision=PRECISION)
         acc_odd = tl.dot(weights, odd, acc_odd, input_precision=PRECISION)
-        acc = _interleave(acc_even, acc_odd)
+        acc = interleave(acc_even, acc_odd)
     else:
         acc = tl.dot(weights, rows, acc, input_precision=PRECISION)
     return acc
@@ -73,7 +73,7 @@ def add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
         even, odd = _halves(rows)
         acc_even = _add_weighted_rows(acc_even, weights, even, PRECISION)
         acc_odd = _add_weighted_rows(acc_odd, weights, odd, PRECISION)
-        acc = _interleave(acc_even, acc_odd)
+        acc = interleave(acc_even, acc_odd)
     else:
         acc = _add_weighted_rows(acc, weights, rows, PRECISION)
     return acc

@@ -105,12 +105,12 @@ def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
 
 
 @triton.jit
-def modified(s, rows, k_pos, h, row, score, bias=None):
+def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
     factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
-    broadcast to the shape of s.
+    broadcast to the shape of s, and so does unit, what one in s stands for; None: 1.
     """
     PLAIN: tl.constexpr = (
         score.softcap is None
@@ -119,10 +119,14 @@ def modified(s, rows, k_pos, h, row, score, bias=None):
         and score.bias_ptr is None
         and score.mod is None
     )
+    if unit is not None and not PLAIN:
+        s = s * unit
     x = s
     # As one number, which leaves the products of the tile to run beside what follows.
     ahead = row.offset - row.shift
     factor = score.scale * LOG2E
+    if unit is not None and PLAIN:
+        factor = factor * unit
     capped = s
     before = s
     if not PLAIN:

@@ -14,15 +14,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0):
+def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0, lift=None):
     """Take a block of scores s = q.k (unscaled, -inf where hidden) into the state of its rows.
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
     scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
     l is [M] or, from `in_parts`, [M, parts]. SHIFT: m stays this far below the largest score, and
-    weights reach 2^SHIFT.
+    weights reach 2^SHIFT. lift: m is the largest score plus lift, which broadcasts to s, as
+    scale_log2 then may: weights times 2^lift are 1 at most.
     """
-    largest = tl.max(s, 1) * scale_log2
+    largest = tl.max(s, 1) * scale_log2 if lift is None else tl.max(s * scale_log2 + lift, 1)
     if SHIFT > 0:
         largest = largest - SHIFT
     m_next = tl.maximum(m, largest)
