@@ -28,11 +28,13 @@ from .launch.arguments import (
     empty_in_layout,
     kernel_mask,
     kernel_score,
+    shown_by_ranges,
 )
 from .launch.decode_splits import (
     Split,
     decode_tile,
     in_one_page,
+    load_bytes,
     nvidia_capability,
     row_alignment,
     split_keys,
@@ -55,7 +57,6 @@ from .rules.pages import (
     load_slots,
     locate,
     pages_of,
-    row_bytes,
     stored,
 )
 from .rules.product import add_weighted_rows, interleave, rows_by_rows
@@ -91,7 +92,7 @@ def _take_block(
     acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    RAISED: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block."""
     k_pos = n_first + tl.arange(0, BLOCK_N)
@@ -107,12 +108,12 @@ def _take_block(
     unit = None
     lift = None
     if CODES:
-        s = scores_of_codes(q, k, INT8, PRECISION, NVIDIA)
+        s = scores_of_codes(q, k, INT8, RAISED, PRECISION, NVIDIA)
         k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        unit = (k_scale * q.unit)[None, :]
-        if keep is not None:  # -inf in hidden places is not to be multiplied
-            s = s * unit
-            unit = None
+        if keep is None:
+            unit = q.unit, k_scale[None, :]
+        else:  # -inf in hidden places is not to be multiplied
+            s = s * (q.unit * k_scale)[None, :]
         v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         lift = lift_of(v_scale)[None, :]
     else:
@@ -178,10 +179,12 @@ def decode_kernel(
         tl.store(facts + 1, tl.cast(begin, tl.float32), mask=first_part)
         tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
     CODES: tl.constexpr = k_store.scale_ptr is not None
+    # The scores of few rows begin with a number other than 0 in fewer instructions than codes take.
+    INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
+    RAISED: tl.constexpr = INT8 and BLOCK_M == 16 and q.ptr.dtype.element_ty != tl.float32
     q_rows = _pointers(q, b, h, t, Q_ALIGN)[:, None]
     if CODES:
-        INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
-        q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, INT8)
+        q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, RAISED)
     else:
         q_tile = load_at(q_rows + tl.arange(0, BLOCK_D)[None, :], in_rows, BLOCK_D, D)
 
@@ -204,7 +207,8 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
             (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NVIDIA,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, RAISED, PRECISION,
+            NVIDIA,
         )  # fmt: skip
     before = full_first - first
     for i in range(0, before + last - full_last):
@@ -216,7 +220,8 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
             t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, PRECISION, NVIDIA,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, RAISED, PRECISION,
+            NVIDIA,
         )  # fmt: skip
 
     if CODES:
@@ -371,13 +376,13 @@ def _plan(
     columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        _rows(q), _rows(out), out_lse, stored(cache.k, cache.k_scale),
-        stored(cache.v, cache.v_scale), pages_of(cache), lengths, mask, kernel_score(options),
+        _rows(q), _rows(out), out_lse, *map(stored, cache[:2], cache[2:4], (True, True)),
+        pages_of(cache), lengths, mask, kernel_score(options),
         Plan(*map(runtime_int, split.plan or (0, 1, 0))),
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
-        in_one_page(cache, tile.BLOCK_N), row_bytes(cache),
-        _shown_by_ranges(options), tile.sum_parts,
+        in_one_page(cache, tile.BLOCK_N), load_bytes(cache),
+        shown_by_ranges(options), tile.sum_parts,
         dot_precision(q.dtype), 0 if cache.k_scale is None else nvidia_capability(),
     )  # fmt: skip
 
@@ -389,13 +394,6 @@ def _mask(options: Options) -> Mask:
     if padding is None:
         return mask
     return mask._replace(padding_ptr=padding, padding_stride=runtime_int(padding.stride(0)))
-
-
-def _shown_by_ranges(options: Options) -> bool:
-    """Whether positions alone say which blocks are full."""
-    f = options
-    others = (f.stride, f.key_padding_mask, f.q_documents, f.attn_mask, f.mask_mod)
-    return all(x is None for x in others)
 
 
 def _rows(x: Tensor) -> _Rows:

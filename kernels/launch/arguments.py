@@ -124,6 +124,13 @@ def constants(
     )
 
 
+def shown_by_ranges(options: Options) -> bool:
+    """Whether positions alone say which blocks are full."""
+    f = options
+    others = (f.stride, f.key_padding_mask, f.q_documents, f.attn_mask, f.mask_mod)
+    return all(x is None for x in others)
+
+
 def empty_in_layout(
     like: Tensor, heads: int, rows: int, cols: int, dtype: torch.dtype | None = None
 ) -> Tensor:

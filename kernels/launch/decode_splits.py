@@ -83,11 +83,23 @@ def decode_tile(q: Tensor, cache: CacheTensors) -> TileConfig:
     _, H_q, T_q, _ = q.shape
     few = T_q * H_q // cache.k.shape[1] <= _FEW_ROWS
     tile = tiles.lookup("decode" if few else "decode_chunk", q.element_size(), _widest(q, cache))
-    if row_bytes(cache) <= _SMALL_PIECES:
+    if load_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
+    tile = replace(tile, sum_parts=min(tile.sum_parts, tile.BLOCK_N // 2))
     # Of stages NVIDIA's pipeline gives a block table half.
     deeper = cache.block_table is not None and tiles.current_arch().startswith("sm_")
     return replace(tile, num_stages=2 * tile.num_stages - 1) if deeper else tile
+
+
+def load_bytes(cache: CacheTensors) -> int:
+    """`row_bytes`, or 1 where codes cannot be loaded by twos: of rows that are parts of longer ones
+    the last may have no neighbour, and the first may start between two.
+    """
+    if cache.k_scale is not None:
+        by_twos = (x.shape[3] % 2 == 0 and x.data_ptr() % 16 == 0 for x in (cache.k, cache.v))
+        if not all(by_twos):
+            return 1
+    return row_bytes(cache)
 
 
 def _widest(q: Tensor, cache: CacheTensors) -> int:

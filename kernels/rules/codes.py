@@ -72,8 +72,8 @@ class Queries(NamedTuple):
     """A tile of queries for products with codes.
 
     even, odd [M, D / 2]: its columns; of 16 bits, as fp16 whose largest is near that type's.
-    start [M]: what the sums of products begin with, to end as those with codes. unit: what one in
-    them stands for.
+    start [M]: what sums of products with raised codes begin with, to end as those with codes.
+    unit: what one in them stands for.
     """
 
     even: Any
@@ -86,8 +86,8 @@ class Queries(NamedTuple):
 def numbers_of(pairs, INT8: tl.constexpr, RAISED: tl.constexpr, NVIDIA: tl.constexpr):
     """Numbers of even and of odd columns, fp16 [N, C] each, from codes int16 [N, C].
 
-    RAISED: int8 codes plus RAISED_BY. NVIDIA: the GPU's compute capability, as 89, where it is
-    NVIDIA's, else 0.
+    RAISED: int8 codes plus RAISED_BY, which spares subtracting it. NVIDIA: the GPU's compute
+    capability, as 89, where it is NVIDIA's, else 0.
     """
     if NVIDIA > 0:
         # The first that converts e4m3 by itself is sm_89.
@@ -119,7 +119,7 @@ def _largest(x):
 
 @triton.jit
 def queries_for_codes(
-    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr
+    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, RAISED: tl.constexpr
 ):
     """`Queries` of the rows that begin at pointers [M, 1]; COLS and WIDTH as in `load_tile`."""
     HALF: tl.constexpr = COLS // 2
@@ -136,23 +136,28 @@ def queries_for_codes(
         unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         even = (even.to(tl.float32) * factor).to(tl.float16)
         odd = (odd.to(tl.float32) * factor).to(tl.float16)
-        if INT8:
+        if RAISED:
             total = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
             start = total * -RAISED_BY
     return Queries(even, odd, start, unit)
 
 
 @triton.jit
-def scores_of_codes(q, pairs, INT8: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr):
+def scores_of_codes(
+    q, pairs, INT8: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):  # fmt: skip
     """Scores fp32 [M, N] in `q.unit` of codes int16 [N, C], whose keys' scales are not in them."""
-    if q.even.dtype == tl.float32:
-        even, odd = numbers_of(pairs, INT8, False, NVIDIA)
+    even, odd = numbers_of(pairs, INT8, RAISED, NVIDIA)
+    if RAISED:
+        s = tl.broadcast_to(q.start[:, None], q.even.shape[0], pairs.shape[0])
+        s = tl.dot(q.even, tl.trans(even), s)
+        s = tl.dot(q.odd, tl.trans(odd), s)
+    elif q.even.dtype == tl.float32:
         s = rows_by_rows(q.even, even.to(tl.float32), PRECISION)
         s += rows_by_rows(q.odd, odd.to(tl.float32), PRECISION)
     else:
-        even, odd = numbers_of(pairs, INT8, INT8, NVIDIA)
-        s = tl.broadcast_to(q.start[:, None], q.even.shape[0], pairs.shape[0])
-        s = tl.dot(q.even, tl.trans(even), s)
+        s = tl.dot(q.even, tl.trans(even))
         s = tl.dot(q.odd, tl.trans(odd), s)
     return s
 

@@ -55,7 +55,8 @@ class Pages(NamedTuple):
 class Store(NamedTuple):
     """One buffer of a cache, and the scales of its rows where it holds codes.
 
-    strides: to the next page, head and slot, in the form of `runtime_int`.
+    strides: to the next page, head and slot, in the form of `runtime_int`; of slots, None says that
+    rows follow one another.
     """
 
     ptr: Any
@@ -63,11 +64,16 @@ class Store(NamedTuple):
     strides: tuple[int | None, ...]
 
 
-def stored(buffer: Tensor, scale: Tensor | None) -> Store:
-    """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes."""
+def stored(buffer: Tensor, scale: Tensor | None, read: bool = False) -> Store:
+    """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes.
+
+    read: for `load_slots`, which needs no stride of rows that follow one another.
+    """
     # Some GPUs know no fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
     strides = tuple(map(runtime_int, buffer.stride()[:3]))
+    if read and buffer.stride(2) == buffer.shape[3]:
+        strides = (*strides[:2], None)
     return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
 
 
@@ -79,13 +85,8 @@ def as_bytes(cache: CacheTensors) -> CacheTensors:
 
 
 def row_bytes(cache: CacheTensors) -> int:
-    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be.
-
-    Of codes it divides the columns too, which are loaded by twos and of which a row may be a part.
-    """
+    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be."""
     widths = [x.stride(2) * x.element_size() for x in (cache.k, cache.v)]
-    if cache.k_scale is not None:
-        widths += [cache.k.shape[3], cache.v.shape[3]]
     return math.gcd(16, *widths)
 
 
@@ -177,30 +178,22 @@ def slot_rows(page, head, slot, pages):
 
 @triton.jit
 def _load_rows(
-    store,
-    page,
-    slot,
-    head,
-    keep,
-    N: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
-    """`load_slots` of numbers that are loaded one by one."""
-    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
+    ptr, strides, page, slot, head, keep, N: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """`load_slots` of what ptr points at. FORM: how far to shift strides in their form."""
+    ALIGN: tl.constexpr = 8 * ROW_BYTES // ptr.dtype.element_ty.primitive_bitwidth
     # `value` written out: a hint on the result of a call is lost when the call is inlined.
-    stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
-    stride_s = tl.multiple_of((store.strides[2] >> 2).to(tl.int64), ALIGN)
-    ptr = store.ptr + head * stride_h
-    start = page * stride_p + slot * stride_s
+    stride_p = tl.multiple_of((strides[0] >> FORM).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((strides[1] >> FORM).to(tl.int64), ALIGN)
+    stride = WIDTH
+    if strides[2] is not None:
+        stride = tl.multiple_of((strides[2] >> FORM).to(tl.int32), ALIGN)
+    start = ptr + head * stride_h + (page * stride_p + slot.to(tl.int64) * stride)
     if ONE_PAGE:
-        stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
-        tile = load_tile(ptr + start, stride, 0, keep, N, COLS, WIDTH)
+        tile = load_tile(start, stride, 0, keep, N, COLS, WIDTH)
     else:
-        pointers = ptr + start[:, None] + tl.arange(0, COLS)[None, :]
+        pointers = start[:, None] + tl.arange(0, COLS)[None, :]
         tile = load_at(pointers, keep, COLS, WIDTH)
     return tile
 
@@ -214,9 +207,11 @@ def _columns(
     cols = FIRST + 2 * tl.arange(0, COLS)
     if ONE_PAGE:
         slot = slot + tl.arange(0, N)
-    stride_p, stride_h, stride_s = store.strides
-    start = page.to(tl.int64) * value(stride_p) + slot * value(stride_s).to(tl.int64)
-    pointers = store.ptr + head.to(tl.int64) * value(stride_h) + start[:, None] + cols[None, :]
+    start = page.to(tl.int64) * value(store.strides[0]) + head.to(tl.int64) * value(
+        store.strides[1]
+    )
+    start += slot.to(tl.int64) * (WIDTH if store.strides[2] is None else value(store.strides[2]))
+    pointers = store.ptr + start[:, None] + cols[None, :]
     within = (cols < WIDTH)[None, :]
     if keep is not None:
         within = within & keep[:, None]
@@ -239,16 +234,20 @@ def load_slots(
     """N rows of a buffer as they are stored, [N, COLS]; of codes two as one, int16 [N, COLS / 2].
 
     slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
-    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`.
+    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`; 1
+    where codes cannot be loaded by twos.
     """
+    strides = store.strides
     if store.scale_ptr is None:
-        x = _load_rows(store, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES)
+        x = _load_rows(
+            store.ptr, strides, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES, 2
+        )
     elif ROW_BYTES > 1:
-        # Strides, in the form of `runtime_int`, in numbers of 16 bits.
-        stride_p, stride_h, stride_s = store.strides
-        strides = ((stride_p >> 3 << 2) + 3, (stride_h >> 3 << 2) + 3, (stride_s >> 3 << 2) + 3)
-        wide = Store(store.ptr.to(tl.pointer_type(tl.int16)), None, strides)
-        x = _load_rows(wide, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES)
+        # Strides in numbers of 16 bits are half of those in codes.
+        ptr = store.ptr.to(tl.pointer_type(tl.int16))
+        x = _load_rows(
+            ptr, strides, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES, 3
+        )
     else:
         even = _columns(store, page, slot, head, keep, 0, N, COLS // 2, WIDTH, ONE_PAGE)
         odd = _columns(store, page, slot, head, keep, 1, N, COLS // 2, WIDTH, ONE_PAGE)

@@ -110,7 +110,8 @@ def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
 
     x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
     factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
-    broadcast to the shape of s, and so does unit, what one in s stands for; None: 1.
+    broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
+    which broadcasts likewise; None: 1.
     """
     PLAIN: tl.constexpr = (
         score.softcap is None
@@ -120,13 +121,13 @@ def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
         and score.mod is None
     )
     if unit is not None and not PLAIN:
-        s = s * unit
+        s = s * (unit[0] * unit[1])
     x = s
     # As one number, which leaves the products of the tile to run beside what follows.
     ahead = row.offset - row.shift
     factor = score.scale * LOG2E
     if unit is not None and PLAIN:
-        factor = factor * unit
+        factor = factor * unit[0] * unit[1]
     capped = s
     before = s
     if not PLAIN:
