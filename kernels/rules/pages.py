@@ -257,8 +257,8 @@ def load_slots(
 
 @triton.jit
 def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """The scales [N] of the rows that `load_slots` loads, 1 where keep is False."""
+    """The scales [N] of the rows that `load_slots` loads, 0 where keep is False."""
     rows = slot_rows(page, head, slot, pages)
     if ONE_PAGE:
         rows += tl.arange(0, N)
-    return load_vector(store.scale_ptr + rows, keep, 1.0)
+    return load_vector(store.scale_ptr + rows, keep, 0.0)

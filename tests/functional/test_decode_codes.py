@@ -8,7 +8,9 @@ import torch
 from fastattn import decode_attention
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.decode_splits import load_bytes
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.testing.decoding import assert_decodes, fill
 
 HOW = {"backend": "triton", "num_splits": 2}
@@ -62,30 +64,36 @@ def test_a_sink_beside_tiny_values(dtype: torch.dtype, codes: str, device: str) 
 
 @CODES
 def test_queries_past_the_range_of_fp16(codes: str, device: str) -> None:
-    """Heads of very different size share a tile; one that is not finite leaves the others be."""
+    """Heads of very different size share a tile."""
     q, k, v, lengths = tokens(device, torch.bfloat16, T_q=2)
-    q = q * torch.tensor([1e6, 1.0], device=device, dtype=q.dtype)[:, None, None].repeat(2, 1, 1)
-    filled = fill(codes, k * 1e-6, v, lengths)
-    assert_decodes(q, filled, how=HOW)
-    expected = decode_attention(q, filled.view, **HOW)
+    q = q * torch.tensor([1e6, 1.0, 1e6, 1.0], device=device, dtype=q.dtype)[:, None, None]
+    assert_decodes(q, fill(codes, k * 1e-6, v, lengths), how=HOW)
+
+
+def test_a_query_that_is_not_finite_leaves_its_neighbours_be(device: str) -> None:
+    q, k, v, lengths = tokens(device, torch.bfloat16)
+    view = fill("int8", k, v, lengths).view
+    expected = decode_attention(q, view, **HOW)
     q[:, 0, 0, 3] = float("inf")
-    found = decode_attention(q, filled.view, **HOW)
-    assert torch.equal(found[:, 1], expected[:, 1])
+    found = decode_attention(q, view, **HOW)
+    assert torch.equal(found[:, 1:], expected[:, 1:])
 
 
-def test_rows_that_start_between_two_codes(device: str) -> None:
-    """Parts of somebody else's longer rows, the last of which ends where its storage does."""
-    q, k, v, lengths = tokens(device, torch.bfloat16, D=31, D_v=31)
+@pytest.mark.parametrize(("first", "D", "by_twos"), [(0, 30, True), (1, 30, False), (1, 31, False)])
+def test_rows_that_are_parts_of_longer_ones(first: int, D: int, by_twos: bool, device: str) -> None:
+    """Where the last ends with its storage, or the first starts between two codes."""
+    q, k, v, lengths = tokens(device, torch.bfloat16, D=D, D_v=D)
     filled = fill("int8", k, v, lengths)
     own = filled.view
     parts = []
     for x in (own.k, own.v):
         longer = torch.full((*x.shape[:3], 32), 77, dtype=torch.int8, device=device)
-        longer[..., 1:] = x
-        parts.append(longer[..., 1:])
-    view = view_of_tensors(
-        *parts, own.lengths, k_scale=own.k_scale, v_scale=own.v_scale, dtype=q.dtype
-    )
+        longer[..., first : first + D] = x
+        parts.append(longer[..., first : first + D])
+    scales = (own.k_scale, own.v_scale)
+    cache = CacheTensors(*parts, *scales, None, own.lengths, own.lengths, None, None)
+    assert load_bytes(cache) == (16 if by_twos else 1)
+    view = view_of_tensors(*parts, own.lengths, k_scale=scales[0], v_scale=scales[1], dtype=q.dtype)
     assert_decodes(q, replace(filled, view=view), how=HOW)
 
 
