@@ -72,7 +72,8 @@ def stored(buffer: Tensor, scale: Tensor | None, read: bool = False) -> Store:
     # Some GPUs know no fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
     strides = tuple(map(runtime_int, buffer.stride()[:3]))
-    if read and buffer.stride(2) == buffer.shape[3]:
+    # Products of fp32 leave no registers for what the compiler makes of that.
+    if read and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
         strides = (*strides[:2], None)
     return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
 

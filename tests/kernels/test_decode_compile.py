@@ -114,7 +114,12 @@ CASES = compiled_cases(
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
         *(
             ("sm_90", kind, 128, "bf16", codes, 1, "plain")
-            for kind, codes in (("contiguous", "fp8"), ("contiguous", "int8"), ("paged", "int8"))
+            for kind, codes in (
+                ("contiguous", "fp8"),
+                ("contiguous", "int8"),
+                ("paged", "int8"),
+                ("paged-16", "int8"),
+            )
         ),
         ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
         ("sm_90", "paged-3", 64, "bf16", None, 16, "mod"),
@@ -225,11 +230,13 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
 # What a block of 64 keys takes, a little above what was found. At 1.83 GHz an H200 reads a block
 # of codes in 811 clocks, one of bf16 in 1560, and a multiprocessor issues four a clock.
 MOST_INSTRUCTIONS = {
-    ("contiguous", None): 280,
-    ("paged", None): 320,
-    ("contiguous", "int8"): 570,
-    ("contiguous", "fp8"): 570,
-    ("paged", "int8"): 620,
+    ("contiguous", None): 240,
+    ("paged", None): 275,
+    ("contiguous", "int8"): 385,
+    ("contiguous", "fp8"): 345,
+    ("paged", "int8"): 430,
+    # Triton 3.6 keeps fewer page numbers from one load to the next.
+    ("paged-16", "int8"): 640 if triton.__version__.startswith("3.6.") else 505,
 }
 
 
@@ -243,6 +250,21 @@ def test_instructions_of_a_block(
     # No value is read by the byte, none takes a conversion at a quarter of the rate.
     assert full.count("LDS.U8") == full.count("F2F") == full.count("I2F") == 0
     assert full.count("LDGSTS.E.BYPASS.128") > 0
+    # Codes go from where they are loaded to the product, and are not put down again as numbers.
+    assert full.count("STS.128") == full.count("STS.64") == full.count("LDS.128") == 0
+
+
+def test_stages_of_codes_are_half_of_those_of_numbers(compiled: dict[tuple, Future]) -> None:
+    """Two programs have three blocks each on their way: 98 KB, where an H100 needs about 40."""
+    plain, codes = (
+        decode_facts(compiled["sm_90", "contiguous", 128, "bf16", kind, 1, "plain"])
+        for kind in (None, "int8")
+    )
+    keys, buffers, tiles = 64, 3, 2
+    block = keys * tiles * 128
+    scales = keys * tiles * 4
+    assert buffers * 2 * block <= plain.shared_bytes
+    assert buffers * (block + scales) <= codes.shared_bytes <= 0.6 * plain.shared_bytes
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
