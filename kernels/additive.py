@@ -52,7 +52,7 @@ from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.score import tanh
 from .rules.score_gradient import store_delta
 from .rules.softmax import LOG2E, finish, online_step, weights
-from .rules.tile import head_at, load_tile, load_vector
+from .rules.tile import head_at, load_block, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -131,7 +131,7 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None
     p, rescale, m, l = online_step(s, m, l, LOG2E, MASKED)
-    v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    v = load_block(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)
     return acc, m, l
 
@@ -187,7 +187,7 @@ def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.const
     p = weights(s, lse[:, None], LOG2E)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    v = load_tile(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    v = load_block(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     ds = p * (rows_by_rows(do, v, PRECISION) - delta[:, None])
     return _column_sums(da, du, ds, u_ptr, queries, keys, const.D, True)
 
@@ -234,7 +234,7 @@ def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.
     keys, v, u_ptr, a_ptr, do_ptr, do_stride, lse_ptr, delta_ptr = operands
     rows = m_first + tl.arange(0, const.BLOCK_M)
     queries = _Columns(a_ptr, tile.row.T_q, rows, in_rows)
-    do = load_tile(do_ptr, do_stride, m_first, in_rows, const.BLOCK_M, const.BLOCK_DV, const.D_V)
+    do = load_block(do_ptr, do_stride, m_first, in_rows, const.BLOCK_M, const.BLOCK_DV, const.D_V)
     lse = load_vector(lse_ptr + rows, in_rows, float("inf"))
     delta = load_vector(delta_ptr + rows, in_rows, 0.0)
     s = _scores(u_ptr, keys, queries, const.D)

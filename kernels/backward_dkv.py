@@ -33,14 +33,14 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, launch_for
-from .rules.blocks import key_tile, load_keys, over_query_blocks, store_keys, store_part
+from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, store_part
 from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import add_tile, head_at, load_tile, load_vector
+from .rules.tile import add_tile, head_at, load_block, load_vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,8 +88,8 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     row = tile.row
     rows = m_first + tl.arange(0, BLOCK_M)
     k_pos = tile.k_pos[:, None]
-    q = load_tile(operands.q_ptr, operands.q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, const.D)
-    do = load_tile(
+    q = load_block(operands.q_ptr, operands.q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, const.D)
+    do = load_block(
         operands.do_ptr, operands.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V
     )
     lse = load_lse(operands.lse_ptr + rows, in_rows, score)
@@ -144,8 +144,10 @@ def attention_backward_dkv_kernel(
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = key_tile(H_q, H_q // G, T_q, T_k, mask, BLOCK_N, parts)
     part = tl.program_id(0) % parts
-    k = load_keys(k_ptr, k_strides, tile, BLOCK_D, const.D, const)
-    v = load_keys(v_ptr, v_strides, tile, BLOCK_DV, const.D_V, const)
+    k_head, k_stride = key_head(k_ptr, k_strides, tile, const)
+    v_head, v_stride = key_head(v_ptr, v_strides, tile, const)
+    k = load_block(k_head, k_stride, tile.first, tile.valid, BLOCK_N, BLOCK_D, const.D)
+    v = load_block(v_head, v_stride, tile.first, tile.valid, BLOCK_N, BLOCK_DV, const.D_V)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)

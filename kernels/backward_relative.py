@@ -42,7 +42,7 @@ from .rules.tile import (
     at_queries,
     batch_row,
     head,
-    load_tile,
+    load_block,
     load_vector,
     memory_rows,
 )
@@ -160,16 +160,16 @@ def _grow(
     n_first = m_first + row.offset - row.shift - d_first - (BLOCK - 1)
     valid = valid_keys(n_first + tl.arange(0, W), row, mask)
     stats = o.statistics + rows
-    q = load_tile(o.q_ptr, o.q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    q = load_block(o.q_ptr, o.q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     query = relative_query(q, o.batch, o.h, o.first_q, m_first, in_rows, score, const)
     d_bias, ds = _gradient_by_distance(
         q,
         query,
-        load_tile(o.do_ptr, o.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
+        load_block(o.do_ptr, o.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
         load_lse(o.lse_ptr + stats, in_rows, score),
         load_vector(o.delta_ptr + stats, in_rows, 0.0),
-        load_tile(o.k_ptr, o.k_stride, n_first, valid, W, const.BLOCK_D, const.D),
-        load_tile(o.v_ptr, o.v_stride, n_first, valid, W, const.BLOCK_DV, const.D_V),
+        load_block(o.k_ptr, o.k_stride, n_first, valid, W, const.BLOCK_D, const.D),
+        load_block(o.v_ptr, o.v_stride, n_first, valid, W, const.BLOCK_DV, const.D_V),
         vectors,
         rows,
         d_first,

@@ -41,7 +41,7 @@ from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import head_at, load_tile
+from .rules.tile import head_at, load_block, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -74,7 +74,7 @@ def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.conste
     """Scores in log2 units, -inf where hidden, and weights [BLOCK_M, BLOCK_N] of one key block."""
     PRECISION: tl.constexpr = const.PRECISION
     q, query, lse, k_ptr, k_stride = operands
-    k = load_tile(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
+    k = load_block(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
     s = rows_by_rows(q, k, PRECISION)
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
@@ -186,7 +186,7 @@ def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const
     k, q_ptr, q_stride, lse_ptr = operands
     BLOCK_M: tl.constexpr = const.BLOCK_M
     rows = m_first + tl.arange(0, BLOCK_M)
-    q = load_tile(q_ptr, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    q = load_block(q_ptr, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     lse = load_lse(lse_ptr + rows, in_rows, score)
     s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
     if score.keys_ptr is not None:

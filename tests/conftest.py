@@ -54,53 +54,17 @@ collect_ignore = (
     ]
 )
 
-# Where other releases of Triton than constraints.txt's take more instructions, spill more or let
-# fewer products overlap than the tests allow. Strict: who mends one takes its line away.
+# What other releases of Triton than constraints.txt's make worse of a kernel than any limit may
+# allow. Strict: who mends one takes its line away. Limits that differ stand in the tests.
 _OVER_BUDGET = {
     "3.6": {
-        "kernels/test_compile.py": (
-            "test_compiles_well[sm_90-forward-128-bf16-heavy]",
-            "test_full_blocks_take_few_instructions[backward-64-fp16]",
-            "test_full_blocks_take_few_instructions[backward-128-bf16]",
-        ),
         "kernels/test_decode_compile.py": (
             "test_compiles_well[sm_90-contiguous-256-fp32-None-1-plain]",
         ),
     },
-    "3.8": {
-        "kernels/test_compile.py": (
-            "test_compiles_well[sm_80-backward-128-bf16-all]",
-            "test_compiles_well[sm_90-forward-128-bf16-heavy]",
-            "test_full_blocks_take_few_instructions[backward-128-bf16]",
-            "test_forward_reaches_its_targets[128-487]",
-        ),
-        "kernels/test_decode_compile.py": (
-            "test_compiles_well[sm_100-contiguous-128-bf16-None-1-plain]",
-            "test_compiles_well[sm_90-paged-3-128-bf16-int8-1-scores]",
-        ),
-    },
     "3.9": {
-        "kernels/test_compile.py": (
-            "test_compiles_well[sm_80-backward-128-bf16-all]",
-            "test_compiles_well[sm_86-backward-256-bf16-all]",
-            "test_compiles_well[sm_80-backward-64-fp32-all]",
-            "test_full_blocks_take_few_instructions[forward-64-fp16]",
-            "test_full_blocks_take_few_instructions[forward-128-bf16]",
-            "test_full_blocks_take_few_instructions[backward-64-fp16]",
-            "test_full_blocks_take_few_instructions[backward-128-bf16]",
-            "test_forward_reaches_its_targets[64-455]",
-            "test_forward_reaches_its_targets[128-487]",
-        ),
-        "kernels/test_features_compile.py": (
-            "test_masks_cost_full_blocks_nothing[first-128]",
-            "test_what_is_launched_beside_attention_compiles_well[64-sm_90]",
-        ),
-        "kernels/test_hopper_compile.py": (
-            "test_forward_compiles_well[128-all]",
-            "test_backward_compiles_well[64-causal]",
-            "test_backward_compiles_well[128-causal]",
-            "test_backward_compiles_well[128-all]",
-        ),
+        # A number that does not change is read from the stack in a loop over full blocks.
+        "kernels/test_hopper_compile.py": ("test_backward_compiles_well[128-causal]",),
     },
 }
 

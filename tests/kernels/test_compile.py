@@ -25,6 +25,7 @@ from fastattn.kernels.launch.key_extents import padding_extents_kernel
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import (
+    RELEASE,
     TARGETS,
     USUAL_SPILL_BYTES,
     CompiledFacts,
@@ -202,16 +203,39 @@ CASES = compiled_cases(
         ("sm_90", "one-pass", 64, "bf16", "heavy"),
     ],
 )
-# Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp:
-# what they were when the tiles were chosen, and a little for other versions of the compilers.
+# Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp,
+# by Triton 3.7, and by releases that take more. 3.9 runs another ptxas, which adds to each half of
+# a matrix descriptor apart, and puts fences before products whose operands have not changed.
 BUDGET = {
-    ("attention_forward_kernel", 64): 305,
-    ("attention_forward_kernel", 128): 365,
-    ("attention_backward_dq_kernel", 64): 435,
-    ("attention_backward_dq_kernel", 128): 315,
-    ("attention_backward_dkv_kernel", 64): 335,
-    ("attention_backward_dkv_kernel", 128): 280,
+    ("attention_forward_kernel", 64): 277,
+    ("attention_forward_kernel", 128): 341,
+    ("attention_backward_dq_kernel", 64): 248,
+    ("attention_backward_dq_kernel", 128): 290,
+    ("attention_backward_dkv_kernel", 64): 324,
+    ("attention_backward_dkv_kernel", 128): 258,
 }
+BUDGETS = {
+    "3.6": {
+        ("attention_backward_dkv_kernel", 64): 356,
+        ("attention_backward_dkv_kernel", 128): 280,
+    },
+    "3.8": {
+        ("attention_backward_dkv_kernel", 64): 338,
+        ("attention_backward_dkv_kernel", 128): 274,
+    },
+    "3.9": {
+        ("attention_forward_kernel", 64): 290,
+        ("attention_forward_kernel", 128): 359,
+        ("attention_backward_dq_kernel", 64): 272,
+        ("attention_backward_dq_kernel", 128): 332,
+        ("attention_backward_dkv_kernel", 64): 357,
+        ("attention_backward_dkv_kernel", 128): 290,
+    },
+}
+
+
+def budget(fact: CompiledFacts, D: int) -> int:
+    return (BUDGET | BUDGETS.get(RELEASE, {}))[fact.name, D]
 
 
 @pytest.fixture(scope="module")
@@ -299,17 +323,17 @@ def test_full_blocks_take_few_instructions(
     """What is not a matrix product has to find time beside the products."""
     for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
         full, _ = sorted(fact.loops, key=lambda loop: loop.total)
-        assert full.total <= BUDGET[fact.name, D], f"{fact.name}: {full.total} instructions"
+        assert full.total <= budget(fact, D), f"{fact.name}: {full.total} instructions"
 
 
-@pytest.mark.parametrize(("D", "most"), compiled_cases([(128, 356)], [(64, 296)]))
-def test_forward_reaches_its_targets(D: int, most: int, compiled: dict[tuple, Future]) -> None:
+@pytest.mark.parametrize("D", compiled_cases([128], [64]))
+def test_forward_reaches_its_targets(D: int, compiled: dict[tuple, Future]) -> None:
     """128 queries by 64 keys without a mask, the fastest tile on an H100."""
     (fact,) = attention_kernels(compiled["sm_90", "forward", D, "bf16", "full"].result())
     full, _ = sorted(fact.loops, key=lambda loop: loop.total)
     tile = tiles.tile_of("sm_90", "forward", 2, D)
     assert (tile.BLOCK_M, tile.BLOCK_N) == (128, 64)
-    assert full.total <= most
+    assert full.total <= budget(fact, D)
     # No thread asks another for its sum: what is left are two steps of two maxima.
     assert full.count("SHFL") == 4
 
