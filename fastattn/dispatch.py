@@ -189,7 +189,7 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        hopper = choice.backend == "hopper" and attend.hopper_has_backward(q, k, v, options)
+        hopper = choice.backend == "hopper"
         reason = attend.why_not_one_pass(q.shape[-1], options, hopper=hopper)
     reason = reason or _why_two_passes(choice, q, v)
     if reason is None:

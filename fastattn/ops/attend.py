@@ -66,13 +66,6 @@ def why_hopper_is_not_worth_it(q: Tensor) -> str | None:
     return why_not_worth_it(q)
 
 
-def hopper_has_backward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether the kernels for Hopper serve the backward of a call whose forward they serve."""
-    from ..kernels.hopper.host import why_not_hopper
-
-    return why_not_hopper(q, k, v, options, backward=True) is None
-
-
 def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the portable kernels do not split the keys of a call among programs, or None."""
     from ..kernels.launch.decode_splits import why_not_split
@@ -177,7 +170,7 @@ def hopper_backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_backward` by the kernels for Hopper, where they serve it."""
-    if uncompiled or not hopper_has_backward(q, k, v, options):
+    if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
         options = options._replace(atomic_dq=False)

@@ -5,12 +5,14 @@
 
 Two kernels compute the scores twice, seven products in place of five; but no sum depends on the
 order in which programs run, dQ needs no fp32 buffer, and no pass before or after. Where the caller
-permits it (`Options.atomic_dq`) the kernel of dK and dV adds up dQ too.
+permits it (`Options.atomic_dq`) the kernel of dK and dV adds up dQ too. Of 256 columns dK and dV do
+not fit the registers of a warpgroup together: a launch each, eight products.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ from .host import (
     walkable,
 )
 from .pipeline import ROWS
-from .tile_table import backward_config
+from .tile_table import APART_HEAD_DIM, backward_config
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -59,7 +61,7 @@ def launch_hopper_backward(
 
     do [B, H_q, T_q, D] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
-    options. `why_not_hopper(..., backward=True)` is None, and with options.atomic_dq so is
+    options. `why_not_hopper` is None, and with options.atomic_dq so is
     `why_not_one_pass`.
     """
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
@@ -79,8 +81,12 @@ def launch_hopper_backward(
     else:
         launch = launch_for(_plan_dq, options, (q, k, v, do, o, dlse), dq, stats)
         launch(options, q, k, v, do, dq, o, lse, dlse, wanted, minus_lse, minus_delta)
-    launch = launch_for(_plan_dkv, options, (q, k, v, do), dk, dv, total, stats)
-    launch(options, q, k, v, do, total, dk, dv, minus_lse, minus_delta)
+    launches: tuple[tuple[Any, Tensor | None, Tensor | None], ...] = ((_plan_dkv, dk, dv),)
+    if q.shape[3] == APART_HEAD_DIM:
+        launches = ((_plan_dv, None, dv), (_plan_dk, dk, None))
+    for plan, *out in launches:
+        launch = launch_for(plan, options, (q, k, v, do), *out, total, stats)
+        launch(options, q, k, v, do, total, *out, minus_lse, minus_delta)
     if total is not None:
         launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta
@@ -132,19 +138,20 @@ def _plan_dkv(
     k: Tensor,
     v: Tensor,
     do: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
     total: Tensor | None,
     stats: Tensor,
 ) -> Launch:
-    """The launch that fills dk and dv.
+    """The launch that fills dk and dv, or the one of them that is given.
 
     It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
     """
     D = k.shape[3]
     softcap, placed = options.softcap is not None, options.q_positions is not None
     if total is None:
-        config = backward_config("dkv", D, options.cu_seqlens_q is not None, softcap, placed)
+        kernel = "dv" if dk is None else "dk" if dv is None else "dkv"
+        config = backward_config(kernel, D, options.cu_seqlens_q is not None, softcap, placed)
         piece, sums = None, None
     else:
         config = backward_config("one_pass", D, end_early(options), softcap, placed)
@@ -156,8 +163,8 @@ def _plan_dkv(
         hopper_backward_dkv_kernel,
         grid[0],
         {"num_warps": 4},
-        strides_to_send(dk, options),
-        strides_to_send(dv, options),
+        None if dk is None else strides_to_send(dk, options),
+        None if dv is None else strides_to_send(dv, options),
         stats.stride(1),
         mask,
         order,
@@ -168,11 +175,16 @@ def _plan_dkv(
         described=(
             (0, describe(q, config.BLOCK)),
             (1, describe(k, ROWS.value, piece=piece)),
-            (2, describe(v, ROWS.value)),
+            (2, None if dk is None else describe(v, ROWS.value)),
             (3, describe(do, config.BLOCK)),
-            (5, to_send(dk, options, piece)),
-            (6, to_send(dv, options)),
+            (5, None if dk is None else to_send(dk, options, piece)),
+            (6, None if dv is None else to_send(dv, options)),
             (4, sums),
         ),
         hidden=5,
     )
+
+
+# Launches are found again by their plans.
+_plan_dk = partial(_plan_dkv)
+_plan_dv = partial(_plan_dkv)

@@ -48,7 +48,8 @@ class BackwardDkv(NamedTuple):
     """What the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None.
+    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dk, dv:
+    without ptr where the kernel leaves that gradient out; without dk there is no v.
     """
 
     k: Any
@@ -99,7 +100,8 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     b, G, work = tile.b, shared.work.G, shared.work
     rows = gl.arange(0, config.BLOCK, layout=gl.BlockedLayout([config.BLOCK // 32], [32], [1], [0]))
     scrubs = _load_keys(shared.k, shared.k_landed, tile, i, scrubs)
-    scrubs = _load_keys(shared.v, shared.k_landed, tile, i, scrubs)
+    if shared.v is not None:
+        scrubs = _load_keys(shared.v, shared.k_landed, tile, i, scrubs)
     for g in range(G):
         h = tile.h * G + g
         head = (b * work.H + tile.h) * G + g
@@ -178,10 +180,11 @@ def _step(
     dtype: gl.constexpr = shared.q.tiles.dtype
     exchange, score = shared.exchange, shared.score
     tile, h, batch = mine.tile, mine.h, mine.tile.row
+    DK: gl.constexpr = shared.dk.ptr is not None
+    DV: gl.constexpr = shared.dv.ptr is not None
     # Products still under way when that of dv is over.
-    AFTER_DV: gl.constexpr = 1 if exchange is None else 3
+    AFTER_DV: gl.constexpr = (1 if DK else 0) if exchange is None else 3
     k = held(shared.k, CONSUMER, n)
-    v = held(shared.v, CONSUMER, n)
     rows, s_start, dp_start, lse = _starts(n, row, mine, shared, config)
 
     wait_full(shared.q, n)
@@ -190,9 +193,11 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), s_start, use_acc=from_start, is_async=True)
     wait_full(shared.do, n)
     do = tile_of(shared.do, n)
-    dp = warpgroup_mma(v, do.permute((1, 0)), dp_start, is_async=True)
+    if DK:
+        v = held(shared.v, CONSUMER, n)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp_start, is_async=True)
 
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(1 if DK else 0, deps=[s])
     rows = rows[None, :]
     keys = mine.keys[:, None]
     s, factor, before, capped = modified(s, rows, keys, h, batch, score)
@@ -201,21 +206,31 @@ def _step(
         mask = shared.work.mask
         ROOM: gl.constexpr = exchange is None or mask.left is None
         p = where_visible(p, 0.0, row, rows, keys, h, at_queries(batch, row, mask), mask, ROOM)
-    dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
-    ds = ds.to(dtype)
-    if exchange is not None:
-        share(exchange, n, ds, CONSUMER)
-        dq = start_dq(exchange, n, shared.k, CONSUMER)
-    dk = warpgroup_mma(as_operand(ds, dtype, config.D), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(AFTER_DV, deps=[dv])
-    release(shared.do, n)
+    if DV:
+        dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
+    if DK:
+        if not DV:
+            # It is there. As in forward: without a branch ptxas would wait for dP^T before the
+            # exponentials.
+            wait_full(shared.q, n)
+        dp = warpgroup_mma_wait(1 if DV else 0, deps=[dp])
+        if not DV:
+            release(shared.do, n)
+        _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
+        ds = ds.to(dtype)
+        if exchange is not None:
+            share(exchange, n, ds, CONSUMER)
+            dq = start_dq(exchange, n, shared.k, CONSUMER)
+        dk = warpgroup_mma(as_operand(ds, dtype, config.D), q, dk, is_async=True)
+    if DV:
+        dv = warpgroup_mma_wait(AFTER_DV, deps=[dv])
+        release(shared.do, n)
     if exchange is not None:
         dq = warpgroup_mma_wait(1, deps=[dq])
         slot = row_of_stats(tile, shared.work.mask) + row
         add_dq(exchange, n, dq, tile.b, h, slot, CONSUMER)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    if DK:
+        dk = warpgroup_mma_wait(0, deps=[dk])
     release(shared.q, n)
     return dk, dv
 
@@ -233,7 +248,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     wait_slot(shared.k, i, CONSUMER)
-    wait_slot(shared.v, i, CONSUMER)
+    if shared.v is not None:
+        wait_slot(shared.v, i, CONSUMER)
     for g in range(G):
         mine = Keys(keys, tile, tile.h * G + g)
         for j in range(tile.boundary):
@@ -250,13 +266,16 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     # The weights of keys that no query may see were never masked: they end here.
     keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     exists = (keys < tile.row.end)[:, None]
-    dk = gl.where(exists, dk * shared.score.scale, 0.0)
-    _store(shared.dk, shared.k, dk, tile, first, CONSUMER)
-    dv = gl.where(exists, dv, 0.0)
-    _store(shared.dv, shared.v, dv, tile, first, CONSUMER)
+    if shared.dk.ptr is not None:
+        dk = gl.where(exists, dk * shared.score.scale, 0.0)
+        _store(shared.dk, shared.k, dk, tile, first, CONSUMER)
+    if shared.dv.ptr is not None:
+        dv = gl.where(exists, dv, 0.0)
+        _store(shared.dv, shared.k if shared.v is None else shared.v, dv, tile, first, CONSUMER)
     tma.store_wait(pendings=0)
     release_slot(shared.k, CONSUMER)
-    release_slot(shared.v, CONSUMER)
+    if shared.v is not None:
+        release_slot(shared.v, CONSUMER)
     return n
 
 
@@ -299,7 +318,8 @@ def hopper_backward_dkv_kernel(
 ):
     """Persistent grid of any size over tiles of 128 keys of each K/V head.
 
-    dk_desc, dk_strides and those of dv: see `Output`. dq_desc: None, or of fp32 [B, H_q, whole
+    dk_ptr, dv_ptr: None for a gradient that another launch computes; without dk, v_desc is None
+    too. dk_desc, dk_strides and those of dv: see `Output`. dq_desc: None, or of fp32 [B, H_q, whole
     tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and D / 2 columns.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
@@ -316,9 +336,9 @@ def hopper_backward_dkv_kernel(
         landed = allocate_barriers(1, 1).index(0)
     shared = BackwardDkv(
         k=allocate_ring(k_desc, 2, 1),
-        v=allocate_ring(v_desc, 2, 1),
+        v=None if v_desc is None else allocate_ring(v_desc, 2, 1),
         q=allocate_ring(q_desc, config.STAGES, 2),
-        do=allocate_ring(do_desc, config.STAGES, 2),
+        do=allocate_ring(do_desc, config.second_stages, 2),
         stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,

@@ -20,6 +20,7 @@ from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
 from .band import block_number, where_visible
+from .one_pass import held
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -92,17 +93,30 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
 
 
 @gluon.jit
-def _step(dq, n, more, key, mine, shared, MASKED: gl.constexpr, config: gl.constexpr):
+def _step(
+    dq,
+    n,
+    more,
+    key,
+    mine,
+    shared,
+    MASKED: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    config: gl.constexpr,
+):
     """dq += dS K of the n-th block, from key number `key` on. more: whether another follows."""
     BLOCK_N: gl.constexpr = config.BLOCK
     LAYOUT: gl.constexpr = accumulator_layout(BLOCK_N)
     dtype: gl.constexpr = mine.q.dtype
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
     k = tile_of(shared.k, n)
-    s = warpgroup_mma(mine.q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    m = n if config.D == 256 else 0
+    q = held(shared.q, CONSUMER, m)
+    do = held(shared.do, CONSUMER, m)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_full(shared.v, n)
     v = tile_of(shared.v, n)
-    dp = warpgroup_mma(mine.do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     h, row, score = mine.tile.h, mine.tile.row, shared.score
     rows = mine.rows[:, None]
@@ -183,10 +197,10 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     wait_full(shared.k, n)
     for j in range(tile.boundary):
         key = masked_block(j, tile.plan, mask) * config.BLOCK
-        dq = _step(dq, n + j, j + 1 < tile.blocks, key, mine, shared, True, config)
+        dq = _step(dq, n + j, j + 1 < tile.blocks, key, mine, shared, True, CONSUMER, config)
     for j in range(tile.boundary, tile.blocks):
         key = full_block(j - tile.boundary, tile.plan, mask) * config.BLOCK
-        dq = _step(dq, n + j, j + 1 < tile.blocks, key, mine, shared, False, config)
+        dq = _step(dq, n + j, j + 1 < tile.blocks, key, mine, shared, False, CONSUMER, config)
 
     release_slot(shared.do, CONSUMER)
     dq = dq * shared.score.scale
@@ -240,7 +254,7 @@ def hopper_backward_dq_kernel(
         q=allocate_ring(q_desc, 2, 1),
         do=allocate_ring(do_desc, 2, 1),
         k=allocate_ring(k_desc, config.STAGES, 2),
-        v=allocate_ring(v_desc, config.STAGES, 2),
+        v=allocate_ring(v_desc, config.second_stages, 2),
         landed=landed,
         dq=Output(dq_desc, dq_ptr, dq_strides),
         o_ptr=o_ptr,

@@ -19,7 +19,7 @@ from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
 from .pipeline import ROWS
-from .tile_table import BACKWARD_HEAD_DIMS, HEAD_DIMS, HopperConfig
+from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -44,17 +44,14 @@ _SERVED = {
 }  # fmt: skip
 
 
-def why_not_hopper(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False
-) -> str | None:
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why the Hopper kernels cannot serve this call, whatever GPU it is on; None if they can.
 
-    The caller sees to the GPU (sm_90). Where the answer for `backward` alone is a reason, any
-    other backward serves o and lse of the forward.
+    The caller sees to the GPU (sm_90).
     """
     if q.dtype not in _DTYPES:
         return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
-    return _why_not(q, k, v, options, BACKWARD_HEAD_DIMS if backward else HEAD_DIMS)
+    return _why_not(q, k, v, options)
 
 
 def why_not_hopper_fp8(
@@ -63,19 +60,17 @@ def why_not_hopper_fp8(
     """`why_not_hopper` for e4m3 numbers q [B, H_q, T_q, D], k and v, and o in `dtype`."""
     if dtype not in _DTYPES:
         return f"out_dtype is {str(dtype).removeprefix('torch.')}; they write bfloat16 and float16"
-    return _why_not(q, k, v, options, HEAD_DIMS)
+    return _why_not(q, k, v, options)
 
 
-def _why_not(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, served: tuple[int, ...]
-) -> str | None:
+def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     D, D_v = q.shape[-1], v.shape[-1]
     # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
     T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
     if D_v != D:
         return f"head dims of q and v differ ({D} and {D_v})"
-    if D not in served:
-        return f"head dim {D} is none of {', '.join(map(str, served))}"
+    if D not in HEAD_DIMS:
+        return f"head dim {D} is none of {', '.join(map(str, HEAD_DIMS))}"
     defaults = options._field_defaults.values()
     for name, value, default in zip(options._fields, options, defaults, strict=True):
         if value is not default and value != default and name not in _SERVED:
@@ -98,6 +93,8 @@ def why_not_worth_it(q: Tensor) -> str | None:
 
 def why_not_one_pass(D: int, options: Options) -> str | None:
     """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
+    if D == APART_HEAD_DIM:
+        return f"dK and dV of head dim {D} take a kernel each"
     if D == 128 and options.softcap is not None:
         return "softcap and head dim 128 do not leave it registers"
     return None

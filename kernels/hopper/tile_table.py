@@ -5,18 +5,19 @@ from typing import NamedTuple
 from ..launch import tiles
 
 HEAD_DIMS = (64, 128, 256)
-# dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice.
-BACKWARD_HEAD_DIMS = (64, 128)
+# dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice: a launch each.
+APART_HEAD_DIM = 256
 
 
 class HopperConfig(NamedTuple):
     """One way to compile a kernel, and its one constexpr.
 
     D: head dim. BLOCK: rows of the tiles that go through the rings. STAGES: of each ring, a power
-    of two. CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three
-    warpgroups share 64512. APART: outputs leave through shared memory of their own, so that the
-    next tile need not wait for them. PING_PONG: consumers of forward issue their products in turn.
-    WIDE_WEIGHTS: those of forward wait for their product in fp32.
+    of two; SECOND_STAGES: of that of V or dO, where it has others. CONSUMERS: warpgroups, of 64
+    rows each. Registers are those of a thread; three warpgroups share 64512. APART: outputs leave
+    through shared memory of their own, so that the next tile need not wait for them. PING_PONG:
+    consumers of forward issue their products in turn. WIDE_WEIGHTS: those of forward wait for
+    their product in fp32.
     """
 
     D: int
@@ -28,6 +29,12 @@ class HopperConfig(NamedTuple):
     APART: bool = True
     PING_PONG: bool = False
     WIDE_WEIGHTS: bool = True
+    SECOND_STAGES: int | None = None
+
+    @property
+    def second_stages(self) -> int:
+        """Stages of the ring of V or dO."""
+        return self.SECOND_STAGES or self.STAGES
 
 
 def _registers(early: bool) -> tuple[int, int]:
@@ -64,8 +71,8 @@ def backward_config(
 ) -> HopperConfig:
     """Tile of a kernel of backward.
 
-    kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, or "one_pass",
-    which is "dkv" with dQ. Its products have 64 queries at least.
+    kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, "dk" and "dv" of
+    APART_HEAD_DIM, or "one_pass", which is "dkv" with dQ. Its products have 64 queries at least.
 
     early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
     softcap: capped scores stay in registers for their derivative. Either takes smaller blocks where
@@ -74,6 +81,12 @@ def backward_config(
     registers = _registers(early)
     if (other := _other(kernel, D, early or softcap or placed)) is not None:
         return other
+    if D == APART_HEAD_DIM:
+        # 64 rows are 32 KB: four tiles that stay leave room for three, and two for four.
+        if kernel == "dv":
+            return HopperConfig(D, 64, 2, 2, *registers)
+        block, stages = (32, 4) if softcap else (64, 2)
+        return HopperConfig(D, block, stages, 2, *registers, SECOND_STAGES=stages // 2)
     if kernel == "one_pass":
         return HopperConfig(D, 64, 2, 2, *registers)
     if kernel == "dkv":

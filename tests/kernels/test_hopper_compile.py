@@ -32,15 +32,22 @@ FORWARD = compiled_cases(
 BACKWARD = compiled_cases(
     [(128, "causal"), (128, "part")], [(64, "causal"), (64, "part"), (128, "all")]
 )
+# Three kernels: dQ, dV and dK.
+WIDEST = compiled_cases([(256, "causal")], [(256, "all"), (256, "packed"), (256, "part")])
 # "packed": "all" without a softcap. Of both there are so many tiles that they are put in order.
 ONE_PASS = compiled_cases([(128, "causal")], [(128, "packed"), (128, "part")])
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks. Triton 3.9, with another ptxas, keeps more there, and its loops take
 # more instructions: it adds to each half of a matrix descriptor apart.
 NEWER = RELEASE == "3.9"
-SPILL_BYTES = {"forward": 180 if NEWER else 80, "backward": 128, "one_pass": 400}
+SPILL_BYTES = {"forward": 180 if NEWER else 80, "backward": 128, "widest": 256, "one_pass": 400}
 # Addresses of a table of blocks, of positions and of the rows that registers are stored to.
-PART_SPILL_BYTES = {"forward": 504 if NEWER else 200, "backward": 448, "one_pass": 256}
+PART_SPILL_BYTES = {
+    "forward": 504 if NEWER else 200,
+    "backward": 448,
+    "widest": 320,
+    "one_pass": 256,
+}
 # A full block reads back this many of them.
 PART_LOADS = {"hopper_backward_dq_kernel": 2}
 # Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
@@ -56,6 +63,12 @@ BUDGET = {
     ("hopper_backward_dkv_kernel", "causal"): {64: 304, 128: 354},
     ("hopper_backward_dkv_kernel", "part"): {64: 304, 128: 354},
     ("hopper_backward_dkv_kernel", "all"): {128: 430},
+}
+WIDEST_BUDGET = {
+    "causal": (335, 240, 385),
+    "part": (335, 240, 385),
+    "packed": (335, 240, 385),
+    "all": (405, 430, 440),
 }
 # And of that over masked blocks, of "causal". To compare while products are under way costs 195
 # more: the answers are packed into bits then, and out of them again.
@@ -139,14 +152,19 @@ def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, F
         return compile_pool.submit(f"{__file__}:launch", "sm_90", kernel=kernel, D=D, case=options)
 
     cases = [("forward", *case) for case in FORWARD] + [("backward", *case) for case in BACKWARD]
+    cases += [("backward", *case) for case in WIDEST]
     cases += [("one_pass", *case) for case in ONE_PASS]
     return submit_cases(submit, cases)
 
 
 def check(
-    fact: CompiledFacts, budget: int, spill_bytes: int, loads: int = 0
+    fact: CompiledFacts, budget: int, spill_bytes: int, loads: int = 0, overlap: float = 0.9
 ) -> tuple[list[Loop], list[Loop]]:
-    """What holds for every kernel; its loops over full and over masked blocks, by consumer."""
+    """What holds for every kernel; its loops over full and over masked blocks, by consumer.
+
+    loads: values that a full block may read back. overlap: the least share of the exponentials
+    beside which the consumer's own products are in flight.
+    """
     assert fact.spill_store_bytes <= spill_bytes, f"{fact.name}: {fact.spill_store_bytes} bytes"
     assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
     assert fact.warnings == (), fact.name
@@ -156,7 +174,7 @@ def check(
     full, masked = loops[: len(loops) // 2], loops[len(loops) // 2 :]
     assert len(full) == len(masked) == CONSUMERS
     for loop in loops:
-        assert loop.overlap is not None and loop.overlap >= 0.9, f"{fact.name}: {loop.overlap}"
+        assert loop.overlap is not None and loop.overlap >= overlap, f"{fact.name}: {loop.overlap}"
     for loop in full:
         spills = (loop.count("LDL"), loop.count("STL"))
         assert spills[0] <= loads and spills[1] == 0, f"{fact.name} spills in its loop: {spills}"
@@ -165,7 +183,7 @@ def check(
         assert loop.total <= budget, f"{fact.name}: {loop.total} instructions"
         assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
     for loop in masked:
-        assert loop.count("FSEL") >= 8
+        assert loop.count("ISETP") >= 8
     return full, masked
 
 
@@ -198,6 +216,22 @@ def test_backward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> N
         _, masked = check(fact, budget, spill_bytes("backward", name), loads)
         if name == "causal":
             assert max(loop.total for loop in masked) <= MASKED_BUDGET[fact.name][D]
+
+
+@pytest.mark.parametrize("case", WIDEST, ids=lambda case: "-".join(map(str, case)))
+def test_backward_of_the_widest_heads_compiles_well(case: tuple, compiled: dict) -> None:
+    D, name = case
+    facts = [f for f in compiled["backward", D, name].result() if f.name.startswith("hopper")]
+    assert [f.name for f in facts] == [
+        "hopper_backward_dq_kernel",
+        "hopper_backward_dkv_kernel",
+        "hopper_backward_dkv_kernel",
+    ]
+    dq, dv, dk = WIDEST_BUDGET[name]
+    check(facts[0], dq, spill_bytes("widest", name), loads=2)
+    # Beside the exponentials of dV are the products of the other consumer alone.
+    check(facts[1], dv, spill_bytes("widest", name), overlap=0.0)
+    check(facts[2], dk, spill_bytes("widest", name), loads=1)
 
 
 @pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: "-".join(map(str, case)))

@@ -72,7 +72,7 @@ def test_hopper_one_pass(options: dict[str, Any], D: int, device: str) -> None:
     assert_matches_reference(attention, *inputs, **tensors, deterministic=False)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["two-passes", "one-pass"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, device: str) -> None:

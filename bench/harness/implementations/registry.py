@@ -86,8 +86,8 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
         return f"its kernels do not know {case.option}"
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
     reason = ops.why_not_hopper(q, k, k, Options(), device)
-    if reason is None and not deterministic and not ops.hopper_has_backward(q, k, k, Options()):
-        return f"its backward of head dim {case.D} is that of fastattn-triton"
+    if reason is None and not deterministic:
+        return ops.why_not_one_pass(case.D, Options(), hopper=True)
     return reason
 
 

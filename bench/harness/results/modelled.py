@@ -14,7 +14,7 @@ from ...kernels.backward import launch_backward, launch_backward_one_pass
 from ...kernels.forward import launch_forward
 from ...kernels.hopper.backward import launch_hopper_backward
 from ...kernels.hopper.forward import launch_hopper_forward
-from ...kernels.hopper.tile_table import backward_config, forward_config
+from ...kernels.hopper.tile_table import APART_HEAD_DIM, backward_config, forward_config
 from ...kernels.launch import tiles
 from ...options import Options
 from ...testing.compiling.cross_compile import CompiledFacts, compiling_for, describe
@@ -63,10 +63,9 @@ def bounds(D: int) -> Iterator[Bound]:
     yield from _portable(launched, D, {"dkv": "one_pass"})
     with compiling_for(TARGET) as launched:
         launch_hopper_forward(q, q, q, options)
-        if D <= 128:
-            launch_hopper_backward(q, None, q, q, q, q, lse, options)
+        launch_hopper_backward(q, None, q, q, q, q, lse, options)
     yield from _hopper(launched, D, {"forward": "forward", "dq": "dq", "dkv": "dkv"})
-    if D <= 128:
+    if D != APART_HEAD_DIM:
         with compiling_for(TARGET) as launched:
             launch_hopper_backward(q, None, q, q, q, q, lse, options._replace(atomic_dq=True))
         yield from _hopper(launched, D, {"dkv": "one_pass"})
@@ -94,7 +93,10 @@ def _portable(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bo
 
 
 def _hopper(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bound]:
+    apart = iter(("dv", "dk"))
     for kernel, fact in _named(launched, names):
+        if kernel == "dkv" and D == APART_HEAD_DIM:
+            kernel = next(apart)
         config = forward_config(D, False)
         if kernel != "forward":
             config = backward_config(kernel, D, False, False)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from ...kernels.hopper.tile_table import (
-    BACKWARD_HEAD_DIMS,
+    APART_HEAD_DIM,
     HEAD_DIMS,
     HopperConfig,
     backward_config,
@@ -77,7 +77,7 @@ def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
     """The shape of one of `tiles.HOPPER` in plain calls; None: it does not serve this head dim."""
     if kernel == "hopper_forward":
         return forward_config(D, False) if D in HEAD_DIMS else None
-    if D not in BACKWARD_HEAD_DIMS:
+    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # of which shared memory leaves one shape
         return None
     return backward_config(kernel.removeprefix("hopper_"), D, False, False)
 
