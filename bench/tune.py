@@ -2,6 +2,7 @@
 `fastattn tune` does, or, without one, by what the compilers make of them.
 
     python bench/tune.py --out DIR --static sm_90        # leaves DIR/sm_90.json and .survivors.json
+    python bench/tune.py --static sm_90 --check          # prints what compilers make of its rows
     python bench/tune.py --out DIR --seconds 300         # on a GPU: leaves DIR/tuned.json
     python bench/tune.py --out DIR --survivors DIR/sm_90.survivors.json
 
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench.tuning import static_sweep
+from fastattn.bench.tuning import static_check, static_sweep
 from fastattn.bench.tuning.ahead import Compilation
-from fastattn.bench.tuning.entries import ENTRIES, entries_named
+from fastattn.bench.tuning.entries import ENTRIES, entries_named, entries_of
 from fastattn.bench.tuning.tune import tune
 from fastattn.bench.tuning.tuner import Progress
 from fastattn.testing.compiling.cross_compile import TARGETS
@@ -41,6 +42,21 @@ def static(out: Path, target: str, entries: list[str], workers: int) -> int:
     return 0
 
 
+def check(target: str, places: list[str], workers: int) -> int:
+    """Compile the rows of a table, and print a line for each kernel of a row."""
+    rows = entries_of(target)
+    compilation = Compilation(target, workers)
+    try:
+        for line in static_check.check(
+            target, entries_named(places, rows) if places else rows, compilation
+        ):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+    finally:
+        compilation.close()
+    return 0
+
+
 def timed(out: Path, seconds: float, survivors: Path | None) -> int:
     """Tune on this machine's GPU: print a line for each step, and write the findings after each."""
     store = Store(environment("cuda"), out / "findings")
@@ -58,9 +74,7 @@ def timed(out: Path, seconds: float, survivors: Path | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder for the files"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files")
     parser.add_argument("--seconds", type=float, default=300, help="for everything (300)")
     parser.add_argument(
         "--static", choices=sorted(TARGETS), metavar="ARCH", help="compile for this GPU, time none"
@@ -68,11 +82,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--places", nargs="*", default=[], metavar="KERNEL:BYTES:D", help="static: these rows (all)"
     )
+    parser.add_argument("--check", action="store_true", help="static: print facts of the rows")
     parser.add_argument("--workers", type=int, default=2, help="static: processes (2)")
     parser.add_argument(
         "--survivors", type=Path, metavar="FILE", help="time what a static sweep left"
     )
     arguments = parser.parse_args(argv)
+    if arguments.check and arguments.static:
+        return check(arguments.static, arguments.places, arguments.workers)
+    if arguments.out is None:
+        parser.error("--out is needed")
     if not arguments.static and not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to time here\n")
         return 2

@@ -112,7 +112,7 @@ class Launch:
         self._tile = tile
         if isinstance(tile, TileConfig):
             by_descriptors = tile.descriptors
-            tile = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            tile = tile.compiler_options
         self._meta = tile
         self._descriptors = [
             (place, descriptor_like(x, rows, cols) if by_descriptors and x is not None else None)

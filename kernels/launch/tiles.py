@@ -43,6 +43,8 @@ class TileConfig:
 
     descriptors: blocks that are met one by one come by TMA. sum_parts: see `softmax.in_parts`.
     apart: dK and dV come of a launch each, with half of the accumulators; dQ of one pass with dK.
+    waves_per_eu, matrix_instr_nonkdim: to AMD's compiler alone: waves that share a SIMD, whose
+    registers they split, and rows of a matrix instruction. 0: its own choice.
     """
 
     BLOCK_M: int
@@ -52,6 +54,15 @@ class TileConfig:
     descriptors: bool = False
     sum_parts: int = 1
     apart: bool = False
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+    @property
+    def compiler_options(self) -> dict[str, int]:
+        """What is said to Triton: NVIDIA's compiler refuses the options of AMD's, even as 0."""
+        amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
+        said = {name: number for name, number in amd.items() if number}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **said}
 
 
 _FIELDS = tuple(field.name for field in fields(TileConfig))

@@ -1,6 +1,10 @@
-"""Parsers of what ptxas and the disassembler print."""
+"""Parsers of what ptxas and the disassembler print, and of AMD's assembly."""
 
+import pytest
+
+from fastattn.testing.compiling.amdgcn import local_bytes, read_amdgcn
 from fastattn.testing.compiling.sass import (
+    Instruction,
     matrix_loops,
     matrix_ops,
     read_ptxas,
@@ -92,3 +96,70 @@ def test_a_jump_back_is_no_loop_by_itself() -> None:
         /*0040*/                   BRA 0x10 ;
     """)
     assert matrix_loops(function) == ()
+
+
+# Forward's two products as Triton has them: of 128 queries and 64 keys, both operands in shared
+# memory; then of P in tensor memory and V with 256 columns.
+TENSOR_MEMORY = """
+        /*0000*/                   UMOV UR11, 0x8410490 ;
+        /*0010*/                   UMOV UR11, 0x8100490 ;
+        /*0020*/                   UTCHMMA gdesc[UR66], gdesc[UR68], tmem[UR19], tmem[UR10], idesc[UR11], !UPT ;
+        /*0030*/                   UMOV UR13, 0x8410490 ;
+        /*0040*/                   UTCHMMA tmem[UR11], gdesc[UR4], tmem[UR21], tmem[UR12], idesc[UR13], UPT ;
+        /*0050*/              @!P0 BRA 0x10 ;
+"""  # noqa: E501
+
+
+def test_products_of_tensor_memory_have_the_shapes_in_their_descriptors() -> None:
+    (function,) = read_sass(TENSOR_MEMORY)
+    (loop,) = matrix_loops(function)
+    assert loop.count("UTCHMMA.128x64x16") == loop.count("UTCHMMA.128x256x16") == 1
+    # Rows of 32 bytes: of Q and K, and of V alone.
+    assert loop.once_bytes == 32 * (128 + 64) + 32 * 256
+    assert loop.shared_bytes == 0
+
+
+AMDGCN = """
+kernel:                                 ; @kernel
+	s_load_dwordx2 s[0:1], s[4:5], 0x0
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+	scratch_load_dword v3, off, off offset:4 ; 4-byte Folded Reload
+	ds_read_b128 v[4:7], v1 offset:16
+	s_cbranch_vccnz .LBB0_3
+	v_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]
+.LBB0_2:
+	v_exp_f32_e32 v1, v2
+	s_cbranch_scc1 .LBB0_1
+	s_endpgm
+.LBB0_3:
+	s_branch .LBB0_2
+"""
+
+
+def test_loops_of_amd_are_found_and_counted() -> None:
+    (loop,) = matrix_loops(read_amdgcn(AMDGCN), local_bytes)
+    assert loop.opcodes == {
+        "BRA": 3,
+        "ds_read.b128": 1,
+        "scratch_load.dword": 1,
+        "v_exp.f32_e32": 1,
+        "v_mfma.f32_32x32x8_bf16": 1,
+    }
+    assert (loop.spills, loop.shared_bytes) == (1, 64 * 16)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "moved"),
+    [
+        ("ds_read.b64", 512),
+        ("ds_read.u16", 128),
+        ("ds_read2.b64", 1024),
+        ("ds_read2st64.b64", 1024),
+        ("ds_write.b128", 1024),
+        ("ds_write.b16_d16_hi", 128),
+        ("ds_bpermute.b32", 0),
+        ("v_add.u32_e32", 0),
+    ],
+)
+def test_bytes_of_local_memory_of_a_wave(opcode: str, moved: int) -> None:
+    assert local_bytes(Instruction(0, opcode, "", False)) == moved

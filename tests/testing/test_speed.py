@@ -1,6 +1,7 @@
 """The model of speed: its counts on instructions written out, and on kernels that are compiled."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import CompiledFacts
 from fastattn.testing.compiling.sass import Loop, read_sass, shared_bytes
-from fastattn.testing.compiling.speed import Clocks, loop_clocks
+from fastattn.testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 
 # Products of each kernel with the head dim: S, P V; S, dP, dQ; S, dP, dV, dK.
 PRODUCTS = {
@@ -85,10 +86,44 @@ def test_a_lone_group_of_warps_waits_for_its_products() -> None:
     assert Clocks(1, 2, 3, 4).bound == 4
 
 
-@pytest.mark.parametrize(("target", "clocks"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64)])
+@pytest.mark.parametrize(
+    ("target", "clocks"), [("sm_80", 64), ("sm_86", 256), ("sm_90", 64), ("sm_120", 256)]
+)
 def test_products_of_single_warps(target: str, clocks: int) -> None:
     loop = Loop(0, {"HMMA.16816.F32.BF16": 8}, overlap=None)
     assert loop_clocks(loop, target, 4).tensor == clocks
+
+
+def test_products_of_tensor_memory_are_waited_for_by_all_warps() -> None:
+    """Of 128 queries and 64 keys of 128 columns, then of 64 queries, which take as long."""
+    loop = Loop(0, {"UTCHMMA.128x64x16": 8, "FADD": 60}, overlap=0.0, once_bytes=8 * 6144)
+    alone = loop_clocks(loop, "sm_100", 8)
+    assert (alone.tensor, alone.shared, alone.issue) == (256, 384, 68 * 2)
+    assert alone.bound == 384 + 136
+    assert loop_clocks(loop, "sm_100", 8, programs=2).bound == 384
+    half = Loop(0, {"UTCHMMA.64x64x16": 8}, overlap=0.0)
+    assert loop_clocks(half, "sm_100", 4).tensor == 256
+
+
+def test_programs_share_tensor_memory() -> None:
+    fact = CompiledFacts(
+        "f", "sm_100", 4, 2, 1000, True, 100, 0, 0, frozenset(), 0, (), None, tensor_columns=256
+    )
+    assert programs_at_once(fact) == 2
+    assert programs_at_once(replace(fact, tensor_columns=0)) == 5
+
+
+def test_clocks_of_a_loop_of_amd() -> None:
+    """128 queries by 32 keys, D 128, by 4 waves: products and vector instructions are balanced."""
+    opcodes = {"v_mfma.f32_32x32x8_bf16": 32, "v_fma.f32": 183, "v_exp.f32_e32": 17, "s_add.u32": 9}
+    loop = Loop(0, opcodes, shared_bytes=20480)
+    clocks = loop_clocks(loop, "gfx942", 4, programs=2)
+    assert (clocks.tensor, clocks.issue, clocks.shared) == (1024, 183 * 4 + 17 * 16, 640)
+    assert clocks.bound == 1024
+    assert loop_clocks(loop, "gfx942", 4).bound == 1024 + 1004
+    assert loop_clocks(loop, "gfx950", 4).tensor == 512
+    fp32 = Loop(0, {"v_mfma.f32_32x32x2_f32": 8})
+    assert loop_clocks(fp32, "gfx942", 4).tensor == 512
 
 
 @pytest.mark.parametrize(("kernel", "D"), [(kernel, D) for kernel in PRODUCTS for D in HEAD_DIMS])

@@ -61,6 +61,11 @@ class TableEntry:
         """The kernel's name in a table, the class of calls in it."""
         return self.kernel if self.calls == "plain" else f"{self.kernel}_{self.calls}"
 
+    @property
+    def name(self) -> str:
+        """Kind, bytes of an element and head dim: "forward_masked:2:128"."""
+        return f"{self.kind}:{self.element_size}:{self.BLOCK_D}"
+
     def shipped(self, arch: str) -> tiles.TileConfig:
         """The tile of the table that serves an architecture."""
         return tiles.tile_of(arch, self.kind, self.element_size, self.BLOCK_D)
@@ -101,13 +106,23 @@ ENTRIES: tuple[TableEntry, ...] = tuple(
 )
 
 
-def entries_named(names: Iterable[str]) -> list[TableEntry]:
+def entries_of(arch: str) -> list[TableEntry]:
+    """Every row of the table that serves an architecture, but those for relative keys."""
+    made = []
+    for row in tiles.table(tiles.table_for(arch)):
+        kernel, _, calls = row["kernel"].rpartition("_")
+        known = (kernel, calls) if calls in CALLS else (row["kernel"], "plain")
+        made.append(TableEntry(known[0], row["element_size"], row["BLOCK_D"], known[1]))
+    return [entry for entry in made if entry.kernel != "relative"]
+
+
+def entries_named(names: Iterable[str], among: Iterable[TableEntry] = ENTRIES) -> list[TableEntry]:
     """Entries by names like "forward:2:128": kernel, bytes of an element, head dim.
 
     Raises:
         ValueError: a name is unknown.
     """
-    by_name = {f"{p.kernel}:{p.element_size}:{p.BLOCK_D}": p for p in ENTRIES}
+    by_name = {entry.name: entry for entry in among}
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise ValueError(f"places must be among {', '.join(by_name)}, got {unknown[0]!r}")

@@ -17,6 +17,7 @@ from typing import Any
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import TileConfig
 from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ...testing.compiling.sass import Loop
 from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 from ..results.report import write_whole
 from . import tables
@@ -53,7 +54,7 @@ def survivor(
     found = [fact for fact in facts if fact.name == KERNEL_OF[entry.kernel]]
     if not found or not all(fact.spills_little and fact.fits_shared_memory for fact in found):
         return None
-    bounds = [_full_block(entry, tile, fact).bound for fact in found if fact.loops]
+    bounds = [full_block(entry, tile, fact).bound for fact in found if fact.loops]
     held = tile.BLOCK_N if entry.kernel in BY_KEYS else tile.BLOCK_M
     launches = 2 if tile.apart else 1  # of every call, in one order; each loads all it meets
     clocks = sum(max(bounds[n::launches], default=0.0) for n in range(launches))
@@ -62,23 +63,29 @@ def survivor(
         columns += 4 * entry.BLOCK_D  # dQ in fp32, by atomic adds
     return Survivor(
         tile,
-        clocks / (tile.BLOCK_M * tile.BLOCK_N) if bounds else None,
+        clocks if bounds else None,
         columns / held,
         max(fact.shared_bytes for fact in found),
     )
 
 
-def _full_block(entry: TableEntry, tile: TileConfig, fact: CompiledFacts) -> Clocks:
-    """Of the loop over full blocks, the shorter one."""
-    loop = min(fact.loops, key=lambda loop: loop.total)
+def full_block_loop(fact: CompiledFacts) -> Loop:
+    """The loop over full blocks, the shortest."""
+    return min(fact.loops, key=lambda loop: loop.total)
+
+
+def full_block(entry: TableEntry, tile: TileConfig, fact: CompiledFacts) -> Clocks:
+    """Clocks of a pair of query and key in the loop over full blocks."""
+    loop = full_block_loop(fact)
     streamed = 2 * tile.BLOCK_N * entry.BLOCK_D * entry.element_size
-    return loop_clocks(
+    clocks = loop_clocks(
         loop,
         fact.target,
         tile.num_warps,
         programs=programs_at_once(fact),
         streamed_bytes=streamed if loop.count("UTMALDG") else 0,
     )
+    return clocks / (tile.BLOCK_M * tile.BLOCK_N)
 
 
 def pareto(survivors: Iterable[Survivor]) -> list[Survivor]:

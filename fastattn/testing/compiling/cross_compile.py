@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
+from .amdgcn import local_bytes, read_amdgcn
 from .kept import kept
 from .sass import (
     Loop,
@@ -89,7 +91,8 @@ class CompiledFacts:
     mma: frozenset[str]  # of "wgmma", "tcgen05", "mma.sync", "mfma", "wmma"
     wgmma_register_a: int  # wgmma instructions whose A operand is in registers
     warnings: tuple[str, ...]  # ptxas C75xx
-    cubin: str | None  # where Triton's cache keeps the machine code; None on AMD
+    code: str | None  # where Triton's cache keeps the machine code; AMD's as assembly
+    tensor_columns: int = 0  # of tensor memory, which has 512
 
     @property
     def spills(self) -> bool:
@@ -99,11 +102,11 @@ class CompiledFacts:
     def spills_little(self) -> bool:
         """Whether it spills nothing, or a few bytes once a program, outside its loops.
 
-        A smaller tile costs more than those do. It is not known where AMD's compiler spills.
+        A smaller tile costs more than those do.
         """
         if not self.spills:
             return True
-        in_loops = sum(loop.count("LDL", "STL") for loop in self.loops)
+        in_loops = sum(loop.spills for loop in self.loops)
         return bool(self.loops) and not in_loops and self.spill_store_bytes <= LITTLE_SPILL_BYTES
 
     @property
@@ -114,17 +117,17 @@ class CompiledFacts:
         """
         if not self.spills or not self.loops:
             return self.spills
-        return any(100 * loop.count("LDL", "STL") > loop.total for loop in self.loops)
+        return any(100 * loop.spills > loop.total for loop in self.loops)
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Innermost loops with matrix instructions; empty on AMD.
+        """Innermost loops with matrix instructions.
 
         Lazy: disassembly takes nearly as long as assembly.
         """
-        if self.cubin is None:
+        if self.code is None:
             return ()
-        path = self.cubin
+        path = self.code
         found = kept(path, "loops", lambda: [asdict(loop) for loop in _matrix_loops(path)])
         return tuple(Loop(**loop) for loop in found)
 
@@ -248,7 +251,8 @@ def describe(kernel: Any) -> CompiledFacts:
         mma=matrix_ops(assembly),
         wgmma_register_a=wgmma_with_register_a(assembly),
         warnings=report.warnings,
-        cubin=_cubin(kernel) if is_cuda else None,
+        code=_code(kernel),
+        tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
     )
 
 
@@ -282,7 +286,7 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    found = kept(_cubin(kernel), "ptxas", lambda: asdict(_assembled(kernel)))
+    found = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)))
     return PtxasReport(**found | {"warnings": tuple(found["warnings"])})
 
 
@@ -304,13 +308,15 @@ def _amd_report(amdgcn: str) -> PtxasReport:
     return PtxasReport(largest("vgpr_count"), spilled, spilled, ())
 
 
-def _cubin(kernel: Any) -> str:
+def _code(kernel: Any) -> str:
     paths: Iterator[str] = iter(kernel.metadata_group.values())
-    return next(path for path in paths if path.endswith(".cubin"))
+    return next(path for path in paths if path.endswith((".cubin", ".amdgcn")))
 
 
-def _matrix_loops(cubin: str) -> tuple[Loop, ...]:
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", cubin]
+def _matrix_loops(code: str) -> tuple[Loop, ...]:
+    if code.endswith(".amdgcn"):
+        return matrix_loops(read_amdgcn(Path(code).read_text("utf-8")), local_bytes)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", code]
     sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions = read_sass(sass)
     assert functions, f"no instructions in what {command[0]} printed"

@@ -12,9 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from . import sass
+from . import amdgcn, sass
 
-_READER = Path(sass.__file__).read_bytes()
+_READER = Path(sass.__file__).read_bytes() + Path(amdgcn.__file__).read_bytes()
 
 
 def kept(cubin: str, kind: str, read: Callable[[], Any]) -> Any:

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def is_matrix_op(self) -> bool:
-        return self.base.endswith("MMA")
+        return self.base.endswith("MMA") or self.base == "v_mfma"
 
     @property
     def target(self) -> int | None:
@@ -93,7 +93,11 @@ _INSTRUCTION = re.compile(
 
 
 def read_sass(text: str) -> list[list[Instruction]]:
-    """Parse `cuobjdump -sass`: the instructions of each function, in address order."""
+    """Parse `cuobjdump -sass`: the instructions of each function, in address order.
+
+    Products of tensor memory get their shape as a modifier, as those of other units have:
+    "UTCHMMA.128x64x16".
+    """
     functions: list[list[Instruction]] = [[]]
     for line in text.splitlines():
         if "Function :" in line:
@@ -107,7 +111,25 @@ def read_sass(text: str) -> list[list[Instruction]]:
                     predicated=match["predicate"] is not None,
                 )
             )
-    return [function for function in functions if function]
+    return [_with_shapes(function) for function in functions if function]
+
+
+def _with_shapes(function: list[Instruction]) -> list[Instruction]:
+    """The shapes that UTCHMMA reads from a register: the constant that was put there last.
+
+    PTX ISA, "Instruction descriptor" of tcgen05: N / 8 from bit 17 on, M / 16 from bit 24 on.
+    """
+    constants: dict[str, int] = {}
+    found = []
+    for instruction in function:
+        if move := re.match(r"(UR\d+), 0x([0-9a-f]+)$", instruction.operands):
+            constants[move[1]] = int(move[2], 16)
+        elif use := re.search(r"idesc\[(UR\d+)\]", instruction.operands):
+            number = constants.get(use[1], 0)
+            M, N = 16 * (number >> 24 & 31), 8 * (number >> 17 & 63)
+            instruction = replace(instruction, opcode=f"{instruction.opcode}.{M}x{N}x16")
+        found.append(instruction)
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,16 +140,23 @@ class Loop:
     exponentials.
     shared_bytes: that one warp's pass moves to and from shared memory, without bank conflicts and
     without what TMA writes there.
+    once_bytes: that products of tensor memory, issued by one warp for all, read of it.
     """
 
     address: int
     opcodes: dict[str, int] = field(hash=False)
     overlap: float | None = None
     shared_bytes: float = 0.0
+    once_bytes: float = 0.0
 
     @property
     def total(self) -> int:
         return sum(self.opcodes.values())
+
+    @property
+    def spills(self) -> int:
+        """Instructions that move spilled registers, of NVIDIA's and of AMD's."""
+        return self.count("LDL", "STL", "scratch_load", "scratch_store")
 
     def count(self, *names: str) -> int:
         """Instructions named by any of `names`, whatever modifiers follow: "FFMA", "MUFU.EX2"."""
@@ -138,10 +167,14 @@ class Loop:
         )
 
 
-def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
+def matrix_loops(
+    function: list[Instruction], moved: Callable[[Instruction], float] | None = None
+) -> tuple[Loop, ...]:
     """The innermost loops of a function that hold matrix instructions, by address.
 
     A natural loop: all instructions that reach a backward jump without passing its target.
+
+    moved: bytes of shared memory that one warp moves by an instruction; default `shared_bytes`.
     """
     bodies: dict[int, set[int]] = {}
     predecessors = _predecessors(function)
@@ -157,7 +190,7 @@ def matrix_loops(function: list[Instruction]) -> tuple[Loop, ...]:
         if any(function[i].is_matrix_op for i in body) and (first == 0 or 0 not in body)
     }
     return tuple(
-        _count(function, matrix[first])
+        _count(function, matrix[first], moved or shared_bytes)
         for first in sorted(matrix)
         if not any(other < matrix[first] for other in matrix.values())
     )
@@ -184,11 +217,18 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
     return found
 
 
-def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
+def _count(
+    function: list[Instruction], body: Iterable[int], moved: Callable[[Instruction], float]
+) -> Loop:
     opcodes = Counter(function[i].opcode for i in body)
     overlap = exponentials_under_wgmma([function[i] for i in sorted(body)])
-    moved = sum(shared_bytes(function[i]) for i in body)
-    return Loop(function[min(body)].address, dict(sorted(opcodes.items())), overlap, moved)
+    return Loop(
+        function[min(body)].address,
+        dict(sorted(opcodes.items())),
+        overlap,
+        sum(moved(function[i]) for i in body),
+        sum(once_bytes(function[i]) for i in body),
+    )
 
 
 def shared_bytes(instruction: Instruction) -> float:
@@ -209,6 +249,17 @@ def shared_bytes(instruction: Instruction) -> float:
         bits = next((int(m) for m in modifiers if m in ("64", "128")), 32)
         return 32 * bits / 8
     return 0.0
+
+
+def once_bytes(instruction: Instruction) -> float:
+    """What a product of tensor memory reads of shared memory for all warps of a program.
+
+    Its operand B, N rows of 32 bytes, and A, M rows, unless A is in tensor memory.
+    """
+    if instruction.base != "UTCHMMA":
+        return 0.0
+    M, N, _ = map(int, instruction.opcode.split(".")[-1].split("x"))
+    return 32.0 * (N if instruction.operands.startswith("tmem") else M + N)
 
 
 def exponentials_under_wgmma(body: list[Instruction]) -> float | None:

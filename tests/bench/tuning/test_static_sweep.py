@@ -41,7 +41,7 @@ def fact(
         mma=frozenset(),
         wgmma_register_a=0,
         warnings=(),
-        cubin=None,
+        code=None,
     )
     vars(found)["loops"] = loops
     return found
