@@ -36,7 +36,8 @@ def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConf
     whose operands cannot fit `shared_bytes`, and those with warps that have no rows of their own.
     Every tile sums in as many parts as the tile in use. Forward tiles come with pointer loads and,
     on GPUs with TMA, with descriptors too, by which alone a bias comes; tiles for dK and dV of many
-    columns with both in one launch and with one each.
+    columns with both in one launch and with one each; AMD's with matrix instructions of 32 rows and
+    of 16.
     """
     usual = entry.shipped(arch)
     rows = _ROWS.get(entry.kernel, (32, 64, 128))
@@ -53,7 +54,16 @@ def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConf
     loads = (False, True) if arch in TMA and entry.kernel == "forward" else (False,)
     if entry.calls == "bias":
         loads = (True,)
+    if arch.startswith("gfx"):
+        return [made for tile in fitting[:_MOST] for made in _of_amd(entry, tile)]
     return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
+
+
+def _of_amd(entry: TableEntry, tile: TileConfig) -> list[TileConfig]:
+    """Two waves share a SIMD, or its products and vector instructions would wait for each other."""
+    held = tile.BLOCK_N if entry.kernel in BY_KEYS else tile.BLOCK_M
+    rows = (0, 16) if held >= 32 * tile.num_warps else (16,)
+    return [replace(tile, waves_per_eu=2, matrix_instr_nonkdim=n) for n in rows]
 
 
 def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str) -> bool:
@@ -67,8 +77,10 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
     if entry.kernel == "backward_one_pass":
         accumulators += streamed * D
         most = 192  # this kernel also holds the most pointers
-    if arch == "sm_90" and 64 <= held < 16 * tile.num_warps:
-        return False  # wgmma takes 64 rows for four warps: the others would compute the same again
+    # wgmma takes 64 rows for four warps, v_mfma 16 or 32 for each: others would compute the same.
+    least = {"sm_90": 64, "gfx942": 32}.get(arch, held + 1)
+    if least <= held < 16 * tile.num_warps:
+        return False
     operands = held * D * (2 if backward else 1) + tile.num_stages * 2 * streamed * D
     return accumulators / threads <= most and operands * entry.element_size <= shared_bytes
 

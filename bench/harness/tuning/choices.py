@@ -106,6 +106,8 @@ def tile_candidate(kernel: str, calls: str, tile: TileConfig) -> Candidate:
     """Our kernels with this tile for one of them, in calls of a class."""
     implementation = ONE_PASS if kernel == "backward_one_pass" else OURS
     extra = [name for name in ("descriptors", "apart") if getattr(tile, name)]
+    extra += [f"{tile.waves_per_eu} waves"] * (tile.waves_per_eu > 0)
+    extra += [f"products of {tile.matrix_instr_nonkdim} rows"] * (tile.matrix_instr_nonkdim > 0)
     sizes = (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, tile.num_stages, *extra)
     return Candidate(
         f"({', '.join(map(str, sizes))})",
