@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .integers import value
+from .integers import at_most, value
 from .tile import FARTHEST
 
 
@@ -124,29 +124,35 @@ def _in_range(position, k_pos, row, mask, valid):
     """Whether a key is near, in time, before the row's end, and valid.
 
     Ranges are a limit or two of each row, so that an element takes a comparison with each: in
-    boundary blocks of causal masks that is most of what the mask costs.
+    boundary blocks of causal masks that is most of what the mask costs. What stays from block to
+    block, queries down or keys down, takes the row's end in.
     """
+    KEYS_DOWN: tl.constexpr = k_pos.shape[0] > 1
+    RANGED: tl.constexpr = mask.stride is None and mask.keep_first is None
     sought = k_pos
+    # The position counts here for its shape alone: no key stands so far ahead of it.
+    last = position + 2 * FARTHEST
+    if mask.causal is not None:
+        last = tl.maximum(position, row.prefix - 1)
+    if RANGED and mask.right is not None:
+        right = position + value(mask.right)
+        last = right if mask.causal is None else tl.minimum(last, right)
     if mask.k_positions_ptr is not None:
         sought = tl.where(k_pos < row.end, k_pos + row.shift, 4 * FARTHEST)
         k_pos = k_pos + row.shift
-        last = position + 2 * FARTHEST
+    elif KEYS_DOWN:
+        sought = tl.where(k_pos < row.end, k_pos, 4 * FARTHEST)
     else:
-        # The position counts here for its shape alone: no key stands so far behind it.
-        last = tl.minimum(row.end - 1, position + 2 * FARTHEST)
-    if mask.causal is not None:
-        last = tl.minimum(last, tl.maximum(position, row.prefix - 1))
+        last = tl.minimum(last, row.end - 1)
     if valid is not None and (mask.padding_ptr is not None or mask.k_documents_ptr is not None):
         # Past every limit: a step a key, and none an element.
         sought = tl.where(valid, sought, 4 * FARTHEST)
-    if mask.stride is None and mask.keep_first is None:
-        if mask.right is not None:
-            last = tl.minimum(last, position + value(mask.right))
-        keep = sought <= last
+    keep = at_most(sought, last)
+    if RANGED:
         if mask.left is not None:
-            keep = keep & (k_pos >= position - value(mask.left))
+            keep = at_most(position - value(mask.left), k_pos, keep)
     else:
-        keep = (sought <= last) & _near(k_pos - position, k_pos, mask)
+        keep = keep & _near(k_pos - position, k_pos, mask)
     return keep
 
 
