@@ -205,6 +205,7 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
         padding_ptr=padding,
         padding_stride=None if padding is None else runtime_int(padding.stride(0)),
         extents_ptr=extents,
+        extents_stride=None if extents is None else runtime_int(extents.stride(0)),
         q_documents_ptr=f.q_documents,
         k_documents_ptr=f.k_documents,
         documents_strides=_documents_strides(f),

@@ -1,20 +1,28 @@
-"""A boolean key padding mask in three numbers a row, so that kernels can skip by range."""
+"""A boolean key padding mask as kernels meet it: in three numbers a row, so that they can skip by
+range, and in bits, of which a block of keys takes a word or a few.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rules.mask import EXTENTS
 from .launches import Launch
 
 _BLOCK = 1024
+# Rows of words hold whole blocks of keys, none of which is larger.
+_LARGEST = 128
 
 
-@triton.jit(do_not_specialize=["T_k", "stride"])
-def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, BLOCK: tl.constexpr):
-    """extents[b] = first visible key, one past the last, number of hidden keys in between."""
+@triton.jit(do_not_specialize=["T_k", "stride", "words"])
+def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, words, BLOCK: tl.constexpr):
+    """extents[b] = first visible key, one past the last, number of hidden keys in between, and
+    `words` words, of 32 keys each, with a bit for each visible key.
+    """
     b = tl.program_id(0)
     row_ptr = padding_ptr + b.to(tl.int64) * stride
+    extents_ptr += b.to(tl.int64) * (EXTENTS + words)
     first = T_k
     end = 0
     count = 0
@@ -24,21 +32,29 @@ def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, BLOCK: tl.cons
         first = tl.minimum(first, tl.min(tl.where(keep, k_pos, T_k)))
         end = tl.maximum(end, tl.max(tl.where(keep, k_pos + 1, 0)))
         count += tl.sum(keep.to(tl.int32))
-    tl.store(extents_ptr + 3 * b, first)
-    tl.store(extents_ptr + 3 * b + 1, end)
-    tl.store(extents_ptr + 3 * b + 2, tl.maximum(end - first, 0) - count)
+        bits = keep.to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
+        word = start // 32 + tl.arange(0, BLOCK // 32)
+        tl.store(extents_ptr + EXTENTS + word, tl.sum(bits, 1), mask=word < words)
+    tl.store(extents_ptr, first)
+    tl.store(extents_ptr + 1, end)
+    tl.store(extents_ptr + 2, tl.maximum(end - first, 0) - count)
 
 
 def extents_launch(key_padding_mask: Tensor) -> tuple[Tensor, Launch]:
-    """Empty extents, int32 [B, 3], and what fills them: launch((), key_padding_mask, extents)."""
+    """Empty extents, int32 [B, 3 + words], and what fills them, called on ((), key_padding_mask,
+    extents).
+    """
     B, T_k = key_padding_mask.shape
-    extents = torch.empty(B, 3, dtype=torch.int32, device=key_padding_mask.device)
+    words = triton.cdiv(T_k, _LARGEST) * (_LARGEST // 32)
+    extents = torch.empty(
+        B, EXTENTS.value + words, dtype=torch.int32, device=key_padding_mask.device
+    )
     stride = key_padding_mask.stride(0)
-    return extents, Launch(padding_extents_kernel, B, {"num_warps": 4}, T_k, stride, _BLOCK)
+    return extents, Launch(padding_extents_kernel, B, {"num_warps": 4}, T_k, stride, words, _BLOCK)
 
 
 def launch_padding_extents(key_padding_mask: Tensor) -> Tensor:
-    """int32 [B, 3] from a mask bool [B, T_k] with contiguous rows."""
+    """int32 [B, 3 + words] from a mask bool [B, T_k] with contiguous rows."""
     extents, launch = extents_launch(key_padding_mask)
     launch((), key_padding_mask, extents)
     return extents

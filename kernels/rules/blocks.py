@@ -16,6 +16,7 @@ from .mask import (
     key_plan,
     masked_block,
     padded_keys,
+    padding_words,
     query_plan,
     valid_keys,
     visible,
@@ -226,7 +227,7 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
         holed = tl.where(tile.row.solid, 0, full)
         for i in range(0, holed):
             n_first = full_block(i, plan, mask) * BLOCK_N
-            valid = padded_keys(n_first + tl.arange(0, BLOCK_N), row, mask)
+            valid = padded_keys(padding_words(n_first, row, mask, BLOCK_N), BLOCK_N)
             here = meeting_keys(tile, n_first, mask)
             state = BODY(state, n_first, valid, valid[None, :], here, operands, score, const)
     for i in range(holed, full):
@@ -237,9 +238,16 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
         n_first = masked_block(i, plan, mask) * BLOCK_N
         here = meeting_keys(tile, n_first, mask)
         k_pos = n_first + tl.arange(0, BLOCK_N)
-        valid = valid_keys(k_pos, tile.row, mask)
+        words = None
+        if HOLES:
+            words = padding_words(n_first, row, mask, BLOCK_N)
+        valid = valid_keys(k_pos, tile.row, mask, words)
+        shown = valid
+        if HOLES:
+            # Of a pair, the limits of its row say whether the key is past the end.
+            shown = padded_keys(words, BLOCK_N)
         rows = tile.rows[:, None]
-        keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, valid[None, :])
+        keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, shown[None, :])
         state = BODY(state, n_first, valid, keep, here, operands, score, const)
     return state
 

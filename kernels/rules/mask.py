@@ -37,9 +37,9 @@ class Mask(NamedTuple):
 
     left, right, keep_first, stride, query_offset: integers. causal: 0 where `right` does not say
     it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
-    are the batch rows. extents_ptr: see `key_extents`. tables: see `block_sparsity`. mod: the
-    user's function, tensors: its further arguments. positions_strides: to the next batch row, of
-    queries and of keys. first_head: see `head_of_whole`.
+    are the batch rows. extents_ptr, extents_stride: see `key_extents`. tables: see
+    `block_sparsity`. mod: the user's function, tensors: its further arguments. positions_strides:
+    to the next batch row, of queries and of keys. first_head: see `head_of_whole`.
     """
 
     query_offset: Any = None
@@ -54,6 +54,7 @@ class Mask(NamedTuple):
     padding_ptr: Any = None
     padding_stride: Any = None
     extents_ptr: Any = None
+    extents_stride: Any = None
     q_documents_ptr: Any = None
     k_documents_ptr: Any = None
     documents_strides: Any = None
@@ -73,18 +74,46 @@ class Mask(NamedTuple):
     first_head: Any = None
 
 
-@triton.jit
-def padded_keys(k_pos, row, mask):
-    """True where the padding mask shows a key between the row's first and last."""
-    row_ptr = mask.padding_ptr + tl.cast(row.b, tl.int64) * value(mask.padding_stride)
-    return tl.load(row_ptr + k_pos) != 0
+# Numbers of a row of extents before its words.
+EXTENTS = tl.constexpr(3)
 
 
 @triton.jit
-def valid_keys(k_pos, row, mask):
-    """True where a key of the row exists: some query may see it. Others are never loaded."""
+def padding_words(n_first, row, mask, BLOCK_N: tl.constexpr):
+    """The padding of the block of keys from n_first on: words with a bit a key, 32 keys each."""
+    row_ptr = mask.extents_ptr + tl.cast(row.b, tl.int64) * value(mask.extents_stride)
+    row_ptr += EXTENTS + n_first // 32
+    words = (tl.load(row_ptr),)
+    for i in tl.static_range(1, BLOCK_N // 32):
+        words += (tl.load(row_ptr + i),)  # type: ignore[assignment]
+    if BLOCK_N < 32:
+        words = (words[0] >> (n_first & 31),)
+    return words
+
+
+@triton.jit
+def padded_keys(words, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] True where `padding_words` show a key."""
+    cols = tl.arange(0, BLOCK_N)
+    word = words[0]
+    for i in tl.static_range(1, BLOCK_N // 32):
+        word = tl.where(cols < 32 * i, word, words[i])
+    # Of a product of 16-bit numbers, threads differ in these columns alone: the first step is one
+    # for all that a thread has of a word, and the second is known to the compiler.
+    word = word >> (cols & 6)
+    return ((word >> (cols & 25)) & 1) != 0
+
+
+@triton.jit
+def valid_keys(k_pos, row, mask, words=None):
+    """True where a key of the row exists: some query may see it. Others are never loaded.
+
+    words: those of a block of keys, in place of the padding mask.
+    """
     valid = (k_pos >= row.start) & (k_pos < row.end)
-    if mask.padding_ptr is not None:
+    if words is not None:
+        valid = valid & padded_keys(words, k_pos.shape[0])
+    elif mask.padding_ptr is not None:
         row_ptr = mask.padding_ptr + tl.cast(row.b, tl.int64) * value(mask.padding_stride)
         valid = valid & (tl.load(row_ptr + k_pos, mask=valid, other=0) != 0)
     if mask.k_documents_ptr is not None:
@@ -124,8 +153,8 @@ def _in_range(position, k_pos, row, mask, valid):
     """Whether a key is near, in time, before the row's end, and valid.
 
     Ranges are a limit or two of each row, so that an element takes a comparison with each: in
-    boundary blocks of causal masks that is most of what the mask costs. What stays from block to
-    block, queries down or keys down, takes the row's end in.
+    boundary blocks of causal masks that is most of what the mask costs. What lies down, queries or
+    keys, stays from block to block: it takes in what it can.
     """
     KEYS_DOWN: tl.constexpr = k_pos.shape[0] > 1
     RANGED: tl.constexpr = mask.stride is None and mask.keep_first is None
@@ -137,19 +166,24 @@ def _in_range(position, k_pos, row, mask, valid):
     if RANGED and mask.right is not None:
         right = position + value(mask.right)
         last = right if mask.causal is None else tl.minimum(last, right)
+    if mask.padding_ptr is None and mask.k_documents_ptr is None:
+        valid = None
     if mask.k_positions_ptr is not None:
         sought = tl.where(k_pos < row.end, k_pos + row.shift, 4 * FARTHEST)
         k_pos = k_pos + row.shift
     elif KEYS_DOWN:
-        sought = tl.where(k_pos < row.end, k_pos, 4 * FARTHEST)
+        exists = k_pos < row.end
+        if valid is not None:
+            exists = exists & valid
+            valid = None
+        sought = tl.where(exists, k_pos, 4 * FARTHEST)
     else:
         last = tl.minimum(last, row.end - 1)
-    if valid is not None and (mask.padding_ptr is not None or mask.k_documents_ptr is not None):
-        # Past every limit: a step a key, and none an element.
-        sought = tl.where(valid, sought, 4 * FARTHEST)
-    keep = at_most(sought, last)
+    keep = at_most(sought, last, valid)
     if RANGED:
-        if mask.left is not None:
+        if mask.left is not None and KEYS_DOWN:
+            keep = at_most(position, k_pos + value(mask.left), keep)
+        elif mask.left is not None:
             keep = at_most(position - value(mask.left), k_pos, keep)
     else:
         keep = keep & _near(k_pos - position, k_pos, mask)

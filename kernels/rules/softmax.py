@@ -11,6 +11,8 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+# The largest negative number of fp32.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -30,7 +32,7 @@ def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr =
     m_finite = m_next
     if MASKED:
         # A row that has seen nothing yet: -inf minus -inf would be NaN.
-        m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
+        m_finite = tl.maximum(m_next, LOWEST)
     p = tl.exp2(s * scale_log2 - m_finite[:, None])
     rescale = tl.exp2(m - m_finite)
     if len(l.shape) == 1:

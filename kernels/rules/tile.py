@@ -274,9 +274,10 @@ def batch_row(b, T_q, T_k, mask):
     if mask.lengths_ptr is not None:
         end = int32_within(tl.load(mask.lengths_ptr + b), 0, T_k)
     if mask.extents_ptr is not None:
-        start = tl.load(mask.extents_ptr + 3 * b)
-        end = tl.minimum(end, tl.load(mask.extents_ptr + 3 * b + 1))
-        solid = tl.load(mask.extents_ptr + 3 * b + 2) == 0
+        extents_ptr = mask.extents_ptr + tl.cast(b, tl.int64) * value(mask.extents_stride)
+        start = tl.load(extents_ptr)
+        end = tl.minimum(end, tl.load(extents_ptr + 1))
+        solid = tl.load(extents_ptr + 2) == 0
     prefix = 0
     if mask.prefix_ptr is not None:
         last = T_k

@@ -151,6 +151,21 @@ def test_padded_keys_reach_nothing(by: str, poison: float, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("lengths", [None, (300, 170)])
+def test_holes_in_many_blocks(lengths: tuple[int, ...] | None, device: str) -> None:
+    """Every block of keys has bits of its own; poison shows one that takes another's."""
+    B, T_k = 2, 300
+    clean = make_qkv(B, 2, 1, 20, T_k, 16, device=device)
+    mask = torch.rand(B, T_k, generator=torch.Generator().manual_seed(5)).to(device) < 0.7
+    arguments = {"key_padding_mask": mask}
+    hidden = ~mask
+    if lengths is not None:
+        arguments["key_lengths"] = torch.tensor(lengths, device=device)
+        hidden |= torch.arange(T_k, device=device) >= arguments["key_lengths"][:, None]
+    k, v = (x.detach().masked_fill(hidden[:, None, :, None], math.nan) for x in clean[1:])
+    assert_matches_reference(triton_attention, clean[0], k, v, clean=clean, **arguments)
+
+
 def test_window_of_one_returns_the_values(device: str) -> None:
     q, k, v = make_qkv(2, 4, 2, 45, D=16, device=device)
     o = triton_attention(q, k, v, window=1)

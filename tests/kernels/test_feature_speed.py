@@ -109,15 +109,22 @@ def test_full_blocks(case: tuple[str, str, int], compiled: dict[tuple, Future]) 
 
 
 @pytest.mark.parametrize(
-    ("D", "most"), compiled_cases([(128, (0.135, 0.2))], [(64, (0.11, 0.105))])
+    ("D", "most"), compiled_cases([(128, (0.132, 0.195))], [(64, (0.092, 0.101))])
 )
 def test_holes_of_a_padding_mask(
     D: int, most: tuple[float, ...], compile_pool: CompilePool
 ) -> None:
-    """Blocks in which the padding alone hides keys: a choice a score, not a range and a choice."""
+    """Blocks in which the padding alone hides keys: a bit a key and a choice a score.
+
+    Those and boundary blocks load nothing in place but two words of bits.
+    """
     found = compile_pool.facts(f"{__file__}:launch", "sm_90", feature="key_padding_mask", D=D)
     facts = [fact for fact in found if fact.name in KINDS][:2]
     for fact, bound in zip(facts, most, strict=True):
-        _, holed, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+        full, holed, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert clocks(fact, holed, "key_padding_mask", D) <= bound, fact.name
-        assert boundary.count("LDL", "STL") == holed.count("LDL", "STL") == 0
+        assert holed.total <= 1.28 * full.total, fact.name
+        assert boundary.total <= 1.53 * full.total, fact.name
+        for loop in (holed, boundary):
+            assert loop.count("LDG") == 2
+            assert loop.count("LDL", "STL") == 0
