@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..rules.mask import full_block, masked_block
+from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
-from .band import block_number, where_visible
+from .band import block_number
 from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
 from .partitions import run_partitions
 from .pipeline import (
@@ -201,11 +201,11 @@ def _step(
     rows = rows[None, :]
     keys = mine.keys[:, None]
     s, factor, before, capped = modified(s, rows, keys, h, batch, score)
-    p = weights(s, lse, factor)
     if MASKED:
         mask = shared.work.mask
-        ROOM: gl.constexpr = exchange is None or mask.left is None
-        p = where_visible(p, 0.0, row, rows, keys, h, at_queries(batch, row, mask), mask, ROOM)
+        seen = visible(rows, keys, h, at_queries(batch, row, mask), mask)
+        s = gl.where(seen, s, float("-inf"))
+    p = weights(s, lse, factor)
     if DV:
         dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
     if DK:

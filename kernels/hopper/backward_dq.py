@@ -15,11 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..rules.integers import value
-from ..rules.mask import full_block, masked_block
+from ..rules.mask import full_block, masked_block, visible
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
-from .band import block_number, where_visible
+from .band import block_number
 from .one_pass import held
 from .partitions import run_partitions
 from .pipeline import (
@@ -122,10 +122,12 @@ def _step(
     rows = mine.rows[:, None]
     keys = (key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
-    p = weights(s, mine.lse[:, None], factor)
     if MASKED:
-        mask = shared.work.mask
-        p = where_visible(p, 0.0, key, rows, keys, h, at_keys(row, key, mask), mask)
+        # Before the exponentials: ptxas would compare while the products are under way for what
+        # comes after them, and has to keep the answers as bits.
+        seen = visible(rows, keys, h, at_keys(row, key, shared.work.mask), shared.work.mask)
+        s = gl.where(seen, s, float("-inf"))
+    p = weights(s, mine.lse[:, None], factor)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -183,6 +185,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     of_head = number_of_head * shared.work.T_q + tile.first_q + rows
     exists = rows < tile.length
     lse = gl.load(shared.lse_ptr + of_head, mask=exists, other=float("inf"))
+    # The weights of a row that sees nothing are 0, and not -inf minus -inf.
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
     wait_slot(shared.q, i, CONSUMER)
     wait_slot(shared.do, i, CONSUMER)
     delta = _load_delta(shared, tile, first, rows, of_head, do, config)

@@ -7,7 +7,7 @@ loop over the full blocks that follows holds no mask at all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..rules.mask import full_block, key_plan, masked_block, query_plan, visible
+from ..rules.mask import full_block, key_plan, masked_block, query_plan
 
 
 @gluon.jit
@@ -47,19 +47,3 @@ def block_number(i, tile, mask):
             full_block(i - boundary, tile.plan, mask),
         )
     return block
-
-
-@gluon.jit
-def where_visible(x, hidden, first, rows, keys, h, row, mask, ROOM: gl.constexpr = True):
-    """x of the block from key or query number `first` on, and `hidden` where a pair is not seen.
-
-    ROOM: registers are left. Then it is done in a branch, which is always taken: without one ptxas
-    compares while products are still under way, and packs all the answers into bits and out of them
-    again.
-    """
-    if ROOM and mask.cu_k_ptr is None and mask.q_positions_ptr is None:
-        if first >= 0:
-            x = gl.where(visible(rows, keys, h, row, mask), x, hidden)
-    else:
-        x = gl.where(visible(rows, keys, h, row, mask), x, hidden)
-    return x

@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..forward import prepare_forward
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
 from ..launch.launches import Launch, cached, launch_for, signature
+from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from ..rules.tile import at_keys
-from .band import block_number, where_visible
+from .band import block_number
 from .fp8 import head_scales, is_fp8, weight_shift
 from .host import describe, end_early, mask_of, query_grid, strides_to_send, to_send, walkable
 from .partitions import run_partitions
@@ -147,7 +148,8 @@ def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     h, row = mine.tile.h, mine.tile.row
     s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        s = where_visible(s, float("-inf"), key, rows, cols, h, at_keys(row, key, mask), mask)
+        seen = visible(rows, cols, h, at_keys(row, key, mask), mask)
+        s = gl.where(seen, s, float("-inf"))
     return s, factor
 
 
