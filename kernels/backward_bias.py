@@ -28,7 +28,8 @@ from .launch.arguments import (
 )
 from .launch.launches import Launch
 from .rules.blocks import key_head, load_queries, meeting_keys, query_tile_at
-from .rules.mask import any_key, key_blocks, valid_keys, visible
+from .rules.mask import any_key, valid_keys, visible
+from .rules.plans import key_blocks
 from .rules.relative import relative_query, vectors_of_tile
 from .rules.score import load_bias
 from .rules.score_gradient import Rows, load_lse, tile_gradient

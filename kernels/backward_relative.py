@@ -362,7 +362,9 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
     if options.cu_seqlens_q is not None:
         # The last query stands at the last key of any sequence, and none is longer than all.
         return max(start, 1 - T_q), min(end, T_k)
-    if start > -UNBOUNDED and end < UNBOUNDED and not _in_order(options):
+    in_order = options.query_offsets is None and options.q_positions is None
+    if start > -UNBOUNDED and end < UNBOUNDED and not in_order:
+        # For narrower ones the host would wait for the device.
         return start, end
     if options.q_positions is not None and options.k_positions is not None:
         q_first, q_last = (int(x) for x in torch.aminmax(options.q_positions))
@@ -375,11 +377,6 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
         offsets = options.query_offsets.clamp(-FARTHEST.value, FARTHEST.value)
         least, most = (int(x) for x in torch.aminmax(offsets))
     return max(start, least - (T_k - 1)), min(end, most + T_q)
-
-
-def _in_order(options: Options) -> bool:
-    """Whether the host knows where queries and keys stand."""
-    return options.query_offsets is None and options.q_positions is None
 
 
 def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor | None, ...]:

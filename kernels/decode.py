@@ -376,7 +376,8 @@ def _plan(
     columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        _rows(q), _rows(out), out_lse, *map(stored, cache[:2], cache[2:4], (True, True)),
+        *(_Rows(x, *map(runtime_int, x.stride()[:3])) for x in (q, out)), out_lse,
+        *map(stored, cache[:2], cache[2:4], (True, True)),
         pages_of(cache), lengths, mask, kernel_score(options),
         Plan(*map(runtime_int, split.plan or (0, 1, 0))),
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
@@ -394,8 +395,3 @@ def _mask(options: Options) -> Mask:
     if padding is None:
         return mask
     return mask._replace(padding_ptr=padding, padding_stride=runtime_int(padding.stride(0)))
-
-
-def _rows(x: Tensor) -> _Rows:
-    stride_b, stride_h, stride_t, _ = map(runtime_int, x.stride())
-    return _Rows(x, stride_b, stride_h, stride_t)

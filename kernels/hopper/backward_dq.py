@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..rules.integers import value
-from ..rules.mask import full_block, masked_block, visible
+from ..rules.mask import visible
+from ..rules.plans import full_block, masked_block
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_keys

@@ -1,13 +1,13 @@
-"""Mask of the Hopper kernels: which blocks a tile meets, and which scores of a block are hidden.
+"""Which blocks a tile of the Hopper kernels meets: `kernels.rules.plans`, in their order.
 
-The rule itself is in `kernels.rules.mask`. Boundary blocks come first: those are masked, and the
-loop over the full blocks that follows holds no mask at all.
+Boundary blocks come first: those are masked, and the loop over the full blocks that follows holds
+no mask at all.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..rules.mask import full_block, key_plan, masked_block, query_plan
+from ..rules.plans import full_block, key_plan, masked_block, query_plan
 
 
 @gluon.jit

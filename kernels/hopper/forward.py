@@ -174,19 +174,9 @@ def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.const
 
 @gluon.jit
 def _step(
-    acc,
-    p,
-    m,
-    l,
-    n,
-    more,
-    key,
-    mine,
-    shared,
-    MASKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    config: gl.constexpr,
-):
+    acc, p, m, l, n, more, key, mine, shared,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr,
+):  # fmt: skip
     """Scores of the n-th block and values of the one before, whose weights are p, at once.
 
     key: the first of the block. more: whether the tile has another after it.
@@ -275,28 +265,9 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    o_ptr,
-    lse_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    o_strides,
-    mask,
-    order_ptr,
-    score,
-    scales,
-    T_q,
-    T_k,
-    H,
-    G,
-    heads,
-    tiles,
-    group,
-    pairs,
-    pair_group,
-    config: gl.constexpr,
-):
+    o_ptr, lse_ptr, q_desc, k_desc, v_desc, o_desc, o_strides, mask, order_ptr, score, scales,
+    T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
+):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
     o_desc, o_strides: see `Output`.

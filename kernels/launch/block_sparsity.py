@@ -16,15 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rules.integers import runtime_int
-from ..rules.mask import (
-    Mask,
-    any_key,
-    key_blocks,
-    query_blocks,
-    seen_by_position,
-    valid_keys,
-    visible,
-)
+from ..rules.mask import Mask, any_key, seen_by_position, valid_keys, visible
+from ..rules.plans import key_blocks, query_blocks
 from ..rules.tile import at_keys, at_queries, batch_row
 from .arguments import blocks, kernel_mask
 from .key_extents import extents_launch

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rules.integers import value
-from ..rules.mask import Mask, key_plan, query_plan
+from ..rules.mask import Mask
+from ..rules.plans import key_plan, query_plan
 from ..rules.tile import batch_row, sequence_of
 from .arguments import blocks
 from .block_sparsity import CallTables

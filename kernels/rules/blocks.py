@@ -11,16 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .mask import (
-    full_block,
-    key_plan,
-    masked_block,
-    padded_keys,
-    padding_words,
-    query_plan,
-    valid_keys,
-    visible,
-)
+from .mask import padded_keys, padding_words, valid_keys, visible
+from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
     Row,
     at_keys,

@@ -1,4 +1,4 @@
-"""Which keys a query sees: the rule, and the blocks that follow from it.
+"""Which keys a query sees.
 
 Query i of batch row b stands at position p = i + offset[b] among the keys. It sees key j iff
 
@@ -12,10 +12,7 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
     masks
 
 `visible` states the rule for elements of any shape: forward passes columns of queries against
-rows of keys, dK/dV the transpose. `key_plan` and `query_plan` state it for tiles, in both
-directions: which blocks are full (nothing in them is hidden) and which are boundary blocks. Where
-ranges cannot tell (a stride, documents, a mask tensor, a mask_mod, positions) a table of blocks
-does, which `block_sparsity` makes with the same `visible`.
+rows of keys, dK/dV the transpose. What follows for blocks is in `plans`.
 
 Where queries and keys have positions of their own, p and j above are those, but for what tensors
 hold of each key: lengths, padding, documents and attn_mask go by its place in memory. Positions
@@ -231,89 +228,6 @@ def any_key(valid):
 
 
 @triton.jit
-def _blocks(first, last, full_first, full_last, BLOCK: tl.constexpr):
-    """Positions to block numbers: visible [lo, hi), and inside it full [full_lo, full_hi)."""
-    first = tl.maximum(first, 0)
-    lo = first // BLOCK
-    hi = tl.where(last > first, tl.cdiv(last, BLOCK), lo)
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(full_first, 0), BLOCK), lo), hi)
-    full_hi = tl.minimum(tl.maximum(tl.maximum(full_last, 0) // BLOCK, full_lo), hi)
-    return lo, full_lo, full_hi, hi
-
-
-@triton.jit
-def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
-    """Key blocks of queries m_first..m_last: (lo, full_lo, full_hi, hi, kept).
-
-    Blocks lo..hi-1, and 0..kept-1 before them, hold every key that one of these queries sees. In
-    full_lo..full_hi-1 every query sees every key, so nothing is masked there; the others are
-    boundary blocks. Documents, mask tensors and functions are left to `block_sparsity`; so is all
-    that goes by positions where they are not in order.
-    """
-    ORDERED: tl.constexpr = mask.q_positions_ptr is None
-    end = row.end
-    q_first = m_first + row.offset
-    q_last = m_last + row.offset
-    if mask.cu_q_ptr is not None:
-        # A tile past the end of its packed sequence.
-        end = tl.where(m_first <= m_last, end, row.start)
-    first = row.start
-    last = end
-    full_first = row.start
-    full_last = tl.where(row.solid, end, 0)
-    if mask.stride is None and ORDERED:
-        if mask.left is not None:
-            first = tl.maximum(first, q_first - value(mask.left))
-            full_first = tl.maximum(full_first, q_last - value(mask.left))
-        if mask.right is not None:
-            last = tl.minimum(last, q_last + value(mask.right) + 1)
-            full_last = tl.minimum(full_last, q_first + value(mask.right) + 1)
-    known_end = end
-    if mask.causal is not None and ORDERED:
-        last = tl.minimum(last, tl.maximum(q_last + 1, row.prefix))
-        full_last = tl.minimum(full_last, tl.maximum(q_first + 1, row.prefix))
-        known_end = tl.minimum(end, tl.maximum(q_last + 1, row.prefix))
-    lo, full_lo, full_hi, hi = _blocks(first, last, full_first, full_last, BLOCK_N)
-    kept = 0
-    if mask.keep_first is not None and ORDERED:
-        known_end = tl.maximum(tl.minimum(known_end, value(mask.keep_first)), 0)
-        kept = tl.cdiv(known_end, BLOCK_N)
-        # Where the kept blocks run into the range they become a part of it.
-        hi = tl.where(hi > lo, tl.maximum(hi, kept), hi)
-        kept = tl.where(hi > lo, tl.minimum(kept, lo), kept)
-    return lo, full_lo, full_hi, hi, kept
-
-
-@triton.jit
-def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
-    """Query blocks of the keys k_first..k_last: the inverse of `key_blocks`, without its `kept`.
-
-    Rows, not positions, are counted: row i stands at i + offset. Keys that no row may see do not
-    matter here, since they touch their own row of dK and dV alone, which is written as 0.
-    """
-    ORDERED: tl.constexpr = mask.q_positions_ptr is None
-    first = 0
-    last = row.T_q
-    full_first = 0
-    full_last = row.T_q
-    if mask.stride is None and ORDERED:
-        if mask.right is not None:
-            first = tl.maximum(first, k_first - value(mask.right) - row.offset)
-            full_first = tl.maximum(full_first, k_last - value(mask.right) - row.offset)
-        if mask.left is not None:
-            last = tl.minimum(last, k_last + value(mask.left) - row.offset + 1)
-            full_last = tl.minimum(full_last, k_first + value(mask.left) - row.offset + 1)
-    if mask.keep_first is not None and ORDERED:
-        first = tl.where(k_first < value(mask.keep_first), 0, first)
-        last = tl.where(k_first < value(mask.keep_first), row.T_q, last)
-    if mask.causal is not None and ORDERED:
-        first = tl.where(k_first < row.prefix, first, tl.maximum(first, k_first - row.offset))
-        in_prefix = k_last < row.prefix
-        full_first = tl.where(in_prefix, full_first, tl.maximum(full_first, k_last - row.offset))
-    return _blocks(first, last, full_first, full_last, BLOCK_M)
-
-
-@triton.jit
 def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
     """Of queries and keys whose positions follow one another: (whether some pair may see each
     other, whether each does), as far as positions say.
@@ -335,73 +249,3 @@ def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
         some = some & (k_first <= tl.maximum(q_last, row.prefix - 1))
         each = each & (k_last <= tl.maximum(q_first, row.prefix - 1))
     return some, each
-
-
-@triton.jit
-def boundary_block(i, lo, full_lo, full_hi):
-    """Number of the i-th boundary block: those before the full blocks, then those after them."""
-    before = full_lo - lo
-    return tl.where(i < before, lo + i, full_hi + i - before)
-
-
-@triton.jit
-def _table_row(tile, b, h, mask):
-    """Counts of a tile and the list of its blocks: full ones from the front, the rest from the end.
-
-    table_strides: rows of the table to the next b and to the next h, and blocks in a row.
-    """
-    table_row = tl.cast(b, tl.int64) * value(mask.table_strides[0])
-    table_row += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
-    counts_ptr = mask.counts_ptr + 2 * table_row
-    blocks_ptr = mask.blocks_ptr + table_row * value(mask.table_strides[2])
-    return tl.load(counts_ptr), tl.load(counts_ptr + 1), blocks_ptr
-
-
-@triton.jit
-def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
-    """Which key blocks a query tile visits: (full blocks, boundary blocks, plan)."""
-    if mask.blocks_ptr is not None:
-        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
-    else:
-        lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
-        full = full_hi - full_lo
-        boundary = kept + (full_lo - lo) + (hi - full_hi)
-        plan = (lo, full_lo, full_hi, kept)
-    return full, boundary, plan
-
-
-@triton.jit
-def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
-    """Which query blocks of head h a key tile visits, as `key_plan`."""
-    if mask.blocks_ptr is not None:
-        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
-    else:
-        lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
-        full = full_hi - full_lo
-        boundary = (full_lo - lo) + (hi - full_hi)
-        plan = (lo, full_lo, full_hi, 0)
-    return full, boundary, plan
-
-
-@triton.jit
-def full_block(i, plan, mask):
-    """Number of the i-th full block of a plan."""
-    block = plan[1] + i
-    if mask.blocks_ptr is not None:
-        block = tl.load(block)
-    return block
-
-
-@triton.jit
-def masked_block(i, plan, mask):
-    """Number of the i-th boundary block of a plan."""
-    lo, full_lo, full_hi, kept = plan
-    if mask.blocks_ptr is not None:
-        block = tl.load(lo + value(mask.table_strides[2]) - 1 - i)
-    else:
-        block = boundary_block(i - kept, lo, full_lo, full_hi)
-        if mask.keep_first is not None:
-            block = tl.where(i < kept, i, block)
-    return block

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .integers import value
-from .mask import key_blocks
+from .plans import key_blocks
 from .tile import FARTHEST, Row, batch_row, int32_within
 
 

@@ -15,16 +15,13 @@ import fastattn
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.arguments import kernel_mask
 from fastattn.kernels.launch.key_extents import launch_padding_extents
-from fastattn.kernels.rules.mask import (
+from fastattn.kernels.rules.mask import padded_keys, padding_words, valid_keys, visible
+from fastattn.kernels.rules.plans import (
     boundary_block,
     full_block,
     key_plan,
     masked_block,
-    padded_keys,
-    padding_words,
     query_plan,
-    valid_keys,
-    visible,
 )
 from fastattn.kernels.rules.tile import batch_row
 from fastattn.options import Options
