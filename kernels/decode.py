@@ -26,8 +26,8 @@ from .launch.arguments import (
     blocks,
     dot_precision,
     empty_in_layout,
-    kernel_mask,
     kernel_score,
+    mask_by_blocks,
     shown_by_ranges,
 )
 from .launch.decode_splits import (
@@ -49,10 +49,9 @@ from .rules.codes import (
     scores_of_codes,
 )
 from .rules.integers import runtime_int, value
-from .rules.mask import Mask, valid_keys, visible
+from .rules.mask import valid_keys, visible
 from .rules.pages import (
     CacheTensors,
-    as_bytes,
     load_scales,
     load_slots,
     locate,
@@ -267,7 +266,7 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    found = _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
     return found(q, cache, starts, new_lengths, options)
 
 
@@ -282,7 +281,7 @@ def prepare_decode(
     """
     if options.launched_anew:
         return None
-    return _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
 
 
 class PreparedDecode(NamedTuple):
@@ -306,7 +305,7 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        cache = as_bytes(cache)
+        cache = _as_bytes(cache)
         if self.combine is None or self.parts is None:
             self.launch((q, o, lse, starts, new_lengths, *cache, *options))
             return o, lse
@@ -359,7 +358,7 @@ def _plan(
     B, H_q, T_q, D = q.shape
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
     rows = T_q * H_q // H_k
-    mask = _mask(options)
+    mask = mask_by_blocks(options)
     # Of a dense cache each page is a row.
     rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
     lengths = Lengths(
@@ -371,13 +370,15 @@ def _plan(
         runtime_int(split.capacity),
     )
     tiles_of_rows = blocks(rows, tile.BLOCK_M)
+    # Keys of a call without a cache lie in either order, and one kernel serves both.
+    in_order = cache.lengths is not None
     # Products with codes take half of the columns each.
     fewest = 16 if cache.k_scale is None else 32
     columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         *(_Rows(x, *map(runtime_int, x.stride()[:3])) for x in (q, out)), out_lse,
-        *map(stored, cache[:2], cache[2:4], (True, True)),
+        *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
         pages_of(cache), lengths, mask, kernel_score(options),
         Plan(*map(runtime_int, split.plan or (0, 1, 0))),
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
@@ -388,10 +389,8 @@ def _plan(
     )  # fmt: skip
 
 
-def _mask(options: Options) -> Mask:
-    """The mask without extents of the key padding: holes are met block by block."""
-    padding = options.key_padding_mask
-    mask = kernel_mask(options._replace(key_padding_mask=None))
-    if padding is None:
-        return mask
-    return mask._replace(padding_ptr=padding, padding_stride=runtime_int(padding.stride(0)))
+def _as_bytes(cache: CacheTensors) -> CacheTensors:
+    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
+    if cache.k.dtype != torch.float8_e4m3fn:
+        return cache
+    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))

@@ -223,6 +223,15 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
     )
 
 
+def mask_by_blocks(options: Options) -> Mask:
+    """`kernel_mask` without extents of the key padding: holes are met block by block."""
+    padding = options.key_padding_mask
+    mask = kernel_mask(options._replace(key_padding_mask=None))
+    if padding is None:
+        return mask
+    return mask._replace(padding_ptr=padding, padding_stride=runtime_int(padding.stride(0)))
+
+
 def _first_head(f: Options) -> int | None:
     return None if f.all_heads is None else runtime_int(f.first_head)
 

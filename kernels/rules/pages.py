@@ -64,25 +64,18 @@ class Store(NamedTuple):
     strides: tuple[int | None, ...]
 
 
-def stored(buffer: Tensor, scale: Tensor | None, read: bool = False) -> Store:
+def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Store:
     """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes.
 
-    read: for `load_slots`, which needs no stride of rows that follow one another.
+    in_order: for `load_slots`, which is compiled apart for rows that follow one another.
     """
     # Some GPUs know no fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
     strides = tuple(map(runtime_int, buffer.stride()[:3]))
     # Products of fp32 leave no registers for what the compiler makes of that.
-    if read and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
+    if in_order and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
         strides = (*strides[:2], None)
     return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
-
-
-def as_bytes(cache: CacheTensors) -> CacheTensors:
-    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
-    if cache.k.dtype != torch.float8_e4m3fn:
-        return cache
-    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))
 
 
 def row_bytes(cache: CacheTensors) -> int:

@@ -300,7 +300,7 @@ def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
     assert one_pass.serves(backward) is None
     assert one_pass.serves(case) == "its forward is that of fastattn-hopper"
     wide = replace(backward, D=256)
-    assert one_pass.serves(wide) == "its backward of head dim 256 is that of fastattn-triton"
+    assert one_pass.serves(wide) == "dK and dV of head dim 256 take a kernel each"
     assert hopper.serves(wide) is None
 
 

@@ -209,12 +209,12 @@ CASES = compiled_cases(
 # by Triton 3.7, and by releases that take more. 3.9 runs another ptxas, which adds to each half of
 # a matrix descriptor apart, and puts fences before products whose operands have not changed.
 BUDGET = {
-    ("attention_forward_kernel", 64): 277,
+    ("attention_forward_kernel", 64): 278,
     ("attention_forward_kernel", 128): 341,
     ("attention_backward_dq_kernel", 64): 248,
     ("attention_backward_dq_kernel", 128): 290,
     ("attention_backward_dkv_kernel", 64): 324,
-    ("attention_backward_dkv_kernel", 128): 258,
+    ("attention_backward_dkv_kernel", 128): 260,
 }
 BUDGETS = {
     "3.6": {

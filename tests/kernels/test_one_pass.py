@@ -328,9 +328,9 @@ def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert explain(device, backend="hopper").one_pass
     found = explain(device, 128, backend="hopper", softcap=3.0)
     assert "softcap and head dim 128" in why_not(found)
-    # It has no backward of 256 columns: the permission is one for the portable kernels.
-    found = explain(device, 256, backend="hopper", softcap=3.0)
-    assert (found.backend, found.one_pass) == ("hopper", True)
+    found = explain(device, 256, backend="hopper")
+    assert (found.backend, found.one_pass) == ("hopper", False)
+    assert why_not(found) == "dK and dV of head dim 256 take a kernel each"
 
 
 @pytest.mark.gpu

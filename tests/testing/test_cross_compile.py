@@ -175,12 +175,11 @@ def test_a_matmul_compiles_for_every_target(
     assert facts.fits_shared_memory and facts.shared_bytes > 0
     assert 0 < facts.registers <= 255
     assert not facts.spills and not facts.warnings
-    if target.startswith("sm_"):
-        (loop,) = facts.loops
-        assert loop.count("HMMA", "HGMMA", "UTCHMMA") > 0
-        assert loop.count("HMMA", "HGMMA", "UTCHMMA") < loop.total
-    else:
-        assert facts.loops == ()
+    (loop,) = facts.loops
+    products = loop.count("HMMA", "HGMMA", "UTCHMMA")
+    if not target.startswith("sm_"):
+        products = sum(n for opcode, n in loop.opcodes.items() if opcode.startswith("v_mfma"))
+    assert 0 < products < loop.total
 
 
 def test_every_target_is_tested() -> None:
@@ -232,7 +231,7 @@ def test_a_second_run_of_a_job_reports_the_same(compile_pool: CompilePool) -> No
 def test_facts_do_not_depend_on_the_disk_cache(compile_pool: CompilePool, target: str) -> None:
     job = f"{HERE}:launch_matmul_afresh"
     compiled = compile_pool.facts(job, target, always_compile=True)
-    (code,) = (fact.cubin for fact in compiled)
+    (code,) = (fact.code for fact in compiled)
     for report in Path(code).parent.glob("*.ptxas-*") if code else ():
         report.unlink()
     cached = compile_pool.facts(job, target, always_compile=False)
