@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.bench.tuning import static_sweep
+from fastattn.bench.tuning import static_check, static_sweep
 from fastattn.bench.tuning.ahead import Compilation
 from fastattn.bench.tuning.candidates import candidates
 from fastattn.bench.tuning.choices import Candidate, Choice
@@ -101,6 +101,21 @@ def test_few_bytes_may_spill_outside_loops() -> None:
     assert survivor(ENTRY, TILE, [fact(spilled=64, loops=LOOPS)]) is not None
     assert survivor(ENTRY, TILE, [fact(spilled=68, loops=LOOPS)]) is None
     assert survivor(ENTRY, TILE, [fact(spilled=4, loops=inside)]) is None
+
+
+def test_a_row_is_told_where_it_spills_and_what_it_waits_for() -> None:
+    loops = (Loop(0, {"FFMA": 2045, "LDG.E": 2, "LDL": 1}), LOOPS[0])
+    found = fact(spilled=4, fits=False, shared=300 * 1024, loops=loops)
+    told = static_check.line(ENTRY, "sm_90", found).split(", ")
+    assert told[:4] == ["100 registers", "300 KB", "does not fit", "spills 4 bytes"]
+    assert told[4:] == [
+        "no matrix instructions",
+        "1 spilled in loops",
+        "2048 instructions",
+        "2 loads",
+        f"{2 * 2048 / (128 * 64):.3f} clocks",
+        "0.000 of products",
+    ]
 
 
 def test_a_tile_is_timed_unless_its_loops_spill() -> None:
