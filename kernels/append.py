@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import block_dim, blocks, empty_in_layout
+from .rules.codes import row_scale, to_e4m3, to_int8
 from .rules.integers import runtime_int, value
 from .rules.pages import (
     CacheTensors,
@@ -29,7 +30,6 @@ from .rules.pages import (
     slot_rows,
     stored,
 )
-from .rules.quantize import row_scale, to_e4m3, to_int8
 from .rules.tile import int32_within
 
 # Elements of a program's tile: four warps with 16 numbers a thread.

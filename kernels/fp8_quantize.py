@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .fp8_values import packed_like, store_packed
 from .launch.arguments import aligned, block_dim, blocks, empty_in_layout, strides
-from .rules.quantize import key_at, row_scale, to_e4m3
+from .rules.codes import key_at, row_scale, to_e4m3
 from .rules.tile import head, load_at, store_tile
 
 # Maxima that are compared at once.

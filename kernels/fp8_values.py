@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import aligned, blocks, strides
-from .rules.quantize import key_at
+from .rules.codes import key_at
 from .rules.tile import head
 
 _KEYS = tl.constexpr(128)

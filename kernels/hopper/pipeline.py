@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..rules.quantize import key_at
+from ..rules.codes import key_at
 from ..rules.tile import head
 from .gluon_names import async_load, async_store
 
