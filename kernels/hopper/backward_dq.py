@@ -66,10 +66,8 @@ class BackwardDq(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a consumer: q and dO in shared memory, row numbers, lse, delta, tile."""
+    """The 64 queries of a consumer: row numbers, lse, delta, tile."""
 
-    q: Any
-    do: Any
     rows: Any
     lse: Any
     delta: Any
@@ -108,9 +106,10 @@ def _step(
     """dq += dS K of the n-th block, from key number `key` on. more: whether another follows."""
     BLOCK_N: gl.constexpr = config.BLOCK
     LAYOUT: gl.constexpr = accumulator_layout(BLOCK_N)
-    dtype: gl.constexpr = mine.q.dtype
+    dtype: gl.constexpr = shared.q.tiles.dtype
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
     k = tile_of(shared.k, n)
+    # Of narrower heads the accumulators leave registers for the addresses of all products.
     m = n if config.D == 256 else 0
     q = held(shared.q, CONSUMER, m)
     do = held(shared.do, CONSUMER, m)
@@ -177,7 +176,6 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     D: gl.constexpr = config.D
     mask = shared.work.mask
     q_tile = shared.q.tiles.index(CONSUMER)
-    q = q_tile.reshape([ROWS, D])
     do = shared.do.tiles.index(CONSUMER).reshape([ROWS, D])
     first = tile.first + CONSUMER * ROWS
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK))
@@ -197,7 +195,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     gl.store(shared.stats.minus_delta_ptr + slots, -delta)
     gl.store(shared.stats.minus_lse_ptr + slots, -lse / shared.score.scale)
 
-    mine = Queries(q, do, rows, lse, delta, tile)
+    mine = Queries(rows, lse, delta, tile)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     wait_full(shared.k, n)
     for j in range(tile.boundary):
