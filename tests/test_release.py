@@ -1,6 +1,7 @@
 """What a release consists of: versions, distributions, and workflows that call make."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -133,14 +134,23 @@ def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
             assert words[:2] == ["bash", ".ci/run"] or words[:2] == ["test", "-e"], command
 
 
-def test_the_matrix_has_the_rows_of_the_versions() -> None:
+@pytest.fixture(scope="module")
+def versions() -> dict[str, Any]:
+    """What tests/versions.py defines."""
+    return runpy.run_path(str(CHECKOUT / "tests" / "versions.py"))
+
+
+def test_the_matrix_has_the_rows_of_the_versions(versions: dict[str, Any]) -> None:
     workflow = yaml.safe_load((CHECKOUT / ".github/workflows/test.yml").read_text())
-    versions = (CHECKOUT / "tests" / "versions.py").read_text(encoding="utf-8")
-    rows = re.findall(
-        r'^    Versions\("([\d.]+)", "([\d.]+)", "([\d.]+)"\)', versions, re.MULTILINE
-    )
-    named = [f"python{python}-torch{torch}-triton{triton}" for python, torch, triton in rows]
-    assert workflow["jobs"]["versions"]["strategy"]["matrix"]["row"] == named
+    rows = [row.name for row in versions["ROWS"]]
+    assert workflow["jobs"]["versions"]["strategy"]["matrix"]["row"] == rows
+
+
+def test_the_checks_of_the_versions_are_there(versions: dict[str, Any]) -> None:
+    """pytest would run none of a list in which one file is missing."""
+    named = [name for names in versions["CHECKS"].values() for name in names if ".py" in name]
+    assert named == list(dict.fromkeys(named))
+    assert [name for name in named if not (CHECKOUT / "tests" / name).is_file()] == []
 
 
 def test_what_is_read_by_forms_is_well_formed() -> None:

@@ -23,6 +23,8 @@ CHECKS = {
         "functional/test_attention.py",
         "kernels/test_mask.py",
         "functional/test_decode.py",
+        "functional/test_decode_codes.py",
+        "functional/test_few_queries.py",
         "kernels/test_descriptors.py",
         "cache/test_append.py",
         # In all dtypes they take longer than the rest together.
@@ -35,12 +37,13 @@ CHECKS = {
         "kernels/test_decode_compile.py",
         "kernels/test_features_compile.py",
         "kernels/test_hopper_compile.py",
-        "test_hopper_fp8_compile.py",
+        "kernels/test_hopper_fp8_compile.py",
     ],
     "emulator": [
         "testing/test_gluon_emulator.py",
         "testing/test_gluon_emulator_additions.py",
         "kernels/test_hopper_one_pass.py",
+        "kernels/test_hopper_parts.py",
     ],
     "tools": [
         "bench/tuning/test_candidates.py",
