@@ -91,7 +91,7 @@ def facts_without_tools() -> tuple[str, int, int, tuple[Loop, ...]]:
     cross_compile._reports.clear()
     with (
         mock.patch.object(cross_compile, "_assemble", broken),
-        mock.patch.object(cross_compile, "_matrix_loops", broken),
+        mock.patch.object(cross_compile, "_loops", broken),
         compiling_for("sm_90") as launched,
     ):
         launch_matmul()

@@ -5,8 +5,8 @@ import pytest
 from fastattn.testing.compiling.amdgcn import local_bytes, read_amdgcn
 from fastattn.testing.compiling.sass import (
     Instruction,
-    matrix_loops,
     matrix_ops,
+    product_loops,
     read_ptxas,
     read_sass,
     wgmma_with_register_a,
@@ -69,8 +69,8 @@ SASS = """
 
 def test_innermost_matrix_loops_are_found_and_counted() -> None:
     helper, kernel = read_sass(SASS)
-    assert matrix_loops(helper) == ()
-    first, second = matrix_loops(kernel)
+    assert product_loops(helper) == ()
+    first, second = product_loops(kernel)
     assert first.address == 0x20
     assert first.opcodes == {"FFMA.FTZ": 1, "MUFU.EX2": 1, "HMMA.16816.F32": 1, "BRA": 1, "EXIT": 1}
     assert (first.total, first.count("FFMA"), first.count("MUFU.EX2", "BRA")) == (5, 1, 2)
@@ -81,7 +81,7 @@ def test_innermost_matrix_loops_are_found_and_counted() -> None:
 
 def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
     _, kernel = read_sass(SASS.replace("@!P0 BRA 0x20", "NOP").replace("BRA P1, 0x90", "NOP"))
-    (outer,) = matrix_loops(kernel)
+    (outer,) = product_loops(kernel)
     assert outer.address == 0x10
     assert outer.count("HMMA") == 2 and outer.count("HGMMA") == 1
     assert outer.count("MOV", "FADD") == 0 and outer.count("EXIT") == 1
@@ -95,7 +95,31 @@ def test_a_jump_back_is_no_loop_by_itself() -> None:
         /*0030*/                   HMMA.16816.F32 R0, R6, R8, R0 ;
         /*0040*/                   BRA 0x10 ;
     """)
-    assert matrix_loops(function) == ()
+    assert product_loops(function) == ()
+
+
+# A loop that stores what another one multiplied, and has one multiplication of its own.
+FFMA = """
+        /*0000*/                   LDS.128 R4, [R2] ;
+        /*0010*/                   FFMA R0, R4, R5, R0 ;
+        /*0020*/                   MUFU.EX2 R5, R5 ;
+        /*0030*/              @!P0 BRA 0x0 ;
+        /*0040*/                   FFMA R8, R8, R9, R10 ;
+        /*0050*/                   STG.E [R2], R8 ;
+        /*0060*/                   IADD3 R2, R2, 0x4, RZ ;
+        /*0070*/                   ISETP.GE.AND P0, PT, R2, R3, PT ;
+        /*0080*/               @P0 BRA 0x40 ;
+"""
+
+
+def test_without_matrix_instructions_loops_multiply_by_ffma() -> None:
+    (function,) = read_sass(FFMA)
+    (loop,) = product_loops(function)
+    assert (loop.address, loop.count("FFMA"), loop.shared_bytes) == (0, 1, 512)
+    assert loop.overlap is None
+    (function,) = read_sass(FFMA.replace("STG.E [R2], R8", "HMMA.16816.F32 R0, R2, R4, R0"))
+    (loop,) = product_loops(function)
+    assert loop.address == 0x40
 
 
 # Forward's two products as Triton has them: of 128 queries and 64 keys, both operands in shared
@@ -112,7 +136,7 @@ TENSOR_MEMORY = """
 
 def test_products_of_tensor_memory_have_the_shapes_in_their_descriptors() -> None:
     (function,) = read_sass(TENSOR_MEMORY)
-    (loop,) = matrix_loops(function)
+    (loop,) = product_loops(function)
     assert loop.count("UTCHMMA.128x64x16") == loop.count("UTCHMMA.128x256x16") == 1
     # Rows of 32 bytes: of Q and K, and of V alone.
     assert loop.once_bytes == 32 * (128 + 64) + 32 * 256
@@ -137,7 +161,7 @@ kernel:                                 ; @kernel
 
 
 def test_loops_of_amd_are_found_and_counted() -> None:
-    (loop,) = matrix_loops(read_amdgcn(AMDGCN), local_bytes)
+    (loop,) = product_loops(read_amdgcn(AMDGCN), local_bytes)
     assert loop.opcodes == {
         "BRA": 3,
         "ds_read.b128": 1,

@@ -94,6 +94,16 @@ def test_products_of_single_warps(target: str, clocks: int) -> None:
     assert loop_clocks(loop, target, 4).tensor == clocks
 
 
+@pytest.mark.parametrize(("target", "clocks"), [("sm_80", 600), ("sm_86", 300), ("sm_100", 300)])
+def test_products_of_fp32_are_those_of_vector_instructions(target: str, clocks: int) -> None:
+    loop = Loop(0, {"FFMA": 100, "FFMA2": 100, "LDS.128": 40, "MUFU.EX2": 4}, shared_bytes=40 * 512)
+    found = loop_clocks(loop, target, 4)
+    assert (found.tensor, found.issue, found.shared) == (clocks, 244, 640)
+    assert found.bound == 640
+    beside = Loop(0, {"FFMA": 100, "HMMA.16816.F32": 8})
+    assert loop_clocks(beside, target, 4).tensor != 150
+
+
 def test_products_of_tensor_memory_are_waited_for_by_all_warps() -> None:
     """Of 128 queries and 64 keys of 128 columns, then of 64 queries, which take as long."""
     loop = Loop(0, {"UTCHMMA.128x64x16": 8, "FADD": 60}, overlap=0.0, once_bytes=8 * 6144)

@@ -70,15 +70,13 @@ class Compilation:
                     return f"needs {fact.shared_bytes} bytes of shared memory"
         return None
 
-    def facts(self, choice: Choice, candidate: Candidate) -> list[CompiledFacts] | None:
-        """The compiled kernels of a candidate, case by case; None if it does not compile."""
-        found: list[CompiledFacts] = []
+    def facts(self, choice: Choice, candidate: Candidate) -> list[list[CompiledFacts]] | None:
+        """The compiled kernels of a candidate in each of the cases; None if it does not compile."""
         try:
-            for future in self._futures.pop((choice.name, candidate.name), []):
-                found += future.result()
+            futures = self._futures.pop((choice.name, candidate.name), [])
+            return [future.result() for future in futures]
         except (CrossCompileError, BrokenProcessPool):
             return None
-        return found
 
     def close(self) -> None:
         """End the processes."""

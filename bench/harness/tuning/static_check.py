@@ -15,7 +15,11 @@ from .static_sweep import full_block, full_block_loop
 
 
 def check(target: str, entries: Iterable[TableEntry], compilation: Compilation) -> Iterator[str]:
-    """Yield a line for each of a row's kernels, as soon as it is compiled: see `line`."""
+    """Yield a line for each of a row's kernels and masks, as soon as it is compiled: see `line`.
+
+    Masks are "causal" and "full", in rows for windows each with one. Of dV and dK apart, dV comes
+    first.
+    """
     shared = TARGETS[target].shared_bytes
     choices = {entry: tile_choice(entry, target, shared) for entry in entries}
     for choice in choices.values():
@@ -24,9 +28,12 @@ def check(target: str, entries: Iterable[TableEntry], compilation: Compilation) 
         facts = compilation.facts(choice, choice.shipped)
         if facts is None:
             yield f"{entry.name}: does not compile"
-        for fact in facts or ():
-            if fact.name == KERNEL_OF[entry.kernel]:
-                yield f"{entry.name} {choice.shipped.name}: {line(entry, target, fact)}"
+            continue
+        for case, of_case in zip(choice.cases, facts, strict=True):
+            for fact in of_case:
+                if fact.name == KERNEL_OF[entry.kernel]:
+                    mask = "causal" if case.causal else "full"
+                    yield f"{entry.name} {choice.shipped.name} {mask}: {line(entry, target, fact)}"
 
 
 def line(entry: TableEntry, target: str, fact: CompiledFacts) -> str:

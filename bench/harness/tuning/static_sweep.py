@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Survivor:
     """A tile of the Pareto set, with its modelled costs.
 
     cycles: modelled, of one multiprocessor for a pair of query and key in a full block; None where
-        the assembly of the loop is not known, on AMD and for fp32.
+        no loop is found.
     loaded_bytes: read from global memory, or added to it, for a pair.
     """
 
@@ -113,7 +114,8 @@ def sweep(
         for candidate in choice.candidates:
             tile = TileConfig(**candidate.row)
             facts = compilation.facts(choice, candidate)
-            if facts is not None and (one := survivor(entry, tile, facts)) is not None:
+            one = None if facts is None else survivor(entry, tile, chain.from_iterable(facts))
+            if one is not None:
                 found.append(one)
         yield entry, pareto(found)
 

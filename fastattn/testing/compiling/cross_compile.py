@@ -34,8 +34,8 @@ from .kept import kept
 from .sass import (
     Loop,
     PtxasReport,
-    matrix_loops,
     matrix_ops,
+    product_loops,
     read_ptxas,
     read_sass,
     wgmma_with_register_a,
@@ -121,14 +121,14 @@ class CompiledFacts:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Innermost loops with matrix instructions.
+        """Innermost loops that multiply tiles: see `sass.product_loops`.
 
         Lazy: disassembly takes nearly as long as assembly.
         """
         if self.code is None:
             return ()
         path = self.code
-        found = kept(path, "loops", lambda: [asdict(loop) for loop in _matrix_loops(path)])
+        found = kept(path, "loops", lambda: [asdict(loop) for loop in _loops(path)])
         return tuple(Loop(**loop) for loop in found)
 
 
@@ -313,11 +313,11 @@ def _code(kernel: Any) -> str:
     return next(path for path in paths if path.endswith((".cubin", ".amdgcn")))
 
 
-def _matrix_loops(code: str) -> tuple[Loop, ...]:
+def _loops(code: str) -> tuple[Loop, ...]:
     if code.endswith(".amdgcn"):
-        return matrix_loops(read_amdgcn(Path(code).read_text("utf-8")), local_bytes)
+        return product_loops(read_amdgcn(Path(code).read_text("utf-8")), local_bytes)
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", code]
     sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions = read_sass(sass)
     assert functions, f"no instructions in what {command[0]} printed"
-    return tuple(loop for function in functions for loop in matrix_loops(function))
+    return tuple(loop for function in functions for loop in product_loops(function))

@@ -70,6 +70,10 @@ class Instruction:
         return self.base.endswith("MMA") or self.base == "v_mfma"
 
     @property
+    def is_ffma(self) -> bool:
+        return self.base in ("FFMA", "FFMA2")
+
+    @property
     def target(self) -> int | None:
         """Target address of a direct jump."""
         if self.base not in ("BRA", "JMP"):
@@ -137,7 +141,7 @@ class Loop:
     """The instructions of one loop, counted by opcode with its modifiers.
 
     overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
-    exponentials.
+    exponentials or matrix instructions.
     shared_bytes: that one warp's pass moves to and from shared memory, without bank conflicts and
     without what TMA writes there.
     once_bytes: that products of tensor memory, issued by one warp for all, read of it.
@@ -167,12 +171,18 @@ class Loop:
         )
 
 
-def matrix_loops(
+# In a loop that multiplies tiles without matrix instructions, at least one instruction of so many.
+_ONE_FFMA_OF = 4
+
+
+def product_loops(
     function: list[Instruction], moved: Callable[[Instruction], float] | None = None
 ) -> tuple[Loop, ...]:
-    """The innermost loops of a function that hold matrix instructions, by address.
+    """The innermost loops of a function that multiply tiles, by address.
 
-    A natural loop: all instructions that reach a backward jump without passing its target.
+    They hold matrix instructions; in a function that has none, as for products of IEEE fp32 on
+    NVIDIA GPUs, many FFMA. A natural loop: all instructions that reach a backward jump without
+    passing its target.
 
     moved: bytes of shared memory that one warp moves by an instruction; default `shared_bytes`.
     """
@@ -183,16 +193,23 @@ def matrix_loops(
         first = index.get(-1 if instruction.target is None else instruction.target, last + 1)
         if first < last:
             bodies.setdefault(first, {first}).update(_reaching(last, first, predecessors))
+    by_ffma = not any(instruction.is_matrix_op for instruction in function)
+
+    def multiplies(body: set[int]) -> bool:
+        if by_ffma:
+            return _ONE_FFMA_OF * sum(function[i].is_ffma for i in body) >= len(body)
+        return any(function[i].is_matrix_op for i in body)
+
     # A loop is entered at its first instruction only, so the function's entry can only be that.
-    matrix = {
+    found = {
         first: body
         for first, body in bodies.items()
-        if any(function[i].is_matrix_op for i in body) and (first == 0 or 0 not in body)
+        if multiplies(body) and (first == 0 or 0 not in body)
     }
     return tuple(
-        _count(function, matrix[first], moved or shared_bytes)
-        for first in sorted(matrix)
-        if not any(other < matrix[first] for other in matrix.values())
+        _count(function, found[first], moved or shared_bytes)
+        for first in sorted(found)
+        if not any(other < found[first] for other in found.values())
     )
 
 
@@ -221,7 +238,9 @@ def _count(
     function: list[Instruction], body: Iterable[int], moved: Callable[[Instruction], float]
 ) -> Loop:
     opcodes = Counter(function[i].opcode for i in body)
-    overlap = exponentials_under_wgmma([function[i] for i in sorted(body)])
+    ordered = [function[i] for i in sorted(body)]
+    matrix = any(instruction.is_matrix_op for instruction in ordered)
+    overlap = exponentials_under_wgmma(ordered) if matrix else None
     return Loop(
         function[min(body)].address,
         dict(sorted(opcodes.items())),

@@ -33,6 +33,9 @@ _MMA_SYNC = {
     "sm_100": 1024,
     "sm_120": 256,
 }
+# Of fp32 in vector instructions, by which IEEE products are computed (CUDA C++ Programming Guide,
+# "Arithmetic Instructions").
+_FFMA = {"sm_80": 64, "sm_86": 128, "sm_89": 128, "sm_90": 128, "sm_100": 128, "sm_120": 128}
 # HGX B200: 2.25 PFLOPS of 148 multiprocessors at 1.86 GHz. Products of 64 rows keep half of the
 # unit as long as 128 rows keep all of it.
 _TCGEN05, _TCGEN05_ROWS = 4096, 128
@@ -52,7 +55,7 @@ class Clocks:
 
     Attributes:
         issue: by instructions of every kind.
-        tensor: by matrix products.
+        tensor: by matrix products, of matrix units or, in loops without those, of FFMA.
         shared: by bytes to and from shared memory.
         exponentials: by MUFU: exp2, reciprocals, tanh.
         overlap: the share of the exponentials beside which products are in flight.
@@ -113,15 +116,20 @@ def loop_clocks(
     groups = programs if loop.count("UTCHMMA") else programs * warps / 4
     return Clocks(
         issue=loop.total * warps / _ISSUE,
-        tensor=_matrix_clocks(loop, target) * warps + _tensor_memory_clocks(loop),
+        tensor=_product_clocks(loop, target) * warps + _tensor_memory_clocks(loop),
         shared=(loop.shared_bytes * warps + loop.once_bytes + streamed_bytes) / _SHARED_BYTES,
         exponentials=32 * loop.count("MUFU") * warps / _MUFU_LANES,
         overlap=1.0 if groups > 1 or loop.overlap is None else loop.overlap,
     )
 
 
-def _matrix_clocks(loop: Loop, target: str) -> float:
-    """Of one warp. "HGMMA.64x128x16" is done by four warps together, "HMMA.16816" by one."""
+def _product_clocks(loop: Loop, target: str) -> float:
+    """Of one warp. "HGMMA.64x128x16" is done by four warps together, "HMMA.16816" by one.
+
+    FFMA counts where it does the products, and FFMA2 as two.
+    """
+    if not any("MMA" in opcode for opcode in loop.opcodes):
+        return 32 * (loop.count("FFMA") + 2 * loop.count("FFMA2")) / _FFMA[target]
     clocks = 0.0
     for opcode, number in loop.opcodes.items():
         kind, *modifiers = opcode.split(".")

@@ -135,7 +135,7 @@ def test_candidates_are_compiled_ahead():
             compilation.submit(*one)
         assert compilation.why_not(*fits, AS_LONG_AS_IT_TAKES) is None
         assert "shared memory" in compilation.why_not(*too_large, AS_LONG_AS_IT_TAKES)
-        facts = compilation.facts(*works)
+        (facts,) = compilation.facts(*works)
         assert survivor(decode, TileConfig(16, 64, 4, 1), facts).cycles > 0
         assert compilation.facts(*no_power) is None
     finally:

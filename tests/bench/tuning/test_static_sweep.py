@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,30 @@ def test_a_row_is_told_where_it_spills_and_what_it_waits_for() -> None:
         "2048 instructions",
         "2 loads",
         f"{2 * 2048 / (128 * 64):.3f} clocks",
-        "0.000 of products",
+        f"{2 * 2045 / (128 * 64):.3f} of products",
+    ]
+
+
+class Masked(Compilation):
+    """A causal call takes more registers than one without a mask, and launches another kernel."""
+
+    def __init__(self) -> None:
+        super().__init__("an unknown architecture", 1)
+
+    def facts(self, choice: Choice, candidate: Candidate) -> list[list[CompiledFacts]] | None:
+        if choice.key["BLOCK_D"] == 128:
+            return None
+        causal, full = (replace(fact(), registers=number) for number in (180, 150))
+        return [[causal, fact("other")], [full]]
+
+
+def test_a_row_is_told_for_each_mask() -> None:
+    rows = [ENTRY, TableEntry("forward", 2, 128)]
+    told = [line.split(" registers")[0] for line in static_check.check("sm_80", rows, Masked())]
+    assert told == [
+        "forward:2:64 (128, 64, 8, 3) causal: 180",
+        "forward:2:64 (128, 64, 8, 3) full: 150",
+        "forward:2:128: does not compile",
     ]
 
 
@@ -165,11 +189,11 @@ class Known(Compilation):
     def __init__(self) -> None:
         super().__init__("an unknown architecture", 1)
 
-    def facts(self, choice: Choice, candidate: Candidate) -> list[CompiledFacts] | None:
+    def facts(self, choice: Choice, candidate: Candidate) -> list[list[CompiledFacts]] | None:
         tile = TileConfig(**candidate.row)
         if tile.num_stages == 3:
             return None
-        return [fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=100 * (tile.num_warps == 4))]
+        return [[fact(loops=(Loop(0, {"FFMA": 10_000}),), spilled=100 * (tile.num_warps == 4))]]
 
 
 def test_a_sweep_leaves_a_table_and_its_survivors(tmp_path: Path) -> None:
