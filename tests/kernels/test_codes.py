@@ -1,11 +1,16 @@
-"""The assembly that makes numbers of codes, run by a few lines of Python: exact for every code."""
+"""Numbers made of codes are exact, for every code; queries and weights are scaled for products."""
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import codes
+from fastattn.testing.compiling.ptx import assembly_interpreted, run
 
-# What each piece makes of the codes of one kind: the numbers, and what is added to them.
+interpreter.mend()
+# What assembly makes of the codes of one kind: the numbers, and what is added to them.
 ASSEMBLY = {
     "INT8_TO_FP16": (torch.int8, 0.0),
     "INT8_TO_RAISED": (torch.int8, codes.RAISED_BY.value),
@@ -16,63 +21,6 @@ ASSEMBLY = {
 NAN_CODE = 480.0
 
 
-def halves(register: int) -> torch.Tensor:
-    return torch.tensor([register], dtype=torch.uint32).view(torch.float16)
-
-
-def as_register(pair: torch.Tensor) -> int:
-    return int(pair.view(torch.uint32).item())
-
-
-def run(assembly: str, source: int) -> list[int]:
-    """The registers $0 and $1 of a piece of PTX whose input is $2."""
-    registers: dict[str, int] = {"$2": source}
-
-    def read(name: str) -> int:
-        return registers[name] if name in registers else int(name, 0)
-
-    for line in assembly.strip("{} \n").split(";"):
-        op, _, rest = line.strip().partition(" ")
-        if op in ("", ".reg"):
-            continue
-        if "{" in rest:  # a register and its halves
-            names, _, whole = rest.strip("{").partition("}, ")
-            low, high = names.split(", ")
-            registers[low], registers[high] = read(whole) & 0xFFFF, read(whole) >> 16
-            continue
-        target, *given = rest.split(", ")
-        registers[target] = compute(op, [read(name) for name in given])
-    return [registers["$0"], registers["$1"]]
-
-
-def compute(op: str, given: list[int]) -> int:
-    match op.split(".")[0]:
-        case "mov":
-            return given[0]
-        case "and":
-            return given[0] & given[1]
-        case "shl":
-            return given[0] << given[1] & 0xFFFFFFFF
-        case "shr":
-            return given[0] >> given[1]
-        case "lop3":
-            a, b, c, table = given
-            places = (
-                table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) for i in range(32)
-            )
-            return sum((bit & 1) << i for i, bit in enumerate(places))
-        case "prmt":
-            source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
-            return sum(source[given[2] >> 4 * i & 7] << 8 * i for i in range(4))
-        case "sub":
-            return as_register(halves(given[0]) - halves(given[1]))
-        case "mul":
-            return as_register(halves(given[0]) * halves(given[1]))
-    assert op == "cvt.rn.f16x2.e4m3x2", op
-    pair = torch.tensor([given[0]], dtype=torch.uint16).view(torch.float8_e4m3fn)
-    return as_register(pair.half())
-
-
 @pytest.mark.parametrize("name", ASSEMBLY)
 def test_every_code_is_exact(name: str) -> None:
     stored, added = ASSEMBLY[name]
@@ -81,7 +29,7 @@ def test_every_code_is_exact(name: str) -> None:
     for place in range(4):
         four = every.roll(place).view(-1, 4)
         registers = four.view(torch.uint32).flatten().tolist()
-        found = [run(getattr(codes, name).value, int(x)) for x in registers]
+        found = [run(getattr(codes, name).value, [int(x)], 2) for x in registers]
         numbers = torch.tensor(found, dtype=torch.uint32).view(torch.float16).float()
         # Even columns of two keys, then odd ones.
         expected = four[:, [0, 2, 1, 3]].view(stored).float() + added
@@ -90,3 +38,69 @@ def test_every_code_is_exact(name: str) -> None:
             expected = torch.where(expected.isnan(), NAN_CODE * signs, expected)
         assert torch.equal(numbers.isnan(), expected.isnan())
         assert torch.equal(numbers.nan_to_num(), expected.nan_to_num())
+
+
+@triton.jit
+def numbers_kernel(pairs_ptr, even_ptr, odd_ptr, INT8: tl.constexpr, NVIDIA: tl.constexpr):
+    places = tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    even, odd = codes.numbers_of(tl.load(pairs_ptr + places), INT8, False, NVIDIA)
+    tl.store(even_ptr + places, even)
+    tl.store(odd_ptr + places, odd)
+
+
+@pytest.mark.parametrize("NVIDIA", [0, 80, 89])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_numbers_of_even_and_of_odd_columns(stored: torch.dtype, NVIDIA: int, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("one device cannot run the assembly of all")
+    every = torch.arange(256, dtype=torch.uint8)
+    if stored == torch.float8_e4m3fn:
+        every[0x7F] = every[0xFF] = 0  # NaN
+    even, odd = torch.empty(2, 16, 8, dtype=torch.float16)
+    with assembly_interpreted():
+        numbers_kernel[(1,)](
+            every.view(torch.int16).view(16, 8), even, odd, stored == torch.int8, NVIDIA
+        )
+    expected = every.view(stored).half().view(16, 8, 2)
+    assert torch.equal(even, expected[..., 0])
+    assert torch.equal(odd, expected[..., 1])
+
+
+@triton.jit
+def queries_kernel(q_ptr, out_ptr, start_ptr, unit_ptr, M: tl.constexpr, D: tl.constexpr):
+    rows = tl.arange(0, M)
+    q = codes.queries_for_codes(q_ptr + rows[:, None] * D, rows < M, D, D, True)
+    pairs = rows[:, None] * D + 2 * tl.arange(0, D // 2)[None, :]
+    tl.store(out_ptr + pairs, q.even)
+    tl.store(out_ptr + pairs + 1, q.odd)
+    tl.store(start_ptr + rows, q.start)
+    tl.store(unit_ptr, q.unit)
+
+
+@pytest.mark.parametrize("largest", [2.0**-100, 1e-4, 1.0, 1.999, 3e4, 2.0**100])
+def test_queries_are_scaled_to_the_range_of_fp16(largest: float, device: str) -> None:
+    """By a power of two: the largest is at 2^14 to 2^15, and what follows it is exact."""
+    q = torch.rand(16, 32, generator=torch.Generator().manual_seed(0)).to(device) + 0.5
+    q = (q * largest).bfloat16()
+    found, start = torch.empty_like(q, dtype=torch.float16), torch.empty(16, device=device)
+    unit = torch.empty(1, device=device)
+    queries_kernel[(1,)](q, found, start, unit, 16, 32)
+    assert 2**14 <= found.max() < 2**15
+    assert torch.equal(found.double() * unit.double(), q.double())
+    assert torch.equal(start.double(), found.double().sum(1) * -codes.RAISED_BY.value)
+
+
+@triton.jit
+def lift_kernel(scale_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, codes.lift_of(tl.load(scale_ptr + at)))
+
+
+def test_lifted_weights_are_near_the_top_of_what_fp16_holds(device: str) -> None:
+    """A weight times its scale is 2^12 where the weight is 2^-lift, and 2^0.09 more at most."""
+    scale = torch.linspace(-100, 100, 1024, device=device).exp2()
+    lift = torch.empty_like(scale)
+    lift_kernel[(1,)](scale, lift, 1024)
+    product = scale.double().log2() - lift.double()
+    assert product.min() > 12 - 1e-4
+    assert product.max() < 12.09

@@ -1,0 +1,164 @@
+"""Pieces of PTX run by a few lines of Python, and kernels that are interpreted with theirs.
+
+Triton's interpreter knows no assembly, so rules that have some in compiled kernels have other code
+there. `assembly_interpreted` lets it run the assembly: as slow as it is, for tests of those rules.
+"""
+
+import contextlib
+import ctypes
+import operator
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+
+_COMPARISONS = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+_MEMORY = {"b16": ctypes.c_uint16, "b32": ctypes.c_uint32}
+_Bits = np.ndarray[Any, np.dtype[Any]]
+
+
+def run(assembly: str, inputs: Sequence[int], outputs: int) -> list[int]:
+    """The bits of the registers $0, $1, ... of the outputs; the inputs' are numbered after them.
+
+    Raises:
+        NotImplementedError: an instruction that no rule of the kernels has needed so far.
+    """
+    registers = {f"${outputs + i}": bits for i, bits in enumerate(inputs)}
+
+    def read(name: str) -> int:
+        name = name.strip("[]")
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in assembly.strip("{} \n").split(";"):
+        line = line.strip()
+        if line.startswith("@"):
+            predicate, _, line = line.partition(" ")
+            if not registers[predicate[1:]]:
+                continue
+        op, _, rest = line.partition(" ")
+        if op in ("", ".reg"):
+            continue
+        if "{" in rest:  # a register and its halves
+            names, _, whole = rest.strip("{").partition("}, ")
+            low, high = names.split(", ")
+            registers[low], registers[high] = read(whole) & 0xFFFF, read(whole) >> 16
+            continue
+        target, *given = rest.split(", ")
+        registers[target] = _compute(op, [read(name) for name in given])
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def _compute(op: str, given: list[int]) -> int:
+    name, *details = op.split(".")
+    match name:
+        case "mov":
+            return given[0]
+        case "and":
+            return given[0] & given[1]
+        case "shl":
+            return given[0] << given[1] & 0xFFFFFFFF
+        case "shr":
+            return given[0] >> given[1]
+        case "lop3":
+            a, b, c, table = given
+            places = (
+                table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) for i in range(32)
+            )
+            return sum((bit & 1) << i for i, bit in enumerate(places))
+        case "prmt":
+            source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
+            return sum(source[given[2] >> 4 * i & 7] << 8 * i for i in range(4))
+        case "setp":
+            kind = details[-1]
+            a, b, *also = (_signed(x) for x in given) if kind == "s32" else given
+            assert kind in ("s32", "b32") and len(also) == ("and" in details), op
+            return int(_COMPARISONS[details[0]](a, b) and all(also))
+        case "ld":
+            return int(_MEMORY[details[-1]].from_address(given[0]).value)
+    match op:
+        case "sub.rn.f16x2":
+            return _as_register(_halves(given[0]) - _halves(given[1]))
+        case "mul.rn.f16x2":
+            return _as_register(_halves(given[0]) * _halves(given[1]))
+        case "mul.wide.s32":
+            return _signed(given[0]) * _signed(given[1]) & 0xFFFFFFFFFFFFFFFF
+        case "cvt.rn.f16x2.e4m3x2":
+            pair = torch.tensor([given[0]], dtype=torch.uint16).view(torch.float8_e4m3fn)
+            return _as_register(pair.half())
+    raise NotImplementedError(f"what {op} computes")
+
+
+def _signed(bits: int) -> int:
+    return bits - (bits >> 31 << 32)
+
+
+def _halves(register: int) -> torch.Tensor:
+    return torch.tensor([register], dtype=torch.uint32).view(torch.float16)
+
+
+def _as_register(pair: torch.Tensor) -> int:
+    return int(pair.view(torch.uint32).item())
+
+
+class _Results(list[TensorHandle]):
+    """What the compiler's builder gives for assembly."""
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self[index]
+
+
+def _create_inline_asm(
+    builder: object, assembly: str, constraints: str, values: Sequence[TensorHandle],
+    types: Sequence[Any], is_pure: bool, pack: int,
+) -> _Results:  # fmt: skip
+    """As that of Triton's builders: `pack` neighbours share the registers of 32 bits."""
+    inputs = [_registers(x.data, pack) for x in values]
+    shape = np.broadcast_shapes(*(x.data.shape for x in values))
+    found = [
+        run(assembly, [int(x) for x in bits], len(types)) for bits in zip(*inputs, strict=True)
+    ]
+    results = _Results()
+    for bits, block in zip(zip(*found, strict=True), types, strict=True):
+        dtype = block.scalar
+        kept = np.dtype(_get_np_dtype(dtype))
+        whole = np.array(bits, dtype=np.uint64)
+        if dtype == tl.int1:
+            numbers = whole != 0
+        else:
+            size = pack * kept.itemsize
+            numbers = whole.astype(f"u{size}").view(kept)
+        results.append(TensorHandle(numbers.reshape(shape), dtype))
+    return results
+
+
+def _registers(numbers: _Bits, pack: int) -> _Bits:
+    """The bits of each `pack` numbers that follow one another."""
+    if numbers.dtype == bool:
+        return numbers.reshape(-1).astype(np.uint64)
+    return np.ascontiguousarray(numbers).reshape(-1).view(f"u{pack * numbers.itemsize}")
+
+
+@contextlib.contextmanager
+def assembly_interpreted(*rules: ModuleType) -> Iterator[None]:
+    """In the block, kernels that are interpreted run the assembly of these modules' rules."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
+        )
+        for module in rules:
+            patches.enter_context(
+                mock.patch.object(module, "cuda_capability_geq", lambda major, minor=0: True)
+            )
+        yield
