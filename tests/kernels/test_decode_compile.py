@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fastattn.kernels.combine import combine_kernel, launch_merge
 from fastattn.kernels.decode import decode_kernel, launch_decode
+from fastattn.kernels.forward import launch_few_queries
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
@@ -100,6 +101,24 @@ def compilations_for_new_shapes() -> list[int]:
     # Keys that are not split, and more than 16 rows in a K/V head, are kinds of their own.
     launches += [{"splits": 1}, {"splits": 1, "B": 16, "slots": 16}, {"T": 5}, {"T": 64, "B": 1}]
     return [count_compilations(lambda given=given: launch(D=32, **given)) for given in launches]
+
+
+def compilations_of_few_queries() -> list[int]:
+    """How many kernels launches without a cache compiled: keys in one order, in the other, more."""
+    for kernel in (decode_kernel, combine_kernel):
+        kernel.device_caches.clear()
+    q = torch.empty(1, 8, 1, 48, dtype=torch.bfloat16, device="meta")
+
+    def launch_with(*sizes: int, dims: tuple[int, int]) -> None:
+        k = torch.empty(*sizes, dtype=torch.bfloat16, device="meta").transpose(*dims)
+        launch_few_queries(q, k, k, Options(scale=0.1, causal=True))
+
+    by_head, by_token = (1, 1), (1, 2)
+    return [
+        count_compilations(lambda: launch_with(1, 2, 4096, 48, dims=by_head)),
+        count_compilations(lambda: launch_with(1, 4096, 2, 48, dims=by_token)),
+        count_compilations(lambda: launch_with(1, 1000, 8, 48, dims=by_token)),
+    ]
 
 
 # target, kind of cache, head dim, dtype, codes, new tokens, options
@@ -279,3 +298,7 @@ def test_a_new_size_compiles_nothing(compile_pool: CompilePool) -> None:
     assert counts[-4:] == [1, 0, 1, 0]
     assert sum(counts[:-4]) == 3 + 1, "the kernel for each kind of cache, and the merge"
     assert counts[0] == 2
+
+
+def test_few_queries_take_one_kernel_for_both_orders_of_keys(compile_pool: CompilePool) -> None:
+    assert compile_pool.call(f"{__file__}:compilations_of_few_queries", "sm_90") == [2, 0, 0]

@@ -80,7 +80,8 @@ def test_loops_multiply_once_and_do_not_spill(
         assert fact.mma == {unit}
         assert [loop.spills for loop in fact.loops] == [0] * len(fact.loops), fact.name
         full = min(fact.loops, key=lambda loop: loop.total)
-        if tile.num_stages > 1 and unit != "mfma":
+        # Rows with a window may have no registers for more than one stage.
+        if unit != "mfma" and (tile.num_stages > 1 or masks == "causal"):
             assert full.count("LDG") == 0, f"{fact.name} waits for its loads"
         clocks = loop_clocks(full, target, tile.num_warps) / (tile.BLOCK_M * tile.BLOCK_N)
         products += clocks.tensor * rate / D

@@ -20,11 +20,14 @@ import fastattn
 from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
+from fastattn.kernels.hopper.host import key_grid, mask_of, query_grid
+from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.ops import attend
+from fastattn.options import Options
 from fastattn.testing.budget import PastBudget, assert_within_budget
 from fastattn.testing.hopper import forget
 from fastattn.testing.option_examples import option_examples
-from fastattn.testing.verify import child, verification
+from fastattn.testing.verify import attention, child, verification
 from fastattn.testing.verify.case import Case, Setting, Subject
 from fastattn.testing.verify.cases import FAMILIES, Scope
 from fastattn.testing.verify.supervise import Job
@@ -218,6 +221,49 @@ def test_calls_go_by_verdicts_on_these_families() -> None:
     for example in option_examples(4, 2, 20, 20, 16, reach=3).values():
         checked = dense_options(q, k, k, **example)
         assert set(choices.families(checked, training=True)) <= set(FAMILIES)
+
+
+def many_sequences() -> Case:
+    (case,) = (x for x in attention.packed() if x.name == "many sequences")
+    return case
+
+
+def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
+    """Each of them: the error is in the rows of the last alone."""
+    setting = Setting(SUBJECT._replace(family="packed"), torch.device("cpu"))
+    assert 0 < many_sequences().check(setting) <= 1
+
+    def spoil(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o[:, :, -1] *= 1.5
+        return o, lse
+
+    forget()
+    launched(spoil)
+    with pytest.raises(PastBudget):
+        many_sequences().check(setting)
+
+
+def test_many_sequences_are_put_in_order_by_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, in both directions: from four tiles a multiprocessor on."""
+    called: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(Setting, "small", False)
+    monkeypatch.setattr(
+        attention, "assert_matches_reference", lambda function, *x, **how: called.append(x)
+    )
+    for head_dim in (64, 128, 256):
+        subject = Subject("hopper", "packed", "bfloat16", head_dim)
+        many_sequences().check(Setting(subject, torch.device("cpu")))
+        q, k, _, starts_q, starts_k = called.pop()
+        options = Options(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, right=0)
+        batch = [x.transpose(0, 1)[None] for x in (q, k)]
+        for of_keys, config in (
+            (True, forward_config(head_dim, True)),
+            (False, backward_config("dv" if head_dim == 256 else "dkv", head_dim, True, False)),
+        ):
+            grid = query_grid if of_keys else key_grid
+            _, sizes = grid(*batch, config, options)
+            _, order, _ = mask_of(options, *batch, config, sizes, of_keys=of_keys)
+            assert order is not None
 
 
 @pytest.mark.parametrize(
