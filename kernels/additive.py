@@ -184,9 +184,7 @@ def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.const
     k_pos = n_first + tl.arange(0, const.BLOCK_N)
     keys = _Columns(b_ptr, tile.row.T_k, k_pos, valid)
     s = _scores(u_ptr, queries, keys, const.D)
-    p = weights(s, lse[:, None], LOG2E)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
+    p = weights(s, lse[:, None], LOG2E, keep)
     v = load_block(v_ptr, v_stride, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     ds = p * (rows_by_rows(do, v, PRECISION) - delta[:, None])
     return _column_sums(da, du, ds, u_ptr, queries, keys, const.D, True)
@@ -238,9 +236,7 @@ def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.
     lse = load_vector(lse_ptr + rows, in_rows, float("inf"))
     delta = load_vector(delta_ptr + rows, in_rows, 0.0)
     s = _scores(u_ptr, keys, queries, const.D)
-    p = weights(s, lse[None, :], LOG2E)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
+    p = weights(s, lse[None, :], LOG2E, keep)
     dv = add_weighted_rows(dv, p, do, PRECISION)
     ds = p * (rows_by_rows(v, do, PRECISION) - delta[None, :])
     db, _ = _column_sums(db, db, ds, u_ptr, keys, queries, const.D, False)

@@ -104,9 +104,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     if operands.bias is not None:
         bias = tl.trans(load_bias(operands.bias, row.b, h, m_first, n_first, score, const))
     x, factor, before, capped = modified(s, rows[None, :], k_pos, h, row, score, bias)
-    p = weights(x, lse[None, :], factor)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
+    p = weights(x, lse[None, :], factor, keep)
     seen = p  # by do, and dp by p
     if score.dropout is not None:
         survivors = tl.trans(kept(m_first, n_first, h, tile.H_q, row, score, const))

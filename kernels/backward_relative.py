@@ -137,7 +137,7 @@ def _gradient_by_distance(
     if vectors is not None:
         s += rows_by_rows(query, vectors, PRECISION)
     x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
-    p = tl.where(keep, weights(x, lse[:, None], factor), 0.0)
+    p = weights(x, lse[:, None], factor, keep)
     dp = skewed(rows_by_rows(do, v, PRECISION), BLOCK)
     if score.dropout is not None:
         dp = dropped(dp, kept_at(rows, k_pos, h, H_q, row, score), score)

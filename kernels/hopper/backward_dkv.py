@@ -202,15 +202,11 @@ def _step(
     rows = rows[None, :]
     keys = mine.keys[:, None]
     s, factor, before, capped = modified(s, rows, keys, h, batch, score)
+    seen = None
     if MASKED:
         mask = shared.work.mask
         seen = visible(rows, keys, h, at_queries(batch, row, mask), mask)
-        # Where lse, which may be NaN, is in the scores, their hidden ones give weights of 0.
-        if score.softcap is None:
-            s = gl.where(seen, s, float("-inf"))
-    p = weights(s, lse, factor)
-    if MASKED and score.softcap is not None:
-        p = gl.where(seen, p, 0.0)
+    p = weights(s, lse, factor, seen)
     if DV:
         dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
     if DK:

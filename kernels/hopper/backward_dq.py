@@ -122,12 +122,10 @@ def _step(
     rows = mine.rows[:, None]
     keys = (key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
+    seen = None
     if MASKED:
-        # Before the exponentials: ptxas would compare while the products are under way for what
-        # comes after them, and has to keep the answers as bits.
         seen = visible(rows, keys, h, at_keys(row, key, shared.work.mask), shared.work.mask)
-        s = gl.where(seen, s, float("-inf"))
-    p = weights(s, mine.lse[:, None], factor)
+    p = weights(s, mine.lse[:, None], factor, seen)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])

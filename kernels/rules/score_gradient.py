@@ -68,9 +68,7 @@ def tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const: 
     if vectors is not None:
         s += relative_products(rows.query, vectors, const.BLOCK_N, PRECISION)
     x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score, bias)
-    p = weights(x, rows.lse[:, None], factor)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
+    p = weights(x, rows.lse[:, None], factor, keep)
     dp = rows_by_rows(rows.do, v, PRECISION)
     if score.dropout is not None:
         dp = dropped(dp, kept(tile.first, n_first, h, tile.H_q, row, score, const), score)

@@ -74,9 +74,20 @@ def finish(acc, m, l):
 
 
 @triton.jit
-def weights(s, lse, scale_log2):
-    """Normalised weights from scores and the lse of their rows; lse broadcasts against s."""
-    return tl.exp2(s * scale_log2 - lse * LOG2E)
+def weights(s, lse, scale_log2, keep=None):
+    """Normalised weights from scores and the lse of their rows; lse broadcasts against s.
+
+    keep: which scores the mask shows, or None where it shows all; the weights of others are 0.
+    """
+    start = lse * -LOG2E
+    if keep is not None:
+        # The scores and not the weights: ptxas would compare while products are under way for what
+        # comes after the exponentials, and has to keep the answers as bits.
+        s = tl.where(keep, s, float("-inf"))
+        # -inf less an lse of -inf, of a row without a key, is NaN, and so is what is less NaN, of a
+        # row that met it. What the latter sees gets an infinite weight in place of NaN.
+        start = tl.minimum(start, -LOWEST)
+    return tl.exp2(s * scale_log2 + start)
 
 
 @triton.jit

@@ -236,6 +236,15 @@ BUDGETS = {
 }
 
 
+# Instructions of a boundary block for one of a full block: a limit a row, a comparison with it a
+# score, a choice, and loads that ask which rows there are.
+BOUNDARY = {
+    "attention_forward_kernel": 1.4,
+    "attention_backward_dq_kernel": 1.54,
+    "attention_backward_dkv_kernel": 1.54,
+}
+
+
 def budget(fact: CompiledFacts, D: int) -> int:
     return (BUDGET | BUDGETS.get(RELEASE, {}))[fact.name, D]
 
@@ -313,8 +322,6 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
     assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
     assert full.count("FSEL") == 0
     assert boundary.count("FSEL") >= scores
-    # A limit a row, a comparison with it a score, and a choice.
-    assert boundary.total <= 1.4 * full.total
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(64, "fp16"), (128, "bf16")])
@@ -324,8 +331,9 @@ def test_full_blocks_take_few_instructions(
 ) -> None:
     """What is not a matrix product has to find time beside the products."""
     for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
-        full, _ = sorted(fact.loops, key=lambda loop: loop.total)
+        full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert full.total <= budget(fact, D), f"{fact.name}: {full.total} instructions"
+        assert boundary.total <= BOUNDARY[fact.name] * full.total, (fact.name, boundary.total)
 
 
 @pytest.mark.parametrize("D", compiled_cases([128], [64]))
