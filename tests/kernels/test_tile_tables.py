@@ -9,19 +9,20 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from fastattn.kernels.backward import launch_backward
+from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.forward import launch_forward
 from fastattn.kernels.launch import tiles
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import CompiledFacts
-from fastattn.testing.compiling.speed import loop_clocks
+from fastattn.testing.compiling.speed import loop_clocks, programs_at_once
 
 KERNELS = {
     "attention_forward_kernel": "forward",
     "attention_backward_dq_kernel": "backward_dq",
     "attention_backward_dkv_kernel": "backward_dkv",
 }
+ONE_PASS = "attention_backward_dkv_kernel"
 # Products of each kernel with the head dim; with dK and dV apart both compute the scores.
 PRODUCTS = {
     "attention_forward_kernel": 2,
@@ -44,6 +45,18 @@ GATE = [("sm_100", 128, "causal"), ("gfx942", 128, "causal"), ("sm_120", 128, "c
 NARROW = [(target, 256, "window") for target, (unit, _) in UNITS.items() if unit == "mma.sync"]
 EVERY = itertools.product(UNITS, (64, 128, 256), MASKS)
 CASES = compiled_cases(GATE, [case for case in EVERY if case not in GATE + NARROW])
+# fp32: no matrix unit serves it, and shared memory, from which FFMA has its operands, is what it
+# waits for: clocks a pair, at most.
+FP32 = {
+    ("forward", 64): 2.7,
+    ("backward_dq", 64): 4.2,
+    ("backward_dkv", 64): 4.7,
+    ("backward_one_pass", 64): 6.4,
+    ("forward", 128): 4.2,
+}
+FP32_EVERY = [(target, *row) for target in ("sm_80", "sm_86", "sm_89", "sm_120") for row in FP32]
+FP32_GATE = [("sm_86", "forward", 64)]
+FP32_CASES = compiled_cases(FP32_GATE, [case for case in FP32_EVERY if case not in FP32_GATE])
 
 
 def launch(D: int, masks: str) -> None:
@@ -51,6 +64,16 @@ def launch(D: int, masks: str) -> None:
     lse = torch.empty(B, H, T, device="meta")
     launch_forward(q, q, q, MASKS[masks])
     launch_backward(q, None, q, q, q, q, lse, MASKS[masks])
+
+
+def launch_fp32(kernel: str, D: int) -> None:
+    q, lse = torch.empty(B, H, T, D, device="meta"), torch.empty(B, H, T, device="meta")
+    if kernel == "forward":
+        launch_forward(q, q, q, MASKS["causal"])
+    else:
+        one_pass = kernel == "backward_one_pass"
+        function = launch_backward_one_pass if one_pass else launch_backward
+        function(q, None, q, q, q, q, lse, MASKS["causal"])
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +110,29 @@ def test_loops_multiply_once_and_do_not_spill(
         products += clocks.tensor * rate / D
     apart = tiles.tile_of(target, "backward_dkv" + calls, 2, D).apart
     assert products == sum(PRODUCTS.values()) + apart
+
+
+@pytest.fixture(scope="module")
+def compiled_fp32(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
+    def submit(case: tuple[str, str, int]) -> Future:
+        target, kernel, D = case
+        return compile_pool.submit(f"{__file__}:launch_fp32", target, kernel=kernel, D=D)
+
+    return submit_cases(submit, FP32_CASES)
+
+
+@pytest.mark.parametrize("case", FP32_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_loops_of_fp32_use_what_they_load(
+    case: tuple[str, str, int], compiled_fp32: dict[tuple, Future]
+) -> None:
+    """Tiles of many results a thread load an operand for more products, and few enough not to
+    spill.
+    """
+    target, kernel, D = case
+    name = {kind: name for name, kind in KERNELS.items()}.get(kernel, ONE_PASS)
+    (fact,) = [fact for fact in compiled_fp32[case].result() if fact.name == name]
+    tile = tiles.tile_of(target, kernel, 4, D)
+    assert [loop.spills for loop in fact.loops] == [0, 0]
+    full = min(fact.loops, key=lambda loop: loop.total)
+    clocks = loop_clocks(full, target, tile.num_warps, programs=programs_at_once(fact))
+    assert (clocks / (tile.BLOCK_M * tile.BLOCK_N)).bound <= FP32[kernel, D]
