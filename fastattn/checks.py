@@ -159,16 +159,15 @@ def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> Tensor:
     return check_placement("key_lengths", lengths, (B,), q)
 
 
-def check_query_offset(offset: Any, q: Tensor) -> int | Tensor:
-    """An int, or int32 or int64 [B] on q's device."""
+def check_query_offset(offset: Any, q: Tensor) -> tuple[int, Tensor | None]:
+    """An int, or int32 or int64 [B] on q's device; returns it as the first or the second."""
     offset = as_python(offset)
     if not _is_integer(offset):
         check_integers("query_offset", offset)
-        check_placement("query_offset", offset, (q.shape[0],), q)
-    elif not torch.compiler.is_compiling() and not -FARTHEST <= offset <= FARTHEST:
+        return 0, check_placement("query_offset", offset, (q.shape[0],), q)
+    if not torch.compiler.is_compiling() and not -FARTHEST <= offset <= FARTHEST:
         raise ValueError(f"query_offset must be within 2**28 of 0, got {offset}")
-    found: int | Tensor = offset
-    return found
+    return offset, None
 
 
 def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor:

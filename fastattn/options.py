@@ -7,7 +7,7 @@ stands what backends read once it is checked, and what they have to know of that
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -35,25 +35,6 @@ class Row(NamedTuple):
 
 def _prefix_lengths(x: Any, call: Checking) -> Tensor:
     return checks.check_prefix_lengths(x, call.B, call.fields.get("causal", False), call.q)
-
-
-def _query_offset(x: Any, call: Checking) -> tuple[int, Tensor | None]:
-    offset = checks.check_query_offset(x, call.q)
-    return (0, offset) if isinstance(offset, Tensor) else (offset, None)
-
-
-def _attn_mask(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
-    """A mask and a bias, which is what a float tensor is."""
-    if call.reach is not None:
-        return checks.check_cache_mask(x, call.q, call.reach), None
-    return checks.check_attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
-
-
-def _attn_bias(x: Any, call: Checking) -> Tensor:
-    checks.check_floats("attn_bias", x)
-    if call.reach is not None:
-        return checks.check_per_position("attn_bias", x, call.q, call.reach)
-    return checks.check_per_score("attn_bias", x, call.q, call.k)
 
 
 _NO_TRAINING = "there is no training from a cache"
@@ -98,7 +79,7 @@ class OfDenseFp8AndAdditive(TypedDict, total=False):
     query_offset: Annotated[
         int | Tensor | None,
         Row(
-            _query_offset,
+            lambda x, call: checks.check_query_offset(x, call.q),
             fields=("query_offset", "query_offsets"),
             packed="the last query of each sequence stands at its last key",
             cache="the last query of each row stands at its last key",
@@ -110,7 +91,7 @@ class OfDenseCachesAndAdditive(TypedDict, total=False):
     attn_mask: Annotated[
         Tensor | None,
         Row(
-            _attn_mask,
+            score_checks.check_mask_or_bias,
             fields=("attn_mask", "attn_bias"),
             packed="mask_mod computes a mask inside the kernels",
         ),
@@ -158,17 +139,17 @@ class OfAllButAdditive(TypedDict, total=False):
 class OfDenseAndCaches(TypedDict, total=False):
     attn_bias: Annotated[
         Tensor | None,
-        Row(_attn_bias, packed="relative_bias and score_mod compute a bias inside the kernels"),
+        Row(
+            score_checks.check_attn_bias,
+            packed="relative_bias and score_mod compute a bias inside the kernels",
+        ),
     ]
 
 
 class OfDenseAndPacked(TypedDict, total=False):
     relative_keys: Annotated[
         Tensor | None,
-        Row(
-            score_checks.check_relative_keys,
-            cache="there is no kernel for them",
-        ),
+        Row(score_checks.check_relative_keys, cache="there is no kernel for them"),
     ]
     relative_query: Annotated[
         Tensor | None,
@@ -240,6 +221,10 @@ ROWS: dict[str, Row] = {
 }
 
 
+# Of tags, the most registers first: a call is of the first kind that it has an option of.
+Registers = Literal["relative", "heavy", "scores", "bias", "masked", ""]
+
+
 class Tags(NamedTuple):
     """What is known of a field of `Options` beside its type.
 
@@ -255,7 +240,7 @@ class Tags(NamedTuple):
     dims: str = ""
     learned: bool = False
     strided: bool = False
-    registers: Literal["", "masked", "bias", "scores", "heavy", "relative"] = ""
+    registers: Registers = ""
     table: bool = False
 
 
@@ -356,7 +341,7 @@ class Options(NamedTuple):
         return tuple([fields[place] for place in _LEARNED])
 
     @property
-    def registers(self) -> Literal["", "masked", "bias", "scores", "heavy", "relative"]:
+    def registers(self) -> Registers:
         """How economical of registers kernels have to be; see `Tags`."""
         for registers, places in _REGISTERS.items():
             for place, default in places:
@@ -387,20 +372,14 @@ _NOT_PLAIN = tuple(
 )
 _LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
 _LEARNED = tuple(map(_place, LEARNED))
-_KINDS: tuple[Literal["relative", "heavy", "scores", "bias", "masked"], ...] = (
-    "relative",
-    "heavy",
-    "scores",
-    "bias",
-    "masked",
-)
-_REGISTERS = {
+_REGISTERS: dict[Registers, list[tuple[int, Any]]] = {
     kind: [
         (_place(name), Options._field_defaults[name])
         for name, tags in TAGS.items()
         if tags.registers == kind
     ]
-    for kind in _KINDS
+    for kind in get_args(Registers)
+    if kind
 }
 
 # Tensors of which any dim may be 1, for all.

@@ -1,4 +1,5 @@
-"""Checks of what changes scores and weights: biases, tables, sinks, dropout, users' functions.
+"""Checks of what changes scores and weights: biases, masks of every score, tables, sinks, dropout,
+users' functions.
 
 Each is given an option and the call that it is of, and returns the value for the call's record.
 """
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from .checks import (
     FARTHEST,
+    check_attn_mask,
+    check_cache_mask,
     check_device,
     check_floats,
     check_int,
     check_number,
+    check_per_position,
+    check_per_score,
     check_placement,
     kind,
     type_name,
@@ -120,6 +125,20 @@ def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
             f"{name} must begin each block of {POSITIONS_BLOCK} at a multiple of 4 where there is "
             "dropout, which draws its bits for four keys at once"
         )
+
+
+def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
+    """A mask and a bias, which is what an attn_mask of floats is."""
+    if call.reach is not None:
+        return check_cache_mask(x, call.q, call.reach), None
+    return check_attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
+
+
+def check_attn_bias(x: Any, call: Checking) -> Tensor:
+    check_floats("attn_bias", x)
+    if call.reach is not None:
+        return check_per_position("attn_bias", x, call.q, call.reach)
+    return check_per_score("attn_bias", x, call.q, call.k)
 
 
 def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
