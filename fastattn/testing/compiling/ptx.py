@@ -12,10 +12,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 _COMPARISONS = {
     "eq": operator.eq,
@@ -26,7 +24,6 @@ _COMPARISONS = {
     "ge": operator.ge,
 }
 _MEMORY = {"b16": ctypes.c_uint16, "b32": ctypes.c_uint32}
-_Bits = np.ndarray[Any, np.dtype[Any]]
 
 
 def run(assembly: str, inputs: Sequence[int], outputs: int) -> list[int]:
@@ -112,47 +109,49 @@ def _as_register(pair: torch.Tensor) -> int:
     return int(pair.view(torch.uint32).item())
 
 
-class _Results(list[TensorHandle]):
+class _Results(list[Any]):
     """What the compiler's builder gives for assembly."""
 
-    def get_result(self, index: int) -> TensorHandle:
+    def get_result(self, index: int) -> Any:
         return self[index]
 
 
 def _create_inline_asm(
-    builder: object, assembly: str, constraints: str, values: Sequence[TensorHandle],
+    builder: object, assembly: str, constraints: str, values: Sequence[Any],
     types: Sequence[Any], is_pure: bool, pack: int,
 ) -> _Results:  # fmt: skip
     """As that of Triton's builders: `pack` neighbours share the registers of 32 bits."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
     inputs = [_registers(x.data, pack) for x in values]
     shape = np.broadcast_shapes(*(x.data.shape for x in values))
-    found = [
-        run(assembly, [int(x) for x in bits], len(types)) for bits in zip(*inputs, strict=True)
-    ]
+    found = [run(assembly, bits, len(types)) for bits in zip(*inputs, strict=True)]
     results = _Results()
     for bits, block in zip(zip(*found, strict=True), types, strict=True):
-        dtype = block.scalar
-        kept = np.dtype(_get_np_dtype(dtype))
+        kept = np.dtype(_get_np_dtype(block.scalar))
         whole = np.array(bits, dtype=np.uint64)
-        if dtype == tl.int1:
+        if block.scalar == tl.int1:
             numbers = whole != 0
         else:
-            size = pack * kept.itemsize
-            numbers = whole.astype(f"u{size}").view(kept)
-        results.append(TensorHandle(numbers.reshape(shape), dtype))
+            numbers = whole.astype(f"u{pack * kept.itemsize}").view(kept)
+        results.append(TensorHandle(numbers.reshape(shape), block.scalar))
     return results
 
 
-def _registers(numbers: _Bits, pack: int) -> _Bits:
-    """The bits of each `pack` numbers that follow one another."""
-    if numbers.dtype == bool:
-        return numbers.reshape(-1).astype(np.uint64)
-    return np.ascontiguousarray(numbers).reshape(-1).view(f"u{pack * numbers.itemsize}")
+def _registers(numbers: Any, pack: int) -> list[int]:
+    """The bits of each `pack` numbers of an array that follow one another."""
+    flat = numbers.reshape(-1)
+    kind = "u1" if flat.dtype == bool else f"u{pack * flat.itemsize}"
+    bits: list[int] = flat.view(kind).tolist()
+    return bits
 
 
 @contextlib.contextmanager
 def assembly_interpreted(*rules: ModuleType) -> Iterator[None]:
     """In the block, kernels that are interpreted run the assembly of these modules' rules."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
     with contextlib.ExitStack() as patches:
         patches.enter_context(
             mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
