@@ -32,6 +32,7 @@ from .pipeline import (
     accumulator_layout,
     allocate_barriers,
     allocate_ring,
+    allocate_rings,
     as_operand,
     load_until,
     release,
@@ -335,11 +336,12 @@ def hopper_backward_dkv_kernel(
     landed: gl.constexpr = None
     if K_EARLY or Q_EARLY:
         landed = allocate_barriers(1, 1).index(0)
+    q, do = allocate_rings(q_desc, do_desc, config)
     shared = BackwardDkv(
         k=allocate_ring(k_desc, 2, 1),
         v=None if v_desc is None else allocate_ring(v_desc, 2, 1),
-        q=allocate_ring(q_desc, config.STAGES, 2),
-        do=allocate_ring(do_desc, config.second_stages, 2),
+        q=q,
+        do=do,
         stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,

@@ -29,6 +29,7 @@ from .pipeline import (
     accumulator_layout,
     allocate_barriers,
     allocate_ring,
+    allocate_rings,
     as_operand,
     load_slot,
     load_until,
@@ -251,11 +252,12 @@ def hopper_backward_dq_kernel(
     landed: gl.constexpr = None
     if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
         landed = allocate_barriers(1, 1).index(0)
+    k, v = allocate_rings(k_desc, v_desc, config)
     shared = BackwardDq(
         q=allocate_ring(q_desc, 2, 1),
         do=allocate_ring(do_desc, 2, 1),
-        k=allocate_ring(k_desc, config.STAGES, 2),
-        v=allocate_ring(v_desc, config.second_stages, 2),
+        k=k,
+        v=v,
         landed=landed,
         dq=Output(dq_desc, dq_ptr, dq_strides),
         o_ptr=o_ptr,

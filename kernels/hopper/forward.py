@@ -35,6 +35,7 @@ from .pipeline import (
     accumulator_layout,
     allocate_barriers,
     allocate_ring,
+    allocate_rings,
     as_operand,
     load,
     load_slot,
@@ -281,8 +282,7 @@ def hopper_forward_kernel(
     if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
         landed = allocate_barriers(1, 1).index(0)
     q = allocate_ring(q_desc, SLOTS, 1)
-    k = allocate_ring(k_desc, config.STAGES, config.CONSUMERS)
-    v = allocate_ring(v_desc, config.STAGES, config.CONSUMERS)
+    k, v = allocate_rings(k_desc, v_desc, config)
     o_tiles = q.tiles
     if config.APART and o_desc is not None:
         SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.D]

@@ -56,6 +56,16 @@ def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_rings(first_desc, second_desc, config: gl.constexpr):
+    """Rings of K and V, or of Q and dO: what all consumers read block by block."""
+    SECOND_STAGES: gl.constexpr = (
+        config.STAGES if config.SECOND_STAGES is None else config.SECOND_STAGES
+    )
+    first = allocate_ring(first_desc, config.STAGES, config.CONSUMERS)
+    return first, allocate_ring(second_desc, SECOND_STAGES, config.CONSUMERS)
+
+
+@gluon.jit
 def allocate_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     """NUMBER mbarriers (a power of two) whose phases take ARRIVALS arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())

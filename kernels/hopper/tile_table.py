@@ -31,11 +31,6 @@ class HopperConfig(NamedTuple):
     WIDE_WEIGHTS: bool = True
     SECOND_STAGES: int | None = None
 
-    @property
-    def second_stages(self) -> int:
-        """Stages of the ring of V or dO."""
-        return self.SECOND_STAGES or self.STAGES
-
 
 def _registers(early: bool) -> tuple[int, int]:
     """early: the producer also zeroes the rows behind the last one, which takes registers."""

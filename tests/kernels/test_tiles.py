@@ -7,6 +7,7 @@ import torch
 
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.arguments import Constants
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
 
@@ -172,6 +173,12 @@ def test_an_installed_tile_that_does_not_compile_is_taken_back(
     assert tiles.make_smaller(tiles.lookup("forward", 2, 64))
     assert tiles.lookup("forward", 2, 64) == usual
     assert tiles.lookup("backward_dq", 2, 64).BLOCK_M == 64
+
+
+def test_what_kernels_are_compiled_for_is_fields_alone() -> None:
+    """Triton 3.8 hands kernels the fields of a record, and not its properties."""
+    for record in (tile_table.HopperConfig, Constants):
+        assert not [name for name, x in vars(record).items() if isinstance(x, property)]
 
 
 def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> None:
