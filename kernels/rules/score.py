@@ -105,6 +105,18 @@ def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
 
 
 @triton.jit
+def linear(score):
+    """Whether the scores of a tile are its products by a number: so much is known in compiling."""
+    return (
+        score.softcap is None
+        and score.slopes_ptr is None
+        and score.relative_ptr is None
+        and score.bias_ptr is None
+        and score.mod is None
+    )
+
+
+@triton.jit
 def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
@@ -113,13 +125,7 @@ def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
     broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
     which broadcasts likewise; None: 1.
     """
-    PLAIN: tl.constexpr = (
-        score.softcap is None
-        and score.slopes_ptr is None
-        and score.relative_ptr is None
-        and score.bias_ptr is None
-        and score.mod is None
-    )
+    PLAIN: tl.constexpr = linear(score)
     if unit is not None and not PLAIN:
         s = s * (unit[0] * unit[1])
     x = s

@@ -13,12 +13,12 @@ from .tile import load_vector
 
 
 @triton.jit
-def load_lse(pointers, in_rows, score):
-    """lse of rows, inf for those that do not exist: their weights are 0 without a mask.
+def load_lse(pointers, in_rows, score, NOWHERE: tl.constexpr = float("inf")):
+    """lse of rows, NOWHERE for those that do not exist; with inf their weights are 0, unmasked too.
 
     So are those of a row that the score alone shows nothing.
     """
-    lse = load_vector(pointers, in_rows, float("inf"))
+    lse = load_vector(pointers, in_rows, NOWHERE)
     if score.hides is not None:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     return lse

@@ -152,10 +152,12 @@ def poisoned(by: str, B: int, T_k: int, device: str) -> tuple[dict[str, Any], to
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("by", ["padding", "lengths", "documents"])
 def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: str) -> None:
+    """With scores that are the products alone, and with all that changes them."""
     B, H, T = 2, 1, 35
     clean = make_qkv(B, H, 1, T, D=8, device=device)
     options, hidden = poisoned(by, B, T, device)
     k, v = (x.detach().masked_fill(hidden[:, None, :, None], poison) for x in clean[1:])
+    assert_matches_reference(triton_attention, clean[0], k, v, clean=clean, **options)
     assert_matches_reference(
         triton_attention,
         clean[0],
@@ -170,6 +172,15 @@ def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: st
         sinks=draw(H).to(device),
         relative_bias=draw(H, 5).to(device),
     )
+
+
+def test_rows_past_the_last_add_nothing_whatever_their_scores(device: str) -> None:
+    """Of a tile of 16 queries 5 exist; the exponentials of the others would be infinite."""
+    T_q, T_k, reach = 5, 20, 25
+    bias = torch.zeros(2, 2 * reach + 1, device=device)
+    bias[:, reach + T_k :] = 300.0
+    inputs = make_qkv(1, 2, 1, T_q, T_k, 8, device=device)
+    assert_matches_reference(triton_attention, *inputs, relative_bias=bias)
 
 
 def test_packed_keys_past_their_lengths_reach_nothing(device: str) -> None:

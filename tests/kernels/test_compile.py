@@ -241,7 +241,7 @@ BUDGETS = {
 BOUNDARY = {
     "attention_forward_kernel": 1.4,
     "attention_backward_dq_kernel": 1.54,
-    "attention_backward_dkv_kernel": 1.54,
+    "attention_backward_dkv_kernel": 1.4,
 }
 
 
