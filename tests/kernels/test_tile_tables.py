@@ -53,6 +53,14 @@ FP32 = {
     ("backward_dkv", 64): 4.7,
     ("backward_one_pass", 64): 6.4,
     ("forward", 128): 4.2,
+    ("forward_heavy", 64): 2.7,
+    ("backward_dq_heavy", 64): 4.2,
+    ("backward_dkv_heavy", 64): 6.3,
+    ("backward_one_pass_heavy", 64): 8.0,
+    ("forward_heavy", 128): 5.8,
+    ("backward_dq_heavy", 128): 10.4,
+    ("backward_dkv_heavy", 128): 16.4,
+    ("backward_one_pass_heavy", 128): 19.7,
 }
 FP32_EVERY = [(target, *row) for target in ("sm_80", "sm_86", "sm_89", "sm_120") for row in FP32]
 FP32_GATE = [("sm_86", "forward", 64)]
@@ -68,12 +76,16 @@ def launch(D: int, masks: str) -> None:
 
 def launch_fp32(kernel: str, D: int) -> None:
     q, lse = torch.empty(B, H, T, D, device="meta"), torch.empty(B, H, T, device="meta")
-    if kernel == "forward":
-        launch_forward(q, q, q, MASKS["causal"])
+    options = MASKS["causal"]
+    if kernel.endswith("_heavy"):
+        mask = torch.empty(B, 1, T, T, dtype=torch.bool, device="meta")
+        options = Options(attn_mask=mask, scale=0.1)
+    if kernel.startswith("forward"):
+        launch_forward(q, q, q, options)
     else:
-        one_pass = kernel == "backward_one_pass"
+        one_pass = kernel.startswith("backward_one_pass")
         function = launch_backward_one_pass if one_pass else launch_backward
-        function(q, None, q, q, q, q, lse, MASKS["causal"])
+        function(q, None, q, q, q, q, lse, options)
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +141,12 @@ def test_loops_of_fp32_use_what_they_load(
     spill.
     """
     target, kernel, D = case
-    name = {kind: name for name, kind in KERNELS.items()}.get(kernel, ONE_PASS)
+    names = {kind: name for name, kind in KERNELS.items()}
+    name = names.get(kernel.removesuffix("_heavy"), ONE_PASS)
     (fact,) = [fact for fact in compiled_fp32[case].result() if fact.name == name]
     tile = tiles.tile_of(target, kernel, 4, D)
-    assert [loop.spills for loop in fact.loops] == [0, 0]
-    full = min(fact.loops, key=lambda loop: loop.total)
+    full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
+    assert full.spills == 0
+    assert 100 * boundary.spills <= boundary.total * kernel.endswith("_heavy")
     clocks = loop_clocks(full, target, tile.num_warps, programs=programs_at_once(fact))
     assert (clocks / (tile.BLOCK_M * tile.BLOCK_N)).bound <= FP32[kernel, D]

@@ -96,7 +96,9 @@ def test_products_of_single_warps(target: str, clocks: int) -> None:
 
 @pytest.mark.parametrize(("target", "clocks"), [("sm_80", 600), ("sm_86", 300), ("sm_100", 300)])
 def test_products_of_fp32_are_those_of_vector_instructions(target: str, clocks: int) -> None:
-    loop = Loop(0, {"FFMA": 100, "FFMA2": 100, "LDS.128": 40, "MUFU.EX2": 4}, shared_bytes=40 * 512)
+    opcodes = {"FFMA": 100, "FFMA2": 100, "LDS.128": 40, "MUFU.EX2": 3}
+    opcodes["HFMA2.MMA"] = 1  # which puts a constant down
+    loop = Loop(0, opcodes, shared_bytes=40 * 512)
     found = loop_clocks(loop, target, 4)
     assert (found.tensor, found.issue, found.shared) == (clocks, 244, 640)
     assert found.bound == 640

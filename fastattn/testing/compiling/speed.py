@@ -128,7 +128,7 @@ def _product_clocks(loop: Loop, target: str) -> float:
 
     FFMA counts where it does the products, and FFMA2 as two.
     """
-    if not any("MMA" in opcode for opcode in loop.opcodes):
+    if not any(opcode.split(".")[0].endswith("MMA") for opcode in loop.opcodes):
         return 32 * (loop.count("FFMA") + 2 * loop.count("FFMA2")) / _FFMA[target]
     clocks = 0.0
     for opcode, number in loop.opcodes.items():
