@@ -47,7 +47,7 @@ EVERY = itertools.product(UNITS, (64, 128, 256), MASKS)
 CASES = compiled_cases(GATE, [case for case in EVERY if case not in GATE + NARROW])
 # fp32: no matrix unit serves it, and shared memory, from which FFMA has its operands, is what it
 # waits for: clocks a pair, at most.
-FP32 = {
+FFMA = {
     ("forward", 64): 2.7,
     ("backward_dq", 64): 4.2,
     ("backward_dkv", 64): 4.7,
@@ -62,7 +62,22 @@ FP32 = {
     ("backward_dkv_heavy", 128): 16.4,
     ("backward_one_pass_heavy", 128): 19.7,
 }
-FP32_EVERY = [(target, *row) for target in ("sm_80", "sm_86", "sm_89", "sm_120") for row in FP32]
+# Of 64 rows Triton 3.7 makes some products ones of tensor memory, of TF32, that were said to be
+# IEEE: all tiles have fewer.
+FFMA_OF_32_ROWS = {
+    ("forward", 64): 2.75,
+    ("backward_dq", 64): 4.2,
+    ("backward_dkv", 64): 5.3,
+    ("backward_one_pass", 64): 6.4,
+    ("forward", 128): 6.4,
+    ("forward_heavy", 64): 2.75,
+    ("backward_dq_heavy", 64): 4.2,
+    ("backward_dkv_heavy", 64): 6.3,
+    ("forward_heavy", 128): 6.4,
+}
+FP32 = {target: FFMA for target, (unit, _) in UNITS.items() if unit == "mma.sync"}
+FP32["sm_100"] = FFMA_OF_32_ROWS
+FP32_EVERY = [(target, *row) for target, rows in FP32.items() for row in rows]
 FP32_GATE = [("sm_86", "forward", 64)]
 FP32_CASES = compiled_cases(FP32_GATE, [case for case in FP32_EVERY if case not in FP32_GATE])
 
@@ -145,8 +160,14 @@ def test_loops_of_fp32_use_what_they_load(
     name = names.get(kernel.removesuffix("_heavy"), ONE_PASS)
     (fact,) = [fact for fact in compiled_fp32[case].result() if fact.name == name]
     tile = tiles.tile_of(target, kernel, 4, D)
+    assert not fact.mma, "TF32"
     full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
     assert full.spills == 0
     assert 100 * boundary.spills <= boundary.total * kernel.endswith("_heavy")
     clocks = loop_clocks(full, target, tile.num_warps, programs=programs_at_once(fact))
-    assert (clocks / (tile.BLOCK_M * tile.BLOCK_N)).bound <= FP32[kernel, D]
+    assert (clocks / (tile.BLOCK_M * tile.BLOCK_N)).bound <= FP32[target][kernel, D]
+
+
+def test_fp32_tiles_of_sm_100_are_too_small_for_tensor_memory() -> None:
+    rows = [row for row in tiles.table("sm_100") if row["element_size"] == 4]
+    assert rows and all(max(row["BLOCK_M"], row["BLOCK_N"]) < 64 for row in rows)

@@ -27,22 +27,28 @@ _ROWS = {
 # Shared memory of a program on Hopper, less what barriers take.
 _HOPPER_BYTES = 226 * 1024
 _CONSUMER_ROWS = 64
+# Scores of a thread whose products are FFMA: the operands of more would not fit its registers.
+_FFMA_SCORES = 8
+# From so many rows on, Triton 3.7 gives tensor memory, as TF32, products that were said to be IEEE.
+_TENSOR_ROWS = 64
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
     """Tiles worth compiling for an entry, the largest first.
 
     Left out without a compilation: tiles whose accumulators alone would fill the registers, those
-    whose operands cannot fit `shared_bytes`, and those with warps that have no rows of their own.
-    Every tile sums in as many parts as the tile in use. Forward tiles come with pointer loads and,
-    on GPUs with TMA, with descriptors too, by which alone a bias comes; tiles for dK and dV of many
-    columns with both in one launch and with one each; AMD's with matrix instructions of 32 rows and
-    of 16.
+    whose operands cannot fit `shared_bytes`, those with warps that have no rows of their own, and
+    those of fp32 that would lose its precision. Every tile sums in as many parts as the tile in
+    use. Forward tiles come with pointer loads and, on GPUs with TMA, with descriptors too, by which
+    alone a bias comes; tiles for dK and dV of many columns with both in one launch and with one
+    each; AMD's with matrix instructions of 32 rows and of 16.
     """
     usual = entry.shipped(arch)
-    rows = _ROWS.get(entry.kernel, (32, 64, 128))
+    by_ffma = _by_ffma(entry, arch)
+    sides = (16, 32, 64) if by_ffma else (32, 64, 128)
+    rows = (32, 64) if by_ffma and entry.kernel == "forward" else _ROWS.get(entry.kernel, sides)
     stages = (1, 2) if entry.kernel == "backward_one_pass" else (1, 2, 3)
-    grid = itertools.product(rows, (32, 64, 128), (4, 8), stages)
+    grid = itertools.product(rows, sides, (4, 8), stages)
     apart = (False, True) if entry.kernel == "backward_dkv" and entry.BLOCK_D > 128 else (False,)
     sizes = [
         TileConfig(*numbers, sum_parts=usual.sum_parts, apart=each)
@@ -66,8 +72,21 @@ def _of_amd(entry: TableEntry, tile: TileConfig) -> list[TileConfig]:
     return [replace(tile, waves_per_eu=2, matrix_instr_nonkdim=n) for n in rows]
 
 
+def _by_ffma(entry: TableEntry, arch: str) -> bool:
+    """Whether products have no matrix unit: of IEEE fp32, on NVIDIA GPUs."""
+    return entry.element_size == 4 and arch.startswith("sm_")
+
+
+def _suits_ffma(tile: TileConfig, arch: str) -> bool:
+    tensor_memory = arch.startswith("sm_10") and max(tile.BLOCK_M, tile.BLOCK_N) >= _TENSOR_ROWS
+    scores = tile.BLOCK_M * tile.BLOCK_N
+    return not tensor_memory and scores <= _FFMA_SCORES * 32 * tile.num_warps
+
+
 def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str) -> bool:
     D, threads = entry.BLOCK_D, 32 * tile.num_warps
+    if _by_ffma(entry, arch) and not _suits_ffma(tile, arch):
+        return False
     backward = entry.kernel.startswith("backward")
     by_keys = entry.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)

@@ -158,3 +158,14 @@ def test_an_unknown_architecture_is_compiled_at_the_launch():
     compilation.submit(*one)
     assert compilation.why_not(*one, 0) is None
     compilation.close()
+
+
+def test_tiles_of_fp32_are_small_and_on_sm_100_too_small_for_tensor_memory():
+    for kernel in ("forward", "backward_dq", "backward_dkv", "backward_one_pass", "decode_chunk"):
+        entry = TableEntry(kernel, 4, 64)
+        sides = {
+            arch: {max(t.BLOCK_M, t.BLOCK_N) for t in candidates(entry, H200_SHARED, arch)}
+            for arch in ("sm_80", "sm_100")
+        }
+        assert (max(sides["sm_80"]), max(sides["sm_100"])) == (64, 32)
+    assert TileConfig(64, 16, 4, 2) in candidates(TableEntry("forward", 4, 64), 163 * 1024, "sm_80")
