@@ -37,7 +37,7 @@ from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, sto
 from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
-from .rules.score import dropped, gradient, kept, linear, load_bias, modified
+from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
 from .rules.tile import add_tile, head_at, load_block, load_vector
@@ -94,7 +94,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     )
     # Of rows that do not exist q, do and delta are 0: any finite weight adds nothing, and none of 0
     # has to be chosen.
-    NOWHERE: tl.constexpr = 0.0 if linear(score) else float("inf")
+    NOWHERE: tl.constexpr = 0.0 if score.linear is not None else float("inf")
     lse = load_lse(operands.lse_ptr + rows, in_rows, score, NOWHERE)
     delta = load_vector(operands.delta_ptr + rows, in_rows, 0.0)
     s = rows_by_rows(operands.k, q, PRECISION)  # [BLOCK_N, BLOCK_M]

@@ -224,7 +224,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         m = m - weight_shift(dtype)
         l = l * (1 << weight_shift(dtype))
         scale, v_scale = head_scales(shared.scales, score.scale, tile, work)
-        score = Score(scale, score.softcap, tensors=score.tensors)
+        score = Score(scale, score.softcap, tensors=score.tensors, linear=score.linear)
     mine = Queries(q, first + gl.arange(0, ROWS, layout=S_ROWS), tile, score)
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 

@@ -304,6 +304,7 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         first_head=_first_head(f) if f.score_mod is not None or f.dropout else None,
         all_heads=runtime_int(f.all_heads) if f.dropout else None,
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
+        linear=1 if all(x is None for x in (f.softcap, slopes, table, bias, f.score_mod)) else None,
     )
 
 

@@ -32,9 +32,10 @@ class Score(NamedTuple):
     mod, mod_grad: the user's functions, tensors: their further arguments.
     dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
     are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
-    -inf, so that a block without a mask may show a row nothing. exact: not None if scores are good
-    to fp32. placed: not None if queries and keys have positions of their own, which dropout counts.
-    first_head, all_heads: not None if the call has a part of a whole's heads, see `head_of_whole`.
+    -inf, so that a block without a mask may show a row nothing. linear: not None if scores are
+    scale * q.k and nothing else. exact: not None if scores are good to fp32. placed: not None if
+    queries and keys have positions of their own, which dropout counts. first_head, all_heads: not
+    None if the call has a part of a whole's heads, see `head_of_whole`.
     """
 
     scale: Any
@@ -59,6 +60,7 @@ class Score(NamedTuple):
     dropout_scale: Any = None
     seed_ptr: Any = None
     hides: Any = None
+    linear: Any = None
     exact: Any = None
     placed: Any = None
     first_head: Any = None
@@ -105,18 +107,6 @@ def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
 
 
 @triton.jit
-def linear(score):
-    """Whether the scores of a tile are its products by a number: so much is known in compiling."""
-    return (
-        score.softcap is None
-        and score.slopes_ptr is None
-        and score.relative_ptr is None
-        and score.bias_ptr is None
-        and score.mod is None
-    )
-
-
-@triton.jit
 def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
@@ -125,7 +115,7 @@ def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
     broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
     which broadcasts likewise; None: 1.
     """
-    PLAIN: tl.constexpr = linear(score)
+    PLAIN: tl.constexpr = score.linear is not None
     if unit is not None and not PLAIN:
         s = s * (unit[0] * unit[1])
     x = s
