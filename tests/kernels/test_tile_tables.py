@@ -39,7 +39,10 @@ UNITS = {
     "gfx942": ("mfma", 1024),
 }
 # Clocks a pair of shared memory, at most, where it feeds the units slower than they multiply.
-FED = {("sm_80", "attention_backward_dq_kernel", 128, "causal"): 0.5}
+FED = {
+    ("sm_80", "attention_backward_dq_kernel", 128, "causal"): 0.5,
+    ("sm_80", "attention_backward_dkv_kernel", 128, "causal"): 0.7,
+}
 MASKS = {"causal": Options(right=0, scale=0.1), "window": Options(left=99, right=0, scale=0.1)}
 B, H, T = 1, 2, 512
 GATE = [("sm_100", 128, "causal"), ("gfx942", 128, "causal"), ("sm_120", 128, "causal")]
