@@ -15,6 +15,7 @@ from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import (
+    RELEASE,
     USUAL_SPILL_BYTES,
     CompiledFacts,
     count_compilations,
@@ -255,8 +256,17 @@ MOST_INSTRUCTIONS = {
     ("contiguous", "fp8"): 345,
     ("paged", "int8"): 430,
     # Triton 3.6 keeps fewer page numbers from one load to the next.
-    ("paged-16", "int8"): 640 if triton.__version__.startswith("3.6.") else 505,
+    ("paged-16", "int8"): 640 if RELEASE == "3.6" else 505,
 }
+# Releases whose warps tell one another of two rows at once.
+NEWER = RELEASE in ("3.8", "3.9")
+if RELEASE == "3.8":
+    MOST_INSTRUCTIONS |= {
+        ("contiguous", "int8"): 388,
+        ("contiguous", "fp8"): 365,
+        ("paged", "int8"): 435,
+        ("paged-16", "int8"): 512,
+    }
 
 
 @pytest.mark.parametrize(("kind", "codes"), MOST_INSTRUCTIONS)
@@ -270,7 +280,10 @@ def test_instructions_of_a_block(
     assert full.count("LDS.U8") == full.count("F2F") == full.count("I2F") == 0
     assert full.count("LDGSTS.E.BYPASS.128") > 0
     # Codes go from where they are loaded to the product, and are not put down again as numbers.
-    assert full.count("STS.128") == full.count("STS.64") == full.count("LDS.128") == 0
+    # Triton 3.8 takes one of the two tiles of codes through shared memory a second time.
+    again = 4 if RELEASE == "3.8" and codes else 0
+    assert full.count("STS.128") == full.count("LDS.128") == again
+    assert full.count("STS.64") == (1 if NEWER else 0)
 
 
 def test_stages_of_codes_are_half_of_those_of_numbers(compiled: dict[tuple, Future]) -> None:
@@ -282,8 +295,9 @@ def test_stages_of_codes_are_half_of_those_of_numbers(compiled: dict[tuple, Futu
     keys, buffers, tiles = 64, 3, 2
     block = keys * tiles * 128
     scales = keys * tiles * 4
+    share = 0.63 if RELEASE == "3.8" else 0.6
     assert buffers * 2 * block <= plain.shared_bytes
-    assert buffers * (block + scales) <= codes.shared_bytes <= 0.6 * plain.shared_bytes
+    assert buffers * (block + scales) <= codes.shared_bytes <= share * plain.shared_bytes
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
