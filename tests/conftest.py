@@ -58,9 +58,8 @@ collect_ignore = (
 # allow. Strict: who mends one takes its line away. Limits that differ stand in the tests.
 _OVER_BUDGET = {
     "3.6": {
-        "kernels/test_decode_compile.py": (
-            "test_compiles_well[sm_90-contiguous-256-fp32-None-1-plain]",
-        ),
+        # Its products wait for one another, with every score at once.
+        "kernels/test_compile.py": ("test_compiles_well[sm_90-forward-128-bf16-heavy]",),
     },
     "3.8": {
         "kernels/test_compile_additive.py": (
