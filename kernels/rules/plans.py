@@ -102,8 +102,8 @@ def boundary_block(i, lo, full_lo, full_hi):
 
 
 @triton.jit
-def _table_row(tile, b, h, mask):
-    """Counts of a tile and the list of its blocks: full ones from the front, the rest from the end.
+def _plan_by_table(tile, b, h, mask):
+    """The plan of a tile from a table: full blocks from the front of its list, others from the end.
 
     table_strides: rows of the table to the next b and to the next h, and blocks in a row.
     """
@@ -111,35 +111,37 @@ def _table_row(tile, b, h, mask):
     table_row += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
     counts_ptr = mask.counts_ptr + 2 * table_row
     blocks_ptr = mask.blocks_ptr + table_row * value(mask.table_strides[2])
-    return tl.load(counts_ptr), tl.load(counts_ptr + 1), blocks_ptr
+    plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+    return tl.load(counts_ptr), tl.load(counts_ptr + 1), plan
+
+
+@triton.jit
+def _plan_by_ranges(lo, full_lo, full_hi, hi, kept):
+    full = full_hi - full_lo
+    boundary = kept + (full_lo - lo) + (hi - full_hi)
+    return full, boundary, (lo, full_lo, full_hi, kept)
 
 
 @triton.jit
 def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
     """Which key blocks a query tile visits: (full blocks, boundary blocks, plan)."""
     if mask.blocks_ptr is not None:
-        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+        found = _plan_by_table(tile, row.b, h, mask)
     else:
         lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
-        full = full_hi - full_lo
-        boundary = kept + (full_lo - lo) + (hi - full_hi)
-        plan = (lo, full_lo, full_hi, kept)
-    return full, boundary, plan
+        found = _plan_by_ranges(lo, full_lo, full_hi, hi, kept)
+    return found
 
 
 @triton.jit
 def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
     """Which query blocks of head h a key tile visits, as `key_plan`."""
     if mask.blocks_ptr is not None:
-        full, boundary, blocks_ptr = _table_row(tile, row.b, h, mask)
-        plan = (blocks_ptr, blocks_ptr, blocks_ptr, blocks_ptr)
+        found = _plan_by_table(tile, row.b, h, mask)
     else:
         lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
-        full = full_hi - full_lo
-        boundary = (full_lo - lo) + (hi - full_hi)
-        plan = (lo, full_lo, full_hi, 0)
-    return full, boundary, plan
+        found = _plan_by_ranges(lo, full_lo, full_hi, hi, 0)
+    return found
 
 
 @triton.jit
