@@ -11,6 +11,8 @@ from .tracing import decided
 
 # Positions of queries are taken within this distance of the first key: no sequence is as long.
 FARTHEST = 2**28
+# So no distance between a query and a key is as long as this.
+_TOO_FAR = 2 * FARTHEST
 # Under export sizes, and what is computed from them, are symbols.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -130,20 +132,26 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
     if _is_integer(window):
         if window < 1:
             raise ValueError(f"window as an int counts visible keys, at least 1, got {window}")
-        return window - 1, 0
+        return _within_reach(window - 1), 0
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window must be an int or a tuple (left, right), got {window!r}")
-    left, right = (as_python(side) for side in window)
-    for name, side in (("left", left), ("right", right)):
-        if side is None:
-            continue
-        if not _is_integer(side):
-            raise TypeError(f"window {name} must be an int or None, got {side!r}")
-        if side < 0:
-            raise ValueError(
-                f"window {name} counts neighbours, at least 0 (None = all), got {side}"
-            )
-    return left, right
+    return _window_side("left", window[0]), _window_side("right", window[1])
+
+
+def _window_side(name: str, side: Any) -> int | None:
+    side = as_python(side)
+    if side is None:
+        return None
+    if not _is_integer(side):
+        raise TypeError(f"window {name} must be an int or None, got {side!r}")
+    if side < 0:
+        raise ValueError(f"window {name} counts neighbours, at least 0 (None = all), got {side}")
+    return _within_reach(side)
+
+
+def _within_reach(x: int) -> int:
+    """x, or what is as good where it is longer than any distance: int64 may not hold it."""
+    return x if isinstance(x, torch.SymInt) else min(x, _TOO_FAR)
 
 
 def check_key_padding_mask(mask: Tensor, k: Tensor) -> Tensor:
@@ -180,9 +188,7 @@ def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor
     if _is_integer(prefix):
         if prefix < 0:
             raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
-        if not isinstance(prefix, torch.SymInt):
-            prefix = min(prefix, FARTHEST)
-        return torch.full((B,), prefix, dtype=torch.int32, device=q.device)
+        return torch.full((B,), _within_reach(prefix), dtype=torch.int32, device=q.device)
     check_integers("prefix_lengths", prefix)
     assert isinstance(prefix, Tensor), "check_integers lets only tensors through"
     return check_placement("prefix_lengths", prefix, (B,), q)
@@ -195,7 +201,12 @@ def check_keep_first(x: Any, windowed: bool) -> int:
         raise ValueError(
             f"keep_first={count} keeps keys that a window or stride hides; neither is given"
         )
-    return count
+    return _within_reach(count)
+
+
+def check_stride(x: Any) -> int:
+    """An int of at least 1."""
+    return _within_reach(check_count("stride", x, 1))
 
 
 def check_count(name: str, x: Any, least: int) -> int:
@@ -345,7 +356,7 @@ def check_backend(backend: str | None, source: str = "backend") -> str:
     """One of BACKENDS; None means "auto"."""
     if backend is None:
         return "auto"
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return backend
 

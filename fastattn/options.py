@@ -54,7 +54,7 @@ class OfAllCalls(TypedDict, total=False):
 
 
 class OfAllButFp8(TypedDict, total=False):
-    stride: Annotated[int | None, Row(lambda x, call: checks.check_count("stride", x, 1))]
+    stride: Annotated[int | None, Row(lambda x, call: checks.check_stride(x))]
     mod_tensors: Annotated[tuple[Tensor, ...], Row(score_checks.check_mod_tensors, ())]
     mask_mod: Annotated[Any, Row(score_checks.check_mask_mod)]
     heads: Annotated[

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import (
     FARTHEST,
+    as_python,
     check_attn_mask,
     check_cache_mask,
     check_device,
@@ -60,6 +61,12 @@ class Checking(NamedTuple):
 _COUNTING_HEADS = ("mask_mod", "score_mod", "dropout")
 
 
+def _wanted(name: str, call: Checking) -> bool:
+    """Whether an option that is checked later is given, and is not the number 0."""
+    x = as_python(call.given.get(name))
+    return x is not None and not (isinstance(x, (int, float)) and x == 0)
+
+
 def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
     """(first, total): the first of a call's heads in the whole, and the whole's number of them.
 
@@ -75,7 +82,7 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
             f"heads must be (first, total) with 0 <= first <= total - {H_q}, as q has {H_q} heads, "
             f"got ({first}, {total})"
         )
-    counted = [name for name in _COUNTING_HEADS if call.given.get(name)]
+    counted = [name for name in _COUNTING_HEADS if _wanted(name, call)]
     if first >= total and counted and counted != ["dropout"]:
         raise ValueError(
             f"heads must begin below total={total} for {counted[0]}, which counts rows by itself, "
@@ -108,7 +115,7 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} must have shape [{call.B} or 1, {T}], got {list(x.shape)}")
         check_device(name, x, call.q)
         if x.is_cpu and not torch.compiler.is_compiling():
-            _check_position_values(name, x, by_fours=n == 1 and bool(call.given.get("dropout")))
+            _check_position_values(name, x, by_fours=n == 1 and _wanted("dropout", call))
     q_positions, k_positions = positions
     return q_positions, k_positions
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -256,6 +257,16 @@ BAD = [
     (qkv(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1\.0"),
     (qkv(dropout=-0.1), ValueError, r"dropout must be in \[0, 1\), got -0\.1"),
     (qkv(dropout="half"), TypeError, "dropout must be a float, got str"),
+    (qkv(dropout=torch.zeros(2), heads=(0, H_q)), TypeError, "dropout must be a float, got a tens"),
+    (
+        qkv(
+            dropout=torch.zeros(2),
+            positions=tuple(torch.arange(T, dtype=torch.int32)[None] for T in (T_q, T_k)),
+        ),
+        TypeError,
+        "dropout must be a float, got a tensor",
+    ),
+    (qkv(score_mod=np.zeros(2), heads=(0, H_q)), TypeError, r"score_mod must be a @triton\.jit fu"),
     (
         qkv(dropout=0.1, dropout_seed=torch.zeros(3, dtype=LONG)),
         ValueError,
@@ -327,6 +338,7 @@ BAD = [
         ValueError,
         "backend must be one of auto, hopper, triton, torch, got 'cuda'",
     ),
+    (qkv(backend=np.array(["torch", "auto"])), ValueError, "backend must be one of .*, got array"),
 ]
 
 
@@ -335,6 +347,37 @@ BAD = [
 def test_bad_arguments(call, arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def codes() -> list[torch.Tensor]:
+    return [x.detach().to(torch.float8_e4m3fn) for x in qkv().values()]
+
+
+def cached() -> fastattn.KVCache:
+    cache = fastattn.KVCache(B, H_k, T_k, D)
+    cache.append(*(x.detach() for name, x in qkv().items() if name != "q"))
+    return cache
+
+
+@pytest.mark.parametrize("got", [1, torch.zeros(2)], ids=["int", "a tensor"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **how: fastattn.attention(**qkv(), **how),
+        lambda **how: fastattn.attention_varlen(
+            *torch.zeros(3, T_q, H_q, D), torch.tensor([0, T_q]), **how
+        ),
+        lambda **how: fastattn.dot_product_attention(*qkv().values(), **how),
+        lambda **how: fastattn.additive_attention(*qkv().values(), torch.ones(D), **how),
+        lambda **how: fastattn.attention_fp8(*codes(), **how),
+        lambda **how: fastattn.decode_attention(qkv()["q"].detach(), cached(), **how),
+        lambda **how: fastattn.cascade_attention(torch.zeros(1, H_q, 1, D), None, None, **how),
+    ],
+    ids=["dense", "packed", "dot product", "additive", "fp8", "decode", "cascade"],
+)
+def test_return_lse_is_a_flag(call, got) -> None:
+    with pytest.raises(TypeError, match=r"return_lse must be a bool, got (int|a tensor)"):
+        call(return_lse=got)
 
 
 def test_a_score_mod_alone_serves_without_gradients() -> None:

@@ -316,8 +316,9 @@ def _with_weights(
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
         o, lse = attend.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
+        known = None if q.dtype == torch.float64 else lse  # fp32, which weights in fp64 would show
         weights = statistics.attention_weights(
-            q, k, lse=lse, max_elements=2**63, backend=layer.backend, **masks
+            q, k, lse=known, max_elements=2**63, backend=layer.backend, **masks
         )
         return o, weights.to(narrow)
     q, k, v, _ = autocast(q, k, v, {})

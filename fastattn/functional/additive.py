@@ -77,6 +77,7 @@ def additive_attention(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
             backend that cannot serve the call; the message names it.
     """
+    return_lse = checks.check_flag("return_lse", return_lse)
     checks.check_tensors(q, k, v)
     _refuse_others(masks)
     hidden = _check_u(u, q)

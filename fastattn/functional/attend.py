@@ -76,8 +76,9 @@ def attention(
             h // (H_q // H_k), and K/V are not expanded in memory.
         v: [B, H_k, T_k, D_v].
         causal: p sees keys j <= p.
-        window: (left, right) sees p - left <= j <= p + right, None = unbounded on that side; an int
-            W is the last W keys, the query's own counted: (W - 1, 0).
+        window: (left, right) sees p - left <= j <= p + right, None = unbounded on that side, and
+            (None, None) no window; an int W is the last W keys, the query's own counted:
+            (W - 1, 0).
         prefix_lengths: with causal, keys j < prefix_lengths[b] are seen from before them too
             (prefix LM). An int, or int32 or int64 [B].
         keep_first: keys j < keep_first stay visible outside the window and stride (StreamingLLM).
@@ -153,6 +154,8 @@ def attention(
             contradict each other, a score_mod without score_mod_grad where gradients are wanted, or
             a forced backend that cannot serve the call; the message names it.
     """
+    if type(return_lse) is not bool:
+        return_lse = checks.check_flag("return_lse", return_lse)
     given: dict[str, Any] = options
     key = call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key, q)
@@ -217,6 +220,8 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. The values of the offsets are checked where they lie
             on the CPU.
     """
+    if type(return_lse) is not bool:
+        return_lse = checks.check_flag("return_lse", return_lse)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
     key = call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key, q)

@@ -70,8 +70,8 @@ def decode_attention(
             to that rank's cache.
         cache: a `KVCache`; a `PagedKVCache`, whose rows in use are then the batch, oldest first; or
             a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
-            queries that see nothing. A ring brings its window and first positions with it, and
-            T_q is at most its max_step.
+            queries that stand before their first token; causal, those see nothing. A ring brings
+            its window and first positions with it, and T_q is at most its max_step.
         new_lengths: int32 or int64 [B], taken within [0, T_q], as the cache's `append` was given
             it: only the first new_lengths[b] queries of row b are tokens. Token i stands at
             lengths[b] - new_lengths[b] + i then; what comes out for the others is unspecified,
@@ -103,6 +103,8 @@ def decode_attention(
             backend that cannot serve the call.
         RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
     """
+    if type(return_lse) is not bool:
+        return_lse = checks.check_flag("return_lse", return_lse)
     view, uniform = _view(cache)
     given = {
         "new_lengths": new_lengths,

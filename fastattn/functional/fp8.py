@@ -194,6 +194,7 @@ def attention_fp8(
             backend that cannot serve the call.
         RuntimeError: an input requires grad while grad mode is on.
     """
+    return_lse = checks.check_flag("return_lse", return_lse)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     call = _checked(q, k, v, scales, out_dtype, options)
     choice = _choose(call, out_dtype, backend)

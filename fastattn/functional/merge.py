@@ -108,6 +108,7 @@ def cascade_attention(
     Raises:
         TypeError, ValueError, RuntimeError: as `decode_attention`; or a prefix of several rows.
     """
+    return_lse = checks.check_flag("return_lse", return_lse)
     unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
     if unknown:
         raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")

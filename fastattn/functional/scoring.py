@@ -83,6 +83,6 @@ def _unscaled(
     if "scale" in options:
         raise TypeError(f"{name} takes no scale: its score is not scaled")
     options["scale"] = 1.0
-    if return_lse:
+    if checks.check_flag("return_lse", return_lse):
         return attend.attention(q, k, v, return_lse=True, backend=backend, **options)
     return attend.attention(q, k, v, backend=backend, **options)

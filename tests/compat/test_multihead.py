@@ -119,6 +119,16 @@ def test_kernels_equal_torch(device, name, need_weights):
         assert_within_budget("weights", weights, ref[1], naive[1])
 
 
+def test_weights_without_gradients_in_fp64(on_torch):
+    """As exact as with gradients: nothing on the way to them is fp32."""
+    _, ours = (x.double() for x in pair())
+    tensors = [x.double() for x in inputs(ours)]
+    _, trained = ours(*tensors)
+    with torch.no_grad():
+        _, weights = ours(*tensors)
+    assert (weights - trained).abs().max() < 64 * torch.finfo(torch.float64).eps
+
+
 def test_unbatched_inputs(on_torch):
     theirs, ours = pair()
     tensors = [x[:, 0] for x in inputs(theirs)]

@@ -70,6 +70,26 @@ def test_attention_of_far_integers(name, backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("far", "near"),
+    [
+        ({"window": 2**63}, {"causal": True}),
+        ({"window": (2**64, 1)}, {"window": (None, 1)}),
+        ({"window": (1, 0), "keep_first": 2**63}, {}),
+        ({"stride": 2**64, "window": 2}, {"stride": T_K, "window": 2}),
+        ({"causal": True, "prefix_lengths": 2**64}, {}),
+    ],
+    ids=str,
+)
+def test_integers_that_int64_does_not_hold(far, near, backend, device):
+    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
+    offset = torch.zeros(B, dtype=torch.int64, device=device)
+    for place in ({}, {"query_offset": offset}):
+        how = {"backend": backend, **place}
+        assert torch.equal(attention(q, k, v, **how, **far), attention(q, k, v, **how, **near))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("entries", [3, 9])
 @pytest.mark.parametrize("x", [2**30, -(2**31)])
 def test_bias_by_distance_from_far_away(x, entries, backend, device):
