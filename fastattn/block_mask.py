@@ -50,14 +50,22 @@ def name_of(mod: Any) -> str:
         return ""
     if isinstance(mod, BlockMask):
         return f"{name_of(mod.mask_mod)}:{int(mod.per_batch)}{int(mod.per_head)}"
-    function = mod.fn
-    name = f"{function.__module__}:{function.__qualname__}"
+    name = _python_name(mod.fn)
     if "<locals>" in name:
         raise ValueError(
             f"a mask_mod or score_mod that is traced must stand at the top level of a module, "
             f"got {name}"
         )
     return name
+
+
+def _python_name(function: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+# While torch.compile traces it runs this, and takes what comes of it for a constant: of a function
+# its release 2.13 knows no __qualname__. By hand, as assume_constant_result imports torch._dynamo.
+_python_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def named(name: str) -> Any:

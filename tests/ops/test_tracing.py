@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
@@ -184,6 +185,35 @@ def test_steps_over_grown_caches_compile_for_all_lengths() -> None:
         keys, values = (cached.detach() for cached in expected[1:])
     # The prompt, the first step, and one for all that follow.
     assert counter.frame_count <= 3
+
+
+@triton.jit
+def near(b, h, q_pos, k_pos):
+    return q_pos - k_pos < 4 + h
+
+
+@triton.jit
+def steeper(x, b, h, q_pos, k_pos):
+    return 1.5 * x
+
+
+@triton.jit
+def steeper_grad(dx, x, b, h, q_pos, k_pos):
+    return 1.5 * dx
+
+
+# Of torch's own, at the break of a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("mask", [near, fastattn.BlockMask(near)], ids=["bare", "with tables"])
+def test_users_functions_compile(mask: Any, backend: str) -> None:
+    """In one graph where a kernel takes them in, and beside it where torch evaluates them."""
+    given = heads(17)
+    how = {"mask_mod": mask, "score_mod": steeper, "score_mod_grad": steeper_grad}
+    compiled = torch.compile(attend, fullgraph=backend == "triton", backend="eager")
+    leaves, again = copies(given), copies(given)
+    found, expected = compiled(*leaves, **how), attend(*again, **how)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, leaves), gradients(expected, again))
 
 
 PACKS = ((4, 5), (3, 1, 6))
