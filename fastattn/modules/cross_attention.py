@@ -206,7 +206,7 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It has no gradients. Its last query stands at the last key, so that of several the first would
     stand before the memory where that is shorter than they are.
     """
-    if q.shape[2] != 1 or torch.is_grad_enabled():
+    if q.shape[2] != 1 or k.shape[2] == 0 or torch.is_grad_enabled():
         return False
     # A dim of one has any stride in a tensor that counts as contiguous.
     return all(

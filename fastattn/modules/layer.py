@@ -124,8 +124,9 @@ class AttentionLayer(SeparateProjections):
 
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         """[B, T, H D] to [B, H, T, D]; head_dim: D, where it is not that of queries and keys."""
+        D = head_dim or self.head_dim
         # Not einops, which takes twice as long on the host: every decoded token comes through here.
-        return x.view(*x.shape[:2], -1, head_dim or self.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:2], x.shape[2] // D, D).transpose(1, 2)
 
     def project_output(self, out: Tensor) -> Tensor:
         """[B, H_q, T, D_v] to [B, T, C]."""

@@ -81,6 +81,8 @@ def _additive_weights(
     q: Tensor, k: Tensor, u: Tensor, backend: str | None, masks: dict[str, Any]
 ) -> Tensor:
     """Attention to values that are the rows of the identity: what comes out are the weights."""
+    if k.shape[2] == 0:
+        return q.new_empty(*q.shape[:3], 0)
     identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
     v = identity.expand(*k.shape[:2], *identity.shape)
     return additive_attention(q, k, v, u, backend=backend, **masks)

@@ -10,6 +10,7 @@ from torch import Tensor
 import fastattn.modules.cross_attention
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention, swap
 from fastattn.modules.cross_attention import ProjectedMemory
+from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -306,6 +307,25 @@ def test_repr_names_what_was_chosen():
         "embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, memory_dim=24, sinks=True, "
         "backend='torch'"
     )
+
+
+@pytest.mark.parametrize("scoring", ["scaled_dot", "multiplicative", "additive"])
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 1, 0), (2, 3, 0)])
+@pytest.mark.parametrize("training", [True, False])
+def test_no_rows_tokens_or_memory(B, T, S, scoring, training):
+    """What sees nothing is the bias of the output."""
+    options = {"scoring": scoring, "qk_norm": True, "out_bias": True}
+    layer, cross = make_self(**options), make_cross(**options)
+    x, memory = torch.randn(B, T, C), torch.randn(B, S, M)
+    with torch.set_grad_enabled(training):
+        y, z = layer(x), cross(x, memory)
+    assert y.shape == z.shape == x.shape
+    assert S or torch.equal(z, cross.out_proj.bias.expand(B, T, C))
+    assert self_attention_weights(layer, x).shape == (B, H_q, T, T)
+    assert cross_attention_weights(cross, x, memory).shape == (B, H_q, T, S)
+    if training:
+        (y.sum() + z.sum()).backward()
+        assert all(p.grad.isfinite().all() for p in cross.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize(
