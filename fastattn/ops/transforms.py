@@ -122,9 +122,12 @@ class _Gradients(torch.autograd.Function):
 def _mapped(
     function: Callable[..., Any], first: int, size: int, in_dims: _Dims, arguments: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], _Dims]:
-    """One call for all where only q, k, v and what has their rows are tensors, else one each."""
+    """One call for all where only q, k, v and what has their rows are tensors, else one each.
+
+    One each, too, where there are users' functions: they count the rows of a call.
+    """
     tensors, fields = arguments[first:], arguments[-len(flat(Options())) :]
-    if any(isinstance(x, Tensor) for x in fields):
+    if any(isinstance(x, Tensor) or (isinstance(x, str) and x) for x in fields):
         parts = [
             function(
                 *arguments[:first],

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -104,6 +105,25 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
             (found[0][b], found[1][b], found[2][:, :, b]), together(*sample), strict=True
         ):
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
+def not_of_its_row(b, h, q_pos, k_pos):
+    return (q_pos + k_pos) % 3 != b
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_mapped_functions_count_the_rows_of_one_call(backend: str, device: str) -> None:
+    q, k, v = (torch.stack([x, x + 1]) for x in make_qkv(**SIZES, device=device))
+
+    def alone(q, k, v):
+        return fastattn.attention(q, k, v, mask_mod=not_of_its_row, backend=backend).sin().sum()
+
+    together = torch.func.grad(alone, argnums=(0, 1, 2))
+    found = torch.vmap(together)(*(x.detach() for x in (q, k, v)))
+    for i, call in enumerate(zip(q, k, v, strict=True)):
+        for ours, expected in zip(found, together(*(x.detach() for x in call)), strict=True):
+            torch.testing.assert_close(ours[i], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kept", [True, False])
