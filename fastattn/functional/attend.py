@@ -251,7 +251,7 @@ def explain(
     """Which backend `attention` would use for these arguments, and why not a faster one.
 
     With deterministic=False also whether gradients would come in one pass, or why not. With few
-    queries (16 rows T_q H_q / H_k at most) also whether many keys are split among programs.
+    queries beside many keys also whether those are split among programs.
 
     Checks the arguments as `attention` does, and computes nothing.
 

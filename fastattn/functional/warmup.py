@@ -14,8 +14,8 @@ from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
 
-# Any length, number of heads and batch size does: kernels are compiled for none of them. But one
-# query to many keys has a kernel of its own.
+# Any length, number of heads and batch size does: kernels are compiled for none of them. But few
+# queries to many keys have kernels of their own.
 _B, _H, _T = 2, 2, 16
 
 
@@ -162,9 +162,9 @@ def _call(
             found: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
             found = attention(q, k, v, **arguments(_T, _T))
-            many = ops.many_keys()
-            keys = zeros(_B, _H, many, D)
-            attention(zeros(_B, _H, 1, D), keys, keys, **arguments(1, many))
+            for T_q, T_k in ops.split_calls():
+                keys = zeros(_B, 1, T_k, D)
+                attention(zeros(_B, _H, T_q, D), keys, keys, **arguments(T_q, T_k))
         outputs = found if isinstance(found, tuple) else (found,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])

@@ -73,10 +73,10 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     return why_not_split(q, k, v, options)
 
 
-def many_keys() -> int:
-    """From so many keys on, those of few queries are split: see `why_not_split`."""
-    number: int = kernel("launch.decode_splits").MANY_KEYS
-    return number
+def split_calls() -> tuple[tuple[int, int], ...]:
+    """Numbers of queries and keys, of each kernel that splits keys: see `why_not_split`."""
+    calls: tuple[tuple[int, int], ...] = kernel("launch.decode_splits").SPLIT_CALLS
+    return calls
 
 
 def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:

@@ -11,12 +11,14 @@ from fastattn.functional import call_memo
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
+from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
 from fastattn.testing.option_examples import option_examples
 
 H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 45, 16
 EXAMPLES = option_examples(H_Q, H_K, T_Q, T_K, D, reach=9)
+CHUNK_EXAMPLES = option_examples(H_Q, H_K, 9, 37, D, reach=9)
 WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "positions"}
 WITHOUT_KERNEL |= {"dropout", "heads"}
 
@@ -29,8 +31,15 @@ def by_triton(q, k, v, **options):
 def few_keys(monkeypatch: pytest.MonkeyPatch):
     """Keys that are few are split too, in tiles and splits that are small beside them."""
     monkeypatch.setattr(decode_splits, "MANY_KEYS", 1)
-    with tiles.forced(decode=TileConfig(16, 16)):
+    with tiles.forced(decode=TileConfig(16, 16), decode_chunk=TileConfig(16, 16)):
         yield
+
+
+@pytest.fixture
+def any_chunk(few_keys: None, monkeypatch: pytest.MonkeyPatch):
+    """More rows than a tile has are a chunk, whatever it would cost."""
+    monkeypatch.setattr(decode_splits, "_FEW_ROWS", 1)
+    monkeypatch.setattr(decode_splits, "_chunk_pays", lambda *call: True)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -38,6 +47,15 @@ def test_every_option_is_what_it_is_elsewhere(name: str, few_keys: None, device:
     options = to_device(EXAMPLES[name], device)
     q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, D, device=device)
     assert fastattn.explain(q, k, v, **options).split_keys == (name not in WITHOUT_KERNEL)
+    assert_matches_reference(by_triton, q, k, v, **options)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - WITHOUT_KERNEL))
+def test_a_chunk_knows_the_options_too(name: str, any_chunk: None, device: str) -> None:
+    """Nine queries of two heads are 18 rows: a tile of 16, and one with two rows."""
+    options = to_device(CHUNK_EXAMPLES[name], device)
+    q, k, v = make_qkv(2, H_Q, H_K, 9, 37, D, device=device)
+    assert fastattn.explain(q, k, v, **options).split_keys
     assert_matches_reference(by_triton, q, k, v, **options)
 
 
@@ -106,11 +124,36 @@ def test_which_calls_split_their_keys(device: str) -> None:
 
     assert split(1, 32, 8, 1, 8192)
     assert split(1, 32, 8, 4, 8192)
-    assert not split(1, 32, 8, 5, 8192)
     assert split(1, 4, 4, 16, decode_splits.MANY_KEYS)
     assert not split(1, 4, 4, 16, decode_splits.MANY_KEYS - 1)
     assert not split(1, 4, 4, 1, 8192, backend="torch")
     assert not split(1, 4, 4, 1, 8192, dropout=0.1)
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 108, 132, 148])
+def test_chunks_are_split_where_forward_would_be_idle(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modelled time of what is chosen, in rows of a multiprocessor and keys, is the less."""
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: multiprocessors)
+
+    def pays(*sizes: int, **options: object) -> bool:
+        B, H_q, H_k, T_q, T_k = sizes
+        q, k = (torch.empty(B, *x, 64, device="meta") for x in ((H_q, T_q), (H_k, T_k)))
+        return decode_splits.why_not_split(q, k, k, Options(scale=1.0, **options)) is None
+
+    # Eight heads of 64 queries each would walk 4096 keys in eight programs.
+    assert pays(1, 8, 8, 64, 4096) == (multiprocessors > 4)
+    assert not pays(1, 8, 8, 64, 1024), "merging costs as much"
+    assert not pays(1, 8, 8, 64, 4096, left=255), "so few keys are seen"
+    # Four heads share keys: their queries fill one tile, and forward has a tile for each.
+    assert pays(64, 32, 8, 16, 4096)
+    assert not pays(64, 32, 32, 64, 4096)
+    # Forward has enough programs, or queries are as many as keys.
+    assert not pays(8, 32, 8, 256, 8192)
+    assert not pays(1, 1, 1, 4096, 4096)
+    for T_q, T_k in decode_splits.SPLIT_CALLS:
+        assert pays(2, 2, 1, T_q, T_k)
 
 
 def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ def use(B: int, H_q: int, H_k: int, T: int) -> None:
     attention(q, k, k, causal=True, key_lengths=lengths.int(), backend="triton").sum().backward()
     packed = (x.detach()[0].transpose(0, 1) for x in (q, k, k))
     last = q.detach()[:, :, -1:]
-    attention(last, k, k, causal=True, key_lengths=lengths.int(), backend="triton")
+    few = q.detach()[:, :, -64:]
+    for part in (last, few):
+        attention(part, k, k, causal=True, key_lengths=lengths.int(), backend="triton")
     starts = torch.tensor([0, T // 2, T], dtype=torch.int32)
     attention_varlen(*packed, starts, causal=True, backend="triton")
 
@@ -44,7 +46,7 @@ def compilations() -> list[int]:
 
     with overhead.stand_in_gpu():
         counts = [count_compilations(warm)]
-        for sizes in ((1, 2, 2, 64), (3, 4, 1, 1), (2, 6, 3, 1000)):
+        for sizes in ((1, 2, 2, 64), (3, 4, 1, 1), (2, 6, 3, 1000), (1, 8, 2, 8192)):
             counts.append(count_compilations(lambda sizes=sizes: use(*sizes)))
         q = heads(1, 2, 64, torch.float16).detach()
         counts.append(count_compilations(lambda: attention(q, q, q, backend="triton")))
@@ -55,7 +57,7 @@ def test_what_is_warm_compiles_nothing() -> None:
     # In a process of its own: what adds up gradients is the same kernel for other calls.
     with CompilePool(1) as pool:
         counts = pool.call(f"{__file__}:compilations", "sm_90")
-    assert counts == [7, 0, 0, 0, 1]
+    assert counts == [8, 0, 0, 0, 0, 1]
 
 
 def generate(cache: fastattn.KVCache, T: int, H_q: int) -> None:
@@ -172,9 +174,9 @@ def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(import_module("fastattn.functional.warmup"), "attention", record)
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
-    assert asked == [(32, "triton")] * 2 + [(64, "triton")] * 2
+    assert asked == [(32, "triton")] * 3 + [(64, "triton")] * 3
     asked.clear()
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
-    of_64 = [(64, "triton")] * 2 + [(64, "hopper")] * 2
-    assert asked == [(32, "triton")] * 2 + [(32, "hopper")] + of_64
+    of_64 = [(64, "triton")] * 3 + [(64, "hopper")] * 3
+    assert asked == [(32, "triton")] * 3 + [(32, "hopper")] + of_64
