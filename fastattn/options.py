@@ -231,9 +231,10 @@ class Tags(NamedTuple):
     dims: of a tensor; those in brackets may be 1, or not there.
     learned: autograd gives it a gradient.
     strided: kernels read it by its strides; any other tensor has to be contiguous.
-    registers: kernels that read it have to be as economical of registers as with a mask ("masked"),
-    a bias for each score ("bias"), one by distance or dropout ("scores"), another change of scores
-    ("heavy"), or vectors for distances ("relative").
+    registers: kernels that read it have to be as economical of registers as with a simple mask
+    ("masked"), a bias for each score ("bias"), what else is asked or changed for each of them
+    ("scores"), both of those ("heavy", as no option alone is), or vectors for distances
+    ("relative").
     table: launchers make a tensor of it.
     """
 
@@ -258,7 +259,7 @@ class Options(NamedTuple):
     q_documents: Annotated[Tensor | None, Tags("B T_q", registers="masked")] = None
     k_documents: Annotated[Tensor | None, Tags("B T_k")] = None
     attn_mask: Annotated[
-        Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="heavy")
+        Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="scores")
     ] = None  # bool
     alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked")] = None  # fp32
     dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
@@ -287,7 +288,7 @@ class Options(NamedTuple):
     right: int | None = None
     causal: bool = False
     keep_first: Annotated[int, Tags(registers="masked")] = 0
-    stride: Annotated[int | None, Tags(registers="heavy", table=True)] = None
+    stride: Annotated[int | None, Tags(registers="scores", table=True)] = None
     scale: float = 1.0
     softcap: Annotated[float | None, Tags(registers="masked")] = None
     # An int: torch.compile would make a default that is a float dynamic.
@@ -299,8 +300,8 @@ class Options(NamedTuple):
     # Of a whole whose heads these are a part of, for dropout and functions; None: no other heads.
     first_head: int = 0
     all_heads: int | None = None
-    mask_mod: Annotated[Any, Tags(registers="heavy")] = None
-    score_mod: Annotated[Any, Tags(registers="heavy")] = None
+    mask_mod: Annotated[Any, Tags(registers="scores")] = None
+    score_mod: Annotated[Any, Tags(registers="scores")] = None
     score_mod_grad: Any = None
 
     @property
@@ -347,7 +348,8 @@ class Options(NamedTuple):
             for place, default in places:
                 x = self[place]
                 if x is not None if default is None else x != default:
-                    return registers
+                    both = registers == "scores" and self.attn_bias is not None
+                    return "heavy" if both else registers
         return ""
 
 

@@ -12,7 +12,8 @@ from .. import reference
 from .cases import Case
 
 # Options that a case may have, each for a class of calls with tiles of their own.
-OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask")
+# Of `attention`, by name or by two names joined by "+".
+OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
 _REACH = 128  # distances in a table of relative biases
 
 
@@ -22,8 +23,8 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k]. option: the case's, by its name: attn_bias [1, H_q, T_q, T_k], attn_mask bool
-    [1, 1, T_q, T_k] or relative_bias [H_q, distances].
+    bool [B, T_k]. option: those of the case, by their names: attn_bias [1, H_q, T_q, T_k],
+    attn_mask bool [1, 1, T_q, T_k], relative_bias [H_q, distances].
     """
 
     q: Tensor
@@ -80,16 +81,17 @@ def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
 
 def _option(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Tensor]:
     assert case.option in OPTIONS, case.option
-    shape = {
+    shapes = {
         "attn_bias": (1, case.H_q, case.T_q, case.T_k),
         "attn_mask": (1, 1, case.T_q, case.T_k),
         "relative_bias": (case.H_q, 2 * _REACH + 1),
-    }.get(case.option)
-    if shape is None:
-        return {}
-    dtype = getattr(torch, case.dtype) if case.option == "attn_bias" else torch.float32
-    x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-    return {case.option: x > -1 if case.option == "attn_mask" else x}
+    }
+    found = {}
+    for name in filter(None, case.option.split("+")):
+        dtype = getattr(torch, case.dtype) if name == "attn_bias" else torch.float32
+        x = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
+        found[name] = x > -1 if name == "attn_mask" else x
+    return found
 
 
 def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:

@@ -93,8 +93,7 @@ def tile_for(
     registers = options.registers
     if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
-    two_biases = registers == "scores" and options.attn_bias is not None
-    if two_biases or (registers in ("bias", "scores") and not streams_bias):
+    if registers == "bias" and not streams_bias:
         registers = "heavy"
     elif registers == "bias" and _bias_by_tma(options, q) is None:
         registers = "scores"  # it is loaded in place, as one by distance is

@@ -21,13 +21,13 @@ KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_one_pass")
 # calls with relative keys and for the gradients of relative keys and biases; those hold more at
 # once than the others' tiles leave.
 KINDS = (*KERNELS, "decode", "decode_chunk", "relative")
-# And one for each of these kernels on calls whose masks or scores take many registers.
+# And one for each of these kernels on calls with a bias for each score and more.
 HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
 # Between the two, for calls with more than causal order, lengths and sinks: where a table has no
 # such row, that of the kernel serves them too.
 MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
-# For calls with a bias that comes by TMA, and with dropout or a bias by distance; without rows of
-# its own the first is one of the second, and those are heavy.
+# For calls with a bias that comes by TMA, and with a bias by distance, dropout, a dense mask or a
+# user's function; without rows of its own the first is one of the second, and those are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
 # Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.

@@ -59,6 +59,16 @@ SPILL_BYTES = {
     # In no loop over full blocks but of capped scores. Modelled: 0.70 clocks a pair; 0.99 without.
     ("sm_80", "backward", 128, "bf16"): 160,
 }
+# With every mask and score at once: as many bytes, mostly of boundary blocks. Tiles that spill none
+# take up to four times as long for the two or three at once that calls have.
+HEAVY_SPILL_BYTES = {
+    ("sm_80", "backward", 64): 96,
+    ("sm_90", "forward", 128): 208,
+    ("sm_90", "backward", 64): 656,
+    ("sm_90", "backward", 128): 1088,
+    ("sm_90", "one-pass", 64): 388,
+}
+HEAVY_SPILLS = (0.03, 0.1)  # of the instructions of a full block and of a boundary block, at most
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -281,9 +291,14 @@ def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
     assert all(fact.fits_shared_memory and not fact.spills for fact in simple)
     for fact in facts:
         allowed = SPILL_BYTES.get((target, kernel, D, dtype), USUAL_SPILL_BYTES)
+        if masks == "heavy":
+            allowed = HEAVY_SPILL_BYTES.get((target, kernel, D), USUAL_SPILL_BYTES)
         fine = fact.spill_store_bytes <= allowed or fact.spills_little
         assert fine, f"{fact.name}: {fact.spill_store_bytes} bytes"
-        if dtype != "fp32":
+        if masks == "heavy" and target != "gfx942":
+            for loop, share in zip(fact.loops, HEAVY_SPILLS, strict=True):
+                assert loop.spills <= share * loop.total, fact.name
+        elif dtype != "fp32":
             assert not fact.spills_in_loops or target == "gfx942", fact.name
         assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
         assert fact.warnings == ()

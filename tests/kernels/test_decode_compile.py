@@ -11,6 +11,7 @@ import triton.language as tl
 from fastattn.kernels.combine import combine_kernel, launch_merge
 from fastattn.kernels.decode import decode_kernel, launch_decode
 from fastattn.kernels.forward import launch_few_queries
+from fastattn.kernels.launch import tiles
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
@@ -20,6 +21,7 @@ from fastattn.testing.compiling.cross_compile import (
     CompiledFacts,
     count_compilations,
 )
+from fastattn.testing.compiling.speed import loop_clocks, programs_at_once
 
 MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -174,6 +176,29 @@ CASES = compiled_cases(
 )
 
 
+# What a chunk of a prompt takes, clocks a pair of a full block: products, or shared memory that
+# feeds them. A tile of 64 rows with eight warps would take twice as long.
+CHUNKS = {
+    ("sm_90", 64, "bf16"): 0.09,
+    ("sm_90", 128, "bf16"): 0.17,
+    ("sm_90", 256, "bf16"): 0.34,
+    ("sm_90", 64, "fp32"): 2.4,
+    ("sm_90", 128, "fp32"): 4.2,
+    ("sm_80", 64, "bf16"): 0.18,
+    ("sm_80", 128, "bf16"): 0.38,
+    ("sm_80", 256, "bf16"): 1.0,
+    ("sm_80", 64, "fp32"): 2.4,
+    ("sm_86", 64, "bf16"): 0.51,
+    ("sm_86", 128, "bf16"): 1.01,
+    ("sm_86", 256, "bf16"): 2.4,
+    ("sm_100", 64, "bf16"): 0.09,
+    ("sm_100", 128, "bf16"): 0.17,
+    ("gfx942", 128, "bf16"): 0.33,
+}
+OFTEN = [("sm_80", 128, "bf16"), ("sm_90", 128, "bf16")]
+CHUNK_CASES = compiled_cases(OFTEN, [case for case in CHUNKS if case not in OFTEN])
+
+
 @pytest.fixture(scope="module")
 def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
     def submit(case: tuple) -> Future:
@@ -284,6 +309,20 @@ def test_instructions_of_a_block(
     again = 4 if RELEASE == "3.8" and codes else 0
     assert full.count("STS.128") == full.count("LDS.128") == again
     assert full.count("STS.64") == (1 if NEWER else 0)
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES, ids=lambda case: "-".join(map(str, case)))
+def test_chunks_feed_the_matrix_units(
+    case: tuple[str, int, str], compile_pool: CompilePool
+) -> None:
+    target, D, dtype = case
+    given = {"D": D, "dtype": dtype, "T": 64}
+    fact = decode_facts(compile_pool.submit(f"{__file__}:launch", target, **given))
+    tile = tiles.tile_of(target, "decode_chunk", DTYPES[dtype].itemsize, D)
+    full = min(fact.loops, key=lambda loop: loop.total)
+    assert full.spills == 0
+    clocks = loop_clocks(full, target, tile.num_warps, programs=programs_at_once(fact))
+    assert (clocks / (tile.BLOCK_M * tile.BLOCK_N)).bound <= CHUNKS[case]
 
 
 def test_stages_of_codes_are_half_of_those_of_numbers(compiled: dict[tuple, Future]) -> None:

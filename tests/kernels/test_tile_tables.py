@@ -81,6 +81,7 @@ FFMA_OF_32_ROWS = {
     ("forward_heavy", 128): 6.4,
 }
 FP32 = {target: FFMA for target, (unit, _) in UNITS.items() if unit == "mma.sync"}
+FP32["sm_90"] = FFMA | {("backward_dkv", 128): 11.4}
 FP32["sm_100"] = FFMA_OF_32_ROWS
 FP32_EVERY = [(target, *row) for target, rows in FP32.items() for row in rows]
 FP32_GATE = [("sm_86", "forward", 64)]

@@ -15,7 +15,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "masked": ({"window": (1023, 0)}, {"window": (511, 512)}),
     "bias": ({"option": "attn_bias"}, {"option": "attn_bias"}),
     "scores": ({"option": "relative_bias"}, {"option": "relative_bias"}),
-    "heavy": ({"option": "attn_mask"}, {"option": "attn_mask"}),
+    "heavy": ({"option": "attn_bias+relative_bias"}, {"option": "attn_bias+relative_bias"}),
 }
 NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
 # Kernels whose programs each hold a block of keys and loop over the queries.

@@ -19,9 +19,9 @@ from .case import Case, Setting, same_bits
 
 _REACH = 9
 # Beside masks that every kernel has: what takes the most registers, which has tiles of its own.
-_HEAVY = ("stride", "mask", "mask-mod", "score-mod", "bias", "relative-bias", "dropout")
-_HEAVY_AT_ONCE = 3
-_QUICK_HEAVY = 2  # sets of them in a quick verification
+_DEMANDING = ("stride", "mask", "mask-mod", "score-mod", "bias", "relative-bias", "dropout")
+_AT_ONCE = 3
+_QUICK_SETS = 2  # of them in a quick verification
 # Options that stand for the others of their kind.
 _TYPICAL = (
     *("lengths", "window", "padding", "documents", "softcap", "alibi", "sinks"),
@@ -52,20 +52,19 @@ def one_pass() -> Iterator[Case]:
 
 
 def options(registers: str) -> Iterator[Case]:
-    """Each option alone whose calls take so many registers: see `options.Tags`."""
+    """The options whose calls take so many registers, see `options.Tags`: alone, and several at
+    once of those that take most.
+    """
     for name in _examples(registers):
         known = name in _TYPICAL
         yield Case(name, partial(_example, name=name), quick=known, interpreted=known)
-
-
-def heavy() -> Iterator[Case]:
-    """Options that take many registers, alone and several at once."""
-    yield from options("heavy")
     examples = _all_examples(_FEW, _FEW, 16)
-    sets = sets_that_cover_pairs({name: examples[name] for name in _HEAVY}, _HEAVY_AT_ONCE)
+    sets = sets_that_cover_pairs({name: examples[name] for name in _DEMANDING}, _AT_ONCE)
+    sets = [names for names in sets if _registers(together(examples, names)) == registers]
     for index, names in enumerate(sets):
+        quick, interpreted = index < _QUICK_SETS, index == 0
         case = partial(_together, names=names)
-        yield Case(" + ".join(names), case, quick=index < _QUICK_HEAVY)
+        yield Case(" + ".join(names), case, quick=quick, interpreted=interpreted)
 
 
 def packed() -> Iterator[Case]:
@@ -178,12 +177,15 @@ def _all_examples(T_q: int, T_k: int, D: int) -> dict[str, dict[str, Any]]:
 
 def _examples(registers: str) -> Iterator[str]:
     """Names of examples of options whose calls take so many registers, at any size."""
-    q, k, v = make_qkv(2, 4, 2, _FEW, D=16, requires_grad=False)
     for name, options in _all_examples(_FEW, _FEW, 16).items():
         # Causal order is in the cases of each direction.
-        kind = call_options.dense_options(q, k, v, **options).registers
-        if kind == registers and name != "causal":
+        if _registers(options) == registers and name != "causal":
             yield name
+
+
+def _registers(options: dict[str, Any]) -> str:
+    q, k, v = make_qkv(2, 4, 2, _FEW, D=16, requires_grad=False)
+    return call_options.dense_options(q, k, v, **options).registers
 
 
 def _example(setting: Setting, *, name: str) -> float:

@@ -18,7 +18,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "masked": partial(attention.options, "masked"),
     "bias": partial(attention.options, "bias"),
     "scores": partial(attention.options, "scores"),
-    "heavy": attention.heavy,
+    "heavy": partial(attention.options, "heavy"),
     "relative": partial(attention.options, "relative"),
     "decode": caches.decode,
     "append": caches.append,
