@@ -149,6 +149,9 @@ def _mapped(
 
 
 def _moved(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """[B, ...] of each of `size` calls as [size * B, ...]."""
+    """[B, ...] of each of `size` calls as [size * B, ...].
+
+    Contiguous, as kernels read lse: what is expanded over calls of one row each would not be.
+    """
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
+    return x.flatten(0, 1).contiguous()

@@ -26,6 +26,9 @@ def gradients_with_graph(
     # Each through a view of its own: else what reaches one input by way of another, from which it
     # was computed before, would be counted here and in the graph outside again.
     seen = [None if x is None else x.view_as(x) for x in inputs]
+    wanted = [x for x, need in zip(seen, needed, strict=True) if need and x is not None]
+    if not all(x.requires_grad for x in wanted):
+        return _by_transform(function, seen, needed, gradients)
     with torch.enable_grad():
         outputs = function(*seen)
         pairs = [
@@ -33,7 +36,6 @@ def gradients_with_graph(
             for y, dy in zip(outputs, gradients, strict=True)
             if dy is not None and y.requires_grad
         ]
-        wanted = [x for x, need in zip(seen, needed, strict=True) if need and x is not None]
         found = iter(
             torch.autograd.grad(
                 [y for y, _ in pairs],
@@ -44,3 +46,30 @@ def gradients_with_graph(
             )
         )
     return [next(found) if need else None for need in needed]
+
+
+def _by_transform(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """`gradients_with_graph` of inputs that have no graph.
+
+    So torch.func's own are, where a pullback is mapped (jacrev) after its transform has ended.
+    """
+    places = [i for i, x in enumerate(inputs) if needed[i] and x is not None]
+
+    def of_wanted(*wanted: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(places, wanted, strict=True))
+        outputs = function(*(given.get(i, x) for i, x in enumerate(inputs)))
+        pairs = zip(outputs, gradients, strict=True)
+        return tuple(y for y, dy in pairs if dy is not None)
+
+    outputs, pullback = torch.func.vjp(  # type: ignore[misc]  # three with has_aux alone
+        of_wanted, *(inputs[i] for i in places)
+    )
+    given = [dy for dy in gradients if dy is not None]
+    found = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, given, strict=True)))
+    by_place = dict(zip(places, found, strict=True))
+    return [by_place.get(i) for i in range(len(inputs))]

@@ -107,6 +107,31 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+# vmap calls torch's kernel for each entry, and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_jacobians(backend: str, device: str) -> None:
+    """Of outputs, of gradients, and gradients of a Jacobian; of one row, which vmap expands."""
+    q, k, v = (x.detach() for x in make_qkv(1, 1, 1, 3, D=4, device=device))
+
+    def second(attend):
+        def attended(q, k, v):
+            return attend(q, k, v, causal=True).sin()
+
+        def penalty(k):
+            return torch.func.jacrev(attended)(q.to(k.dtype), k, v.to(k.dtype)).square().sum()
+
+        hessian = torch.func.jacrev(torch.func.jacrev(lambda *x: attended(*x).sum()))
+        return torch.func.jacrev(attended, argnums=(0, 1, 2)), hessian, torch.func.grad(penalty)
+
+    ours = second(partial(fastattn.attention, backend=backend))
+    for function, plain, inputs in zip(
+        ours, second(reference.attention), ((q, k, v), (q, k, v), (k,)), strict=True
+    ):
+        found, exact = function(*inputs), plain(*(x.double() for x in inputs))
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
 @triton.jit
 def not_of_its_row(b, h, q_pos, k_pos):
     return (q_pos + k_pos) % 3 != b
