@@ -98,7 +98,7 @@ def cascade_attention(
         forked: the rows of `cache` begin with the prefix, as rows of a `PagedKVCache` do that were
             forked from it; there it is passed over. Default: they hold what follows it.
         scale, softcap, sinks: as in `decode_attention`. Windows and whatever else depends on a
-            position have no place here, as one tile holds queries of many.
+            position have no place here, as one tile holds queries of many; rings have neither.
         return_lse: also return the log of the softmax denominators.
         how: num_splits, batch_invariant and backend, as in `decode_attention`.
 
@@ -106,7 +106,8 @@ def cascade_attention(
         As `decode_attention`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `decode_attention`; or a prefix of several rows.
+        TypeError, ValueError, RuntimeError: as `decode_attention`; or a prefix of several rows, or
+            a ring.
     """
     return_lse = checks.check_flag("return_lse", return_lse)
     unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
@@ -115,6 +116,9 @@ def cascade_attention(
     shared = _as_view(prefix)
     if shared.batch_size != 1:
         raise ValueError(f"prefix must have one row, got {shared.batch_size}")
+    for name, view in (("prefix", shared), ("cache", _as_view(cache))):
+        if view.window is not None:
+            raise ValueError(f"{name} must hold every token, got a ring of window={view.window}")
     own = _after_prefix(_as_view(cache), shared) if forked else cache
     checks.check_tensor("q", q)
     B, H_q, T_q, D = q.shape
@@ -140,7 +144,7 @@ def _as_view(cache: Any) -> CacheView:
 
 def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:
     """The view with the prefix taken for padding."""
-    if view.starts is not None or view.keep_first is not None:
-        raise ValueError("forked: the cache's rows begin with padding, or are rings")
+    if view.starts is not None:
+        raise ValueError("forked: the cache's rows begin with padding")
     start = prefix.of_batch(prefix.lengths).to(torch.int32)
     return view._replace(starts=start.expand(view.lengths.shape[0]).contiguous())

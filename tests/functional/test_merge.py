@@ -210,5 +210,11 @@ def test_cascades_are_checked(device: str) -> None:
     with pytest.raises(TypeError, match="cascade_attention takes no window"):
         cascade_attention(q, cache, cache, window=3)
     ring = KVCache(1, 1, 8, 16, window=4, device=device)
+    alone = KVCache(1, 1, 8, 16, device=device)
+    for prefix, own, name in ((ring, alone, "prefix"), (alone, ring, "cache")):
+        with pytest.raises(ValueError, match=f"{name} must hold every token, got a ring of win"):
+            cascade_attention(q[:1], prefix, own)
+    padded = KVCache(1, 1, 8, 16, device=device)
+    padded.set_starts(torch.tensor([2], device=device))
     with pytest.raises(ValueError, match="forked: the cache's rows begin with padding"):
-        cascade_attention(q[:1], ring, ring, forked=True)
+        cascade_attention(q[:1], alone, padded, forked=True)
