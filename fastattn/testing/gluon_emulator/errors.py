@@ -12,7 +12,7 @@ class DeadlockError(EmulationError):
 class RaceError(EmulationError):
     """Two accesses to the same memory, one a write, that nothing puts in order.
 
-    To global memory: an addition by TMA, and something else than one.
+    To global memory: an addition, by TMA or by a thread, and something else than one.
     """
 
 

@@ -42,8 +42,11 @@ class Pointer:
     def dtype(self) -> Any:
         return SimpleNamespace(element_ty=from_torch(self.base.dtype))
 
-    def addresses(self, mask: Any) -> tuple[TorchTensor, TorchTensor, TorchTensor]:
-        """(storage from the first element on, offsets in it, which of them are accessed)."""
+    def addresses(self, mask: Any, kind: str) -> tuple[TorchTensor, TorchTensor, TorchTensor]:
+        """(storage from the first element on, offsets in it, which of them are accessed).
+
+        kind: "load", "store" or "addition", which `GlobalMemory` is told.
+        """
         first = self.base.storage_offset()
         length = self.base.untyped_storage().nbytes() // self.base.element_size() - first
         offsets = torch.as_tensor(unwrap(self.offsets)).long()
@@ -56,11 +59,14 @@ class Pointer:
             raise OutOfBoundsError(
                 f"offset {int(offsets[outside][0])} of a tensor of {length} elements"
             )
-        return self.base.as_strided((length,), (1,), first), offsets, kept
+        flat = self.base.as_strided((length,), (1,), first)
+        memory = current().machine.global_memory
+        memory.touch(f"a thread's {kind}", kind == "addition", flat, offsets[kept])
+        return flat, offsets, kept
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None, **cache: Any) -> Tensor:
-    flat, offsets, kept = pointer.addresses(mask)
+    flat, offsets, kept = pointer.addresses(mask, "load")
     values = flat[torch.where(kept, offsets, 0)]
     if mask is not None:
         fill = torch.as_tensor(math.nan if other is None else unwrap(other))
@@ -69,7 +75,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None, **cache: Any) ->
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None, **cache: Any) -> None:
-    flat, offsets, kept = pointer.addresses(mask)
+    flat, offsets, kept = pointer.addresses(mask, "store")
     values = torch.as_tensor(unwrap(value)).to(flat.dtype)
     check_ranks(offsets, values)
     values = values.expand(offsets.shape)
@@ -78,7 +84,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **cache: Any) -> None:
 
 def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **how: Any) -> Tensor:
     """Returns what was there before, as the instruction does."""
-    flat, offsets, kept = pointer.addresses(mask)
+    flat, offsets, kept = pointer.addresses(mask, "addition")
     before = flat[torch.where(kept, offsets, 0)].clone()
     values = torch.as_tensor(unwrap(value)).to(flat.dtype).expand(offsets.shape)
     flat.index_add_(0, offsets[kept].reshape(-1), values[kept].reshape(-1))

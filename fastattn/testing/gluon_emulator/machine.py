@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .errors import DeadlockError, EmulationError, UnfinishedError
+from .global_memory import GlobalMemory
 
 
 class Access:
@@ -96,10 +97,8 @@ class Machine:
         self.random = random.Random(seed)
         self.allocations: list[Any] = []  # of `memory.Allocation`
         self.loads: list[Load] = []
-        # Blocks to add to global memory, and all blocks there that TMA has been sent to, by their
-        # `transfers.Descriptor`.
-        self.additions: list[Callable[[], None]] = []
-        self.met: list[tuple[str, Any, list[int]]] = []
+        self.additions: list[Callable[[], None]] = []  # of blocks to global memory
+        self.global_memory = GlobalMemory()
         self.partitions = [Partition(self, "the default partition", warps)]
         self._failure: BaseException | None = None
 

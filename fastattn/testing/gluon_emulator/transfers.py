@@ -15,7 +15,7 @@ from torch import Tensor as TorchTensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .barriers import Barrier, BarrierView
-from .errors import IllegalError, RaceError
+from .errors import IllegalError
 from .machine import Access, Machine, current
 from .memory import SharedView
 from .values import from_torch, unwrap
@@ -62,13 +62,11 @@ class Descriptor:
         inside, within = self._intersection(first)
         self._global[inside] += block[within]
 
-    def overlaps(self, first: list[int], other: "Descriptor", other_first: list[int]) -> bool:
-        """Whether the blocks of two descriptors of one tensor share an element."""
-        ours, theirs = self._global, other._global
-        if ours.data_ptr() != theirs.data_ptr() or ours.stride() != theirs.stride():
-            return False
-        pairs = zip(self._intersection(first)[0], other._intersection(other_first)[0], strict=True)
-        return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs)
+    def touch(self, kind: str, first: list[int]) -> None:
+        """Note an access to what of a block lies inside of the tensor: see `GlobalMemory.touch`."""
+        inside, _ = self._intersection(first)
+        what = f"a TMA {kind} at {first} of a tensor"
+        current().machine.global_memory.touch(what, kind == "addition", self._global, inside)
 
     def _intersection(self, first: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         inside, within = [], []
@@ -130,16 +128,6 @@ class Addition(Store):
         current().known.add(self.access)
 
 
-def _check_order(kind: str, descriptor: Descriptor, first: list[int]) -> None:
-    """Additions are in order with each other, whichever that is, and with nothing else."""
-    met = current().machine.met
-    for earlier, other, other_first in met:
-        one_adds = (kind == "addition") != (earlier == "addition")
-        if one_adds and descriptor.overlaps(first, other, other_first):
-            raise RaceError(f"a TMA {kind} at {first} of a tensor is in no order with a {earlier}")
-    met.append((kind, descriptor, first))
-
-
 def _coordinates(coord: Any, descriptor: Descriptor, view: SharedView) -> list[int]:
     if len(coord) != len(descriptor.shape):
         raise IllegalError(f"{len(coord)} coordinates for a tensor of {len(descriptor.shape)}")
@@ -155,7 +143,7 @@ def _issue(
 ) -> None:
     first = _coordinates(coord, descriptor, source)
     partition = current()
-    _check_order(kind, descriptor, first)
+    descriptor.touch(kind, first)
     access = Access(f"a TMA {kind}", source.span, writes=False, generic=False)
     source.allocation.access(access, partition)
     partition.stores.append(transfer(descriptor, first, source, access))
@@ -178,7 +166,7 @@ class tma:
         first = _coordinates(coord, tensor_desc, result)
         partition = current()
         barrier.only.require_initialized()
-        _check_order("load", tensor_desc, first)
+        tensor_desc.touch("load", first)
         access = Access("a TMA load", result.span, writes=True, generic=False)
         result.allocation.access(access, partition)
         load = Load(tensor_desc, first, barrier.only, result, access, partition.machine)
