@@ -58,6 +58,14 @@ def compiled(compile_pool: CompilePool) -> dict[int, Future]:
         ("STS.64 [R5], R6", 256),
         ("LDGSTS.E.BYPASS.128 [R16], desc[UR14][R14.64], P1", 512),
         ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
+        # To global memory, from registers by the same way: once.
+        ("REDG.E.ADD.F32x2.FTZ.RN.STRONG.GPU desc[UR40][R218.64+0x20], R24", 256),
+        ("RED.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR40][R218.64], R24", 512),
+        ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2.64], R5", 128),
+        ("RED.E.ADD.F16x2.RN.STRONG.GPU [R2.64], R5", 128),
+        ("RED.E.ADD.64.STRONG.GPU [R2.64], R4", 256),
+        ("RED.E.ADD.STRONG.GPU [R2.64], R5", 128),
+        ("UTMAREDG.4D.ADD [UR8], [UR4]", 0),
         ("FFMA R1, R2, R3, R4", 0),
     ],
 )

@@ -14,10 +14,16 @@ from ...kernels.backward import launch_backward, launch_backward_one_pass
 from ...kernels.forward import launch_forward
 from ...kernels.hopper.backward import launch_hopper_backward
 from ...kernels.hopper.forward import launch_hopper_forward
-from ...kernels.hopper.tile_table import APART_HEAD_DIM, backward_config, forward_config
+from ...kernels.hopper.tile_table import (
+    APART_HEAD_DIM,
+    HopperConfig,
+    backward_config,
+    forward_config,
+)
 from ...kernels.launch import tiles
 from ...options import Options
 from ...testing.compiling.cross_compile import CompiledFacts, compiling_for, describe
+from ...testing.compiling.sass import Loop
 from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
 from .report import table
 
@@ -101,10 +107,17 @@ def _hopper(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Boun
         if kernel != "forward":
             config = backward_config(kernel, D, False, False)
         loop = min(fact.loops, key=lambda loop: loop.total)
-        # What TMA brings in a step is for all consumers.
-        streamed = 2 * 2 * config.BLOCK * D // config.CONSUMERS
-        clocks = loop_clocks(loop, TARGET, 4, programs=2, streamed_bytes=streamed)
-        yield Bound("hopper", kernel, D, loop.total, clocks / (_CONSUMER_ROWS * config.BLOCK))
+        yield Bound("hopper", kernel, D, loop.total, hopper_clocks(loop, config))
+
+
+def hopper_clocks(loop: Loop, config: HopperConfig) -> Clocks:
+    """Clocks of a pair of query and key in the loop of a consumer over full blocks."""
+    rows = config.BLOCK * config.D
+    # In a step TMA brings two tiles of 16 bits, for all consumers, and takes dQ in fp32, a part of
+    # its columns from each.
+    streamed = (2 * 2 + 4 * loop.count("UTMAREDG")) * rows // config.CONSUMERS
+    clocks = loop_clocks(loop, TARGET, 4, programs=2, streamed_bytes=streamed)
+    return clocks / (_CONSUMER_ROWS * config.BLOCK)
 
 
 def rows_of(D: int) -> list[dict[str, Any]]:

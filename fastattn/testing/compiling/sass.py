@@ -142,8 +142,8 @@ class Loop:
 
     overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
     exponentials or matrix instructions.
-    shared_bytes: that one warp's pass moves to and from shared memory, without bank conflicts and
-    without what TMA writes there.
+    shared_bytes: that one warp's pass moves to and from shared memory, and adds to global memory by
+    the same datapath; without bank conflicts and without what TMA moves.
     once_bytes: that products of tensor memory, issued by one warp for all, read of it.
     """
 
@@ -254,7 +254,8 @@ def shared_bytes(instruction: Instruction) -> float:
     """What one warp moves to and from shared memory by an instruction.
 
     A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
-    comes from registers; each warp is charged a quarter.
+    comes from registers; each warp is charged a quarter. Additions to global memory pass the same
+    datapath on their way out.
     """
     base, *modifiers = instruction.opcode.split(".")
     if base.endswith("GMMA"):
@@ -267,7 +268,17 @@ def shared_bytes(instruction: Instruction) -> float:
     if base in ("LDS", "STS", "LDGSTS"):
         bits = next((int(m) for m in modifiers if m in ("64", "128")), 32)
         return 32 * bits / 8
+    if base in ("RED", "REDG"):
+        return 32 * _added_bits(modifiers) / 8
     return 0.0
+
+
+def _added_bits(modifiers: list[str]) -> int:
+    """Of a thread: "F32x2" are two numbers, "F32" is one, and so are those of no type."""
+    for modifier in modifiers:
+        if match := re.match(r"B?F(\d+)(?:x(\d+))?$", modifier):
+            return int(match[1]) * int(match[2] or 1)
+    return 64 if "64" in modifiers else 32
 
 
 def once_bytes(instruction: Instruction) -> float:

@@ -56,7 +56,7 @@ class Clocks:
     Attributes:
         issue: by instructions of every kind.
         tensor: by matrix products, of matrix units or, in loops without those, of FFMA.
-        shared: by bytes to and from shared memory.
+        shared: by bytes to and from shared memory, and additions to global memory.
         exponentials: by MUFU: exp2, reciprocals, tanh.
         overlap: the share of the exponentials beside which products are in flight.
     """
@@ -109,7 +109,8 @@ def loop_clocks(
         programs: that share a multiprocessor, see `programs_at_once`. A second one, or a second
             group of four warps, works while the first waits for its products; for those of tensor
             memory all warps of a program wait together.
-        streamed_bytes: what TMA writes to shared memory in a pass, which the code does not say.
+        streamed_bytes: what TMA moves to and from shared memory in a pass, which the code does not
+            say.
     """
     if target.startswith("gfx"):
         return _compute_unit_clocks(loop, target, warps, programs)
