@@ -156,7 +156,7 @@ def _plan_dkv(
     else:
         config = backward_config("one_pass", D, end_early(options), softcap, placed)
         piece = D // 2
-        sums = describe(total, config.BLOCK, piece)
+        sums = describe(total, config.BLOCK, piece) if config.DQ_BY_TMA else None
     grid, sizes = key_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=False)
     return Launch(
@@ -181,7 +181,7 @@ def _plan_dkv(
             (6, None if dv is None else to_send(dv, options)),
             (4, sums),
         ),
-        hidden=5,
+        hidden=4,
     )
 
 

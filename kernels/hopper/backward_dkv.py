@@ -1,6 +1,6 @@
 """dK and dV for Hopper: two consumers of 64 keys each keep them in registers, queries stream by.
 
-With `dq_desc` dQ too, see `one_pass`.
+With `dq_ptr` dQ too, see `one_pass`.
 
 Transposed, keys down and queries across, so that P^T and dS^T are the register operands of dV and
 dK and nothing but K, V, Q and dO passes through shared memory. One program meets the G query heads
@@ -24,7 +24,17 @@ from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
 from .band import block_number
-from .one_pass import add_dq, allocate_exchange, held, share, start_dq, wait_read
+from .one_pass import (
+    DqSum,
+    add_by_threads,
+    add_by_tma,
+    allocate_dq_tiles,
+    allocate_exchange,
+    held,
+    share,
+    start_dq,
+    wait_read,
+)
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -50,8 +60,9 @@ class BackwardDkv(NamedTuple):
     """What the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dk, dv:
-    without ptr where the kernel leaves that gradient out; without dk there is no v.
+    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dq: of it
+    too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient out; without dk there
+    is no v.
     """
 
     k: Any
@@ -61,6 +72,7 @@ class BackwardDkv(NamedTuple):
     stats_ring: Any
     k_landed: Any
     q_landed: Any
+    dq: Any
     dk: Any
     dv: Any
     exchange: Any
@@ -181,7 +193,7 @@ def _step(
     """
     dtype: gl.constexpr = shared.q.tiles.dtype
     exchange, score = shared.exchange, shared.score
-    tile, h, batch = mine.tile, mine.h, mine.tile.row
+    h, batch = mine.h, mine.tile.row
     DK: gl.constexpr = shared.dk.ptr is not None
     DV: gl.constexpr = shared.dv.ptr is not None
     # Products still under way when that of dv is over.
@@ -229,12 +241,27 @@ def _step(
         release(shared.do, n)
     if exchange is not None:
         dq = warpgroup_mma_wait(1, deps=[dq])
-        slot = row_of_stats(tile, shared.work.mask) + row
-        add_dq(exchange, n, dq, tile.b, h, slot, CONSUMER)
+        _add_dq(dq, n, row, mine, shared, CONSUMER)
     if DK:
         dk = warpgroup_mma_wait(0, deps=[dk])
     release(shared.q, n)
     return dk, dv
+
+
+@gluon.jit
+def _add_dq(dq, n, row, mine, shared, CONSUMER: gl.constexpr):
+    """Add dQ of the n-th block, whose products are over, to the sum, whose rows are those of stats.
+
+    Rows past the last query are in whole tiles of their own there, so none of it needs a mask.
+    """
+    work, tile = shared.work, mine.tile
+    slot = row_of_stats(tile, work.mask) + row
+    release(shared.exchange[1 - CONSUMER], n)
+    if shared.dq.tiles is None:
+        head = (tile.b * work.H * work.G + mine.h).to(gl.int64)
+        add_by_threads(shared.dq, dq, head * shared.stats.stride + slot, CONSUMER)
+    else:
+        add_by_tma(shared.dq, n, dq, tile.b, mine.h, slot, CONSUMER)
 
 
 @gluon.jit
@@ -290,6 +317,7 @@ def _store(out, slots, x, tile, first, CONSUMER: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward_dkv_kernel(
+    dq_ptr,
     dk_ptr,
     dv_ptr,
     minus_lse_ptr,
@@ -321,15 +349,19 @@ def hopper_backward_dkv_kernel(
     """Persistent grid of any size over tiles of 128 keys of each K/V head.
 
     dk_ptr, dv_ptr: None for a gradient that another launch computes; without dk, v_desc is None
-    too. dk_desc, dk_strides and those of dv: see `Output`. dq_desc: None, or of fp32 [B, H_q, whole
-    tiles, D], to which dQ is added without its scale, in tiles of BLOCK rows and D / 2 columns.
+    too. dk_desc, dk_strides and those of dv: see `Output`. dq_ptr: None, or fp32 [B, H_q, whole
+    tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of it, in tiles of BLOCK
+    rows and D / 2 columns, if TMA adds; None if the threads do.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
-    exchange: gl.constexpr = None
+    dq_tiles: gl.constexpr = None
     if dq_desc is not None:
-        exchange = allocate_exchange(dq_desc, q_desc.dtype)
+        dq_tiles = allocate_dq_tiles(dq_desc)
+    exchange: gl.constexpr = None
+    if dq_ptr is not None:
+        exchange = allocate_exchange(q_desc.dtype, config.BLOCK)
     # What keys past the end hold would reach dQ; what such queries hold reaches dK and dV.
-    K_EARLY: gl.constexpr = dq_desc is not None and (
+    K_EARLY: gl.constexpr = dq_ptr is not None and (
         mask.lengths_ptr is not None or mask.cu_k_ptr is not None
     )
     Q_EARLY: gl.constexpr = mask.cu_q_ptr is not None
@@ -345,6 +377,7 @@ def hopper_backward_dkv_kernel(
         stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,
+        dq=DqSum(dq_tiles, dq_desc, dq_ptr),
         dk=Output(dk_desc, dk_ptr, dk_strides),
         dv=Output(dv_desc, dv_ptr, dv_strides),
         exchange=exchange,

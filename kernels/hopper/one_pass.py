@@ -23,7 +23,6 @@ from .pipeline import (
     ROWS,
     accumulator_layout,
     allocate_barriers,
-    release,
     stage_and_parity,
     wait_full,
 )
@@ -40,25 +39,29 @@ class DsRing(NamedTuple):
     empty: Any
 
 
-class Exchange(NamedTuple):
-    """Shared memory for dS^T and dQ.
+class DqSum(NamedTuple):
+    """Where dQ is summed, fp32 [B, H_q, T_q, D].
 
-    rings: one for each consumer, which fills it and which the other empties. tiles: one for each
-    consumer, from which TMA adds to what desc describes, fp32 [B, H_q, T_q, D].
+    tiles: in shared memory, one for each consumer, from which TMA adds to what desc describes. Both
+    are None where the threads add to what ptr points to.
     """
 
-    rings: Any
     tiles: Any
     desc: Any
+    ptr: Any
 
 
 @gluon.jit
-def allocate_exchange(desc, dtype: gl.constexpr):
-    """dtype: that of dS."""
-    BLOCK_M: gl.constexpr = desc.block_shape[2]
-    HALF: gl.constexpr = desc.block_shape[3]
-    tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK_M, HALF], desc.layout)
-    return Exchange((_allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)), tiles, desc)
+def allocate_dq_tiles(desc):
+    """The tiles of a `DqSum`."""
+    SHAPE: gl.constexpr = [2, 1, 1, desc.block_shape[2], desc.block_shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit
+def allocate_exchange(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A ring for each consumer, which fills it and which the other empties. dtype: that of dS."""
+    return _allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)
 
 
 @gluon.jit
@@ -91,7 +94,7 @@ def held(slots, NUMBER: gl.constexpr, n):
 @gluon.jit
 def share(exchange, n, ds, CONSUMER: gl.constexpr):
     """dS^T of the n-th block to shared memory, when the other consumer has read what was there."""
-    ring = exchange.rings[CONSUMER]
+    ring = exchange[CONSUMER]
     stage, parity = stage_and_parity(ring, n)
     mbarrier.wait(ring.empty.index(stage), parity ^ 1)
     ring.tiles.index(stage).store(ds)
@@ -102,10 +105,10 @@ def share(exchange, n, ds, CONSUMER: gl.constexpr):
 @gluon.jit
 def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr):
     """Issue the two products of this consumer's columns of dQ, of the n-th block."""
-    BLOCK_M: gl.constexpr = exchange.tiles.shape[3]
-    HALF: gl.constexpr = exchange.tiles.shape[4]
     OTHER: gl.constexpr = 1 - CONSUMER
-    own, other = exchange.rings[CONSUMER], exchange.rings[OTHER]
+    own, other = exchange[CONSUMER], exchange[OTHER]
+    BLOCK_M: gl.constexpr = own.tiles.shape[2]
+    HALF: gl.constexpr = k_slots.tiles.shape[4] // 2
     dq = gl.zeros([BLOCK_M, HALF], gl.float32, accumulator_layout(HALF))
     k = _columns(k_slots, CONSUMER, n, CONSUMER, HALF)
     dq = warpgroup_mma(_ds(own, n), k, dq, use_acc=False, is_async=True)
@@ -129,17 +132,32 @@ def _columns(k_slots, NUMBER: gl.constexpr, n, PART: gl.constexpr, COLS: gl.cons
 
 
 @gluon.jit
-def add_dq(exchange, n, dq, b, h, row, CONSUMER: gl.constexpr):
-    """Add dQ of the n-th block, whose products are over, to rows `row`... of head h."""
-    BLOCK_M: gl.constexpr = exchange.tiles.shape[3]
-    HALF: gl.constexpr = exchange.tiles.shape[4]
-    release(exchange.rings[1 - CONSUMER], n)
-    tile = at(exchange.tiles, CONSUMER, n)
+def add_by_tma(dq_sum, n, dq, b, h, row, CONSUMER: gl.constexpr):
+    """Add this consumer's columns of dQ, of the n-th block, to rows `row`... of head h."""
+    BLOCK_M: gl.constexpr = dq.shape[0]
+    HALF: gl.constexpr = dq.shape[1]
+    tile = at(dq_sum.tiles, CONSUMER, n)
     # The block before has had all this time.
     tma.store_wait(pendings=0)
     tile.reshape([BLOCK_M, HALF]).store(dq)
     fence_async_shared()
-    async_atomic_add(exchange.desc, [b, h, row, CONSUMER * HALF], tile)
+    async_atomic_add(dq_sum.desc, [b, h, row, CONSUMER * HALF], tile)
+
+
+@gluon.jit
+def add_by_threads(dq_sum, dq, first, CONSUMER: gl.constexpr):
+    """`add_by_tma` from the registers, to rows `first`... of all heads' together.
+
+    Four threads side by side add to the 32 bytes of a sector. Rows lie D apart, as the compiler is
+    told, so that a thread needs one address and constants.
+    """
+    BLOCK_M: gl.constexpr = dq.shape[0]
+    HALF: gl.constexpr = dq.shape[1]
+    LAYOUT: gl.constexpr = accumulator_layout(HALF)
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    ptr = dq_sum.ptr + first * (2 * HALF) + CONSUMER * HALF
+    gl.atomic_add(ptr + (rows[:, None] * (2 * HALF) + cols[None, :]), dq, sem="relaxed")
 
 
 @gluon.jit
@@ -148,6 +166,6 @@ def wait_read(exchange, n, CONSUMER: gl.constexpr):
 
     Before the first block of all there is nothing to wait for, and this does not.
     """
-    ring = exchange.rings[CONSUMER]
+    ring = exchange[CONSUMER]
     stage, parity = stage_and_parity(ring, n - 1)
     mbarrier.wait(ring.empty.index(stage), parity)

@@ -17,7 +17,7 @@ class HopperConfig(NamedTuple):
     rows each. Registers are those of a thread; three warpgroups share 64512. APART: outputs leave
     through shared memory of their own, so that the next tile need not wait for them. PING_PONG:
     consumers of forward issue their products in turn. WIDE_WEIGHTS: those of forward wait for
-    their product in fp32.
+    their product in fp32. DQ_BY_TMA: TMA adds dQ of one pass to its sum; else the threads do.
     """
 
     D: int
@@ -30,6 +30,7 @@ class HopperConfig(NamedTuple):
     PING_PONG: bool = False
     WIDE_WEIGHTS: bool = True
     SECOND_STAGES: int | None = None
+    DQ_BY_TMA: bool = True
 
 
 def _registers(early: bool) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 The launchers compile in worker processes; nothing runs.
 """
 
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from unittest import mock
@@ -10,11 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
+from fastattn.bench.results.modelled import hopper_clocks
 from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
 from fastattn.kernels.hopper.host import end_early
-from fastattn.kernels.hopper.tile_table import forward_config
-from fastattn.kernels.launch import launches
+from fastattn.kernels.hopper.tile_table import HopperConfig, backward_config, forward_config
+from fastattn.kernels.launch import launches, tiles
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
 from fastattn.testing.compiling.cross_compile import RELEASE, CompiledFacts, count_compilations
@@ -35,12 +37,16 @@ BACKWARD = compiled_cases(
 # Three kernels: dQ, dV and dK.
 WIDEST = compiled_cases([(256, "causal")], [(256, "all"), (256, "packed"), (256, "part")])
 # "packed": "all" without a softcap. Of both there are so many tiles that they are put in order.
-ONE_PASS = compiled_cases([(128, "causal")], [(128, "packed"), (128, "part")])
+# "threads": "causal" with threads that add to dQ, in place of TMA.
+ONE_PASS = compiled_cases(
+    [(128, "causal"), (128, "threads")], [(128, "packed"), (128, "part"), (64, "threads")]
+)
 # What a tile needs before and after its loops may go to the stack: bytes a thread. Nothing does in
 # the loops over full blocks. Triton 3.9, with another ptxas, keeps more there, and its loops take
 # more instructions: it adds to each half of a matrix descriptor apart.
 NEWER = RELEASE == "3.9"
 SPILL_BYTES = {"forward": 184 if NEWER else 80, "backward": 128, "widest": 256, "one_pass": 400}
+THREADS_SPILL_BYTES = 48
 # Addresses of a table of blocks, of positions and of the rows that registers are stored to.
 PART_SPILL_BYTES = {
     "forward": 504 if NEWER else 212,
@@ -77,7 +83,16 @@ MASKED_BUDGET = {
     "hopper_backward_dkv_kernel": {64: 385, 128: 440},
 }
 ONE_PASS_MASKED_BUDGET = {"3.6": 560, "3.9": 575}.get(RELEASE, 550)
-ONE_PASS_BUDGET = {(128, "causal"): 482, (128, "packed"): 560, (128, "part"): 482}
+ONE_PASS_BUDGET = {
+    (128, "causal"): 482,
+    (128, "packed"): 560,
+    (128, "part"): 482,
+    (128, "threads"): 470,
+    (64, "threads"): 420,
+}
+# Of shared memory for a pair, modelled: a number of dQ goes there once from the threads, and by way
+# of a tile once more.
+ONE_PASS_CLOCKS = {64: 0.219, 128: 0.360}
 if NEWER:
     BUDGET["hopper_forward_kernel", "causal"][128] = 477
     BUDGET["hopper_forward_kernel", "part"][128] = 474
@@ -126,6 +141,10 @@ def options_of(case: str) -> Options:
     )
 
 
+def threads_add(D: int) -> HopperConfig:
+    return backward_config("one_pass", D, False, False)._replace(DQ_BY_TMA=False)
+
+
 def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
     options = options_of(case)
     T = T if options.cu_seqlens_q is None else MANY
@@ -138,7 +157,11 @@ def launch(kernel: str, D: int, case: str, T: int = 1000) -> None:
     else:
         lse = meta(1, 4, T, dtype=torch.float32)
         options = options._replace(atomic_dq=kernel == "one_pass")
-        launch_hopper_backward(q, lse, q, k, k, q, lse, options)
+        forced = {}
+        if case == "threads":
+            forced["hopper_one_pass"] = threads_add(D)
+        with tiles.forced(**forced):
+            launch_hopper_backward(q, lse, q, k, k, q, lse, options)
 
 
 def compilations_for_new_lengths() -> list[int]:
@@ -246,11 +269,20 @@ def test_one_pass_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> N
     assert both.name == "hopper_backward_dkv_kernel"
     # With Triton 3.8, addresses of dS^T that do not change are read from the stack.
     loads = 4 if name == "packed" else 0
-    full, masked = check(both, ONE_PASS_BUDGET[case], spill_bytes("one_pass", name), loads)
-    if name == "causal":
+    bytes_ = THREADS_SPILL_BYTES if name == "threads" else spill_bytes("one_pass", name)
+    full, masked = check(both, ONE_PASS_BUDGET[case], bytes_, loads)
+    if name in ("causal", "threads"):
         assert max(loop.total for loop in masked) <= ONE_PASS_MASKED_BUDGET
     for loop in full:
-        assert loop.count("UTMAREDG") == 1, "no TMA adds to dQ"
+        by_tma, stores = loop.count("UTMAREDG"), loop.count("STS")
+        pairs = sum(n for op, n in loop.opcodes.items() if re.match(r"REDG?\.\S*F32x2", op))
+        if name == "threads":
+            # [64, D / 2] numbers of 128 threads, and nothing on the way.
+            assert (by_tma, stores, pairs) == (0, 0, 64 * D // 2 // 128 // 2)
+        else:
+            assert (by_tma, pairs) == (1, 0), "no TMA adds to dQ"
+        config = threads_add(D)._replace(DQ_BY_TMA=name != "threads")
+        assert hopper_clocks(loop, config).shared <= ONE_PASS_CLOCKS[D] + by_tma * D / 4096
     for fact in (start, finish):
         assert fact.spill_store_bytes == 0, fact.name
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
+from fastattn.kernels.hopper.tile_table import backward_config
+from fastattn.kernels.launch import tiles
 from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, make_qkv
 
@@ -70,6 +72,17 @@ def test_hopper_one_pass(options: dict[str, Any], D: int, device: str) -> None:
     }
     inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
     assert_matches_reference(attention, *inputs, **tensors, deterministic=False)
+
+
+@pytest.mark.parametrize("STAGES", [2, 4])
+@pytest.mark.parametrize("D", [64, 128])
+def test_hopper_one_pass_by_threads(D: int, STAGES: int, device: str) -> None:
+    """dQ added up by the threads: without tiles for it four stages of D 128 fit."""
+    config = backward_config("one_pass", D, False, False)
+    config = config._replace(DQ_BY_TMA=False, STAGES=STAGES)
+    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
+    with tiles.forced(hopper_one_pass=config):
+        assert_matches_reference(attention, *inputs, causal=True, deterministic=False)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -149,6 +149,62 @@ def test_sequences_see_nothing_of_each_other() -> None:
             assert torch.equal(ours[mine], expected)
 
 
+@pytest.fixture
+def by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the threads add to dQ, in place of TMA."""
+    table = backward.backward_config
+
+    def config(*call: Any) -> Any:
+        return table(*call)._replace(DQ_BY_TMA=False)
+
+    monkeypatch.setattr(backward, "backward_config", config)
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(dict(B=2, H_q=4, H_k=2, T_q=150), id="gqa-batch"),
+        pytest.param(dict(T_q=1, T_k=300), id="one-query"),
+        pytest.param(dict(D=128, T_q=290, programs=2), id="d128"),
+        pytest.param(dict(T_q=400, T_k=100, causal=False, D=128), id="d128-full"),
+        pytest.param(dict(B=3, H_q=1, T_q=140, T_k=300, key_lengths=[300, 170, 0]), id="lengths"),
+        pytest.param(dict(T_k=400, query_offset=-40, programs=1), id="tiles-without-queries"),
+    ],
+)
+def test_threads_add_as_tma_does(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+@pytest.mark.usefixtures("by_threads")
+@pytest.mark.parametrize("D", [64, 128])
+def test_threads_add_packed_sequences(D: int) -> None:
+    """Each to tiles of its own: what they add past its end is nobody's."""
+    q_lengths, k_lengths = (150, 0, 70, 1), (200, 5, 0, 130)
+    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
+    with grid_of(2):
+        assert_matches_reference(
+            attention,
+            *inputs,
+            starts(*q_lengths),
+            starts(*k_lengths),
+            oracle=reference.attention_varlen,
+            causal=True,
+        )
+    assert passes() == 1
+
+
+@pytest.mark.usefixtures("by_threads")
+def test_threads_add_to_the_sum_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets no descriptor of the sum, and starts it where TMA would."""
+    q, k, v = make_qkv(1, 1, 1, 40, None, 64, dtype=torch.bfloat16)
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
+    torch.autograd.grad(attention(q, k, v).sum(), q)
+    dq_ptr, *_, dq_desc = kernel.__getitem__.return_value.call_args.args[:12]
+    assert dq_ptr.shape == (1, 1, 128, 64) and dq_desc is None
+
+
 @pytest.mark.parametrize("programs", [1, 5])
 def test_any_grid_covers_all_tiles(programs: int) -> None:
     """3 tiles of keys of each of 2 heads: `programs` deal them out among themselves."""
@@ -203,7 +259,7 @@ def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
     torch.autograd.grad(attention(q, k, v).sum(), q)
     launched = kernel.__getitem__.return_value.call_args.args
-    _q, k_desc, _v, _do, dk_desc, *_others = launched[4:]
+    _q, k_desc, _v, _do, dk_desc, *_others = launched[5:]
     assert k_desc.layout == dk_desc.layout
     assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
 

@@ -116,15 +116,17 @@ def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
 def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
     """Other shapes: blocks, stages, and for forward consumers that take turns or are three.
 
-    The backward kernels take two.
+    The backward kernels take two. In one pass dQ is added by TMA or by the threads.
     """
     usual = hopper_shipped(kernel, D)
     if usual is None:
         return []
     forward = kernel == "hopper_forward"
-    grid = itertools.product((32, 64, 128), (2, 4), (False, True) if forward else (False,))
+    turns = (False, True) if forward else (False,)
+    by_tma = (True, False) if kernel == "hopper_one_pass" else (True,)
     made = [
-        usual._replace(BLOCK=block, STAGES=stages, PING_PONG=turn) for block, stages, turn in grid
+        usual._replace(BLOCK=block, STAGES=stages, PING_PONG=turn, DQ_BY_TMA=tma)
+        for block, stages, turn, tma in itertools.product((32, 64, 128), (2, 4), turns, by_tma)
     ]
     # Three share the registers that two have, which larger blocks would fill.
     made += [
@@ -137,9 +139,12 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
 
 def _fits(kernel: str, config: HopperConfig) -> bool:
     """Whether what the tiles hold fits shared memory, and products of one pass have 64 queries."""
-    if kernel == "hopper_one_pass" and config.BLOCK < 64:
-        return False
     held = (4 if config.CONSUMERS == 3 else config.CONSUMERS) * _CONSUMER_ROWS * config.D
-    copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     rings = 2 * config.STAGES * config.BLOCK * config.D
+    if kernel == "hopper_one_pass":
+        # K and V; two tiles of dS of each consumer; dQ in fp32, where TMA adds it.
+        dq = 2 * config.BLOCK * config.D if config.DQ_BY_TMA else 0
+        exchange = 2 * config.CONSUMERS * _CONSUMER_ROWS * config.BLOCK
+        return config.BLOCK >= 64 and 2 * (2 * held + exchange + dq + rings) <= _HOPPER_BYTES
+    copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     return 2 * (copies * held + rings) <= _HOPPER_BYTES

@@ -161,6 +161,7 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
     def candidate(config: HopperConfig) -> Candidate:
         extra = ["turns"] if config.PING_PONG else []
         extra += ["3 consumers"] if config.CONSUMERS == 3 else []
+        extra += [] if config.DQ_BY_TMA else ["threads add"]
         words = f"({', '.join(map(str, (config.BLOCK, config.STAGES, *extra)))})"
         verified = (("hopper", _family(kernel)),)
         return Candidate(words, name, {kernel: config}, config._asdict(), verified)

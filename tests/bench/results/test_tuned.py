@@ -10,7 +10,7 @@ from fastattn.bench.results import page, tuned
 from fastattn.bench.results.report import Report
 from fastattn.bench.run.full_run import tuned_tiles
 from fastattn.bench.tuning import tables
-from fastattn.kernels.hopper.tile_table import forward_config
+from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.tuned import findings
@@ -31,6 +31,14 @@ ROWS = {
             **forward_config(64, False)._asdict(),
             **MEASURED,
             "gain": 0.0,
+            **COMMON,
+        },
+        {
+            "kernel": "hopper_one_pass",
+            "calls": "plain",
+            **backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)._asdict(),
+            **MEASURED,
+            "gain": 0.05,
             **COMMON,
         },
         # Of a GPU that takes another one's table.
@@ -102,6 +110,7 @@ def test_the_page_has_what_was_found(folders):
     shapes = "(64, 64, 4, 3) | 0.5 / 0.9 | 0.625 / 1 | 15.0 %"
     assert f"| forward | plain | 2 | 64 | {shapes} |" in text
     assert "| hopper_forward | plain | 2 | 64 | (128, 4) | 0.5 / 0.9 | 0.625 / 1 | 0.0 % |" in text
+    assert "| hopper_one_pass | plain | 2 | 64 | (64, 2, threads add) | 0.5 / 0.9 |" in text
     assert "| training | bfloat16 | 128 | causal | many | torch | hopper 2, torch 1.5 |" in text
     assert "in one pass with atomics, or in two" not in text
     assert page.check(results) == ""

@@ -76,6 +76,8 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     assert bool(three) == (kernel == "hopper_forward" and D <= 128)
     for config in three:  # 64512 registers for 128 threads of each, and of the producer
         assert 128 * (3 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS) <= 64512
+    if kernel == "hopper_one_pass":
+        names.append("DQ_BY_TMA")
     if three:
         names += ["CONSUMERS", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS"]
     free = {name: getattr(usual, name) for name in names}
@@ -83,6 +85,10 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     assert any(config.PING_PONG for config in found) == (kernel == "hopper_forward")
     if kernel == "hopper_one_pass":
         assert all(config.BLOCK >= 64 for config in found)
+        shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in found}
+        assert (64, 2, False) in shapes
+        # Four stages of Q and dO leave no room for tiles of dQ.
+        assert ((64, 4, False) in shapes, (64, 4, True) in shapes) == (True, D == 64)
 
 
 def test_entries_cover_the_table_and_begin_with_what_matters():

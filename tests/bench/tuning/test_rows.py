@@ -64,6 +64,8 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
     else:
         found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
     assert found == choice.others[-1].forced[kernel]
+    if kernel == "hopper_one_pass":
+        assert not found.DQ_BY_TMA and choice.others[-1].name.endswith("threads add)")
 
 
 def test_splits_of_decoding_are_looked_up(tmp_path, monkeypatch):
