@@ -255,12 +255,13 @@ def _add_dq(dq, n, row, mine, shared, CONSUMER: gl.constexpr):
     Rows past the last query are in whole tiles of their own there, so none of it needs a mask.
     """
     work, tile = shared.work, mine.tile
-    slot = row_of_stats(tile, work.mask) + row
     release(shared.exchange[1 - CONSUMER], n)
     if shared.dq.tiles is None:
         head = (tile.b * work.H * work.G + mine.h).to(gl.int64)
-        add_by_threads(shared.dq, dq, head * shared.stats.stride + slot, CONSUMER)
+        first = stats_of_head(shared.stats, head, tile, work.mask) + row
+        add_by_threads(shared.dq, dq, first, CONSUMER)
     else:
+        slot = row_of_stats(tile, work.mask) + row
         add_by_tma(shared.dq, n, dq, tile.b, mine.h, slot, CONSUMER)
 
 

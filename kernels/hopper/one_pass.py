@@ -40,7 +40,7 @@ class DsRing(NamedTuple):
 
 
 class DqSum(NamedTuple):
-    """Where dQ is summed, fp32 [B, H_q, T_q, D].
+    """Where dQ is summed, fp32 [B, H_q, whole tiles, D].
 
     tiles: in shared memory, one for each consumer, from which TMA adds to what desc describes. Both
     are None where the threads add to what ptr points to.

@@ -58,7 +58,7 @@ def compiled(compile_pool: CompilePool) -> dict[int, Future]:
         ("STS.64 [R5], R6", 256),
         ("LDGSTS.E.BYPASS.128 [R16], desc[UR14][R14.64], P1", 512),
         ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
-        # To global memory, from registers by the same way: once.
+        # To global memory: what leaves the registers.
         ("REDG.E.ADD.F32x2.FTZ.RN.STRONG.GPU desc[UR40][R218.64+0x20], R24", 256),
         ("RED.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR40][R218.64], R24", 512),
         ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2.64], R5", 128),

@@ -142,9 +142,11 @@ def _fits(kernel: str, config: HopperConfig) -> bool:
     held = (4 if config.CONSUMERS == 3 else config.CONSUMERS) * _CONSUMER_ROWS * config.D
     rings = 2 * config.STAGES * config.BLOCK * config.D
     if kernel == "hopper_one_pass":
-        # K and V; two tiles of dS of each consumer; dQ in fp32, where TMA adds it.
-        dq = 2 * config.BLOCK * config.D if config.DQ_BY_TMA else 0
+        # K and V; two tiles of dS of each consumer; in fp32 lse and delta of each stage, and dQ
+        # where TMA adds it.
         exchange = 2 * config.CONSUMERS * _CONSUMER_ROWS * config.BLOCK
-        return config.BLOCK >= 64 and 2 * (2 * held + exchange + dq + rings) <= _HOPPER_BYTES
+        fp32 = 2 * config.STAGES * config.BLOCK + config.DQ_BY_TMA * config.BLOCK * config.D
+        all_bytes = 2 * (2 * held + exchange + rings) + 4 * fp32
+        return config.BLOCK >= 64 and all_bytes <= _HOPPER_BYTES
     copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     return 2 * (copies * held + rings) <= _HOPPER_BYTES

@@ -142,8 +142,8 @@ class Loop:
 
     overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
     exponentials or matrix instructions.
-    shared_bytes: that one warp's pass moves to and from shared memory, and adds to global memory by
-    the same datapath; without bank conflicts and without what TMA moves.
+    shared_bytes: that one warp's pass moves to and from shared memory, and adds to global memory;
+    without bank conflicts and without what TMA moves.
     once_bytes: that products of tensor memory, issued by one warp for all, read of it.
     """
 
@@ -254,8 +254,8 @@ def shared_bytes(instruction: Instruction) -> float:
     """What one warp moves to and from shared memory by an instruction.
 
     A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
-    comes from registers; each warp is charged a quarter. Additions to global memory pass the same
-    datapath on their way out.
+    comes from registers; each warp is charged a quarter. Additions to global memory are charged
+    what they send from registers, see `speed`; loads and stores there are not.
     """
     base, *modifiers = instruction.opcode.split(".")
     if base.endswith("GMMA"):

@@ -16,7 +16,9 @@ from .sass import Loop
 # Warp instructions a clock: one for each of four schedulers (CUDA C++ Programming Guide,
 # "Multiprocessor level"); all targets from sm_80 on.
 _ISSUE = 4
-# Results of MUFU a clock (ibid., "Arithmetic Instructions"), and bytes of shared memory.
+# Results of MUFU a clock (ibid., "Arithmetic Instructions"), and bytes of shared memory. What
+# threads add to global memory leaves their registers by the same unit of loads and stores, as
+# NVIDIA's forum has it (developer.nvidia.com, 273699); that it does so at the same rate is assumed.
 _MUFU_LANES = 16
 _REGISTERS = 65536
 _SHARED_BYTES = 128

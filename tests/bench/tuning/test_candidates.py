@@ -89,6 +89,8 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
         assert (64, 2, False) in shapes
         # Four stages of Q and dO leave no room for tiles of dQ.
         assert ((64, 4, False) in shapes, (64, 4, True) in shapes) == (True, D == 64)
+        # Two tiles of dS of 128 queries, and lse and delta of four stages, are too much.
+        assert (128, 4, False) not in shapes
 
 
 def test_entries_cover_the_table_and_begin_with_what_matters():
