@@ -94,7 +94,7 @@ ONE_PASS_BUDGET = {
 }
 # Of shared memory for a pair, modelled: a number of dQ goes there once from the threads, and by way
 # of a tile once more.
-ONE_PASS_CLOCKS = {64: 0.219, 128: 0.360}
+ONE_PASS_CLOCKS = {64: 0.2188, 128: 0.3594}
 if NEWER:
     BUDGET["hopper_forward_kernel", "causal"][128] = 477
     BUDGET["hopper_forward_kernel", "part"][128] = 474
@@ -287,7 +287,8 @@ def test_one_pass_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> N
             assert (by_tma, stores, pairs) == (0, 0, 64 * D // 2 // 128 // 2)
         else:
             assert (by_tma, pairs) == (1, 0), "no TMA adds to dQ"
-        assert hopper_clocks(loop, config).shared <= ONE_PASS_CLOCKS[D] + by_tma * D / 4096
+        expected = ONE_PASS_CLOCKS[D] + by_tma * D / 4096
+        assert hopper_clocks(loop, config).shared == pytest.approx(expected, abs=0.001)
     for fact in (start, finish):
         assert fact.spill_store_bytes == 0, fact.name
 
