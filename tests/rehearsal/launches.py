@@ -25,6 +25,7 @@ from posing import stage
 
 import fastattn
 from fastattn import QuantizedKVCache
+from fastattn.kernels.hopper.tile_table import backward_config
 from fastattn.kernels.launch import tiles
 
 
@@ -64,6 +65,12 @@ def scored(B: int, T: int) -> None:
 
 def hopper_calls() -> None:
     shapes("Hopper", lambda B, T: train(B, T, causal=True, backend="hopper"))
+    config = backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)
+    with tiles.forced(hopper_one_pass=config):
+        shapes(
+            "Hopper, dQ added by the threads",
+            lambda B, T: train(B, T, causal=True, backend="hopper", deterministic=False),
+        )
     shapes("Hopper fp8", lambda B, T: fp8(B, T, backend="hopper"))
 
 
