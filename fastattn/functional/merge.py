@@ -98,7 +98,7 @@ def cascade_attention(
         forked: the rows of `cache` begin with the prefix, as rows of a `PagedKVCache` do that were
             forked from it; there it is passed over. Default: they hold what follows it.
         scale, softcap, sinks: as in `decode_attention`. Windows and whatever else depends on a
-            position have no place here, as one tile holds queries of many; rings have neither.
+            position have no place here, as one tile holds queries of many, and nor have rings.
         return_lse: also return the log of the softmax denominators.
         how: num_splits, batch_invariant and backend, as in `decode_attention`.
 

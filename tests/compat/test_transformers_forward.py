@@ -63,11 +63,14 @@ def test_bias_and_mask_of_numbers_add_up():
     torch.testing.assert_close(o, wanted)
 
 
-@pytest.mark.parametrize("way", ["none", "padding", "mask", "bias", "window", "static"])
+@pytest.mark.parametrize(
+    "way", ["none", "padding", "mask", "bias", "window", "static", "chosen", "chosen of padded"]
+)
 def test_one_new_token_is_decoded(way, monkeypatch):
     """By the kernels for that, which split the keys, with the result of the others."""
     q, k, v = heads(1, 9, B=2)
     keys = torch.arange(9) >= torch.tensor([[3], [0]])
+    chosen = {"indices": torch.tensor([[[2, 5, 8]], [[0, 3, 4]]])}
     given = {
         "none": (None, {}),
         "padding": (attend.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
@@ -75,6 +78,8 @@ def test_one_new_token_is_decoded(way, monkeypatch):
         "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
         "window": (None, {"sliding_window": 4}),
         "static": (attend.attention_mask(2, 1, 9, torch.tensor(5)), {}),
+        "chosen": (None, chosen),
+        "chosen of padded": (keys, chosen),
     }
     mask, options = given[way]
     decoded = []

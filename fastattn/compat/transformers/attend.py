@@ -228,7 +228,7 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
         wanted.pop(name, None)
     padding = wanted.pop("key_padding_mask", None)
     if padding is not None:
-        wanted["attn_mask"] = padding[:, None, None]
+        _add_mask(wanted, padding[:, None, None])
     for name in ("attn_mask", "attn_bias"):
         if name in wanted:
             wanted[name] = wanted[name].expand(*wanted[name].shape[:-1], T_k)
