@@ -110,6 +110,7 @@ def cascade_attention(
             a ring.
     """
     return_lse = checks.check_flag("return_lse", return_lse)
+    forked = checks.check_flag("forked", forked)
     unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
     if unknown:
         raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")

@@ -216,9 +216,9 @@ def check_whole_rows(prefix_lengths: object, documents: object) -> None:
 
 def check_dropouts(dropout: float, attention_dropout: float) -> None:
     """Probabilities: of the output up to 1, of the weights below it."""
-    if not 0.0 <= dropout <= 1.0:
+    if not 0.0 <= checks.check_number("dropout", dropout) <= 1.0:
         raise ValueError(f"dropout must be a probability, got {dropout}")
-    if not 0.0 <= attention_dropout < 1.0:
+    if not 0.0 <= checks.check_number("attention_dropout", attention_dropout) < 1.0:
         raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
 
 
@@ -228,7 +228,7 @@ def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     for name, size in sizes.items():
-        if size < 1:
+        if checks.check_int(name, size) < 1:
             raise ValueError(f"{name} must be >= 1, got {size}")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
@@ -247,8 +247,9 @@ def check_rotary(
 ) -> None:
     if rotary is not None:
         check_rotary_style(rotary)
-        check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
-        if not rotary_base > 0:
+        width = head_dim if rotary_dim is None else checks.check_int("rotary_dim", rotary_dim)
+        check_rotary_dim(width, head_dim)
+        if not checks.check_number("rotary_base", rotary_base) > 0:
             raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
     elif rotary_dim is not None:
         raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")

@@ -210,6 +210,8 @@ def test_cascades_are_checked(device: str) -> None:
     with pytest.raises(TypeError, match="cascade_attention takes no window"):
         cascade_attention(q, cache, cache, window=3)
     ring = KVCache(1, 1, 8, 16, window=4, device=device)
+    with pytest.raises(TypeError, match="forked must be a bool, got int"):
+        cascade_attention(q, cache, cache, forked=2)
     alone = KVCache(1, 1, 8, 16, device=device)
     for prefix, own, name in ((ring, alone, "prefix"), (alone, ring, "cache")):
         with pytest.raises(ValueError, match=f"{name} must hold every token, got a ring of win"):
