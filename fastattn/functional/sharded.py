@@ -175,6 +175,8 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
         return x
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    if name == "relative_keys":
+        x = _shareable(x, q)
     wanted: list[Placement] = []
     dims = {0: _dim(_ROWS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
     for one in q.placements:
@@ -183,6 +185,15 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, q.device_mesh, [Replicate()] * len(wanted), run_check=False)
     return _local(x.redistribute(placements=wanted), q)
+
+
+def _shareable(keys: Tensor, q: DTensor) -> Tensor:
+    """relative_keys of K/V heads, a row for each query head where ranks cannot share out theirs."""
+    H_q, H = q.shape[1], len(keys)
+    ranks = H_q // _heads(q)[1]
+    if keys.dim() != 3 or H < 2 or H % ranks == 0 or H_q % H:
+        return keys  # as they are, or no relative_keys, which the call refuses
+    return keys[:, None].expand(-1, H_q // H, -1, -1).flatten(0, 1)
 
 
 def _dim(table: Mapping[str, int], name: str, x: Tensor, size: int) -> int | None:

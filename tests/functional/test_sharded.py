@@ -125,6 +125,34 @@ def all_results() -> dict[Any, Any]:
     return found
 
 
+def of_key_heads(ranks: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """q, k, v with half as many K/V heads as ranks, and relative_keys of those heads."""
+    inputs = make_qkv(B=1, H_q=ranks, H_k=ranks // 2, T_q=T, D=D)
+    return inputs, torch.randn(ranks // 2, 5, D).requires_grad_()
+
+
+def by_key_heads() -> tuple[float, ...]:
+    """How far o and the gradient of relative_keys, tensor or DTensor, are from one process's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    (q, k, v), keys = of_key_heads(mesh.size())
+    exact = fastattn.attention(q, k, v, relative_keys=keys)
+    (expected,) = torch.autograd.grad(exact.sin().sum(), keys)
+    far = []
+    for given in (keys, spread(keys, mesh, WHOLE)):
+        parts = (spread(x, mesh, one) for x, one in ((q, HEADS), (k, WHOLE), (v, WHOLE)))
+        o = fastattn.attention(*parts, relative_keys=given).full_tensor()
+        (found,) = torch.autograd.grad(o.sin().sum(), keys)
+        far += [(o - exact).abs().max().item(), (found - expected).abs().max().item()]
+    return tuple(far)
+
+
+def test_relative_keys_of_fewer_heads_than_ranks(monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    for far in run_ranks(f"{__file__}:by_key_heads", 4):
+        assert max(far) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[Any, Any]]:
     with pytest.MonkeyPatch.context() as patch:
