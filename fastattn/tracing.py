@@ -16,6 +16,11 @@ def may_be_traced(x: Tensor) -> bool:
     )
 
 
+def transforming() -> bool:
+    """Whether a transform of torch.func is at work outside torch.compile, which has its own."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
 def autocasting(device: torch.device) -> bool:
     """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
     kind = device.type

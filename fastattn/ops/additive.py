@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
@@ -104,4 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tupl
 
     q and k are projected; last dims are contiguous and whole multiples of 16 bytes; u is [H_q, D].
     """
+    if tracing.transforming():
+        # torch.func cannot derive an operator that has gradients of its own.
+        return additive_formula.attention(q, k, v, u, options)
     return additive_forward.by_op(q, k, v, u.contiguous(), contiguous(options))

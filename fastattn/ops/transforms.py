@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..options import LEARNED, Options
 from ..torch_backend.double_backward import gradients_with_graph
+from ..tracing import transforming as transforming
 from .gradients import (
     Kernels,
     differentiable_gradients,
@@ -27,11 +28,6 @@ from .gradients import (
 from .schema import flat, unflat
 
 _Dims: TypeAlias = tuple[int | None, ...]
-
-
-def transforming() -> bool:
-    """Whether a transform of torch.func is at work outside torch.compile, which has its own."""
-    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 def attend(

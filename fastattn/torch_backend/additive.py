@@ -42,7 +42,8 @@ def attention(
     outputs, lses = [], []
     for rows, own in chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN):
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
-        if torch.is_grad_enabled():
+        # torch.func knows no hooks on what is saved, which checkpoints are made of.
+        if torch.is_grad_enabled() and not tracing.transforming():
             o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o, lse = _attend(*inputs)
