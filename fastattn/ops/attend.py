@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from .. import tracing
 from ..options import LEARNED, Options
@@ -261,6 +262,10 @@ for _operator, _backward in ((attention_forward, BY_OPS), (hopper_forward, HOPPE
     _operator.op.register_autograd(partial(_op_gradients, _backward), setup_context=setup_context)
 
 
+def _batched(x: Tensor | None) -> bool:
+    return x is not None and is_legacy_batchedtensor(x)
+
+
 class _Attention(torch.autograd.Function):
     """`attention_forward` without the op; nothing may trace it."""
 
@@ -284,7 +289,11 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         # A call without learned options has q, k and v alone.
         needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
-        return (None, None, *gradients(ctx.kernels, ctx, needed, do, dlse)[: len(needs)])
+        kernels: Kernels = ctx.kernels
+        # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient.
+        if _batched(do) or _batched(dlse):
+            kernels = HOPPER_BY_OPS if kernels.backward is HOPPER_DIRECT.backward else BY_OPS
+        return (None, None, *gradients(kernels, ctx, needed, do, dlse)[: len(needs)])
 
 
 # The `apply` of torch's class asks for transforms of torch.func, argument by argument, before it

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+import fastattn
 from fastattn import BlockMask
 from fastattn.ops import attend, schema
 from fastattn.options import Options
@@ -112,3 +113,45 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
     naive = worst_naive(exact, lambda: penalty_gradients(plain(torch.float32)))
     for x, ref, rough in zip(penalty_gradients(ours), exact, naive, strict=True):
         assert_within_budget("second derivative", x, ref, rough)
+
+
+@pytest.mark.parametrize("outputs", ["o", "lse", "both"])
+@pytest.mark.parametrize("which", ["causal", "everything", "packed"])
+def test_many_gradients_at_once(which: str, outputs: str, device: str) -> None:
+    """`is_grads_batched=True`, torch's vmap before torch.func: the bits of one after the other."""
+    inputs = make_qkv(**SIZES, device=device)
+    options = {
+        "causal": Options(causal=True, scale=0.25),
+        "everything": everything(device),
+        "packed": Options(
+            causal=True,
+            scale=0.25,
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 13, 20]).to(device)),
+            relative_keys=torch.randn(1, 9, 16, device=device).requires_grad_(),
+        ),
+    }[which]
+    if which == "packed":
+        inputs = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs]
+    leaves = [x for x in (*inputs, *options.differentiable) if x is not None]
+    o, lse = attend.attend(*inputs, options)
+    wanted = {"o": (o,), "lse": (lse,), "both": (o, lse)}[outputs]
+    dout = [torch.randn(3, *x.shape, device=device) for x in wanted]
+
+    def gradients(dout, batched=False):
+        return torch.autograd.grad(
+            wanted, leaves, dout, is_grads_batched=batched, retain_graph=True
+        )
+
+    each = [gradients([x[i] for x in dout]) for i in range(3)]
+    for x, rows in zip(gradients(dout, batched=True), zip(*each, strict=True), strict=True):
+        assert torch.equal(x, torch.stack(rows))
+
+
+def test_a_whole_jacobian_at_once(device: str) -> None:
+    q, k, v = make_qkv(**SIZES | {"T_q": 3}, device=device)
+
+    def ours(q):
+        return fastattn.attention(q, k, v, causal=True, backend="triton").sum((0, 1))
+
+    by_rows = torch.autograd.functional.jacobian(ours, q)
+    assert torch.equal(torch.autograd.functional.jacobian(ours, q, vectorize=True), by_rows)
