@@ -344,6 +344,13 @@ def check_number(name: str, x: Any) -> float:
     return float(x)
 
 
+def check_float_dtype(name: str, x: Any) -> torch.dtype:
+    """A dtype of floating numbers."""
+    if not isinstance(x, torch.dtype) or not x.is_floating_point:
+        raise TypeError(f"{name} must be a floating dtype, got {x!r}")
+    return x
+
+
 def check_positive(name: str, x: Any) -> float:
     """A positive, finite number."""
     x = check_number(name, x)

@@ -6,12 +6,13 @@ p * base ** (-2 i / rotary_dim), so that the product of a rotated query and a ro
 the distance of their positions alone.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import checks
 from .capture import may_keep
 from .rotary_scaling import RotaryScaling, plain_frequencies
 
@@ -41,20 +42,27 @@ def rotary_tables(
     Returns:
         (cos, sin), each [T, rotary_dim // 2] or [B, T, rotary_dim // 2].
     Raises:
-        TypeError: `positions` is not integral, or `dtype` is not floating.
+        TypeError: `positions` is not integral, `dtype` is not floating, or an argument is of
+            another type.
         ValueError: `positions` is negative as a length or not 1-d or 2-d as a tensor, `rotary_dim`
             is not even and positive, or `base` is not positive.
     """
-    check_rotary_dim(rotary_dim)
+    rotary_dim = check_rotary_dim(rotary_dim)
+    base = checks.check_number("base", base)
     if not base > 0:
         raise ValueError(f"base must be > 0, got {base}")
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+    checks.check_float_dtype("dtype", dtype)
+    if scaling is not None and not hasattr(scaling, "frequencies"):
+        raise TypeError(
+            "scaling must be one of fastattn.rotary_scaling or like those, "
+            f"got {checks.type_name(scaling)}"
+        )
     if isinstance(positions, Tensor):
         _check_positions(positions)
         device = positions.device if device is None else device
         positions = positions.to(device)
     else:
+        positions = checks.check_int("positions", positions)
         if positions < 0:
             raise ValueError(f"positions must be a length >= 0 or a tensor, got {positions}")
         positions = torch.arange(positions, device=device)
@@ -83,7 +91,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "h
         heads and tokens in memory in x's order.
         Differentiable in x, cos and sin.
     Raises:
-        TypeError: x, cos or sin is not floating.
+        TypeError: x, cos or sin is no floating tensor.
         ValueError: a shape disagrees, R exceeds D, the devices differ, or `style` is unknown.
     """
     check_rotary_style(style)
@@ -128,8 +136,7 @@ class RotaryPositions:
     def __init__(
         self, rotary_dim: int, *, base: float = 10000.0, scaling: RotaryScaling | None = None
     ) -> None:
-        check_rotary_dim(rotary_dim)
-        self.rotary_dim, self.base, self.scaling = rotary_dim, base, scaling
+        self.rotary_dim, self.base, self.scaling = check_rotary_dim(rotary_dim), base, scaling
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def up_to(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -173,26 +180,37 @@ class RotaryPositions:
 RotaryTables = RotaryPositions | tuple[Tensor, Tensor] | Tensor
 
 
-def check_rotary_dim(rotary_dim: int, head_dim: int | None = None) -> None:
-    """Raise ValueError unless rotary_dim is even, positive and, if given, at most head_dim."""
+def check_rotary_dim(rotary_dim: Any, head_dim: int | None = None) -> int:
+    """An even and positive int, at most head_dim if that is given; returned as Python's own."""
+    rotary_dim = checks.check_int("rotary_dim", rotary_dim)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even and positive, got {rotary_dim}")
     if head_dim is not None and rotary_dim > head_dim:
         raise ValueError(f"rotary_dim must be at most head_dim = {head_dim}, got {rotary_dim}")
+    return rotary_dim
 
 
 def check_rotary_style(style: str) -> None:
     """Raise ValueError unless `style` names a pairing."""
-    if style not in ("half", "interleaved"):
+    if not isinstance(style, str) or style not in ("half", "interleaved"):
         raise ValueError(f"rotary style must be 'half' or 'interleaved', got {style!r}")
 
 
 def check_table_dtypes(cos: Tensor, sin: Tensor) -> None:
     """Raise TypeError unless both are real and floating."""
     for name, table in (("cos", cos), ("sin", sin)):
-        if not table.is_floating_point():
-            hint = "; of a complex freqs_cis they are .real and .imag" if table.is_complex() else ""
-            raise TypeError(f"{name} must have a floating dtype, got {table.dtype}{hint}")
+        if isinstance(table, Tensor) and table.is_complex():
+            raise TypeError(
+                f"{name} must have a floating dtype, got {table.dtype}; of a complex freqs_cis "
+                "they are .real and .imag"
+            )
+        _check_floating(name, table)
+
+
+def _check_floating(name: str, x: Any) -> None:
+    """A floating tensor, and of any kind: nothing here needs its memory."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must have a floating dtype, got {checks.kind(x)}")
 
 
 def _check_positions(positions: Tensor) -> None:
@@ -203,10 +221,9 @@ def _check_positions(positions: Tensor) -> None:
 
 
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_floating("x", x)
     if x.dim() != 4:
         raise ValueError(f"x must have shape [B, H, T, D], got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must have a floating dtype, got {x.dtype}")
     check_table_dtypes(cos, sin)
     if cos.shape != sin.shape:
         raise ValueError(

@@ -164,6 +164,11 @@ def test_compiles_without_a_graph_break(style):
         (ValueError, r"base must be > 0, got -1.0", 3, {"base": -1.0}),
         (ValueError, r"base must be > 0, got nan", 3, {"base": math.nan}),
         (TypeError, r"dtype must be a floating dtype, got torch.int32", 3, {"dtype": torch.int32}),
+        (TypeError, r"dtype must be a floating dtype, got 'float32'", 3, {"dtype": "float32"}),
+        (TypeError, r"rotary_dim must be an int, got float", 3, {"rotary_dim": 8.0}),
+        (TypeError, r"base must be a float, got str", 3, {"base": "1e4"}),
+        (TypeError, r"scaling must be one of .* or like those, got dict", 3, {"scaling": {}}),
+        (TypeError, r"positions must be an int, got list", [0, 1], {}),
         (ValueError, r"positions must be a length >= 0 or a tensor, got -2", -2, {}),
         (TypeError, r"positions must have an integer dtype, got torch.float32", torch.zeros(3), {}),
         (TypeError, r"positions must have an integer dtype, got torch.bool", torch.ones(3) > 0, {}),
@@ -189,6 +194,13 @@ def test_application_errors():
         apply_rotary(x[0], cos, sin)
     with pytest.raises(TypeError, match=r"x must have a floating dtype, got torch.int64"):
         apply_rotary(x.long(), cos, sin)
+    for name, arguments in (
+        ("x", (x.tolist(), cos, sin)),
+        ("cos", (x, cos.tolist(), sin)),
+        ("sin", (x, cos, sin.tolist())),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must have a floating dtype, got list"):
+            apply_rotary(*arguments)
     with pytest.raises(TypeError, match=r"sin must have a floating dtype, got torch.complex64; of"):
         apply_rotary(x, cos, torch.complex(cos, sin))
     with pytest.raises(ValueError, match=r"must have one shape, got \(5, 4\) and \(4, 4\)"):
@@ -240,6 +252,8 @@ def test_tables_made_for_inference_serve_training() -> None:
 def test_kept_tables_check_their_width() -> None:
     with pytest.raises(ValueError, match=r"rotary_dim must be even and positive, got 5"):
         RotaryPositions(5)
+    with pytest.raises(TypeError, match=r"rotary_dim must be an int, got list"):
+        RotaryPositions([8])  # type: ignore[arg-type]
 
 
 def test_tables_that_a_graph_records_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,8 +247,7 @@ def check_rotary(
 ) -> None:
     if rotary is not None:
         check_rotary_style(rotary)
-        width = head_dim if rotary_dim is None else checks.check_int("rotary_dim", rotary_dim)
-        check_rotary_dim(width, head_dim)
+        check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
         if not checks.check_number("rotary_base", rotary_base) > 0:
             raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
     elif rotary_dim is not None:
