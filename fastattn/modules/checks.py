@@ -46,6 +46,14 @@ class LayerCache(Protocol):
         """Write each row's new tokens after its last one."""
 
 
+def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
+    """Floats [B, T, width], in a tensor of any kind that `torch.nn.Linear` takes."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} must have shape [B, {length}, {width}], got {tuple(x.shape)}")
+
+
 def checked_tables(
     x: Tensor, positions: Tensor | None, tables: RotaryTables | None, rotary_dim: int | None
 ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
@@ -61,11 +69,12 @@ def checked_tables(
     if positions is not None and tables is not None:
         raise ValueError("give positions or rotary_tables, not both: the tables hold positions")
     B, T, _ = x.shape
-    if positions is not None and positions.shape not in ((T,), (B, T)):
-        raise ValueError(
-            f"positions must have shape [{T}] or [{B}, {T}] to match x, "
-            f"got {tuple(positions.shape)}"
-        )
+    if positions is not None:
+        shape = tuple(checks.check_tensor("positions", positions).shape)
+        if shape not in ((T,), (B, T)):
+            raise ValueError(
+                f"positions must have shape [{T}] or [{B}, {T}] to match x, got {shape}"
+            )
     if isinstance(tables, Tensor) and tables.is_complex():
         tables = (tables.real, tables.imag)
     if tables is None:
@@ -74,7 +83,7 @@ def checked_tables(
         columns = tables.rotary_dim // 2
     elif isinstance(tables, tuple) and len(tables) == 2:
         check_table_dtypes(*tables)
-        columns = tables[0].shape[-1]
+        columns = tables[0].shape[-1] if tables[0].dim() else 0
     else:
         got = tables.dtype if isinstance(tables, Tensor) else type(tables).__name__
         raise TypeError(
@@ -100,6 +109,10 @@ def check_cache_use(
 
     in_order: the call asks for more than `decode_attention` has, and reads the cache in place.
     """
+    if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
+        raise TypeError(
+            f"cache must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"
+        )
     B, T, _ = x.shape
     in_order = in_order or torch.is_grad_enabled()
     if in_order and isinstance(cache, KVCache) and not cache.is_plain:
@@ -120,8 +133,8 @@ def check_cache_use(
             "key_padding_mask with a cache needs rows of one length: pad prompts on the left and "
             "pass the mask alone, or pad on the right and pass key_lengths alone"
         )
-    if key_padding_mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool, got {key_padding_mask.dtype}")
+    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, got {checks.kind(key_padding_mask)}")
     if key_padding_mask.shape != (B, n + T):
         raise ValueError(
             f"key_padding_mask must have shape [{B}, {n + T}], over {n} cached and {T} new tokens, "

@@ -10,6 +10,7 @@ from .. import checks
 from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention, view_of_tensors
+from .checks import check_vectors
 from .fused_weights import Fused
 from .layer import AttentionLayer
 from .options import SharedOptions, complete, shows_options
@@ -123,10 +124,7 @@ class CrossGQAttention(AttentionLayer):
         Raises:
             ValueError: the memory has another shape.
         """
-        if memory.dim() != 3 or memory.shape[-1] != self.memory_dim:
-            raise ValueError(
-                f"memory must have shape [B, S, {self.memory_dim}], got {tuple(memory.shape)}"
-            )
+        check_vectors("memory", memory, self.memory_dim, "S")
         k = self.split_heads(self.k_proj(memory))
         v = self.split_heads(self.v_proj(memory), self.v_head_dim)
         if self.qk_norm:
@@ -155,11 +153,10 @@ class CrossGQAttention(AttentionLayer):
             [B, T, C]. Padding in the memory, NaN included, reaches no output. Where a row of the
             memory is all padding, attention is 0.
         Raises:
-            TypeError: a mask or lengths are of the wrong dtype.
+            TypeError: x, the memory, a mask or lengths are of the wrong dtype, or no tensors.
             ValueError: a shape disagrees, or a projected memory comes with lengths or a mask.
         """
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must have shape [B, T, {self.embed_dim}], got {tuple(x.shape)}")
+        check_vectors("x", x, self.embed_dim)
         if not isinstance(memory, ProjectedMemory):
             memory = self.project_memory(memory, memory_lengths, padding_mask=memory_padding_mask)
         elif memory_lengths is not None or memory_padding_mask is not None:
@@ -181,6 +178,7 @@ class CrossGQAttention(AttentionLayer):
         if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
+            checks.check_key_lengths(lengths, k.shape[0], q)
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
             out = decode_attention(q, view, causal=False, backend=backend, **scores)
         else:

@@ -190,13 +190,12 @@ class GQAttention(SelfProjection):
             NaN included, reaches no other token's output; but NaN reaches the parameters' gradients
             from anywhere in x, as in every linear layer.
         Raises:
-            TypeError: a mask, lengths or positions are of the wrong dtype.
+            TypeError: x, a mask, lengths or positions are of the wrong dtype, or no tensors.
             ValueError: a shape disagrees, arguments exclude each other, or x does not fit the
                 cache, which is then left as it was.
             RuntimeError: a cache is used while grad mode is on and q, k, v require grad.
         """
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must have shape [B, T, {self.embed_dim}], got {tuple(x.shape)}")
+        module_checks.check_vectors("x", x, self.embed_dim)
         rotary_tables = module_checks.checked_tables(
             x, positions, rotary_tables, None if self.rotary is None else self.rotary_dim
         )

@@ -387,3 +387,9 @@ def test_wrong_arguments_of_cross_attention_are_named():
         layer(x, layer.project_memory(memory), memory_lengths=LENGTHS)
     with pytest.raises(TypeError, match="key_lengths must be an int32 or int64 tensor"):
         layer(x, memory, memory_lengths=LENGTHS.float())
+    with torch.no_grad(), pytest.raises(TypeError, match=r"key_lengths must be an .* got list"):
+        layer(x[:, :1], memory, memory_lengths=LENGTHS.tolist())
+    with pytest.raises(TypeError, match="x must be a float tensor, got list"):
+        layer(x.tolist(), memory)
+    with pytest.raises(TypeError, match="memory must be a float tensor, got list"):
+        layer(x, memory.tolist())

@@ -270,14 +270,23 @@ def test_forward_errors():
         layer(x[..., :31])
     with pytest.raises(ValueError, match=r"x must have shape \[B, T, 32\], got \(5, 32\)"):
         layer(x[0])
+    for given, got in ((x.tolist(), "list"), (x.int(), r"torch\.int32")):
+        with pytest.raises(TypeError, match=f"x must be a float tensor, got {got}"):
+            layer(given)
+    with torch.no_grad(), pytest.raises(TypeError, match=r"cache must be a KVCache, .* got list"):
+        layer(x, cache=[])
     with pytest.raises(ValueError, match=r"positions or rotary_tables, not both"):
         layer(x, positions=torch.arange(5), rotary_tables=tables)
     with pytest.raises(ValueError, match=r"positions must have shape \[5\] or \[2, 5\] .* \(4,\)"):
         layer(x, positions=torch.arange(4))
+    with pytest.raises(TypeError, match=r"positions must be a torch\.Tensor, got list"):
+        layer(x, positions=[0, 1, 2, 3, 4])
     with pytest.raises(TypeError, match=r"positions must have an integer dtype"):
         layer(x, positions=torch.arange(5.0))
     with pytest.raises(ValueError, match=r"rotary_tables must have 4 columns .* = 8, got 2"):
         layer(x, rotary_tables=rotary_tables(5, 4))
+    with pytest.raises(ValueError, match=r"rotary_tables must have 4 columns .* = 8, got 0"):
+        layer(x, rotary_tables=(torch.tensor(1.0), torch.tensor(1.0)))
     for given in ((torch.complex(*tables), torch.complex(*tables)), (tables[0].int(), tables[1])):
         with pytest.raises(
             TypeError, match=r"cos must have a floating dtype, got torch\.(co|int32)"

@@ -137,6 +137,7 @@ def test_cache_errors_leave_the_cache_as_it_was():
             {"key_lengths": torch.tensor([1, 1]), "key_padding_mask": torch.ones(2, 6).bool()},
         ),
         (TypeError, r"key_padding_mask must be bool", {"key_padding_mask": torch.ones(2, 6)}),
+        (TypeError, r"key_padding_mask must be bool, got list", {"key_padding_mask": [True]}),
         (
             ValueError,
             r"shape \[2, 6\], over 3 cached and 3 new tokens, got \(2, 3\)",
