@@ -225,6 +225,20 @@ CONTRADICTIONS = {
     "floats": ({"cache_leftpad": torch.zeros(3)}, "cache_leftpad must be an int32 or int64"),
     "flat-table": ({"block_table": torch.zeros(3).int()}, "block_table must have shape"),
     "rows": ({"cache_batch_idx": torch.zeros(1, 3).int()}, "cache_batch_idx must have shape"),
+    "table-of-no-dim": ({"block_table": torch.tensor(0).int()}, "block_table must have shape"),
+    "keys-of-three-dims": ({"k": torch.zeros(3, 1, D)}, "k must have 4 dimensions"),
+    "list": ({"v": [0.0]}, r"v must be a torch\.Tensor, got list"),
+    "keys-of-another-dtype": (
+        {"k": torch.zeros(3, 1, 2, D).half()},
+        r"k must have the cache's dtype torch\.float32, got torch\.float16",
+    ),
+    "values-of-other-heads": ({"v": torch.zeros(3, 1, 3, D)}, r"v must have shape \[3, 2, T, "),
+    "new-rows": ({"k": torch.zeros(2, 1, 2, D)}, r"k must have shape \[3, 2, T, "),
+    "fewer-values": ({"k": torch.zeros(3, 2, 2, D)}, "must hold the same number of tokens"),
+    "no-tables": (
+        {"rotary_cos": [1.0], "rotary_sin": [0.0]},
+        r"rotary_cos must be a torch\.Tensor, got list",
+    ),
     "too-long": ({"cache_seqlens": 12}, "12 and 1 new tokens exceed 12 places"),
 }
 

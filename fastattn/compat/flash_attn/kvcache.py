@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import checks
 from ...cache.append import append
+from ...cache.checks import check_tokens
 from ...functional.decode import decode_attention, view_of_tensors
 from ...rotary import apply_rotary
 from .rotary import table_rows
@@ -46,6 +47,8 @@ def append_and_attend(
     k, v = (None if x is None else x.transpose(1, 2) for x in new)
     q = q.transpose(1, 2)
     B = q.shape[0]
+    if k is not None and v is not None:
+        check_tokens(k, v, tokens_of(cache.k), tokens_of(cache.v), B, cache.k.dtype)
     with torch.no_grad():
         table, lengths = token_table(cache, B, 0 if k is None else k.shape[2])
         old = lengths.clone()
@@ -126,7 +129,7 @@ def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
 def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor:
     """x as int32: integers [B], or [B, N] with dims=2, on the device of the cache."""
     checks.check_integers(name, x)
-    checks.check_placement(name, x, (B,) if dims == 1 else (B, x.shape[-1]), beside)
+    checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), beside)
     found: Tensor = x
     return found.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
 

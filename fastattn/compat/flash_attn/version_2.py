@@ -275,11 +275,15 @@ def flash_attn_with_kvcache(
         found = append_and_attend(
             checked("q", q, 4),
             cache,
-            new=(k, v),
-            rotary=(rotary_cos, rotary_sin),
+            new=(_if_given("k", k, 4), _if_given("v", v, 4)),
+            rotary=(_if_given("rotary_cos", rotary_cos, 2), _if_given("rotary_sin", rotary_sin, 2)),
             interleaved=rotary_interleaved,
             options=options,
             num_splits=num_splits or None,
             return_lse=with_lse,
         )
     return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
+
+
+def _if_given(name: str, x: Tensor | None, dims: int) -> Tensor | None:
+    return None if x is None else checked(name, x, dims)
