@@ -96,6 +96,7 @@ def check_rotary(
     """Tables [N, R // 2] that cover positions 0..bound-1, and q [B, H_q, T, D] that goes with k.
 
     Raises:
+        TypeError: rotary is no pair of tensors, or q no tensor.
         ValueError: a shape, dtype or device disagrees, the tables are too short, the style is
             unknown, or q is given without tables.
     """
@@ -104,8 +105,11 @@ def check_rotary(
         if q is not None:
             raise ValueError("q is only rotated: give it together with rotary=(cos, sin)")
         return
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        raise TypeError(f"rotary must be (cos, sin), got {checks.type_name(rotary)}")
     cos, sin = rotary
     for name, x in (("cos", cos), ("sin", sin)):
+        checks.check_tensor(f"rotary {name}", x)
         if x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > k.shape[3] or not x.shape[1]:
             raise ValueError(
                 f"rotary {name} must have shape [N, R // 2] with 0 < R <= {k.shape[3]}, like the "
@@ -124,7 +128,7 @@ def check_rotary(
     if q is None:
         return
     B, _, T, D = k.shape
-    if q.dim() != 4 or (q.shape[0], *q.shape[2:]) != (B, T, D):
+    if checks.check_tensor("q", q).dim() != 4 or (q.shape[0], *q.shape[2:]) != (B, T, D):
         raise ValueError(f"q must have shape [{B}, H_q, {T}, {D}], got {tuple(q.shape)}")
     if q.dtype != k.dtype or q.device != k.device:
         raise ValueError(f"q must be {k.dtype} on {k.device}, got {q.dtype} on {q.device}")

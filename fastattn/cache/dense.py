@@ -60,6 +60,7 @@ class KVCache:
             needs no mask.
 
     Raises:
+        TypeError: a size is no int, or dtype not floating.
         ValueError: a size is not positive, `quantize` is unknown, or a ring has fewer slots than
             its window and its first positions take.
 
@@ -99,7 +100,8 @@ class KVCache:
         self.max_length = max_length
         self.window, self.keep_first = check_window(window, keep_first, max_length)
         self.quantize = quantize
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = checks.check_float_dtype("dtype", dtype)
         # An inference tensor could not be written once inference mode is left.
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)

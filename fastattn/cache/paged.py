@@ -55,6 +55,7 @@ class PagedKVCache:
         lengths: int32 [max_rows] on the device, changed in place; 0 for a row not in use.
 
     Raises:
+        TypeError: a size is no int, or dtype not floating.
         ValueError: a size is not positive, page_size exceeds 256, or `quantize` is unknown.
 
     Example:
@@ -100,7 +101,8 @@ class PagedKVCache:
         self.page_size = page_size
         self.num_layers = num_layers
         self.quantize = quantize
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = checks.check_float_dtype("dtype", dtype)
         self._allocator = PageAllocator(num_pages, page_size, max_rows, max_pages)
         self._index_of: tuple[tuple[int, ...], Tensor] | None = None
         # An inference tensor could not be written once inference mode is left.

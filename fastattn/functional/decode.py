@@ -105,7 +105,7 @@ def decode_attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
-    view, uniform = _view(cache)
+    view, uniform = view_of_cache(cache)
     given = {
         "new_lengths": new_lengths,
         "num_splits": num_splits,
@@ -161,7 +161,7 @@ def explain_decode(
 
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
-    view, _ = _view(cache)
+    view, _ = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, dict(options))
     choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
@@ -263,14 +263,18 @@ def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor
             checks.check_placement(f"{name}_scale", scale, tuple(x.shape[:3]), x)
 
 
-def _view(cache: Any) -> tuple[CacheView, int | None]:
-    """The view of a cache, and the length of all its rows where the host knows that."""
+def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | None]:
+    """The view of a cache, and the length of all its rows where the host knows that.
+
+    name: of the argument, for the error where it is none.
+    """
     if isinstance(cache, CacheView):
         return cache, None
     view: Callable[..., CacheView] | None = getattr(cache, "view", None)
     if view is None or isinstance(cache, Tensor):
         raise TypeError(
-            f"cache must be a KVCache, a PagedKVCache or a CacheView, got {checks.type_name(cache)}"
+            f"{name} must be a KVCache, a PagedKVCache or a CacheView, "
+            f"got {checks.type_name(cache)}"
         )
     if hasattr(cache, "rows"):
         return view(cache.rows), None

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..cache_view import CacheView
 from ..ops.merge import merge_forward
-from .decode import decode_attention
+from .decode import decode_attention, view_of_cache
 
 
 def merge(
@@ -114,14 +114,18 @@ def cascade_attention(
     unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
     if unknown:
         raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")
-    shared = _as_view(prefix)
+    shared, _ = view_of_cache(prefix, "prefix")
+    view, _ = view_of_cache(cache)
     if shared.batch_size != 1:
         raise ValueError(f"prefix must have one row, got {shared.batch_size}")
-    for name, view in (("prefix", shared), ("cache", _as_view(cache))):
-        if view.window is not None:
-            raise ValueError(f"{name} must hold every token, got a ring of window={view.window}")
-    own = _after_prefix(_as_view(cache), shared) if forked else cache
+    for name, of in (("prefix", shared), ("cache", view)):
+        if of.window is not None:
+            raise ValueError(f"{name} must hold every token, got a ring of window={of.window}")
+    own = _after_prefix(view, shared) if forked else cache
     checks.check_tensor("q", q)
+    o2, lse2 = decode_attention(
+        q, own, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **how
+    )
     B, H_q, T_q, D = q.shape
     together = q.transpose(0, 1).reshape(1, H_q, B * T_q, D)
     o1, lse1 = decode_attention(
@@ -129,18 +133,8 @@ def cascade_attention(
     )
     o1 = o1.view(H_q, B, T_q, -1).transpose(0, 1)
     lse1 = lse1.view(H_q, B, T_q).transpose(0, 1)
-    o2, lse2 = decode_attention(
-        q, own, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **how
-    )
     o, lse = merge(o1, lse1, o2, lse2, backend=how.get("backend"))
     return (o, lse) if return_lse else o
-
-
-def _as_view(cache: Any) -> CacheView:
-    if isinstance(cache, CacheView):
-        return cache
-    view: CacheView = cache.view(cache.rows) if hasattr(cache, "rows") else cache.view()
-    return view
 
 
 def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import checks
-from ..cache_view import CacheView
 from ..functional import decode
 from ..functional.merge import merge
 from ..options import Options
@@ -92,7 +91,7 @@ def _by_position(
     q: Tensor, cache: Any, group: ProcessGroup, page: int, options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """attn_mask and attn_bias for this rank's keys, of what goes by positions in the sequence."""
-    view = cache if isinstance(cache, CacheView) else _view(cache)
+    view, _ = decode.view_of_cache(cache)
     B, H_q, T_q, _ = q.shape
     slot = torch.arange(view.length_bound, device=q.device)
     keys = (slot // page * group.size() + group.rank()) * page + slot % page
@@ -124,9 +123,4 @@ def _by_position(
         biases.append(table[:, index].transpose(0, 1))
     if biases:
         found["attn_bias"] = reduce(torch.add, map(wide, biases))
-    return found
-
-
-def _view(cache: Any) -> CacheView:
-    found: CacheView = cache.view(cache.rows) if hasattr(cache, "rows") else cache.view()
     return found

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattn import KVCache
+from fastattn import KVCache, PagedKVCache
 from fastattn.quantization import dequantize_rows, quantize_rows
 
 B, H, D, DV, MAX = 3, 2, 2, 3, 8
@@ -243,6 +243,15 @@ def test_sizes_must_be_positive(name):
         KVCache(**sizes)
 
 
+@pytest.mark.parametrize("dtype", ["float32", float, torch.int32])
+def test_tokens_are_of_a_floating_dtype(dtype):
+    match = f"dtype must be a floating dtype, got {dtype!r}"
+    with pytest.raises(TypeError, match=match):
+        KVCache(1, 1, 4, 2, dtype=dtype)
+    with pytest.raises(TypeError, match=match):
+        PagedKVCache(4, 4, 1, 2, dtype=dtype)
+
+
 def test_overflow_names_the_need_and_the_room():
     cache = make_cache()
     cache.append(*tokens(6))
@@ -394,5 +403,22 @@ def test_rotary_errors(change, match):
     before = snapshot(cache)
     arguments = {"q": torch.ones(B, 2, 1, D), "rotary": (torch.ones(9, 1),) * 2, **change}
     with pytest.raises(ValueError, match=match):
+        cache.append(*tokens(1), **arguments)
+    assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": [1.0]}, r"q must be a torch\.Tensor, got list"),
+        ({"rotary": torch.ones(9, 1)}, r"rotary must be \(cos, sin\), got torch\.Tensor"),
+        ({"rotary": (torch.ones(9, 1), [0.0])}, r"rotary sin must be a torch\.Tensor, got list"),
+    ],
+)
+def test_what_rotates_is_of_tensors(change, match):
+    cache = make_cache()
+    before = snapshot(cache)
+    arguments = {"q": torch.ones(B, 2, 1, D), "rotary": (torch.ones(9, 1),) * 2, **change}
+    with pytest.raises(TypeError, match=match):
         cache.append(*tokens(1), **arguments)
     assert_unchanged(cache, before)

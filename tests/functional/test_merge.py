@@ -207,12 +207,17 @@ def test_cascades_are_checked(device: str) -> None:
     q = torch.zeros(2, 1, 1, 16, device=device)
     with pytest.raises(ValueError, match="prefix must have one row, got 2"):
         cascade_attention(q, cache, cache)
+    alone = KVCache(1, 1, 8, 16, device=device)
+    for prefix, own, name in (([], cache, "prefix"), (alone, q, "cache")):
+        with pytest.raises(TypeError, match=f"{name} must be a KVCache, a PagedKVCache or a Cach"):
+            cascade_attention(q, prefix, own)
+    with pytest.raises(ValueError, match=r"q must have shape \[2, H_q, T_q, 16\] to match"):
+        cascade_attention(q[0], alone, cache)
     with pytest.raises(TypeError, match="cascade_attention takes no window"):
         cascade_attention(q, cache, cache, window=3)
     ring = KVCache(1, 1, 8, 16, window=4, device=device)
     with pytest.raises(TypeError, match="forked must be a bool, got int"):
         cascade_attention(q, cache, cache, forked=2)
-    alone = KVCache(1, 1, 8, 16, device=device)
     for prefix, own, name in ((ring, alone, "prefix"), (alone, ring, "cache")):
         with pytest.raises(ValueError, match=f"{name} must hold every token, got a ring of win"):
             cascade_attention(q[:1], prefix, own)
