@@ -93,7 +93,8 @@ def attention_forward(
         sinks: float [B, H_q, T_q, 1], the score of one more key for each query, whose value is 0.
         indices: integers [B, T_q, n], the keys that a query may see, where the mask shows them too.
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], offsets of sequences packed into a batch of
-            one. They hold beside any mask; beside one of two dims, only if that hides nothing.
+            one. They hold beside any mask; beside one of two dims, only if that hides nothing. The
+            sequences that a mask's rule was made of give way to them, as in "flash_attention_2".
         block_indices, cache: refused: keys by blocks, and pages of continuous batching.
         output_attentions: also return the weights, without gradients or dropout.
         kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
