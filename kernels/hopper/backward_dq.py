@@ -125,7 +125,8 @@ def _step(
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
     seen = None
     if MASKED:
-        seen = visible(rows, keys, h, at_keys(row, key, shared.work.mask), shared.work.mask)
+        mask = shared.work.mask
+        seen = visible(rows, keys, h, at_keys(row, key, mask), mask, first=key)
     p = weights(s, mine.lse[:, None], factor, seen)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)

@@ -149,7 +149,7 @@ def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     h, row = mine.tile.h, mine.tile.row
     s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        seen = visible(rows, cols, h, at_keys(row, key, mask), mask)
+        seen = visible(rows, cols, h, at_keys(row, key, mask), mask, first=key)
         s = gl.where(seen, s, float("-inf"))
     return s, factor
 

@@ -93,7 +93,7 @@ def tile_for(
     registers = options.registers
     if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
-    if registers == "bias" and not streams_bias:
+    if registers in ("bias", "scores") and not streams_bias:
         registers = "heavy"
     elif registers == "bias" and _bias_by_tma(options, q) is None:
         registers = "scores"  # it is loaded in place, as one by distance is
@@ -120,6 +120,7 @@ def constants(
         block_dim(D_v),
         index_type(*tensors) == tl.int64,
         dot_precision(dtype),
+        dtype.itemsize == 2,
     )
 
 

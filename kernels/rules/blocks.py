@@ -239,7 +239,9 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
             # Of a pair, the limits of its row say whether the key is past the end.
             shown = padded_keys(words, BLOCK_N)
         rows = tile.rows[:, None]
-        keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, shown[None, :])
+        # Threads have the columns of fp32 scores in other orders, and would need more registers.
+        first = n_first if const.HALVES else None
+        keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, shown[None, :], first)
         state = BODY(state, n_first, valid, keep, here, operands, score, const)
     return state
 

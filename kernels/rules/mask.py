@@ -120,13 +120,14 @@ def valid_keys(k_pos, row, mask, words=None):
 
 
 @triton.jit
-def visible(rows, k_pos, h, row, mask, valid=None):
+def visible(rows, k_pos, h, row, mask, valid=None, first=None):
     """True where query number `rows` of head h sees the key at k_pos, if both exist.
 
     Keys from the row's end on do not. rows and k_pos broadcast to the shape of the result. valid,
     in the shape of k_pos: what `valid_keys` says of them; with it the result is False for others.
+    first: the least k_pos, where keys lie across and follow one another.
     """
-    keep = _in_range(rows + row.offset, k_pos, row, mask, valid)
+    keep = _in_range(rows + row.offset, k_pos, row, mask, valid, first)
     b = tl.cast(row.b, tl.int64)
     if mask.q_documents_ptr is not None:
         q_ptr = mask.q_documents_ptr + b * value(mask.documents_strides[0])
@@ -146,7 +147,7 @@ def visible(rows, k_pos, h, row, mask, valid=None):
 
 
 @triton.jit
-def _in_range(position, k_pos, row, mask, valid):
+def _in_range(position, k_pos, row, mask, valid, first):
     """Whether a key is near, in time, before the row's end, and valid.
 
     Ranges are a limit or two of each row, so that an element takes a comparison with each: in
@@ -176,12 +177,23 @@ def _in_range(position, k_pos, row, mask, valid):
         sought = tl.where(exists, k_pos, 4 * FARTHEST)
     else:
         last = tl.minimum(last, row.end - 1)
+        if first is not None:
+            # Columns of a thread differ in the other bits alone, which the compiler knows: limits
+            # go without what they share, and comparisons are with numbers in place of registers.
+            BITS: tl.constexpr = (k_pos.shape[1] - 1) & -7
+            cols = k_pos - first
+            shared = first + (cols & 6)
+            sought = cols & BITS
+            last = last - shared
     keep = at_most(sought, last, valid)
     if RANGED:
         if mask.left is not None and KEYS_DOWN:
             keep = at_most(position, k_pos + value(mask.left), keep)
         elif mask.left is not None:
-            keep = at_most(position - value(mask.left), k_pos, keep)
+            least = position - value(mask.left)
+            if first is not None and mask.k_positions_ptr is None:
+                least = least - shared
+            keep = at_most(least, sought, keep)
     else:
         keep = keep & _near(k_pos - position, k_pos, mask)
     return keep

@@ -16,7 +16,7 @@ class Constants(NamedTuple):
     """What a kernel is compiled for.
 
     D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
-    64 bits. PRECISION: of fp32 products.
+    64 bits. PRECISION: of fp32 products. HALVES: operands have 16 bits, as matrix units want them.
     """
 
     D: int
@@ -27,6 +27,7 @@ class Constants(NamedTuple):
     BLOCK_DV: int
     FAR: bool
     PRECISION: str
+    HALVES: bool
 
 
 @triton.jit

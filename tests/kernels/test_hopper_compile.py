@@ -79,8 +79,8 @@ WIDEST_BUDGET = {
 }
 # And of that over masked blocks, of "causal": a comparison and a choice a score, and little else.
 MASKED_BUDGET = {
-    "hopper_forward_kernel": {64: 595, 128: 640, 256: 520},
-    "hopper_backward_dq_kernel": {64: 540, 128: 580},
+    "hopper_forward_kernel": {64: 565, 128: 610, 256: 505},
+    "hopper_backward_dq_kernel": {64: 510, 128: 550},
     "hopper_backward_dkv_kernel": {64: 385, 128: 440},
 }
 ONE_PASS_MASKED_BUDGET = {"3.6": 560, "3.9": 575}.get(RELEASE, 550)
@@ -263,7 +263,7 @@ def test_backward_of_the_widest_heads_compiles_well(case: tuple, compiled: dict)
     check(facts[0], dq, spill_bytes("widest", name), loads=2)
     # Beside the exponentials of dV are the products of the other consumer alone.
     check(facts[1], dv, spill_bytes("widest", name), overlap=0.0)
-    check(facts[2], dk, spill_bytes("widest", name), loads=1)
+    check(facts[2], dk, spill_bytes("widest", name), loads=2)
 
 
 @pytest.mark.parametrize("case", ONE_PASS, ids=lambda case: "-".join(map(str, case)))
