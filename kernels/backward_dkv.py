@@ -75,6 +75,25 @@ class _Operands(NamedTuple):
 
 
 @triton.jit
+def _dq_of_keys(ds, k, PRECISION: tl.constexpr, HALVES: tl.constexpr):
+    """ds^T k, fp32 [M, D], for ds [N, M] and k [N, D].
+
+    Where queries are fewer than keys they are the columns of the product: of fewer than 64 rows
+    there is no wgmma and no tcgen05. fp32 has none of any size, and would spill.
+    """
+    N: tl.constexpr = ds.shape[0]
+    M: tl.constexpr = ds.shape[1]
+    D: tl.constexpr = k.shape[1]
+    if HALVES and M < N:
+        across = tl.zeros([D, M], tl.float32)
+        dq = tl.trans(add_weighted_rows(across, tl.trans(k), ds.to(k.dtype), PRECISION))
+    else:
+        down = tl.zeros([M, D], tl.float32)
+        dq = add_weighted_rows(down, tl.trans(ds), k, PRECISION)
+    return dq
+
+
+@triton.jit
 def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
     """dk += ds^T q and dv += p^T do for one query block: see `blocks.over_query_blocks`.
 
@@ -120,8 +139,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
         _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
         if operands.dq_ptr is not None:
             # Before dk, or LLVM puts a part of ds between the instructions of its product.
-            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            dq = add_weighted_rows(zeros, tl.trans(ds), operands.k, PRECISION)
+            dq = _dq_of_keys(ds, operands.k, PRECISION, const.HALVES)
             add_tile(operands.dq_ptr, const.D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, const.D)
         dk = add_weighted_rows(dk, ds, q, PRECISION)
     return dk, dv

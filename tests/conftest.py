@@ -58,8 +58,11 @@ collect_ignore = (
 # allow. Strict: who mends one takes its line away. Limits that differ stand in the tests.
 _OVER_BUDGET = {
     "3.6": {
-        # Its products wait for one another, with every score at once.
-        "kernels/test_compile.py": ("test_compiles_well[sm_90-forward-128-bf16-heavy]",),
+        # Their products wait for one another, with every score at once.
+        "kernels/test_compile.py": (
+            "test_compiles_well[sm_90-forward-128-bf16-heavy]",
+            "test_compiles_well[sm_90-backward-128-bf16-heavy]",
+        ),
     },
     "3.8": {
         "kernels/test_compile_additive.py": (

@@ -77,7 +77,7 @@ FULL = {
     ("sm_90", "attn_mask", 64): (0.075, 0.105, 0.195),
     ("sm_90", "attn_mask", 256): (0.33, 0.52, 0.35, 0.56),
     ("sm_90", "functions", 128): (0.14, 0.2, 0.34),
-    ("sm_90", "functions", 64): (0.125, 0.11, 0.195),
+    ("sm_90", "functions", 64): (0.125, 0.115, 0.195),
     ("sm_90", "stride", 128): (0.135, 0.2, 0.34),
     ("sm_90", "attn_bias and mask", 128): (0.23, 0.27, 0.34),
     ("sm_90", "attn_bias and dropout", 128): (0.36, 0.32, 0.4),
@@ -167,7 +167,7 @@ def test_holes_of_a_padding_mask(
     for fact, bound in zip(facts, most, strict=True):
         full, holed, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert clocks(fact, holed, "key_padding_mask", D) <= bound, fact.name
-        assert holed.total <= 1.28 * full.total, fact.name
+        assert holed.total <= 1.29 * full.total, fact.name
         assert boundary.total <= 1.53 * full.total, fact.name
         for loop in (holed, boundary):
             assert loop.count("LDG") == 2
