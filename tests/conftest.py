@@ -65,9 +65,6 @@ _OVER_BUDGET = {
         ),
     },
     "3.8": {
-        "kernels/test_compile_additive.py": (
-            "test_compiles_without_spills[sm_80-launch_statistics-128-bf16]",
-        ),
         "kernels/test_compile_append.py": (
             "test_compiles_without_spills[sm_90-contiguous-None-half-128]",
         ),

@@ -46,7 +46,7 @@ ONE_PASS = compiled_cases(
 # the loops over full blocks. Triton 3.9, with another ptxas, keeps more there, and its loops take
 # more instructions: it adds to each half of a matrix descriptor apart.
 NEWER = RELEASE == "3.9"
-SPILL_BYTES = {"forward": 184 if NEWER else 80, "backward": 128, "widest": 256, "one_pass": 400}
+SPILL_BYTES = {"forward": 212 if NEWER else 80, "backward": 128, "widest": 256, "one_pass": 400}
 THREADS_SPILL_BYTES = 48
 # Addresses of a table of blocks, of positions and of the rows that registers are stored to.
 PART_SPILL_BYTES = {
@@ -88,7 +88,7 @@ ONE_PASS_BUDGET = {
     (128, "causal"): 482,
     (128, "packed"): 560,
     (128, "part"): 482,
-    (128, "threads"): 470,
+    (128, "threads"): 493 if RELEASE == "3.9" else 470,
     (64, "threads"): 420,
     (128, "threads-4"): 475,
 }
@@ -96,7 +96,7 @@ ONE_PASS_BUDGET = {
 # of a tile once more.
 ONE_PASS_CLOCKS = {64: 0.2188, 128: 0.3594}
 if NEWER:
-    BUDGET["hopper_forward_kernel", "causal"][128] = 477
+    BUDGET["hopper_forward_kernel", "causal"][128] = 478
     BUDGET["hopper_forward_kernel", "part"][128] = 474
     BUDGET["hopper_backward_dq_kernel", "causal"][64] = 384
     BUDGET["hopper_backward_dq_kernel", "part"][128] = 437
