@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import reference
 from .cases import Case
 
-# Options that a case may have, each for a class of calls with tiles of their own.
-# Of `attention`, by name or by two names joined by "+".
+# Options of `attention` that a case may have, by name or by two names joined by "+": each entry is
+# for a class of calls with tiles of their own.
 OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
 _REACH = 128  # distances in a table of relative biases
 

@@ -97,6 +97,24 @@ def packed_inputs(total_q: int, total_k: int, D: int) -> tuple[Tensor, ...]:
     return tuple(x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v))
 
 
+def check_packed(
+    q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], D: int, **options: Any
+) -> None:
+    """Packed sequences in one pass, causal, against the oracle."""
+    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
+    with grid_of(2):
+        assert_matches_reference(
+            attention,
+            *inputs,
+            starts(*q_lengths),
+            starts(*k_lengths),
+            oracle=reference.attention_varlen,
+            causal=True,
+            **options,
+        )
+    assert passes() == 1
+
+
 @pytest.mark.parametrize(
     ("q_lengths", "k_lengths", "D", "options"),
     [
@@ -111,17 +129,7 @@ def packed_inputs(total_q: int, total_k: int, D: int) -> tuple[Tensor, ...]:
     ],
 )
 def test_packed_sequences(q_lengths: Any, k_lengths: Any, D: int, options: dict[str, Any]) -> None:
-    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
-    with grid_of(2):
-        assert_matches_reference(
-            attention,
-            *inputs,
-            starts(*q_lengths),
-            starts(*k_lengths),
-            oracle=reference.attention_varlen,
-            **({"causal": True} | options),
-        )
-    assert passes() == 1
+    check_packed(q_lengths, k_lengths, D, **options)
 
 
 def test_sequences_see_nothing_of_each_other() -> None:
@@ -180,18 +188,7 @@ def test_threads_add_as_tma_does(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 def test_threads_add_packed_sequences(D: int) -> None:
     """Each to tiles of its own: what they add past its end is nobody's."""
-    q_lengths, k_lengths = (150, 0, 70, 1), (200, 5, 0, 130)
-    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
-    with grid_of(2):
-        assert_matches_reference(
-            attention,
-            *inputs,
-            starts(*q_lengths),
-            starts(*k_lengths),
-            oracle=reference.attention_varlen,
-            causal=True,
-        )
-    assert passes() == 1
+    check_packed((150, 0, 70, 1), (200, 5, 0, 130), D)
 
 
 @pytest.mark.usefixtures("by_threads")
