@@ -252,58 +252,6 @@ def check_documents(
     return q_ids, k_ids
 
 
-def check_per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A tensor of 2 to 4 dims that broadcasts to every score; returned with 4, not expanded."""
-    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    shape = tuple(check_tensor(name, x).shape)
-    if not 2 <= x.dim() <= 4:
-        raise ValueError(f"{name} must have 2 to 4 dimensions, got {list(shape)}")
-    sizes = zip(shape, whole[4 - x.dim() :], strict=True)
-    if any(size not in (1, full) for size, full in sizes):
-        raise ValueError(
-            f"{name} must broadcast to [B, H_q, T_q, T_k] = {list(whole)}, got {list(shape)}"
-        )
-    check_device(name, x, q)
-    return x[(None,) * (4 - x.dim())]
-
-
-def check_per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
-    """As `check_per_score` over a cache: the last dim is not broadcast, and at least `bound`."""
-    if x.dim() < 2 or x.shape[-1] < bound:
-        raise ValueError(
-            f"{name} must reach over the cache's {bound} positions in its last of 2 to 4 "
-            f"dimensions, got {list(x.shape)}"
-        )
-    like_keys = q.new_empty(1).expand(1, 1, x.shape[-1], 1)
-    return check_per_score(name, x, q, like_keys)
-
-
-def check_attn_mask(
-    mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """bool (True = attend), or float and then a bias; returns mask and bias."""
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(
-            f"attn_mask must be a bool (True = attend) or float tensor, got {kind(mask)}"
-        )
-    if mask.dtype == torch.bool:
-        return check_per_score("attn_mask", mask, q, k), bias
-    if bias is not None:
-        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
-    bias = check_per_score("attn_mask", mask, q, k)
-    check_floats("attn_bias", bias)
-    return None, bias
-
-
-def check_cache_mask(mask: Any, q: Tensor, bound: int) -> Tensor:
-    """bool (True = attend), as `check_per_position`."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a bool tensor, got {kind(mask)}")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"attn_mask must be bool (True = attend), got {mask.dtype}")
-    return check_per_position("attn_mask", mask, q, bound)
-
-
 def check_packed(q: Any, k: Any, v: Any) -> None:
     """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]: tensors of 3 dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -14,15 +14,12 @@ from torch import Tensor
 from .checks import (
     FARTHEST,
     as_python,
-    check_attn_mask,
-    check_cache_mask,
     check_device,
     check_floats,
     check_int,
     check_number,
-    check_per_position,
-    check_per_score,
     check_placement,
+    check_tensor,
     kind,
     type_name,
 )
@@ -134,18 +131,70 @@ def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
         )
 
 
+def _per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A tensor of 2 to 4 dims that broadcasts to every score; returned with 4, not expanded."""
+    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    shape = tuple(check_tensor(name, x).shape)
+    if not 2 <= x.dim() <= 4:
+        raise ValueError(f"{name} must have 2 to 4 dimensions, got {list(shape)}")
+    sizes = zip(shape, whole[4 - x.dim() :], strict=True)
+    if any(size not in (1, full) for size, full in sizes):
+        raise ValueError(
+            f"{name} must broadcast to [B, H_q, T_q, T_k] = {list(whole)}, got {list(shape)}"
+        )
+    check_device(name, x, q)
+    return x[(None,) * (4 - x.dim())]
+
+
+def _per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
+    """As `_per_score` over a cache: the last dim is not broadcast, and at least `bound`."""
+    if x.dim() < 2 or x.shape[-1] < bound:
+        raise ValueError(
+            f"{name} must reach over the cache's {bound} positions in its last of 2 to 4 "
+            f"dimensions, got {list(x.shape)}"
+        )
+    like_keys = q.new_empty(1).expand(1, 1, x.shape[-1], 1)
+    return _per_score(name, x, q, like_keys)
+
+
+def _attn_mask(
+    mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """bool (True = attend), or float and then a bias; returns mask and bias."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(
+            f"attn_mask must be a bool (True = attend) or float tensor, got {kind(mask)}"
+        )
+    if mask.dtype == torch.bool:
+        return _per_score("attn_mask", mask, q, k), bias
+    if bias is not None:
+        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
+    bias = _per_score("attn_mask", mask, q, k)
+    check_floats("attn_bias", bias)
+    return None, bias
+
+
+def _cache_mask(mask: Any, q: Tensor, bound: int) -> Tensor:
+    """bool (True = attend), as `_per_position`."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a bool tensor, got {kind(mask)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be bool (True = attend), got {mask.dtype}")
+    return _per_position("attn_mask", mask, q, bound)
+
+
 def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
     """A mask and a bias, which is what an attn_mask of floats is."""
     if call.reach is not None:
-        return check_cache_mask(x, call.q, call.reach), None
-    return check_attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
+        return _cache_mask(x, call.q, call.reach), None
+    return _attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
 
 
 def check_attn_bias(x: Any, call: Checking) -> Tensor:
     check_floats("attn_bias", x)
     if call.reach is not None:
-        return check_per_position("attn_bias", x, call.q, call.reach)
-    return check_per_score("attn_bias", x, call.q, call.k)
+        return _per_position("attn_bias", x, call.q, call.reach)
+    return _per_score("attn_bias", x, call.q, call.k)
 
 
 def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
