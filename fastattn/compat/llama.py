@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache_view import CacheView
+from ..checks import check_tensor
 from ..functional.decode import view_of_tensors
 from ..modules.self_attention import GQAttention
 from ..rotary import RotaryTables
@@ -53,6 +54,7 @@ class LlamaAttention(nn.Module):
             (out [B, T, C], cache_k and cache_v of n + T tokens, or None for both).
 
         Raises:
+            TypeError: a cache is no tensor.
             ValueError: one cache is given without the other or without use_kv_cache, or has
                 another shape, dtype or device than the new keys.
             Exception: what `GQAttention` raises.
@@ -64,6 +66,9 @@ class LlamaAttention(nn.Module):
         if (cache_k is None) != (cache_v is None):
             there = "cache_v" if cache_k is None else "cache_k"
             raise ValueError(f"cache_k and cache_v go together, got {there} alone")
+        for name, given in (("cache_k", cache_k), ("cache_v", cache_v)):
+            if given is not None:
+                check_tensor(name, given)
         cache = _GivenCache(cache_k, cache_v, x.shape[0], x.device)
         out = self.attention(x, rotary_tables=freqs_cis, cache=cache)
         return out, cache.k.transpose(1, 2), cache.v.transpose(1, 2)

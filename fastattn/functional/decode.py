@@ -1,6 +1,5 @@
 """Attention of a few new tokens to a cache, as a function: check, choose a backend, call it."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -270,16 +269,16 @@ def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | Non
     """
     if isinstance(cache, CacheView):
         return cache, None
-    view: Callable[..., CacheView] | None = getattr(cache, "view", None)
-    if view is None or isinstance(cache, Tensor):
+    # Tensors, arrays and the caches' own classes have a view as well.
+    view = None if isinstance(cache, (Tensor, type)) else getattr(cache, "view", None)
+    of_rows = hasattr(cache, "rows")
+    whole = None if view is None else view(cache.rows) if of_rows else view()
+    if not isinstance(whole, CacheView):
         raise TypeError(
             f"{name} must be a KVCache, a PagedKVCache or a CacheView, "
             f"got {checks.type_name(cache)}"
         )
-    if hasattr(cache, "rows"):
-        return view(cache.rows), None
-    whole = view()
-    return whole, cache.uniform_length if whole.starts is None else None
+    return whole, cache.uniform_length if not of_rows and whole.starts is None else None
 
 
 def _seen_of(view: CacheView, given: dict[str, Any]) -> list[Any]:

@@ -120,6 +120,7 @@ class GPT(DecoderStack):
             DTensor and not gathered.
 
         Raises:
+            TypeError: cache is no sequence of caches.
             ValueError: tokens or targets have another shape, T is over context_length, tokens do
                 not fit the cache, or last_only is True although targets are given.
         """

@@ -241,6 +241,7 @@ class Seq2Seq(nn.Module):
             logits [B, T, V], or [B, 1, V] with last_only.
 
         Raises:
+            TypeError: cache is no sequence of caches.
             ValueError: a tensor has another shape, inputs are longer than target_length or do not
                 fit the cache, or the memory is of another batch.
         """

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
+from ..checks import type_name
 from ..functional.sharded import is_dtensor
+from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
@@ -194,8 +196,13 @@ def check_cache(
     """A cache a layer, with room for the tokens where that is known."""
     if cache is None:
         return
+    expected = f"cache must hold one KVCache a layer ({num_layers})"
+    if not isinstance(cache, Sequence):
+        raise TypeError(f"{expected}, got {type_name(cache)}")
     if len(cache) != num_layers:
-        raise ValueError(f"cache must hold one KVCache a layer ({num_layers}), got {len(cache)}")
+        raise ValueError(f"{expected}, got {len(cache)}")
+    for layer, one in enumerate(cache):
+        check_layer_cache(f"cache[{layer}]", one)
     n = cache[0].uniform_length
     if n is not None and n + tokens.shape[1] > cache[0].max_length:
         raise ValueError(

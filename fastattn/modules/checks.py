@@ -98,6 +98,14 @@ def checked_tables(
     return tables
 
 
+def check_layer_cache(name: str, cache: Any) -> None:
+    """What a layer can append to, be it by the names of its methods alone."""
+    if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
+        raise TypeError(
+            f"{name} must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"
+        )
+
+
 def check_cache_use(
     x: Tensor,
     key_padding_mask: Tensor | None,
@@ -109,10 +117,7 @@ def check_cache_use(
 
     in_order: the call asks for more than `decode_attention` has, and reads the cache in place.
     """
-    if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
-        raise TypeError(
-            f"cache must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"
-        )
+    check_layer_cache("cache", cache)
     B, T, _ = x.shape
     in_order = in_order or torch.is_grad_enabled()
     if in_order and isinstance(cache, KVCache) and not cache.is_plain:

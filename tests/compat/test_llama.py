@@ -98,6 +98,8 @@ def test_errors():
             layer(x, None, True, cache, wrong)
     with pytest.raises(ValueError, match=r"cache_k must have shape \[2, 0, 2, 8\], got \(8,\)"):
         layer(x, None, True, cache[0, 0, 0], cache)
+    with pytest.raises(TypeError, match=r"cache_v must be a torch\.Tensor, got numpy\.ndarray"):
+        layer(x, None, True, cache, cache.numpy())
     with pytest.raises(
         ValueError, match=r"cache_k must be torch.float32 on cpu, got torch.float64"
     ):

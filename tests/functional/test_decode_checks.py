@@ -1,5 +1,6 @@
 """What decode_attention refuses, which backend it takes, and how tracers see it."""
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -37,6 +38,8 @@ REFUSED = [
     ({"q": Q.to("meta")}, ValueError, "q must be on cpu, got meta"),
     ({"cache": [1]}, TypeError, "cache must be a KVCache, a PagedKVCache or a CacheView, got list"),
     ({"cache": Q}, TypeError, r"cache must be .* got torch\.Tensor"),
+    ({"cache": np.zeros(2)}, TypeError, r"cache must be .* got numpy\.ndarray"),
+    ({"cache": KVCache}, TypeError, r"cache must be .* got type"),
     ({"new_lengths": torch.zeros(2)}, TypeError, "new_lengths must be an int32 or int64 tensor"),
     ({"new_lengths": torch.zeros(3).int()}, ValueError, r"new_lengths must have shape \[2\]"),
     ({"num_splits": 0}, ValueError, "num_splits must be at least 1, got 0"),

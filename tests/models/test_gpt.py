@@ -4,12 +4,13 @@ import json
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import alibi_slopes, reference
+from fastattn import KVCache, alibi_slopes, reference
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget, worst_naive
@@ -317,6 +318,22 @@ def test_wrong_inputs_are_named():
         model(tokens, cache=model.new_cache(2)[:1])
     with pytest.raises(ValueError, match="at most context_length=12 with learned positions"):
         model.new_cache(2, 13)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (np.zeros(2), r"cache must hold one KVCache a layer \(2\), got numpy\.ndarray"),
+        (KVCache(1, 1, 4, 2), r"cache must hold .* got fastattn\.cache\.dense\.KVCache"),
+        (3, r"cache must hold .* got int"),
+        ([np.zeros(2)] * 2, r"cache\[0\] must be a KVCache, .* got numpy\.ndarray"),
+        ((KVCache(1, 4, 12, 8), None), r"cache\[1\] must be a KVCache, .* got NoneType"),
+    ],
+)
+def test_what_is_no_cache_is_named(cache, message):
+    with pytest.raises(TypeError, match=message):
+        make_model()(torch.zeros(1, 1, dtype=torch.long), cache=cache)
 
 
 @torch.no_grad()
