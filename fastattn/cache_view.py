@@ -168,13 +168,12 @@ class CacheView(NamedTuple):
 
 
 def allocate_rows(
-    *shape: int, width: int, dtype: torch.dtype | None, device: torch.device | str | None
+    *shape: int, width: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
     """Uninitialised [*shape, width] in which every row starts at a multiple of 16 bytes.
 
     The rows are dense where `width` numbers are whole 16 bytes, else a view of wider ones.
     """
-    dtype = torch.get_default_dtype() if dtype is None else dtype
     elements = 16 // dtype.itemsize
     padded = -(-width // elements) * elements
     return torch.empty(*shape, padded, device=device, dtype=dtype)[..., :width]

@@ -28,6 +28,11 @@ def check_ints(name: str, each: str, numbers: Any) -> list[int]:
     return [checks.check_int(each, n) for n in numbers]
 
 
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """That of the tokens, a floating one; torch's default unless given."""
+    return checks.check_float_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
+
+
 def check_row_values(name: str, x: Tensor, rows: int) -> None:
     """Numbers of rows, 0 to rows - 1; those on another device than the CPU are not looked at."""
     if not x.is_cpu or torch.compiler.is_compiling() or not x.numel():

@@ -8,7 +8,15 @@ from ..cache_view import CacheView, allocate_rows, as_bytes
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
 from .append import append
-from .checks import Rotary, check_rotary, check_row_values, check_sizes, check_tokens, check_window
+from .checks import (
+    Rotary,
+    check_dtype,
+    check_rotary,
+    check_row_values,
+    check_sizes,
+    check_tokens,
+    check_window,
+)
 
 
 class KVCache:
@@ -100,8 +108,7 @@ class KVCache:
         self.max_length = max_length
         self.window, self.keep_first = check_window(window, keep_first, max_length)
         self.quantize = quantize
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.dtype = checks.check_float_dtype("dtype", dtype)
+        self.dtype = check_dtype(dtype)
         # An inference tensor could not be written once inference mode is left.
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)

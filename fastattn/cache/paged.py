@@ -10,7 +10,7 @@ from ..cache_view import CacheView, allocate_rows, as_bytes
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
 from .append import append, serves
-from .checks import Rotary, check_ints, check_rotary, check_sizes, check_tokens
+from .checks import Rotary, check_dtype, check_ints, check_rotary, check_sizes, check_tokens
 from .page_allocator import Changes, OutOfPages, OutOfRows, PageAllocator
 
 __all__ = ["OutOfPages", "OutOfRows", "PagedKVCache"]
@@ -101,8 +101,7 @@ class PagedKVCache:
         self.page_size = page_size
         self.num_layers = num_layers
         self.quantize = quantize
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.dtype = checks.check_float_dtype("dtype", dtype)
+        self.dtype = check_dtype(dtype)
         self._allocator = PageAllocator(num_pages, page_size, max_rows, max_pages)
         self._index_of: tuple[tuple[int, ...], Tensor] | None = None
         # An inference tensor could not be written once inference mode is left.
