@@ -52,6 +52,12 @@ def wgmma_with_register_a(ptx: str) -> int:
     return len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{", ptx))
 
 
+def is_matrix_op(opcode: str) -> bool:
+    """Whether a matrix unit does it, with its modifiers or without."""
+    base = opcode.split(".")[0]
+    return base.endswith("MMA") or base == "v_mfma"
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One SASS instruction of a function; `address` is its byte offset there."""
@@ -67,7 +73,7 @@ class Instruction:
 
     @property
     def is_matrix_op(self) -> bool:
-        return self.base.endswith("MMA") or self.base == "v_mfma"
+        return is_matrix_op(self.opcode)
 
     @property
     def is_ffma(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cross_compile import TARGETS, CompiledFacts
-from .sass import Loop
+from .sass import Loop, is_matrix_op
 
 # Warp instructions a clock: one for each of four schedulers (CUDA C++ Programming Guide,
 # "Multiprocessor level"); all targets from sm_80 on.
@@ -131,7 +131,7 @@ def _product_clocks(loop: Loop, target: str) -> float:
 
     FFMA counts where it does the products, and FFMA2 as two.
     """
-    if not any(opcode.split(".")[0].endswith("MMA") for opcode in loop.opcodes):
+    if not any(map(is_matrix_op, loop.opcodes)):
         return 32 * (loop.count("FFMA") + 2 * loop.count("FFMA2")) / _FFMA[target]
     clocks = 0.0
     for opcode, number in loop.opcodes.items():
