@@ -2,6 +2,7 @@
 full blocks. On sm_89 and sm_120 the rows of sm_86 are held to the same.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -113,11 +114,13 @@ def launch_fp32(kernel: str, D: int) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
-    def submit(case: tuple[str, int, str]) -> Future:
-        target, D, masks = case
-        return compile_pool.submit(f"{__file__}:launch", target, D=D, masks=masks)
+    def submit(case: tuple) -> Future:
+        target, *given = case
+        function = launch if case in CASES else launch_fp32
+        arguments = dict(zip(inspect.signature(function).parameters, given, strict=True))
+        return compile_pool.submit(f"{__file__}:{function.__name__}", target, **arguments)
 
-    return submit_cases(submit, CASES)
+    return submit_cases(submit, [*CASES, *FP32_CASES])
 
 
 def kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
@@ -148,18 +151,9 @@ def test_loops_multiply_once_and_do_not_spill(
     assert products == sum(PRODUCTS.values()) + apart
 
 
-@pytest.fixture(scope="module")
-def compiled_fp32(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
-    def submit(case: tuple[str, str, int]) -> Future:
-        target, kernel, D = case
-        return compile_pool.submit(f"{__file__}:launch_fp32", target, kernel=kernel, D=D)
-
-    return submit_cases(submit, FP32_CASES)
-
-
 @pytest.mark.parametrize("case", FP32_CASES, ids=lambda case: "-".join(map(str, case)))
 def test_loops_of_fp32_use_what_they_load(
-    case: tuple[str, str, int], compiled_fp32: dict[tuple, Future]
+    case: tuple[str, str, int], compiled: dict[tuple, Future]
 ) -> None:
     """Tiles of many results a thread load an operand for more products, and few enough not to
     spill.
@@ -167,7 +161,7 @@ def test_loops_of_fp32_use_what_they_load(
     target, kernel, D = case
     names = {kind: name for name, kind in KERNELS.items()}
     name = names.get(kernel.removesuffix("_heavy"), ONE_PASS)
-    (fact,) = [fact for fact in compiled_fp32[case].result() if fact.name == name]
+    (fact,) = [fact for fact in compiled[case].result() if fact.name == name]
     tile = tiles.tile_of(target, kernel, 4, D)
     assert not fact.mma, "TF32"
     full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
