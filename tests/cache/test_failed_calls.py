@@ -182,6 +182,59 @@ def test_every_public_method_that_takes_something_is_among_them(make, calls):
     assert takes == {name for name, _, _ in calls()}
 
 
+# What turns one token of `dense()`, whose longest row has 4.
+TURNED: dict[str, Any] = {"q": torch.ones(3, H, 1, D), "rotary": (torch.ones(9, 1),) * 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rotary": None}, r"q is only rotated: give it together with rotary=\(cos, sin\)"),
+        ({"q": torch.ones(3, 2, 2, D)}, r"q must have shape \[3, H_q, 1, 4\], got \(3, 2, 2, 4\)"),
+        (
+            {"q": torch.ones(3, 2, 1, D).half()},
+            r"q must be torch.float32 on cpu, got torch.float16",
+        ),
+        (
+            {"rotary": (torch.ones(9, 1), torch.ones(8, 1))},
+            r"rotary sin must have shape \[N, R // 2\] with 0 < R <= 4, .* got \(8, 1\)",
+        ),
+        ({"rotary": (torch.ones(9, 3),) * 2}, r"rotary cos must have shape .* got \(9, 3\)"),
+        (
+            {"rotary": (torch.ones(9, 1).double(),) * 2},
+            r"rotary cos must be float32 on cpu, got torch.float64 on cpu",
+        ),
+        (
+            {"rotary": (torch.ones(2, 1),) * 2},
+            r"rotary tables must have a row for every position: 5 are needed, got 2",
+        ),
+        ({"rotary_style": "neox"}, r"rotary style must be 'half' or 'interleaved', got 'neox'"),
+    ],
+)
+def test_rotary_errors(change, match):
+    cache = dense()
+    before = state(cache)
+    with pytest.raises(ValueError, match=match):
+        cache.append(*tokens(3), **{**TURNED, **change})
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": [1.0]}, r"q must be a torch\.Tensor, got list"),
+        ({"rotary": torch.ones(9, 1)}, r"rotary must be \(cos, sin\), got torch\.Tensor"),
+        ({"rotary": (torch.ones(9, 1), [0.0])}, r"rotary sin must be a torch\.Tensor, got list"),
+    ],
+)
+def test_what_rotates_is_of_tensors(change, match):
+    cache = dense()
+    before = state(cache)
+    with pytest.raises(TypeError, match=match):
+        cache.append(*tokens(3), **{**TURNED, **change})
+    assert state(cache) == before
+
+
 def test_layers_after_the_first_write_beside_it_or_not_at_all():
     """They have no tokens of their own to count: elsewhere they would write over others'."""
     cache = PagedKVCache(6, 2, H, D, num_layers=2, max_rows=4)
