@@ -22,6 +22,7 @@ CHECKS = {
         "kernels/test_interpreter.py",
         "functional/test_attention.py",
         "kernels/test_mask.py",
+        "kernels/test_key_extents.py",
         "functional/test_decode.py",
         "functional/test_decode_codes.py",
         "functional/test_few_queries.py",

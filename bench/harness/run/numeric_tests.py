@@ -26,8 +26,10 @@ FILES = (
     "ops/test_ecosystem.py",
     "generation/test_graph.py",
     "ops/test_attend.py",
+    "ops/test_attend_hopper.py",
     "functional/test_decode.py",
     "kernels/test_mask.py",
+    "kernels/test_key_extents.py",
 )
 # Seconds that pytest gets to write its summary.
 _GRACE = 15.0

@@ -1,0 +1,133 @@
+"""Which kernels an op launches on a Hopper GPU: its own, or the portable ones where they fail."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+
+import fastattn
+from fastattn import tracing
+from fastattn.functional import call_memo
+from fastattn.ops import attend
+from fastattn.options import Options
+from fastattn.testing import make_qkv
+
+
+@pytest.fixture
+def no_known_calls() -> Iterator[None]:
+    call_memo.forget()
+    yield
+    call_memo.forget()
+
+
+@pytest.mark.usefixtures("no_known_calls")
+@pytest.mark.parametrize("backend", ["hopper", None])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
+def test_hopper_kernels_come_first_on_their_gpu(
+    backend: str | None, traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Their launchers, replaced by the portable ones: the way to them and back is under test."""
+    from fastattn.kernels import backward, forward
+    from fastattn.kernels.hopper import backward as hopper_backward
+    from fastattn.kernels.hopper import forward as hopper_forward
+
+    called = []
+
+    def launch_forward(*arguments):
+        called.append("forward")
+        return forward.launch_forward(*arguments)
+
+    def launch_backward(*arguments):
+        called.append("backward")
+        return backward.launch_backward(*arguments)[:4]
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
+    monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(tracing, "may_be_traced", lambda x: traced)
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
+
+    def run(backend):
+        o = fastattn.attention(*inputs, causal=True, backend=backend)
+        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+    for ours, theirs in zip(run(backend), run("triton"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert called == ["forward", "backward"]
+    assert fastattn.explain(*inputs, backend=backend).backend == "hopper"
+    portable = fastattn.explain(*inputs, backend="triton")
+    assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
+
+
+@pytest.mark.usefixtures("no_known_calls")
+@pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
+def test_what_does_not_compile_for_hopper_is_served_all_the_same(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    from fastattn.kernels import backward, forward
+    from fastattn.kernels.hopper import backward as hopper_backward
+    from fastattn.kernels.hopper import forward as hopper_forward
+
+    error: Exception = triton.TritonError("no such\ninstruction")
+
+    def refuse(*_):
+        raise error
+
+    def launch_backward(*arguments):
+        return backward.launch_backward(*arguments)[:4]
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", forward.launch_forward)
+    monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
+    owner = hopper_forward if "forward" in launcher else hopper_backward
+    monkeypatch.setattr(owner, launcher, refuse)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "uncompiled", [])
+    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
+
+    def run(backend):
+        o = fastattn.attention(*inputs, causal=True, backend=backend)
+        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+    with pytest.warns(UserWarning, match="goes on with triton: .*TritonError: no such instruction"):
+        ours = run(None)
+    for x, y in zip(ours, run("triton"), strict=True):
+        assert torch.equal(x, y)
+    told = fastattn.explain(*inputs)
+    assert told.backend == "triton"
+    assert "does not compile here" in told.reasons["hopper"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(None)
+
+    # What ran and failed is no reason to go on.
+    call_memo.forget()
+    monkeypatch.setattr(attend, "uncompiled", [])
+    error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run(None)
+
+
+def test_a_tuned_shape_that_does_not_compile_is_taken_back(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastattn.kernels import forward
+    from fastattn.kernels.hopper import forward as hopper_forward
+    from fastattn.kernels.hopper import tile_table
+    from fastattn.kernels.launch import tiles
+
+    def launch(*arguments):
+        if tile_table.forward_config(64, False).BLOCK == 64:
+            raise triton.TritonError("too many registers")
+        return forward.launch_forward(*arguments)
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch)
+    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(tiles, "_installed", {})
+    row = {"kernel": "hopper_forward", "element_size": 2, "BLOCK_D": 64, "BLOCK": 64, "STAGES": 2}
+    tiles.install([row | {"D": 64}], tiles.current_device())
+    q, k, v = make_qkv(B=1, H_q=1, H_k=1, T_q=16, D=64, dtype=torch.bfloat16, device=device)
+    attend.hopper_forward.direct(q, k, v, Options(scale=0.125))
+    assert not attend.uncompiled
+    assert tile_table.forward_config(64, False).BLOCK == 128
