@@ -203,6 +203,18 @@ def nan_filled_empty() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    """No call and no launch is known from an earlier test."""
+    from fastattn.functional import call_memo
+    from fastattn.kernels.launch import launches
+
+    call_memo.forget()
+    launches.forget()
+    yield
+    call_memo.forget()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For models too small to share: threads that wait for each other are slow."""

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
@@ -20,16 +19,10 @@ from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compiling.compile_pool import CompilePool
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 by_triton = partial(attention, backend="triton")
 SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    call_memo.forget()
-    plan.forget()
-    yield
-    call_memo.forget()
 
 
 @pytest.fixture
@@ -135,6 +128,23 @@ def test_a_seed_without_dropout_is_checked_each_time(device: str) -> None:
     attention(q, k, v, dropout_seed=seed, backend="triton")
     with pytest.raises(ValueError, match="dropout_seed"):
         attention(q, k, v, dropout_seed=seed[:1], backend="triton")
+
+
+def test_a_number_in_a_tensor_is_read_at_each_call(device: str) -> None:
+    tensors, cap = inputs(device), torch.tensor(1.0)
+    first = by_triton(*tensors, softcap=cap)
+    cap.fill_(0.1)
+    assert not torch.equal(by_triton(*tensors, softcap=cap), first)
+
+
+def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> None:
+    tensors = inputs(device)
+    torch.manual_seed(3)
+    first, second = (by_triton(*tensors, dropout=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(by_triton(*tensors, dropout=0.5), first)
+    assert len(checked) == 1
 
 
 def test_what_is_known_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
@@ -14,6 +14,8 @@ from fastattn.functional import call_memo, call_options
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import launches
 from fastattn.options import LEARNED, ROWS, AttentionArguments, DecodeArguments, ScoreArguments
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 B, H_Q, H_K, T, D = 2, 2, 1, 8, 16
 CALLS = {
@@ -60,14 +62,6 @@ def even(b, h, q_pos, k_pos):
 @triton.jit
 def odd(b, h, q_pos, k_pos):
     return k_pos % 2 == 1
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    call_memo.forget()
-    launches.forget()
-    yield
-    call_memo.forget()
 
 
 @pytest.fixture
@@ -344,23 +338,6 @@ def test_offsets_are_read_at_each_call(name: str) -> None:
         attention_varlen(q, k, v, **given, backend="triton")
     with pytest.raises(ValueError, match=f"{name} must not fall, got 99 then 16"):
         attention_varlen(q, k, v, **{**given, name: torch.tensor([0, 99, 16])}, backend="triton")
-
-
-def test_a_number_in_a_tensor_is_read_at_each_call(device: str) -> None:
-    tensors, cap = inputs("attention", device), torch.tensor(1.0)
-    first = run("attention", tensors, softcap=cap)
-    cap.fill_(0.1)
-    assert not torch.equal(run("attention", tensors, softcap=cap), first)
-
-
-def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[str]) -> None:
-    tensors = inputs("attention", device)
-    torch.manual_seed(3)
-    first, second = (run("attention", tensors, dropout=0.5) for _ in range(2))
-    assert not torch.equal(first, second)
-    torch.manual_seed(3)
-    assert torch.equal(run("attention", tensors, dropout=0.5), first)
-    assert len(checked) == 1
 
 
 @pytest.mark.parametrize("learned", ["q", "sinks"])

@@ -1,7 +1,6 @@
 """Which kernels an op launches on a Hopper GPU: its own, or the portable ones where they fail."""
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,7 @@ from fastattn.options import Options
 from fastattn.testing import make_qkv
 
 
-@pytest.fixture
-def no_known_calls() -> Iterator[None]:
-    call_memo.forget()
-    yield
-    call_memo.forget()
-
-
-@pytest.mark.usefixtures("no_known_calls")
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("backend", ["hopper", None])
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
 def test_hopper_kernels_come_first_on_their_gpu(
@@ -61,7 +53,7 @@ def test_hopper_kernels_come_first_on_their_gpu(
     assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
 
 
-@pytest.mark.usefixtures("no_known_calls")
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
 def test_what_does_not_compile_for_hopper_is_served_all_the_same(
     launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
