@@ -2,126 +2,28 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import planned_tuning
 import pytest
 import torch
+from planned_tuning import FORWARD, NAMES, VERIFY, A, B, C, choice, prepare_lookups, tuner
 
-from fastattn.bench.attention import Bench
-from fastattn.bench.cases import Case
-from fastattn.bench.measure import Effort, HostTimer
 from fastattn.bench.tuning import trial, tune
-from fastattn.bench.tuning.ahead import Compilation
-from fastattn.bench.tuning.choices import Candidate, Choice, tile_candidate
-from fastattn.bench.tuning.plan import Gpu, Verification
-from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Record, Tuner
-from fastattn.functional import call_memo
-from fastattn.kernels.launch import launches, tiles
-from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.bench.tuning.choices import Candidate, Choice
+from fastattn.bench.tuning.plan import Gpu
+from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Record
+from fastattn.kernels.launch import tiles
 from fastattn.ops import attend
 from fastattn.testing.verify import Finding
 from fastattn.tuned import choices
 from fastattn.tuned.environment import Environment, environment
 from fastattn.tuned.store import Store
 
-QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
-A, B, C = TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16)
-NAMES = {A: "(32, 16, 4, 1)", B: "(16, 32, 4, 1)", C: "(16, 16, 4, 1)"}
-FORWARD = Case("forward", "forward", 1, 1, 1, 20, 20, 16, True, dtype="float32", device="cpu")
-BACKWARD = replace(FORWARD, family="backward", direction="backward")
-DECODE = replace(FORWARD, family="decode", T_q=1, layout="bhtd")
 HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
-VERIFY = Verification((("triton", "forward"), ("triton", "backward")), "float32", 64)
-
-
-def choice(kernel="forward", calls="plain", **changes) -> Choice:
-    """Three tiles of a kernel; A is the shipped one."""
-    case = {"forward": FORWARD, "decode": DECODE}.get(kernel, BACKWARD)
-    cases = (case,) if kernel == "decode" else (case, replace(case, causal=False))
-    made = [tile_candidate(kernel, calls, tile) for tile in (A, B, C)]
-    key = {"kernel": kernel, "calls": calls, "element_size": 4, "BLOCK_D": 64}
-    return Choice("tiles", key, cases, made[0], tuple(made[1:]), **changes)
-
-
-class Planned(HostTimer):
-    """A call takes the times that are planned for the tile that is in force when it first runs.
-
-    times: by kernel and tile: milliseconds, or a list of those of the call's samples.
-    """
-
-    def __init__(self, times):
-        super().__init__()
-        self.times = times
-
-    def prepare(self, function):
-        used, count = set(), iter(range(1000))
-        lookup = tiles.lookup
-
-        def remember(kernel, *sizes, **kind):
-            tile = lookup(kernel, *sizes, **kind)
-            used.add((kernel, tile))
-            return tile
-
-        call_memo.forget()
-        launches.forget()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiles, "lookup", remember)
-            function()
-
-        def start():
-            number = next(count)
-            planned = [self.times[one] for one in used if one in self.times]
-            ms = sum(x[number % len(x)] if isinstance(x, list) else x for x in planned)
-            return lambda: ms
-
-        return start
-
-
-class NoCompilation(Compilation):
-    """Nothing is compiled ahead; some tiles are known not to be worth a launch."""
-
-    def __init__(self, refused=()):
-        super().__init__("an unknown architecture", 1)
-        self.refused, self.submitted = refused, []
-
-    def submit(self, choice, candidate):
-        self.submitted.append(candidate.name)
-
-    def why_not(self, choice, candidate, seconds):
-        return "spills 8 bytes a thread" if candidate.name in self.refused else None
-
-
-def right(step, show):
-    return {(*pair, step.dtype, step.head_dim): "right" for pair in step.families}
-
-
-def tuner(times, left=lambda: 1.0, refused=(), verify=right, **more) -> Tuner:
-    """A run in which tiles take the given milliseconds; `kept` has what it stores."""
-    by_kernel = {
-        ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
-    }
-    bench = Bench(Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all)
-    kept = []
-    made = Tuner(
-        bench,
-        left,
-        NoCompilation(refused),
-        lambda kind, row: kept.append((kind, row)),
-        verify,
-        **more,
-    )
-    made.kept = kept
-    return made
-
-
-def prepare_lookups(implementation, case, inputs, expected):
-    """In place of kernels, which the interpreter takes seconds for: what they look up."""
-    kernels = ["forward"] if case.direction == "forward" else ["forward", "backward_dq"]
-    ours = implementation.name == "fastattn-triton"
-    return (lambda: [tiles.lookup(kernel, 4, 16) for kernel in kernels if ours]), {}
 
 
 @pytest.fixture
@@ -376,27 +278,10 @@ def test_on_a_gpu_it_verifies_times_and_stores(imaginary_gpu, lookups_alone, tmp
 
 RUN = f"""
 import sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-import test_tuner
-test_tuner.tune_until_killed(sys.argv[1])
+sys.path.insert(0, {str(Path(planned_tuning.__file__).parent)!r})
+import planned_tuning
+planned_tuning.tune_until_killed(sys.argv[1])
 """
-
-
-def tune_until_killed(folder):
-    """Store a winner, then hang in the second step, until this process is killed."""
-    gpu = Gpu("interpreter", 2**16, 4, hopper=False)
-    made = tuner({A: 3.0, B: 1.0, C: 2.0})
-
-    def show(progress):
-        if progress.number == 2:
-            sys.stdout.write("the second step\n")
-            sys.stdout.flush()
-            signal.pause()
-
-    store = Store(environment("cpu"), folder)
-    plan = [choice(), choice("backward_dq")]
-    trial.prepare = prepare_lookups
-    tune.run(plan, gpu, made.bench, made.left, store, made.compilation, right, show)
 
 
 def test_what_was_found_survives_a_kill(tmp_path):
