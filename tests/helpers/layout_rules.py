@@ -1,0 +1,253 @@
+"""Who may import whom, what names files may take from each other, and how full a folder may be.
+
+The rules are checked on the source text, so that a violation is found even in a branch that no test
+runs. `test_layout.py` asks them of this tree, and of trees with planted violations.
+"""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+# From the top floor to the bottom. A module belongs to the longest name that it starts with, and
+# may import from its own floor and from those below. "fastattn.*" are the files beside the folders.
+FLOORS: tuple[str, ...] = (
+    "fastattn.cli fastattn.__main__",
+    "fastattn.testing fastattn.bench",
+    "fastattn.training fastattn.generation",
+    "fastattn.models",
+    "fastattn",
+    "fastattn.compat",
+    "fastattn.modules",
+    "fastattn.parallel",
+    "fastattn.functional",
+    "fastattn.cache",
+    "fastattn.dispatch",
+    "fastattn.tuned",
+    "fastattn.ops",
+    "fastattn.torch_backend fastattn.reference",
+    "fastattn.*",
+    "fastattn.kernels",
+    "fastattn.kernels.launch",
+    "fastattn.kernels.rules",
+)
+# Folders, and what they are installed as.
+PACKAGES = {
+    "fastattn": "fastattn",
+    "kernels": "fastattn.kernels",
+    "bench/harness": "fastattn.bench",
+}
+# The oracle and what it judges share no code and never stand in for each other.
+APART = {
+    ("fastattn.reference", "fastattn.torch_backend.formula"),
+    ("fastattn.torch_backend.formula", "fastattn.reference"),
+    ("fastattn.reference", "fastattn.ops"),
+    ("fastattn.reference", "fastattn.dispatch"),
+    ("fastattn.ops", "fastattn.reference"),
+}
+KERNELS = "fastattn.kernels"
+# The record of a call, whose fields launchers read. They name its type and do not import it.
+TYPED_BY_KERNELS = "fastattn.options"
+KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing", "fastattn.bench")
+KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
+MOST_FILES = 14  # directly in one folder
+# What a plain install has; everything else is imported inside the function that needs it.
+REQUIRED = {"torch", "triton", "einops"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's arrow: `importer` uses `target`."""
+
+    importer: str
+    target: str
+    line: int
+    relative: bool
+    eager: bool  # runs when the module is imported
+    typing: bool = False  # under TYPE_CHECKING: never runs
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.target}"
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Map every module to its file, under the name that it is installed by."""
+    modules = {}
+    for folder, package in PACKAGES.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            modules[".".join((package, *parts))] = path
+    return modules
+
+
+def absolute(statement: ast.ImportFrom, package: str) -> str:
+    if not statement.level:
+        return statement.module or ""
+    base = package.split(".")[: len(package.split(".")) - statement.level + 1]
+    return ".".join(base + ([statement.module] if statement.module else []))
+
+
+def find_imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
+    """Yield the imports of one module, those inside functions and TYPE_CHECKING blocks included."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+    def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(name, alias.name, node.lineno, False, eager, typing)
+        elif isinstance(node, ast.ImportFrom):
+            source = absolute(node, package)
+            for alias in node.names:
+                member = f"{source}.{alias.name}"
+                target = member if member in modules else source
+                yield Import(name, target, node.lineno, node.level > 0, eager, typing)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for child in node.body:
+                yield from visit(child, False, True)
+            for child in node.orelse:
+                yield from visit(child, eager)
+        else:
+            inner = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, inner, typing)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), True)
+
+
+def floor_of(name: str, modules: dict[str, Path]) -> int | None:
+    """Return the index in FLOORS of the longest entry that covers the module, 0 being the top."""
+    file = name.count(".") == 1 and modules[name].name != "__init__.py"
+    found = [
+        (len(entry), index)
+        for index, floor in enumerate(FLOORS)
+        for entry in floor.split()
+        if name == entry
+        or (entry == "fastattn.*" and file)
+        or (entry != "fastattn" and name.startswith(entry + "."))
+    ]
+    return max(found)[1] if found else None
+
+
+def check_inside(arrow: Import, modules: dict[str, Path]) -> Iterator[str]:
+    """Rules for an import of the project's own modules."""
+    if arrow.typing and arrow.target == TYPED_BY_KERNELS and within(arrow.importer, KERNELS):
+        return
+    source, target = (floor_of(name, modules) for name in (arrow.importer, arrow.target))
+    if source is not None and target is not None and target < source:
+        yield f"{arrow}, which is on a floor above"
+    if any(within(arrow.importer, a) and within(arrow.target, b) for a, b in APART):
+        yield f"{arrow}; the oracle and what it judges stay apart"
+    in_kernels = within(arrow.importer, "fastattn.kernels")
+    if in_kernels and not arrow.relative:
+        yield f"{arrow}; inside kernels/ import relatively"
+    permitted = in_kernels or any(within(arrow.importer, entry) for entry in KERNEL_IMPORTERS)
+    if within(arrow.target, "fastattn.kernels") and not permitted:
+        yield f"{arrow}; only {' and '.join(KERNEL_IMPORTERS)} may"
+
+
+def check_outside(arrow: Import) -> Iterator[str]:
+    """Rules for an import of a third party."""
+    top = arrow.target.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return
+    if within(arrow.importer, "fastattn.kernels"):
+        if top not in KERNEL_DEPENDENCIES:
+            yield f"{arrow}; kernels/ may import {', '.join(sorted(KERNEL_DEPENDENCIES))} only"
+    elif arrow.eager and top not in REQUIRED:
+        yield f"{arrow} at import time; import it in the function that needs it"
+
+
+def find_cycles(arrows: list[Import], modules: dict[str, Path]) -> Iterator[str]:
+    """Report a circle of modules, over imports inside functions and for type checkers as well."""
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for arrow in arrows:
+        if arrow.target in modules and arrow.target != arrow.importer:
+            graph[arrow.importer].add(arrow.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"modules import each other: {' -> '.join(reversed(error.args[1]))}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_members(tree: ast.Module) -> set[str]:
+    """The private methods and attributes of a file's classes."""
+    found: set[str] = set()
+    for node in (part for x in ast.walk(tree) if isinstance(x, ast.ClassDef) for part in x.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            stored = (x for x in ast.walk(node) if isinstance(x, ast.Attribute))
+            found |= {node.name, *(x.attr for x in stored if isinstance(x.ctx, ast.Store))}
+        else:
+            found |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    return set(filter(is_private, found))
+
+
+def find_private_uses(modules: dict[str, Path]) -> Iterator[str]:
+    """Report private names of modules, and private members of classes, that another file uses.
+
+    A member is an attribute of something that is not the object itself, under a name that classes
+    of other files have and none of this file has.
+    """
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    members = {name: private_members(tree) for name, tree in trees.items()}
+    of_others = set().union(*members.values())
+    for name, tree in trees.items():
+        package = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
+        imported: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                source = absolute(node, package)
+                for alias in node.names:
+                    if f"{source}.{alias.name}" in modules:
+                        imported.add(alias.asname or alias.name)
+                    elif within(source, "fastattn") and is_private(alias.name):
+                        yield f"{name}:{node.lineno} imports {alias.name}, a private name"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                owner = ast.unparse(node.value)
+                other = node.attr in of_others and node.attr not in members[name]
+                if owner in imported or (other and owner not in ("self", "cls", "super()")):
+                    yield f"{name}:{node.lineno} uses {owner}.{node.attr}, a private name"
+            elif isinstance(node, ast.Call) and len(node.args) > 1:
+                owner, attribute = node.args[:2]
+                value = attribute.value if isinstance(attribute, ast.Constant) else None
+                if ast.unparse(owner) in imported and is_private(str(value)):
+                    yield f"{name}:{node.lineno} uses {ast.unparse(owner)}.{value}, a private name"
+
+
+def find_full_folders(modules: dict[str, Path]) -> Iterator[str]:
+    """Report folders with more files than a reader takes in; a command's name is none to read."""
+    files = [path for path in modules.values() if path.name != "__main__.py"]
+    for folder, count in Counter(path.parent for path in files).items():
+        if count > MOST_FILES:
+            yield f"{folder.name}/ has {count} files, more than {MOST_FILES}"
+
+
+def find_violations(root: Path) -> list[str]:
+    """Return every broken rule of the tree under root, as readable lines."""
+    modules = find_modules(root)
+    arrows: list[Import] = []
+    found = []
+    for name, path in modules.items():
+        arrows += find_imports(name, path, modules)
+        if floor_of(name, modules) is None:
+            found.append(f"{name} has no floor")
+    for arrow in arrows:
+        inside = within(arrow.target, "fastattn")
+        found.extend(check_inside(arrow, modules) if inside else check_outside(arrow))
+    found.extend(find_cycles(arrows, modules))
+    found.extend(find_private_uses(modules))
+    found.extend(find_full_folders(modules))
+    return found
