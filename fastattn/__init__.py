@@ -26,6 +26,7 @@ from .functional.decode import explain_decode as explain_decode
 from .functional.decode import view_of_tensors as view_of_tensors
 from .functional.fp8 import PackedValues as PackedValues
 from .functional.fp8 import attention_fp8 as attention_fp8
+from .functional.fp8 import attention_varlen_fp8 as attention_varlen_fp8
 from .functional.fp8 import explain_fp8 as explain_fp8
 from .functional.fp8 import pack_values as pack_values
 from .functional.fp8 import quantize_fp8 as quantize_fp8
@@ -84,6 +85,7 @@ __all__ = [
     "attention_fp8",
     "attention_statistics",
     "attention_varlen",
+    "attention_varlen_fp8",
     "attention_weights",
     "cascade_attention",
     "decode_attention",

@@ -52,7 +52,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
-    _check_dtypes_and_devices(q, k, v)
+    check_dtypes_and_devices(q, k, v)
     check_shapes(q, k, v)
 
 
@@ -70,9 +70,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_heads(H_q, H_k, D, D_v)
 
 
-def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v] of one dtype and device."""
-    _check_dtypes_and_devices(q, k, v)
+def check_packed_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]."""
     _, H_q, D = q.shape
     total_k, H_k, D_k = k.shape
     if D_k != D:
@@ -84,7 +83,8 @@ def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_heads(H_q, H_k, D, v.shape[2])
 
 
-def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """k and v are of q's dtype, a float one, and on its device."""
     dtype, device = q.dtype, q.device
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")

@@ -201,9 +201,11 @@ class DecodeArguments(
     """Those of `decode_attention`."""
 
 
-class Fp8Arguments(
-    OfAllCalls, OfAllButCaches, OfDenseFp8AndAdditive, OfAllButAdditive, total=False
-):
+class PackedFp8Arguments(OfAllCalls, OfAllButCaches, OfAllButAdditive, total=False):
+    """Those of `attention_varlen_fp8`."""
+
+
+class Fp8Arguments(PackedFp8Arguments, OfDenseFp8AndAdditive, total=False):
     """Those of `attention_fp8`."""
 
 

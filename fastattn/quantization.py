@@ -41,16 +41,30 @@ def quantize_rows(x: Tensor, quantize: Quantize) -> tuple[Tensor, Tensor]:
         codes [..., D], int8 or float8_e4m3fn; scale fp32 [...]. A row that holds inf or NaN gets
         the scale NaN: it reads back as NaN throughout.
     """
+    scale = scale_of(sizes_of(x), quantize)
+    return codes_of(x, scale.unsqueeze(-1), quantize), scale
+
+
+def sizes_of(x: Tensor) -> Tensor:
+    """The largest magnitude of every row of x [..., D], fp32; NaN where a number is not finite."""
     x = x.to(torch.float32)
     # Times zero, what is not finite is NaN, and everything else adds nothing.
-    absmax = x.abs().amax(-1) + (x * 0).sum(-1)
+    return x.abs().amax(-1) + (x * 0).sum(-1)
+
+
+def scale_of(sizes: Tensor, quantize: Quantize) -> Tensor:
+    """The scales of numbers up to `sizes`."""
     # On a GPU torch divides by a number as a product with its reciprocal, which rounds twice.
-    largest = torch.full_like(absmax, _LARGEST_CODE[quantize])
-    scale = torch.clamp(absmax / largest, min=_SMALLEST_SCALE)
-    ratio = x / scale.unsqueeze(-1)
+    largest = torch.full_like(sizes, _LARGEST_CODE[quantize])
+    return torch.clamp(sizes / largest, min=_SMALLEST_SCALE)
+
+
+def codes_of(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
+    """The nearest codes of x / scale, which broadcasts to x."""
+    ratio = x.to(torch.float32) / scale
     if quantize == "int8":
-        return ratio.nan_to_num().round().to(torch.int8), scale
-    return ratio.to(torch.float8_e4m3fn), scale
+        return ratio.nan_to_num().round().to(torch.int8)
+    return ratio.to(torch.float8_e4m3fn)
 
 
 def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

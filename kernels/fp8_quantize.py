@@ -1,18 +1,21 @@
 """e4m3 codes of heads: one fp32 scale for each, in two passes over the numbers.
 
 The first leaves the largest magnitude of every tile of rows, the second finds that of a head among
-them, and writes codes: where the numbers stood, or packed as `values` has it.
+them, and writes codes: where the numbers stood, or packed as `values` has it. Packed sequences have
+tiles and heads of their own.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8_values import packed_like, store_packed
-from .launch.arguments import aligned, block_dim, blocks, empty_in_layout, strides
+from .fp8_values import TOGETHER, packed_like, rows_of, store_packed
+from .launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
 from .rules.codes import key_at, row_scale, to_e4m3
-from .rules.tile import head, load_at, store_tile
+from .rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
 
 # Maxima that are compared at once.
 _MAXIMA = tl.constexpr(128)
@@ -20,48 +23,49 @@ _MAXIMA = tl.constexpr(128)
 _TILE = 8192
 
 
+class Place(NamedTuple):
+    """Which rows a program has: tile number `tile` of head h of the batch row `row`.
+
+    first: its first row there. b, first_k: where the batch row begins in memory.
+    """
+
+    tile: Any
+    h: Any
+    row: Any
+    first: Any
+    b: Any
+    first_k: Any
+
+
 @triton.jit
 def _tile(
-    x_ptr,
-    x_strides,
-    lengths_ptr,
-    T,
-    H,
-    ORDERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """This program's rows in fp32, 0 where none count: (x, b, h, head over all, first, tiles).
+    x_ptr, x_strides, T, H, mask,
+    ORDERED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """This program's rows in fp32, 0 where none count, and their `Place`.
 
     ORDERED: the rows stand in the order of `key_at`.
     """
-    tiles = tl.cdiv(T, ROWS)
-    program = tl.program_id(0)
-    of_head = program // tiles
-    first = (program - of_head * tiles) * ROWS
-    b = of_head // H
-    end = T
-    if lengths_ptr is not None:
-        end = tl.minimum(tl.load(lengths_ptr + b), T).to(tl.int32)
+    tile, b, h = key_program(T, H, mask, ROWS)
+    row = batch_row(b, T, T, mask)
+    batch, _first_q, first_k = memory_rows(b, mask)
+    first = tile * ROWS
     rows = tl.arange(0, ROWS)
     if ORDERED:
         rows = key_at(rows)
-    ptr, stride = head(x_ptr, b, of_head - b * H, first, x_strides, tl.int64)
+    ptr, stride = head(x_ptr, batch, h, first_k + first, x_strides, tl.int64)
     pointers = ptr + (rows * stride)[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    x = load_at(pointers, first + rows < end, BLOCK_D, D).to(tl.float32)
-    return x, b, of_head - b * H, of_head, first, tiles
+    x = load_at(pointers, first + rows < row.end, BLOCK_D, D).to(tl.float32)
+    return x, Place(tile, h, row, first, batch, first_k)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def head_maxima_kernel(
-    x_ptr, x_strides, lengths_ptr, maxima_ptr, T, H,
+    x_ptr, x_strides, maxima_ptr, T, H, mask,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """maxima [B * H * tiles] of ROWS rows each. A program for each tile."""
-    x, _b, _h, _head, _first, _tiles = _tile(
-        x_ptr, x_strides, lengths_ptr, T, H, False, ROWS, D, BLOCK_D
-    )
+    """maxima, one for each program: of its tile of ROWS rows."""
+    x, _place = _tile(x_ptr, x_strides, T, H, mask, False, ROWS, D, BLOCK_D)
     # tl.max drops NaN; times zero, what is not finite is NaN, and all else adds nothing.
     largest = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
     tl.store(maxima_ptr + tl.program_id(0), largest)
@@ -69,59 +73,69 @@ def head_maxima_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "sixteens"])
 def head_codes_kernel(
-    x_ptr, x_strides, lengths_ptr, maxima_ptr, codes_ptr, codes_strides, scale_ptr, T, H, sixteens,
+    x_ptr, x_strides, maxima_ptr, codes_ptr, codes_strides, scale_ptr, T, H, sixteens, mask,
     PACKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """codes, as bytes, and scale [B * H] from what `head_maxima_kernel` left."""
-    x, b, h, of_head, first, tiles = _tile(
-        x_ptr, x_strides, lengths_ptr, T, H, PACKED, ROWS, D, BLOCK_D
-    )
+    """codes, as bytes, and scale [batch rows, H] from what `head_maxima_kernel` left."""
+    x, place = _tile(x_ptr, x_strides, T, H, mask, PACKED, ROWS, D, BLOCK_D)
+    first, row = place.first, place.row
+    # The tiles of a head are neighbours.
+    maxima_ptr += tl.program_id(0) - place.tile
+    tiles = tl.cdiv(row.T_k, ROWS)
     numbers = tl.arange(0, _MAXIMA)
     largest = tl.zeros([_MAXIMA], tl.float32)
     for start in range(0, tiles, _MAXIMA):
         more = start + numbers
-        more = tl.load(maxima_ptr + of_head * tiles + more, mask=more < tiles, other=0.0)
+        more = tl.load(maxima_ptr + more, mask=more < tiles, other=0.0)
         largest = tl.where(more > largest, more, largest) + more * 0.0
     scale = row_scale(largest[None, :], 448.0)
     if first == 0:
-        tl.store(scale_ptr + of_head + tl.arange(0, 1), scale)
+        tl.store(scale_ptr + row.b * H + place.h + tl.arange(0, 1), scale)
     codes = to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]))
     if PACKED:
-        store_packed(codes, codes_ptr, of_head, first, sixteens, ROWS, D)
+        store_packed(
+            codes, codes_ptr, place.b * H + place.h, first, row, place.first_k, sixteens, mask,
+            ROWS, D,
+        )  # fmt: skip
     else:
-        ptr, stride = head(codes_ptr, b, h, 0, codes_strides, tl.int64)
-        exists = first + tl.arange(0, ROWS) < T
+        ptr, stride = head(codes_ptr, place.b, place.h, place.first_k, codes_strides, tl.int64)
+        exists = first + tl.arange(0, ROWS) < row.T_k
         store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)
 
 
-def launch_head_codes(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+def launch_head_codes(
+    x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor]:
     """e4m3 codes of x [B, H, T, D] in its memory order, or packed, and scale fp32 [B, H].
 
     D is a multiple of 16, of packed codes a power of two; there is at least one number. lengths
-    int [B], contiguous: of other rows the codes are 0.
+    int [B], contiguous: of other rows the codes are 0. cu_seqlens: int [N + 1], contiguous, of
+    packed sequences, of which there is one at least: B is 1, lengths are [N] and scale is [N, H].
     """
     B, H, T, D = x.shape
     x = aligned(x)
     BLOCK_D = block_dim(D)
     ROWS = min(128, max(16, _TILE // BLOCK_D))
-    programs = B * H * blocks(T, ROWS)
+    programs = H * tiles_of(cu_seqlens, B, T, ROWS)
     maxima = torch.empty(programs, dtype=torch.float32, device=x.device)
-    scale = torch.empty(B, H, dtype=torch.float32, device=x.device)
-    codes = packed_like(x) if packed else empty_in_layout(x, H, T, D, torch.uint8)
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    scale = torch.empty(rows, H, dtype=torch.float32, device=x.device)
+    codes = packed_like(x, cu_seqlens) if packed else empty_in_layout(x, H, T, D, torch.uint8)
+    mask = rows_of(cu_seqlens, lengths)
     head_maxima_kernel[(programs,)](
-        x, strides(x), lengths, maxima, T, H, ROWS, D, BLOCK_D, num_warps=4
+        x, strides(x), maxima, T, H, mask, ROWS, D, BLOCK_D, num_warps=4
     )
     head_codes_kernel[(programs,)](
         x,
         strides(x),
-        lengths,
         maxima,
         codes,
         strides(codes),
         scale,
         T,
         H,
-        blocks(T, 16),
+        tiles_of(cu_seqlens, 1, T, TOGETHER.value),
+        mask,
         packed,
         ROWS,
         D,

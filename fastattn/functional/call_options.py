@@ -15,6 +15,7 @@ from ..options import (
     Fp8Arguments,
     MaskArguments,
     Options,
+    PackedFp8Arguments,
     Row,
     ScoreArguments,
 )
@@ -60,6 +61,7 @@ DENSE = Callee("attention", AttentionArguments)
 PACKED = Callee("attention_varlen", ScoreArguments, lambda row: row.packed)
 CACHE = Callee("decode_attention", DecodeArguments, lambda row: row.cache, {"causal": True})
 FP8 = Callee("attention_fp8", Fp8Arguments)
+PACKED_FP8 = Callee("attention_varlen_fp8", PackedFp8Arguments)
 ADDITIVE = Callee(
     "additive_attention",
     MaskArguments,
@@ -117,7 +119,20 @@ def packed_options(
 ) -> Options:
     """The options of one call of `attention_varlen`, after `checks.check_packed`."""
     PACKED.refuse_others(given)
-    checks.check_packed_qkv(q, k, v)
+    checks.check_dtypes_and_devices(q, k, v)
+    return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
+
+
+def packed_fp8_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    **given: Any,
+) -> Options:
+    """Those of `attention_varlen_fp8`, whose dtypes and devices have been checked."""
+    checks.check_packed_shapes(q, k, v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
     if cu_seqlens_k is None:
         if k.shape[0] != q.shape[0]:

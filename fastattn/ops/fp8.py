@@ -7,6 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..options import Options
+from ..position_tables import document_ids
 from . import attend as attention
 from . import call
 from .call import Operator, fake_in_layout, fake_output, kernel
@@ -28,9 +29,32 @@ def why_not_hopper(
     return why_not_hopper_fp8(q, k, v, options, dtype)
 
 
-def pack_by_torch(v: Tensor) -> Tensor:
+def packed_length(T: int, cu_seqlens: Tensor | None) -> int:
+    """Keys of packed values: whole sixteens, and those between packed sequences."""
+    if cu_seqlens is None:
+        return -(-T // 16) * 16
+    sequences = cu_seqlens.shape[0] - 1
+    return 16 * (T // 16 + sequences) if T and sequences else 0
+
+
+def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
+    """int64 [total]: which packed sequence each row belongs to."""
+    return document_ids(cu_seqlens, total)[0].long()
+
+
+def places_of_packed(cu_seqlens: Tensor, total: int) -> Tensor:
+    """int64 [total]: where `kernels.fp8_values` puts the keys of packed sequences."""
+    ids = sequence_of_rows(cu_seqlens, total)
+    starts = cu_seqlens.long()[ids]
+    return torch.arange(total, device=ids.device) - starts + (starts // 16 + ids) * 16
+
+
+def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """What `kernels.fp8_values.launch_pack_values` does, for tensors that no kernel reads."""
-    padded = torch.nn.functional.pad(v.view(torch.uint8), (0, 0, 0, -v.shape[2] % 16))
+    B, H, T, D = v.shape
+    padded = v.new_zeros(B, H, packed_length(T, cu_seqlens), D, dtype=torch.uint8)
+    places = slice(0, T) if cu_seqlens is None else places_of_packed(cu_seqlens, T)
+    padded[:, :, places] = v.view(torch.uint8)
     packed = rearrange(
         padded, "b h (n half four two) d -> b h d (n four half two)", half=2, four=4, two=2
     )
@@ -38,46 +62,54 @@ def pack_by_torch(v: Tensor) -> Tensor:
 
 
 @Operator
-def pack_values(v: Tensor) -> Tensor:
+def pack_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """See `kernels.fp8_values.launch_pack_values`."""
     if not (v.is_cuda or call.interpreting()):
-        return pack_by_torch(v)
-    return kernel("fp8_values").launch_pack_values(v)
+        return pack_by_torch(v, cu_seqlens)
+    return kernel("fp8_values").launch_pack_values(v, cu_seqlens)
 
 
 @pack_values.op.register_fake
-def _(v: Tensor) -> Tensor:
+def _(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     B, H, T, D = v.shape
-    return v.new_empty(B, H, D, -(-T // 16) * 16)
+    return v.new_empty(B, H, D, packed_length(T, cu_seqlens))
 
 
 @Operator
-def quantize_heads(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+def quantize_heads(
+    x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor]:
     """See `kernels.fp8_quantize.launch_head_codes`."""
-    return kernel("fp8_quantize").launch_head_codes(x, lengths, packed)
+    return kernel("fp8_quantize").launch_head_codes(x, lengths, cu_seqlens, packed)
 
 
 @quantize_heads.op.register_fake
-def _(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor]:
     B, H, T, D = x.shape
-    scale = x.new_empty(B, H, dtype=torch.float32)
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    scale = x.new_empty(rows, H, dtype=torch.float32)
     if packed:
-        return x.new_empty(B, H, D, -(-T // 16) * 16, dtype=torch.float8_e4m3fn), scale
+        length = packed_length(T, cu_seqlens)
+        return x.new_empty(B, H, D, length, dtype=torch.float8_e4m3fn), scale
     return fake_in_layout(x, H, T, D).to(torch.float8_e4m3fn), scale
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether `quantize` serves x [B, H, T, D] on its GPU."""
+    """Whether `quantize` serves x [..., D] on its GPU."""
     narrow = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    fits = x.shape[3] % 16 == 0 and x.shape[3] <= attention.MAX_HEAD_DIM and x.numel() > 0
+    fits = x.shape[-1] % 16 == 0 and x.shape[-1] <= attention.MAX_HEAD_DIM and x.numel() > 0
     return call.TRITON_INSTALLED and x.is_cuda and narrow and fits
 
 
-def quantize(x: Tensor, lengths: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor]:
     """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.fp8_quantize`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    lengths = None if lengths is None else lengths.contiguous()
-    return quantize_heads(x, lengths, packed)
+    lengths, cu_seqlens = (y if y is None else y.contiguous() for y in (lengths, cu_seqlens))
+    return quantize_heads(x, lengths, cu_seqlens, packed)
 
 
 @Operator
@@ -104,9 +136,10 @@ def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return o.to(dtype), lse
 
 
-def pack(v: Tensor) -> Tensor:
+def pack(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """v [B, H, T, D] e4m3, D 64, 128 or 256, with its keys contiguous; see `kernels.fp8_values`."""
-    return pack_values(v if v.stride(-1) == 1 else v.contiguous())
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    return pack_values(v, None if cu_seqlens is None else cu_seqlens.contiguous())
 
 
 def attend(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..ops.gradients import as_batch
 from .budget import PastBudget, assert_within_budget
 from .orders import worst_naive
 
@@ -29,9 +30,13 @@ from .orders import worst_naive
 _HOT = 64.0
 
 
-def dequantized(codes: Tensor, scale: Tensor | None) -> Tensor:
-    """scale * codes in fp64."""
-    return codes.double() * (1.0 if scale is None else scale.double()[..., None, None])
+def dequantized(codes: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """scale * codes in fp64; with cu_seqlens codes are [total, H, D]."""
+    if scale is None:
+        return codes.double()
+    if cu_seqlens is None:
+        return codes.double() * scale.double()[..., None, None]
+    return codes.double() * scale.double().repeat_interleave(cu_seqlens.diff(), 0)[..., None]
 
 
 def fp8_bounds(
@@ -131,3 +136,41 @@ def assert_within_fp8_bounds(
     moved = lse.double() - exact_lse
     within = lse - moved.clamp(-shift, shift).nan_to_num(0.0).to(lse.dtype)
     return max(share, assert_within_budget("lse", within, exact_lse, plain_lse))
+
+
+def assert_packed_within_fp8_bounds(
+    o: Tensor,
+    lse: Tensor,
+    codes: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    *,
+    tensor_cores: bool = False,
+    **arguments: Any,
+) -> float:
+    """`assert_within_fp8_bounds` of `attention_varlen_fp8`, one sequence after another.
+
+    offsets: cu_seqlens of queries and keys.
+    """
+    share = 0.0
+    in_order = (offsets[0], offsets[1], offsets[1])
+    for n in range(offsets[0].shape[0] - 1):
+        places = [slice(int(x[n]), int(x[n + 1])) for x in in_order]
+        q, k, v = (as_batch(x[rows]) for x, rows in zip(codes, places, strict=True))
+        q_scale, k_scale, v_scale = (x[n : n + 1] for x in scales)
+        own = {
+            name: x[n : n + 1] if name in ("key_lengths", "prefix_lengths") else x
+            for name, x in arguments.items()
+        }
+        share = max(
+            share,
+            assert_within_fp8_bounds(
+                as_batch(o[places[0]]),
+                lse[None, :, places[0]],
+                (q, k, v),
+                (q_scale, k_scale, v_scale),
+                tensor_cores=tensor_cores,
+                **own,
+            ),
+        )
+    return share

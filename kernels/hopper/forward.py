@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward import prepare_forward
+from ..fp8_values import first_packed
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
 from ..launch.launches import Launch, cached, launch_for, signature
 from ..rules.mask import visible
@@ -94,6 +95,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     h_k = h // shared.work.G
     CONSUMERS: gl.constexpr = config.CONSUMERS
     TRANSPOSED: gl.constexpr = is_fp8(shared.v.desc.dtype)
+    first_v = tile.first_k
+    if TRANSPOSED:
+        first_v = first_packed(tile.row.b, first_v, shared.work.mask)
     load_slot(shared.q, i, b, h, first, 0)
     for j in range(tile.blocks):
         key = block_number(j, tile, shared.work.mask) * config.BLOCK
@@ -102,8 +106,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
             for consumer in gl.static_range(1, CONSUMERS):
                 load_slot(shared.q, i, b, h, first, consumer)
         end = tile.row.end - key
-        first_k = tile.first_k + key
-        scrubs = load_until(shared.v, shared.landed, n, b, h_k, first_k, end, scrubs, TRANSPOSED)
+        scrubs = load_until(
+            shared.v, shared.landed, n, b, h_k, first_v + key, end, scrubs, TRANSPOSED
+        )
         n += 1
     return n, scrubs
 
@@ -272,8 +277,8 @@ def hopper_forward_kernel(
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
     o_desc, o_strides: see `Output`.
-    scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None. v_desc then is of
-    v as `kernels.fp8_values` packs it.
+    scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None; b counts packed
+    sequences, too. v_desc then is of v as `kernels.fp8_values` packs it.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dimensions of shared memory are powers of two.
@@ -369,7 +374,7 @@ def launch_hopper_forward_fp8(
     """`launch_hopper_forward` of e4m3 numbers, o in `dtype`: bfloat16 or float16.
 
     values: v as `kernels.fp8_values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
-    [B, H_k], fp32 and contiguous.
+    [B, H_k], fp32 and contiguous; of packed sequences [N, H_q] and [N, H_k].
     """
     q, k, values = walkable(q), walkable(k), walkable(values)
     _, H_q, T_q, D = q.shape

@@ -22,9 +22,9 @@ def weight_shift(dtype):
 def head_scales(scales, scale, tile, work):
     """The scale of a head's scores, that of its q and k counted, and the scale of its v."""
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scales
-    H, G = work.H, work.G
-    of_keys = tile.b * (H // G) + tile.h // G
-    scale *= gl.load(q_scale_ptr + tile.b * H + tile.h) * gl.load(k_scale_ptr + of_keys)
+    H, G, b = work.H, work.G, tile.row.b
+    of_keys = b * (H // G) + tile.h // G
+    scale *= gl.load(q_scale_ptr + b * H + tile.h) * gl.load(k_scale_ptr + of_keys)
     # Two heads of zeros come to less than fp32 has, and 0 times -inf is NaN, as NaN should be.
     scale = gl.where(scale < _SMALLEST, _SMALLEST, scale)
     return scale, gl.load(v_scale_ptr + of_keys)

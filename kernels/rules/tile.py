@@ -341,15 +341,15 @@ def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_slot(b, first_q, mask, ROWS: tl.constexpr):
-    """First row of batch row b in vectors of a head that have whole tiles of ROWS rows.
+def first_slot(b, first, mask, ROWS: tl.constexpr):
+    """First row of batch row b where every head has whole tiles of ROWS rows.
 
-    first_q: where packed sequence b begins in memory. No two sequences share a tile.
+    first: where packed sequence b begins in memory. No two sequences share a tile.
     """
-    first = 0
+    slot = 0
     if mask.cu_q_ptr is not None:
-        first = (first_q // ROWS + b) * ROWS
-    return first
+        slot = (first // ROWS + b) * ROWS
+    return slot
 
 
 @triton.jit

@@ -9,8 +9,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn import dispatch, quantize_fp8, reference
-from fastattn.functional import fp8
-from fastattn.functional.fp8 import E4M3, PackedValues
+from fastattn.functional.fp8 import PackedValues
+from fastattn.functional.fp8 import attend as attend8
+from fastattn.functional.fp8 import codes as codes_of_heads
+from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.fp8_values import launch_pack_values
 from fastattn.ops import attend, call
 from fastattn.ops import fp8 as fp8_ops
@@ -86,15 +88,15 @@ def test_the_kernel_gives_the_bits_of_torch(
         x[1, 2, 0, 3] = math.inf
         x[0, 1, 0, 9] = math.nan
     lengths = torch.tensor([T, T // 3]) if short else None
-    codes, scale = fp8._quantized(x, lengths)
+    codes, scale = codes_of_heads.quantize_by_torch(x, lengths)
     on_device = (x.to(device), None if lengths is None else lengths.to(device))
-    found, found_scale = fp8_ops.quantize(*on_device, False)
+    found, found_scale = fp8_ops.quantize(*on_device, None, False)
     fine = ~scale.isnan()
     torch.testing.assert_close(found_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found.cpu()[fine].float(), codes[fine].float())
     assert found.stride() == codes.stride() == x.stride()
     if D in (64, 128):
-        packed, _ = fp8_ops.quantize(*on_device, True)
+        packed, _ = fp8_ops.quantize(*on_device, None, True)
         expected = fastattn.pack_values(codes).codes
         assert torch.equal(packed.cpu()[fine].float(), expected[fine].float())
 
@@ -103,7 +105,7 @@ def test_a_head_of_more_tiles_than_are_compared_at_once(device: str):
     """Tiles of 16 rows; the largest number stands in the last of 129."""
     x = torch.randn(1, 1, 16 * 129, 512, dtype=torch.bfloat16)
     x[..., -3, 7] = 50.0
-    _, scale = fp8_ops.quantize(x.to(device), None, False)
+    _, scale = fp8_ops.quantize(x.to(device), None, None, False)
     assert torch.equal(scale.cpu(), torch.tensor([[50.0]]) / 448)
 
 
@@ -120,8 +122,8 @@ def test_codes_can_be_packed_at_once():
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_fake_codes_are_like_real_ones(packed: bool, layout: str, device: str):
     x, _, _ = make_qkv(2, 4, 2, 20, D=64, layout=layout, requires_grad=False, device=device)
-    real = fp8_ops.quantize_heads.op(x, None, packed)
-    fake = fp8_ops.quantize_heads.op(x.to("meta"), None, packed)
+    real = fp8_ops.quantize_heads.op(x, None, None, packed)
+    fake = fp8_ops.quantize_heads.op(x.to("meta"), None, None, packed)
     for ours, theirs in zip(fake, real, strict=True):
         described = (ours.shape, ours.stride(), ours.dtype)
         assert described == (theirs.shape, theirs.stride(), theirs.dtype)
@@ -156,7 +158,7 @@ def test_packed_values(T: int, D: int, device: str):
     expected = padded[:, :, keys].mT
     assert packed.length == T and packed.codes.dtype == E4M3
     assert torch.equal(packed.codes.float(), expected)
-    assert torch.equal(fp8._unpacked(packed).float(), v.float())
+    assert torch.equal(codes_of_heads.unpacked(packed).float(), v.float())
     assert torch.equal(fp8_ops.pack(v.to(device)).float().cpu(), expected)
     assert launch_pack_values(v[:, :, :0].to(device)).shape == (2, 3, D, 0)
 
@@ -247,9 +249,9 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "_warned", set())
     choice = fastattn.Explanation("triton", {"hopper": "there is no such unit"})
     with pytest.warns(UserWarning, match="does not multiply in fp8: there is no such unit"):
-        fp8._say_once(choice, torch.device("cuda"))
-    fp8._say_once(choice, torch.device("cuda"))
-    fp8._say_once(choice._replace(reasons={"hopper": "new"}), torch.device("cpu"))
+        attend8._say_once(choice, torch.device("cuda"))
+    attend8._say_once(choice, torch.device("cuda"))
+    attend8._say_once(choice._replace(reasons={"hopper": "new"}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -266,9 +268,9 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
             r"v must have shape \[1, 2, 3, D_v\]",
         ),
         (
-            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 30)},
+            {"v": PackedValues(torch.zeros(1, 2, 64, 32).to(E4M3), 3)},
             ValueError,
-            "v must be packed by pack_values, got codes of 16 keys for 30",
+            "v must be packed by pack_values, got codes of 32 keys for 3",
         ),
         ({"k_scale": torch.ones(1, 3)}, ValueError, r"k_scale must have shape \[1, 2\], got"),
         ({"v_scale": torch.ones(1, 2).double()}, TypeError, "v_scale must be a float32 tensor"),

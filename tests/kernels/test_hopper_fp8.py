@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 import fastattn
 from fastattn import quantize_fp8, reference
-from fastattn.functional.fp8 import E4M3
+from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
 from fastattn.ops import attend as ops
 from fastattn.ops import fp8, schema
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv
-from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
+from fastattn.testing.fp8 import (
+    assert_packed_within_fp8_bounds,
+    assert_within_fp8_bounds,
+    dequantized,
+)
 from fastattn.testing.gluon_emulator import Emulated, IllegalError, launch
 from fastattn.testing.hopper import forget
 
@@ -169,6 +174,57 @@ def test_weights_that_e4m3_holds_cost_nothing(sizes: Any, arguments: dict[str, A
     assert_within_budget("lse", lse, exact_lse, exact_lse.float())
 
 
+def drawn_packed(
+    q_lengths: list[int], k_lengths: list[int], D: int
+) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    """Codes and scales of 2 heads of queries and 1 of keys, and offsets."""
+    offsets = []
+    for lengths in (q_lengths, k_lengths):
+        offsets.append(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    codes, scales = [], []
+    for lengths, cu_seqlens, H in ((q_lengths, offsets[0], 2), *((k_lengths, offsets[1], 1),) * 2):
+        # Every sequence has a size of its own, so that another's scale shows.
+        size = torch.cat([torch.full((length,), 3.0**n) for n, length in enumerate(lengths)])
+        x = torch.randn(sum(lengths), H, D) * size[:, None, None]
+        if H == 2:
+            x = x / size[:, None, None] ** 2
+        code, scale = quantize_fp8(x, cu_seqlens=cu_seqlens)
+        codes.append(code)
+        scales.append(scale)
+    return tuple(codes), tuple(scales), (offsets[0], offsets[1])
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths", "D", "options"),
+    [
+        pytest.param([150, 0, 3, 130], [150, 0, 3, 130], 64, {"causal": True}, id="causal"),
+        pytest.param([1, 20, 5], [300, 0, 17], 64, {}, id="full-one-without-keys"),
+        pytest.param([70, 90], [113, 200], 128, {"window": (40, 3), "keep_first": 2}, id="window"),
+        pytest.param([66, 40], [131, 45], 256, {"causal": True, "softcap": 3.0}, id="d256-softcap"),
+        pytest.param(
+            [40, 60], [129, 200], 64, {"key_lengths": torch.tensor([70, 191])}, id="lengths"
+        ),
+    ],
+)
+def test_packed_sequences_are_within_the_bound(
+    q_lengths: list[int], k_lengths: list[int], D: int, options: dict[str, Any]
+) -> None:
+    """Their values begin anywhere, and what stands between them in packed values is NaN."""
+    codes, scales, offsets = drawn_packed(q_lengths, k_lengths, D)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    call = partial(fastattn.attention_varlen_fp8, **named, **options, backend="hopper")
+    o, lse = call(*codes, *offsets, return_lse=True)
+    assert_packed_within_fp8_bounds(o, lse, codes, scales, offsets, **options)
+    packed = fastattn.pack_values(codes[2], offsets[1])
+    spoilt = torch.full(packed.codes.shape, math.nan).to(E4M3).view(torch.uint8)
+    places = fp8.places_of_packed(offsets[1], packed.length)
+    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]).argsort()
+    places = places // 16 * 16 + order[places % 16]
+    spoilt[..., places] = packed.codes.view(torch.uint8)[..., places]
+    again = call(*codes[:2], packed._replace(codes=spoilt.view(E4M3)), *offsets)
+    assert torch.equal(again, o)
+
+
 def test_scales_that_vanish_together() -> None:
     """Two heads of zeros: their scales' product is below what fp32 has. A NaN stays one."""
     codes, scales = drawn(1, 2, 2, 70, 70, 64)
@@ -191,7 +247,7 @@ def test_nothing_to_attend_with() -> None:
 def test_traced_calls_go_through_the_op(layout: str) -> None:
     """It gives the same bits, and its fake the same shapes, strides and dtypes."""
     codes, scales = drawn(1, 2, 1, 70, 90, 64, layout=layout)
-    values = fp8.pack_values.op(codes[2])
+    values = fp8.pack_values.op(codes[2], None)
     tensors = (*codes[:2], values, *scales)
     options = schema.flat(Options(right=20, scale=0.2))
     results = fp8.hopper_forward_fp8.op(*tensors, torch.bfloat16, *options)
@@ -199,7 +255,7 @@ def test_traced_calls_go_through_the_op(layout: str) -> None:
         assert torch.equal(x, y)
     fakes = (
         *fp8.hopper_forward_fp8.op(*(x.to("meta") for x in tensors), torch.bfloat16, *options),
-        fp8.pack_values.op(codes[2].to("meta")),
+        fp8.pack_values.op(codes[2].to("meta"), None),
     )
     for fake, real in zip(fakes, (*results, values), strict=True):
         described = (fake.shape, fake.stride(), fake.dtype)

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.functional import fp8
-from fastattn.functional.fp8 import E4M3
+from fastattn.functional.fp8.codes import E4M3, unpacked
 from fastattn.ops import attend
 from fastattn.testing import assert_within_budget, make_qkv
-from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
+from fastattn.testing.fp8 import (
+    assert_packed_within_fp8_bounds,
+    assert_within_fp8_bounds,
+    dequantized,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -88,4 +91,28 @@ def test_hopper_packs_values(T: int, device: str) -> None:
     packed = fastattn.pack_values(codes[2])
     on_cpu = fastattn.pack_values(codes[2].cpu())
     assert torch.equal(packed.codes.view(torch.uint8).cpu(), on_cpu.codes.view(torch.uint8))
-    assert torch.equal(fp8._unpacked(packed).float(), codes[2].float())
+    assert torch.equal(unpacked(packed).float(), codes[2].float())
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_hopper_in_8_bits_keeps_sequences_apart(packed: bool, D: int, device: str) -> None:
+    """Each has a size and so a scale of its own, and keys that begin between sixteens."""
+    lengths = [1, 700, 0, 129, 1301]
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    codes, scales = {}, {}
+    for name, H, grow in (("q", 4, 1 / 3), ("k", 2, 3.0), ("v", 2, 5.0)):
+        x = torch.randn(sum(lengths), H, D, device=device)
+        sizes = [torch.full((n,), grow**i, device=device) for i, n in enumerate(lengths)]
+        codes[name], scales[f"{name}_scale"] = fastattn.quantize_fp8(
+            x * torch.cat(sizes)[:, None, None], cu_seqlens=offsets
+        )
+    q, k, v = codes.values()
+    values = fastattn.pack_values(v, offsets) if packed else v
+    options: dict[str, Any] = {"causal": True, "window": (500, 0)}
+    o, lse = fastattn.attention_varlen_fp8(
+        q, k, values, offsets, **scales, **options, return_lse=True, backend="hopper"
+    )
+    assert_packed_within_fp8_bounds(
+        o, lse, (q, k, v), tuple(scales.values()), (offsets, offsets), tensor_cores=True, **options
+    )

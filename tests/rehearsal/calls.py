@@ -96,6 +96,17 @@ def fp8(B: int, T: int, **options: Any) -> None:
     fastattn.attention_fp8(*codes, **by_name, causal=True, **options)
 
 
+def packed_fp8(B: int, T: int, **options: Any) -> None:
+    offsets = torch.arange(0, B * T + 1, T, device="cuda", dtype=torch.int32)
+    codes, scales = zip(
+        *(
+            fastattn.quantize_fp8(random(B * T, H, 64), cu_seqlens=offsets) for H in (4, 2, 2)
+        ), strict=True
+    )  # fmt: skip
+    by_name = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    fastattn.attention_varlen_fp8(*codes, offsets, **by_name, causal=True, **options)
+
+
 def merged(B: int, T: int) -> None:
     q, k, v = (random(B, H, T, 64) for H in (4, 2, 2))
     part = attention(q, k, v, causal=True, return_lse=True, backend="triton")

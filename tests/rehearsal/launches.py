@@ -15,6 +15,7 @@ from calls import (
     merged,
     ones,
     packed,
+    packed_fp8,
     paged,
     random,
     rotated,
@@ -72,6 +73,7 @@ def hopper_calls() -> None:
             lambda B, T: train(B, T, causal=True, backend="hopper", deterministic=False),
         )
     shapes("Hopper fp8", lambda B, T: fp8(B, T, backend="hopper"))
+    shapes("Hopper packed fp8", lambda B, T: packed_fp8(B, T, backend="hopper"))
 
 
 def cache_calls() -> None:

@@ -16,6 +16,7 @@ from calls import (
     merged,
     ones,
     packed,
+    packed_fp8,
     paged,
     random,
     rotated,
@@ -256,6 +257,8 @@ def other_calls() -> Calls:
         "attention_weights": lambda: fastattn.attention_weights(q, k, causal=True),
         "attention_fp8": lambda: fp8(B, T),
         "attention_fp8 hopper": lambda: fp8(B, T, backend="hopper"),
+        "attention_varlen_fp8": lambda: packed_fp8(B, T),
+        "attention_varlen_fp8 hopper": lambda: packed_fp8(B, T, backend="hopper"),
         "quantize_fp8": lambda: fastattn.quantize_fp8(k, ones(B)),
         "pack_values": lambda: fastattn.pack_values(fastattn.quantize_fp8(k)[0]),
     }

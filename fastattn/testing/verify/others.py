@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...functional.fp8 import attention_fp8, pack_values, quantize_fp8
+from ...functional.fp8 import attention_fp8, attention_varlen_fp8, pack_values, quantize_fp8
 from ...ops import fp8 as fp8_ops
+from ...ops.gradients import as_packed
 from ..budget import assert_all_within_budget
-from ..fp8 import assert_within_fp8_bounds, dequantized
+from ..fp8 import assert_packed_within_fp8_bounds, assert_within_fp8_bounds, dequantized
 from ..inputs import draw, draws, to_device
 from ..orders import worst_naive
 from .case import Case, Setting, same_bits
@@ -53,6 +54,7 @@ def fp8() -> Iterator[Case]:
     yield Case("packed values", _packed_values, interpreted=True)
     for name, options in {**_MASKS, "softcap, sinks": _SCORES["softcap, sinks"]}.items():
         yield Case(name, partial(_fp8, options=options), interpreted=name == "causal")
+    yield Case("packed", _fp8_packed, interpreted=True)
     yield Case("20 repeats", _fp8_repeats)
 
 
@@ -82,7 +84,7 @@ def _codes(setting: Setting) -> float:
     x = x * torch.tensor([1.0, 1e3], device=setting.device, dtype=x.dtype)[:, None, None]
     lengths = torch.tensor([x.shape[2], x.shape[2] // 3])
     codes, scale = quantize_fp8(x.cpu(), lengths)
-    found, found_scale = fp8_ops.quantize(x, lengths.to(setting.device), False)
+    found, found_scale = fp8_ops.quantize(x, lengths.to(setting.device), None, False)
     assert torch.equal(found_scale.cpu(), scale), "scales differ from torch's"
     assert torch.equal(found.cpu().float(), codes.float()), "codes differ from torch's"
     return 0.0
@@ -115,6 +117,45 @@ def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
     rounded = [x.to(setting.dtype) for x in numbers]
     naive = worst_naive(exact, lambda: reference.attention(*rounded, return_lse=True, **options))
     return assert_all_within_budget(("o", "lse"), (o, lse), exact, naive)
+
+
+def _fp8_packed(setting: Setting) -> float:
+    """Of two sequences, codes and scales as torch makes them, and attention in each."""
+    q, k, v = (as_packed(x[:1]) for x in _numbers(setting))
+    of_q, of_k = (
+        torch.tensor([0, len(x) // 3, len(x)], device=x.device, dtype=torch.int32) for x in (q, k)
+    )
+    (q, q_scale), (k, k_scale), (v, v_scale) = (
+        _packed_codes(x, cu_seqlens) for x, cu_seqlens in ((q, of_q), (k, of_k), (v, of_k))
+    )
+    o, lse = attention_varlen_fp8(
+        q, k, v, of_q, of_k, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, causal=True,
+        return_lse=True, out_dtype=setting.dtype, backend=setting.subject.backend,
+    )  # fmt: skip
+    if setting.subject.backend == "hopper":
+        scales = (q_scale, k_scale, v_scale)
+        return assert_packed_within_fp8_bounds(
+            o, lse, (q, k, v), scales, (of_q, of_k), tensor_cores=True, causal=True
+        )
+    q, k, v = (
+        dequantized(q, q_scale, of_q), dequantized(k, k_scale, of_k), dequantized(v, v_scale, of_k)
+    )  # fmt: skip
+
+    def exact(*numbers: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = numbers
+        return reference.attention_varlen(q, k, v, of_q, of_k, return_lse=True, causal=True)
+
+    naive = worst_naive(exact(q, k, v), lambda: exact(*(x.to(setting.dtype) for x in (q, k, v))))
+    return assert_all_within_budget(("o", "lse"), (o, lse), exact(q, k, v), naive)
+
+
+def _packed_codes(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of packed sequences, to the bit those that torch makes."""
+    codes, scale = quantize_fp8(x, cu_seqlens=cu_seqlens)
+    expected, expected_scale = quantize_fp8(x.cpu(), cu_seqlens=cu_seqlens.cpu())
+    assert torch.equal(scale.cpu(), expected_scale), "scales differ from torch's"
+    assert torch.equal(codes.cpu().float(), expected.float()), "codes differ from torch's"
+    return codes, scale
 
 
 def _fp8_repeats(setting: Setting) -> float:

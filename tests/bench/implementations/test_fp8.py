@@ -58,7 +58,7 @@ def test_passes_its_check(found, case, emulated):
 def test_what_is_packed_is_not_packed_in_the_timer(emulated, monkeypatch):
     packed = []
     pack = fp8.pack
-    monkeypatch.setattr(fp8, "pack", lambda v: packed.append(1) or pack(v))
+    monkeypatch.setattr(fp8, "pack", lambda *given: packed.append(1) or pack(*given))
     inputs = make_inputs(CASE)
     for found, passes in zip(EIGHT_BITS, (1, 0), strict=True):
         work, _ = prepare(found, CASE, inputs, expect(CASE, inputs))

@@ -1,0 +1,8 @@
+"""Attention in 8 bits: codes and scales, and the calls that take them."""
+
+from .attend import attention_fp8 as attention_fp8
+from .attend import attention_varlen_fp8 as attention_varlen_fp8
+from .attend import explain_fp8 as explain_fp8
+from .codes import PackedValues as PackedValues
+from .codes import pack_values as pack_values
+from .codes import quantize_fp8 as quantize_fp8

@@ -1,0 +1,345 @@
+"""Attention in 8 bits: e4m3 queries, keys and values with a scale a head. Forward only.
+
+    o_i = sum_j w_ij v_scale v_j,    w_i = softmax_j(scale * q_scale * k_scale * q_i . k_j)
+
+An extra beside exact attention, with half the bytes and on Hopper twice the rate of the tensor
+cores. What it costs in accuracy, beside that of the e4m3 inputs themselves: where the products run
+in 8 bits the weights are rounded to e4m3 as well. They are scaled so that the largest of a row
+stands at 2^8 at most, by the maximum of the keys met so far, and with u = 2^-4, e4m3's half unit
+in the last place, and 2^-10, half the step of its subnormal numbers,
+
+    |o_i - exact| <= sum_j (u w_ij + 2^-18 max_j w_ij) |v_scale v_j|   over the visible keys,
+
+a sink's weight counted in the maximum, plus what 16-bit attention errs by, too. lse is not
+affected: sums take weights before rounding. Hopper's tensor cores add up products in 8 bits with
+about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2):
+a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The kernel leaves it at
+that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ... import checks, dispatch
+from ...dispatch import Explanation
+from ...ops import fp8
+from ...ops.gradients import as_batch, as_packed
+from ...options import Options
+from .. import attend, call_options
+from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...options import Fp8Arguments, PackedFp8Arguments
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Call(NamedTuple):
+    """A checked call.
+
+    v: a view with the shape of v, where `values`, which were given, are packed. rows: batch rows,
+    or packed sequences.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    values: Tensor | PackedValues
+    rows: int
+    given: dict[str, Tensor | None]
+    options: Options
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is one of packed sequences."""
+        return self.options.cu_seqlens_q is not None
+
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The scales of q, k and v, 1 where none was given."""
+        q, k, v = (
+            x.new_ones(self.rows, x.shape[1], dtype=torch.float32) if scale is None else scale
+            for x, scale in zip((self.q, self.k, self.v), self.given.values(), strict=True)
+        )
+        return q, k, v
+
+    def stand_ins(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors of the shapes of q, k and v in another dtype, that hold one number."""
+        number = torch.zeros(1, dtype=dtype, device=self.q.device)
+        return (
+            number.expand(self.q.shape), number.expand(self.k.shape), number.expand(self.v.shape)
+        )  # fmt: skip
+
+    def numbers(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, read back."""
+        of_queries, of_keys = self.options.cu_seqlens_q, self.options.cu_seqlens_k
+        v = self.values
+        v = unpacked(v, of_keys) if isinstance(v, PackedValues) else v
+        return (
+            dequantized(self.q, self.given["q_scale"], of_queries, dtype),
+            dequantized(self.k, self.given["k_scale"], of_keys, dtype),
+            dequantized(v, self.given["v_scale"], of_keys, dtype),
+        )
+
+
+@overload
+def attention_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: Literal[True], backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@call_options.FP8.sign
+def attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | PackedValues,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of e4m3 queries, keys and values, each head with a scale. Has no gradients.
+
+    The Hopper kernel multiplies in 8 bits, for which it rounds the weights to e4m3 (the head of
+    this module states the bound), and reads v with its keys contiguous: unless v comes packed
+    (`pack_values`), a pass over v puts it so. Every other backend dequantises to out_dtype and
+    calls `fastattn.attention`: as good as that on the same numbers, and no faster.
+
+    Args:
+        q: [B, H_q, T_q, D] float8_e4m3fn, any strides.
+        k: [B, H_k, T_k, D] float8_e4m3fn.
+        v: [B, H_k, T_k, D_v] float8_e4m3fn, or `PackedValues`.
+        q_scale: fp32 [B, H_q], positive; default 1. `quantize_fp8` makes codes and scales.
+        k_scale, v_scale: fp32 [B, H_k], likewise.
+        out_dtype: bfloat16, float16 or float32.
+        return_lse: also return the log of the softmax denominators.
+        backend: "hopper" (has to be asked for), "triton", "torch" or "auto" (default;
+            FASTATTN_BACKEND replaces it); `explain_fp8` tells which one serves.
+        options: causal, window, prefix_lengths, keep_first, key_lengths, query_offset, scale,
+            softcap and sinks mean what they mean to `fastattn.attention`.
+
+    Returns:
+        o [B, H_q, T_q, D_v] in out_dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
+        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink). A
+        NaN behind key_lengths reaches neither.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
+            backend that cannot serve the call.
+        RuntimeError: an input requires grad while grad mode is on.
+    """
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    call = _checked(q, k, v, scales, out_dtype, options)
+    return _compute(call, out_dtype, return_lse, backend, options)
+
+
+@overload
+def attention_varlen_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+    **options: "Unpack[PackedFp8Arguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+    **options: "Unpack[PackedFp8Arguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@call_options.PACKED_FP8.sign
+def attention_varlen_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | PackedValues,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_fp8` within each of N sequences that lie behind one another, without padding.
+
+    It is to `attention_fp8` what `attention_varlen` is to `attention`.
+
+    Args:
+        q: [total_q, H_q, D] float8_e4m3fn, any strides.
+        k: [total_k, H_k, D] float8_e4m3fn.
+        v: [total_k, H_k, D_v] float8_e4m3fn, or `PackedValues` of the same cu_seqlens_k.
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
+        cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
+        q_scale: fp32 [N, H_q], positive; default 1. `quantize_fp8` makes codes and scales.
+        k_scale, v_scale: fp32 [N, H_k], likewise.
+        out_dtype, return_lse, backend: as for `attention_fp8`.
+        options: those of `attention_fp8` except query_offset; key_lengths and prefix_lengths [N].
+
+    Returns:
+        o [total_q, H_q, D_v] in out_dtype; with return_lse also lse, fp32 [H_q, total_q].
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `attention_fp8`. The values of the offsets are
+            checked where they lie on the CPU.
+    """
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    call = _checked(q, k, v, scales, out_dtype, options, offsets)
+    return _compute(call, out_dtype, return_lse, backend, options)
+
+
+@call_options.FP8.sign
+def explain_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | PackedValues,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: "Unpack[Fp8Arguments]",
+) -> Explanation:
+    """Which backend `attention_fp8` would use for these arguments, and why not a faster one.
+
+    Checks the arguments as `attention_fp8` does, and computes nothing.
+    """
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    call = _checked(q, k, v, scales, out_dtype, dict(options))
+    return _choose(call, out_dtype, backend)
+
+
+def _compute(
+    call: _Call, out_dtype: torch.dtype, return_lse: bool, backend: str | None,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """o, or (o, lse). options: as they came, unchecked."""
+    return_lse = checks.check_flag("return_lse", return_lse)
+    choice = _choose(call, out_dtype, backend)
+    if choice.backend == "hopper":
+        o, lse = _by_hopper(call, out_dtype)
+        return (o, lse) if return_lse else o
+    if not choice.forced:
+        _say_once(choice, call.q.device)
+    q, k, v = call.numbers(out_dtype)
+    how: dict[str, Any] = {"return_lse": True, "backend": choice.backend, **options}
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        offsets = call.options.cu_seqlens_q
+        if offsets is None:
+            o, lse = attend.attention(q, k, v, **how)
+        else:
+            of_keys = call.options.cu_seqlens_k
+            o, lse = attend.attention_varlen(q, k, v, offsets, of_keys, **how)
+    return (o, lse) if return_lse else o
+
+
+def _by_hopper(call: _Call, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    q, k, v = call.q, call.k, call.values
+    if call.packed:
+        q, k = as_batch(q), as_batch(k)
+    if isinstance(v, PackedValues):
+        values = v.codes
+    else:
+        values = fp8.pack(as_batch(v) if call.packed else v, call.options.cu_seqlens_k)
+    o, lse = fp8.attend(q, k, values, call.scales(), out_dtype, call.options)
+    return (as_packed(o), lse[0]) if call.packed else (o, lse)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, scales: dict[str, Tensor | None],
+    out_dtype: torch.dtype, options: dict[str, Any],
+    offsets: tuple[Tensor, Tensor | None] | None = None,
+) -> _Call:  # fmt: skip
+    """offsets: of packed queries and keys, or None."""
+    callee = call_options.FP8 if offsets is None else call_options.PACKED_FP8
+    callee.refuse_others(options)
+    if out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    in_sequences = offsets is not None
+    check_codes("q", q, in_sequences)
+    for name, x in (("k", k), ("v", v)):
+        codes = x.codes if isinstance(x, PackedValues) else x
+        check_codes(name, codes, in_sequences and codes is x)
+        checks.check_device(name, codes, q)
+    rows = (q, k, viewed(v, in_sequences) if isinstance(v, PackedValues) else v)
+    if offsets is None:
+        checked, count = call_options.fp8_options(*rows, **options), q.shape[0]
+    else:
+        checked = call_options.packed_fp8_options(*rows, *offsets, **options)
+        count = offsets[0].shape[0] - 1
+    if isinstance(v, PackedValues):
+        _check_packed(v, checked.cu_seqlens_k)
+    for (name, scale), x in zip(scales.items(), rows, strict=True):
+        if scale is not None:
+            _check_scale(name, scale, (count, x.shape[1]), q)
+    _refuse_gradients((*rows, *scales.values(), *checked.differentiable))
+    return _Call(*rows, v, count, scales, checked)
+
+
+def _check_packed(v: PackedValues, cu_seqlens: Tensor | None) -> None:
+    of = "" if cu_seqlens is None else " with cu_seqlens_k"
+    B, _, _, found = v.codes.shape
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"v must be packed by pack_values{of}, got codes of {B} batch rows")
+    if found != fp8.packed_length(v.length, cu_seqlens):
+        raise ValueError(
+            f"v must be packed by pack_values{of}, got codes of {found} keys for {v.length}"
+        )
+
+
+def _check_scale(name: str, scale: object, shape: tuple[int, int], q: Tensor) -> None:
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
+    checks.check_placement(name, scale, shape, q)
+
+
+def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise RuntimeError(
+            "attention in 8 bits has no gradients, but an input requires grad: call it under "
+            "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"
+        )
+
+
+def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
+    """The backend of a checked call, the Hopper kernel first."""
+    forced = dispatch.asked_for(backend)
+    reason = fp8.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
+    if forced == "hopper":
+        if reason is None:
+            return Explanation("hopper", {}, forced=True)
+        raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
+    if forced != "auto":
+        reason = f'backend "{forced}" was asked for'
+    elif reason is None:
+        reason = 'not yet verified on a GPU; backend="hopper" takes it'
+    rest = dispatch.choose(*call.stand_ins(out_dtype), call.options, forced)
+    name = str(out_dtype).removeprefix("torch.")
+    first = {"hopper": f"{reason}; all others dequantise to {name} first"}
+    return rest._replace(reasons=first | rest.reasons)
+
+
+def _say_once(choice: Explanation, device: torch.device) -> None:
+    """Say once for each reason that a GPU serves 8 bits no faster than 16 although nobody asked."""
+    message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
+    dispatch.warn_once(message, device, 4)

@@ -1,0 +1,214 @@
+"""e4m3 codes of heads with a scale each, and values in the memory order of the Hopper kernel."""
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ... import checks
+from ...ops import fp8
+from ...ops.gradients import as_batch, as_packed
+from ...quantization import codes_of, scale_of, sizes_of
+
+E4M3 = torch.float8_e4m3fn
+_PACKED_HEAD_DIMS = (64, 128, 256)
+
+
+class PackedValues(NamedTuple):
+    """Values in the memory order of the Hopper kernel; made by `pack_values`.
+
+    Attributes:
+        codes: [B, H_k, D, T] e4m3, T_k rounded up to whole sixteens, whose keys stand in the order
+            0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 within every 16. Packed sequences are a batch
+            of one, and sequence n begins with the 16 of number cu_seqlens[n] // 16 + n.
+        length: T_k, or of packed sequences total_k.
+    """
+
+    codes: Tensor
+    length: int
+
+
+@overload
+def quantize_fp8(
+    x: Tensor, lengths: Tensor | None = ..., *, cu_seqlens: Tensor | None = ...,
+    packed: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def quantize_fp8(
+    x: Tensor, lengths: Tensor | None = ..., *, cu_seqlens: Tensor | None = ...,
+    packed: Literal[True],
+) -> tuple[PackedValues, Tensor]: ...  # fmt: skip
+def quantize_fp8(
+    x: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    packed: bool = False,
+) -> tuple[Tensor | PackedValues, Tensor]:
+    """e4m3 codes of x with one scale for each head, so that x is about scale * codes.
+
+    On a GPU a kernel reads x twice and writes codes once, to the bit what torch's arithmetic gives
+    elsewhere. It takes head dims that are multiples of 16; float64 and others go through torch.
+
+    Args:
+        x: [B, H, T, D], any float dtype, any strides; with cu_seqlens [total, H, D].
+        lengths: int32 or int64 [B]: only the first lengths[b] rows of batch row b count. The codes
+            of the others are 0, whatever they hold.
+        cu_seqlens: int32 or int64 [N + 1] on x's device, from 0, never falling, to total: N
+            sequences lie behind one another, and are what batch rows are elsewhere.
+        packed: give codes as `pack_values` does, without a pass of its own; D 64, 128 or 256.
+
+    Returns:
+        codes, float8_e4m3fn in x's shape and memory order, or `PackedValues`, and scale fp32 [B, H]
+        or [N, H]: the largest magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale /
+        1024). A head that holds inf or NaN gets the scale NaN, all heads of no rows 1.
+
+    Raises:
+        TypeError, ValueError: x is no float tensor of four dimensions, or of three with cu_seqlens,
+            or lengths or cu_seqlens do not fit it.
+    """
+    checks.check_floats("x", x)
+    packed = checks.check_flag("packed", packed)
+    rows = _check_rows("x", x, cu_seqlens)
+    if lengths is not None:
+        checks.check_integers("lengths", lengths)
+        checks.check_placement("lengths", lengths, (rows,), x)
+    if packed:
+        _check_packed_head_dim("x", x)
+    x = x.detach()
+    if fp8.has_kernel(x):
+        batch = _batch(x, cu_seqlens)
+        codes, scale = fp8.quantize(batch, lengths, cu_seqlens, packed)
+        if packed:
+            return PackedValues(codes, batch.shape[2]), scale
+        return codes if cu_seqlens is None else as_packed(codes), scale
+    codes, scale = quantize_by_torch(x, lengths, cu_seqlens)
+    return (pack_values(codes, cu_seqlens) if packed else codes), scale
+
+
+def quantize_by_torch(
+    x: Tensor, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8` for tensors that no kernel reads."""
+    N, H = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[1]
+    if x.numel() == 0:
+        return x.to(E4M3), x.new_ones(N, H, dtype=torch.float32)
+    if cu_seqlens is not None:
+        return _quantize_sequences(x, lengths, cu_seqlens)
+    if lengths is not None:
+        exists = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+        x = torch.where(exists[:, None, :, None], x, 0)
+    scale = scale_of(sizes_of(x.flatten(2)), "fp8")
+    return _in_order(x, codes_of(x, scale[..., None, None], "fp8")), scale
+
+
+def _quantize_sequences(
+    x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Codes [total, H, D] and scales [N, H]."""
+    ids = fp8.sequence_of_rows(cu_seqlens, x.shape[0])
+    if lengths is not None:
+        place = torch.arange(x.shape[0], device=x.device) - cu_seqlens[ids]
+        x = torch.where((place < lengths[ids])[:, None, None], x, 0)
+    sizes = sizes_of(x)
+    largest = sizes.new_zeros(cu_seqlens.shape[0] - 1, x.shape[1])
+    largest = largest.scatter_reduce(0, ids[:, None].expand_as(sizes), sizes, "amax")
+    scale = scale_of(largest, "fp8")
+    return _in_order(x, codes_of(x, scale[ids][..., None], "fp8")), scale
+
+
+def _in_order(x: Tensor, codes: Tensor) -> Tensor:
+    """codes in the memory order of x, as the kernel leaves them."""
+    return torch.empty_like(x, dtype=E4M3).copy_(codes)
+
+
+def pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> PackedValues:
+    """v as the Hopper kernel reads it, for calls that share it.
+
+    A pass over v that `attention_fp8` and `attention_varlen_fp8` else make in every call that
+    Hopper serves.
+
+    Args:
+        v: [B, H_k, T_k, D] float8_e4m3fn, D 64, 128 or 256, any strides; with cu_seqlens
+            [total_k, H_k, D].
+        cu_seqlens: int32 or int64 [N + 1] on v's device, from 0, never falling, to total_k: those
+            of the keys in every call of `attention_varlen_fp8` that takes the values.
+
+    Raises:
+        TypeError, ValueError: v is not e4m3, or of another shape; cu_seqlens do not fit it.
+    """
+    check_codes("v", v, cu_seqlens is not None)
+    _check_rows("v", v, cu_seqlens)
+    _check_packed_head_dim("v", v)
+    rows = _batch(v, cu_seqlens)
+    # Interpreted, the kernel serves only who asks for it: torch does the same at once.
+    packed = fp8.pack_by_torch(rows, cu_seqlens) if v.is_cpu else fp8.pack(rows, cu_seqlens)
+    return PackedValues(packed, rows.shape[2])
+
+
+def viewed(values: PackedValues, sequences: bool) -> Tensor:
+    """A view of packed values that has the shape of v, if not its order.
+
+    sequences: whether v is [total_k, H_k, D].
+    """
+    rows = values.codes.mT[:, :, : values.length]
+    return as_packed(rows) if sequences else rows
+
+
+def unpacked(values: PackedValues, cu_seqlens: Tensor | None = None) -> Tensor:
+    """v [B, H_k, T_k, D], or [total_k, H_k, D], again."""
+    codes = values.codes.view(torch.uint8)
+    v = rearrange(
+        codes, "b h d (n four half two) -> b h (n half four two) d", half=2, four=4, two=2
+    )
+    if cu_seqlens is None:
+        return v[:, :, : values.length].view(E4M3)
+    return as_packed(v[:, :, fp8.places_of_packed(cu_seqlens, values.length)]).view(E4M3)
+
+
+def dequantized(
+    codes: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """scale * codes, rounded once to dtype."""
+    if scale is None:
+        return codes.to(dtype)
+    if cu_seqlens is None:
+        factors = scale[..., None, None]
+    else:
+        factors = scale[fp8.sequence_of_rows(cu_seqlens, codes.shape[0])][..., None]
+    return (codes.to(torch.float32) * factors).to(dtype)
+
+
+def _batch(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return x if cu_seqlens is None else as_batch(x)
+
+
+def _check_rows(name: str, x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of batch rows or sequences of x, whose shape and offsets are checked."""
+    _check_dims(name, x, in_sequences=cu_seqlens is not None)
+    if cu_seqlens is None:
+        return x.shape[0]
+    checks.check_offsets("cu_seqlens", cu_seqlens, x.shape[0], x)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_codes(name: str, x: object, in_sequences: bool) -> None:
+    """e4m3 [B, H, T, D], or of packed sequences [total, H, D]."""
+    if not isinstance(x, Tensor) or x.dtype != E4M3:
+        raise TypeError(f"{name} must be a float8_e4m3fn tensor, got {checks.kind(x)}")
+    _check_dims(name, checks.check_tensor(name, x), in_sequences)
+
+
+def _check_dims(name: str, x: Tensor, in_sequences: bool) -> None:
+    dims = ("total", "H", "D") if in_sequences else ("B", "H", "T", "D")
+    if x.dim() != len(dims):
+        raise ValueError(
+            f"{name} must have {len(dims)} dimensions [{', '.join(dims)}], got {list(x.shape)}"
+        )
+
+
+def _check_packed_head_dim(name: str, x: Tensor) -> None:
+    if x.shape[-1] not in _PACKED_HEAD_DIMS:
+        served = ", ".join(map(str, _PACKED_HEAD_DIMS))
+        raise ValueError(f"{name} must have a head dim of {served} to be packed, got {x.shape[-1]}")

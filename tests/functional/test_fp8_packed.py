@@ -1,0 +1,226 @@
+"""Packed sequences in 8 bits: codes and scales of each, where their values lie, and the calls."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import quantize_fp8
+from fastattn.functional.fp8 import PackedValues
+from fastattn.functional.fp8.codes import E4M3, quantize_by_torch, unpacked
+from fastattn.ops import fp8 as fp8_ops
+from fastattn.ops.gradients import as_batch, as_packed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# One is empty, one ends with a 16 and one with a tile.
+LENGTHS = [5, 0, 43, 128, 130]
+
+
+def offsets_of(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def numbers(lengths: list[int], H: int, D: int = 64) -> Tensor:
+    """[total, H, D], of which every sequence and head has a size of its own."""
+    x = torch.randn(sum(lengths), H, D)
+    sizes = [torch.full((length,), 7.0**n) for n, length in enumerate(lengths)]
+    return x * torch.cat(sizes)[:, None, None] * 2.0 ** torch.arange(H)[:, None]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sequences_are_quantised_as_batches_of_one(dtype: torch.dtype):
+    x, offsets = numbers(LENGTHS, 3), offsets_of(LENGTHS, dtype)
+    codes, scale = quantize_fp8(x, cu_seqlens=offsets)
+    assert codes.shape == x.shape and scale.shape == (len(LENGTHS), 3)
+    for n, rows in enumerate(torch.split(x, LENGTHS)):
+        own, own_scale = quantize_fp8(as_batch(rows))
+        places = slice(int(offsets[n]), int(offsets[n + 1]))
+        assert same(codes[places], as_packed(own))
+        if len(rows):
+            assert torch.equal(scale[n], own_scale[0])
+
+
+def test_rows_past_their_lengths_reach_no_scale():
+    x, offsets = numbers([6, 9], 2), offsets_of([6, 9])
+    expected, expected_scale = quantize_fp8(x, cu_seqlens=offsets)
+    spoilt = torch.cat([x[:6], torch.full((3, 2, 64), math.nan), x[6:]])
+    lengths = torch.tensor([6, 9])
+    codes, scale = quantize_fp8(spoilt, lengths, cu_seqlens=offsets_of([9, 9]))
+    assert torch.equal(scale, expected_scale)
+    assert same(torch.cat([codes[:6], codes[9:]]), expected) and not codes[6:9].float().any()
+    scale = quantize_fp8(spoilt, cu_seqlens=offsets_of([9, 9]))[1]
+    assert scale.isnan().tolist() == [[True, True], [False, False]]
+    spoilt[1] = math.inf
+    assert quantize_fp8(spoilt, cu_seqlens=offsets_of([9, 9]))[1][0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype"), [(64, torch.bfloat16), (96, torch.float32), (256, torch.float16)]
+)
+@pytest.mark.parametrize("short", [False, True], ids=["whole", "lengths"])
+def test_the_kernel_gives_the_bits_of_torch(D: int, dtype: torch.dtype, short: bool, device: str):
+    x, offsets = numbers(LENGTHS, 2, D).to(dtype), offsets_of(LENGTHS)
+    lengths = torch.tensor([9, 0, 20, 128, 0]) if short else None
+    codes, scale = quantize_by_torch(x, lengths, offsets)
+    given = (None if lengths is None else lengths.to(device), offsets.to(device))
+    found, found_scale = fp8_ops.quantize(as_batch(x.to(device)), *given, False)
+    assert torch.equal(found_scale.cpu(), scale)
+    assert same(as_packed(found), codes) and as_packed(found).stride() == x.stride()
+    if D in (64, 256):
+        values, _ = fp8_ops.quantize(as_batch(x.to(device)), *given, True)
+        values = PackedValues(values.cpu(), len(x))
+        assert same(unpacked(values, offsets), codes)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_values_begin_with_a_sixteen(D: int, device: str):
+    v, offsets = numbers(LENGTHS, 2, D).to(E4M3), offsets_of(LENGTHS)
+    packed = fastattn.pack_values(v, offsets)
+    assert packed.length == len(v) and packed.codes.shape == (1, 2, D, 16 * (306 // 16 + 5))
+    assert same(unpacked(packed, offsets), v)
+    for n, rows in enumerate(torch.split(v, LENGTHS)):
+        alone = fastattn.pack_values(as_batch(rows)).codes
+        first = 16 * (int(offsets[n]) // 16 + n)
+        assert same(packed.codes[..., first : first + alone.shape[3]].contiguous(), alone)
+    by_kernel = fp8_ops.pack(as_batch(v.to(device)), offsets.to(device)).cpu()
+    assert same(unpacked(PackedValues(by_kernel, len(v)), offsets), v)
+
+
+def drawn() -> tuple[tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Codes, scales by name, and offsets."""
+    q_lengths, k_lengths = [4, 0, 9], [7, 3, 30]
+    offsets = (offsets_of(q_lengths), offsets_of(k_lengths))
+    codes, scales = [], {}
+    for name, lengths, cu, H in (
+        ("q", q_lengths, offsets[0], 4), ("k", k_lengths, offsets[1], 2),
+        ("v", k_lengths, offsets[1], 2),
+    ):  # fmt: skip
+        code, scales[f"{name}_scale"] = quantize_fp8(numbers(lengths, H), cu_seqlens=cu)
+        codes.append(code)
+    scales["q_scale"] = 1 / scales["q_scale"]
+    return tuple(codes), scales, offsets
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"causal": True}, id="causal"),
+        pytest.param({"window": (3, 0), "keep_first": 2, "softcap": 4.0}, id="window"),
+        pytest.param({"sinks": torch.tensor([0.5, -9.0, 3.0, 0.0]), "scale": 0.1}, id="sinks"),
+        pytest.param(
+            {
+                "causal": True,
+                "key_lengths": torch.tensor([5, 0, 30]),
+                "prefix_lengths": torch.tensor([0, 2, 25]),
+            },
+            id="lengths",
+        ),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_attend_as_batches_of_one(options: dict[str, Any], packed: bool):
+    (q, k, v), scales, offsets = drawn()
+    values = fastattn.pack_values(v, offsets[1]) if packed else v
+    how: dict[str, Any] = {"backend": "torch", "out_dtype": torch.float32, "return_lse": True}
+    o, lse = fastattn.attention_varlen_fp8(q, k, values, *offsets, **scales, **options, **how)
+    assert o.shape == (13, 4, 64) and o.dtype == torch.float32 and lse.shape == (4, 13)
+    for n in range(3):
+        of_q, of_k = (slice(int(x[n]), int(x[n + 1])) for x in offsets)
+        own = {name: x[n : n + 1] if name.endswith("lengths") else x for name, x in options.items()}
+        own |= {name: x[n : n + 1] for name, x in scales.items()}
+        rows = (as_batch(q[of_q]), as_batch(k[of_k]), as_batch(v[of_k]))
+        expected, expected_lse = fastattn.attention_fp8(*rows, **own, **how)
+        torch.testing.assert_close(o[of_q], as_packed(expected), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:, of_q], expected_lse[0], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_have_the_offsets_of_queries_by_default():
+    x = numbers([4, 9], 2).to(E4M3)
+    offsets = offsets_of([4, 9])
+    call: dict[str, Any] = {"causal": True, "backend": "torch"}
+    o = fastattn.attention_varlen_fp8(x, x, x, offsets, **call)
+    assert torch.equal(o, fastattn.attention_varlen_fp8(x, x, x, offsets, offsets, **call))
+    ones = {f"{name}_scale": torch.ones(2, 2) for name in "qkv"}
+    assert torch.equal(o, fastattn.attention_varlen_fp8(x, x, x, offsets, **ones, **call))
+
+
+def test_compiled_calls_give_the_same():
+    (q, k, v), scales, offsets = drawn()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor) -> Tensor:
+        given = {"causal": True, "backend": "torch", "out_dtype": torch.float32}
+        return fastattn.attention_varlen_fp8(q, k, v, *offsets, **scales, **given)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, *offsets), call(q, k, v, *offsets))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"q": torch.zeros(3, 2, 64)}, TypeError, "q must be a float8_e4m3fn tensor"),
+        ({"q": torch.zeros(1, 2, 3, 64).to(E4M3)}, ValueError, r"q must have 3 dimensions \[total"),
+        ({"k": torch.zeros(3, 2, 32).to(E4M3)}, ValueError, r"k must have shape \[total_k, H_k"),
+        ({"v": torch.zeros(4, 2, 64).to(E4M3)}, ValueError, r"v must have shape \[3, 2, D_v\]"),
+        (
+            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 3)},
+            ValueError,
+            "v must be packed by pack_values with cu_seqlens_k, got codes of 16 keys for 3",
+        ),
+        (
+            {"v": PackedValues(torch.zeros(2, 2, 64, 32).to(E4M3), 3)},
+            ValueError,
+            "v must be packed by pack_values with cu_seqlens_k, got codes of 2 batch rows",
+        ),
+        ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, "cu_seqlens_q must run from 0 to 3"),
+        ({"cu_seqlens_k": torch.tensor([0, 3])}, ValueError, "cu_seqlens_k must have shape"),
+        ({"k_scale": torch.ones(1, 2)}, ValueError, r"k_scale must have shape \[2, 2\], got"),
+        ({"query_offset": 3}, TypeError, "attention_varlen_fp8 takes no query_offset"),
+        ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
+        ({"v_scale": torch.ones(2, 2, requires_grad=True)}, RuntimeError, "has no gradients"),
+    ],
+)
+def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
+    code = torch.zeros(3, 2, 64).to(E4M3)
+    call = {"q": code, "k": code, "v": code, "cu_seqlens_q": torch.tensor([0, 1, 3])}
+    with pytest.raises(error, match=message):
+        fastattn.attention_varlen_fp8(**(call | changed))
+
+
+@pytest.mark.parametrize("function", [quantize_fp8, fastattn.pack_values])
+def test_offsets_have_to_fit(function: Any):
+    x = torch.zeros(3, 2, 64)
+    x = x if function is quantize_fp8 else x.to(E4M3)
+    with pytest.raises(ValueError, match=r"must have 3 dimensions \[total, H, D\], got"):
+        function(x[None], cu_seqlens=torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="cu_seqlens must run from 0 to 3, got 0 to 2"):
+        function(x, cu_seqlens=torch.tensor([0, 2]))
+    with pytest.raises(TypeError, match="cu_seqlens must be"):
+        function(x, cu_seqlens=torch.tensor([0.0, 3.0]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_codes_are_like_real_ones(packed: bool, device: str):
+    x, offsets = as_batch(numbers(LENGTHS, 2).to(device)), offsets_of(LENGTHS).to(device)
+    real = fp8_ops.quantize_heads.op(x, None, offsets, packed)
+    fake = fp8_ops.quantize_heads.op(x.to("meta"), None, offsets.to("meta"), packed)
+    for ours, theirs in zip(fake, real, strict=True):
+        described = (ours.shape, ours.stride(), ours.dtype)
+        assert described == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+def test_nothing_to_attend_with():
+    none, offsets = torch.zeros(0, 2, 64), torch.zeros(1, dtype=torch.int32)
+    codes, scale = quantize_fp8(none, cu_seqlens=offsets)
+    assert codes.shape == (0, 2, 64) and scale.shape == (0, 2)
+    assert fastattn.pack_values(codes, offsets).codes.shape == (1, 2, 64, 0)
+    o, lse = fastattn.attention_varlen_fp8(codes, codes, codes, offsets, return_lse=True)
+    assert o.shape == (0, 2, 64) and lse.shape == (2, 0)
