@@ -59,6 +59,8 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
     """Tile of forward in 8 bits. Weights wait for their product in 32, so that 256 columns of
     output leave registers for blocks of 64 keys only.
     """
+    if (other := _other("fp8", D, early)) is not None:
+        return other
     return HopperConfig(D, 64 if D == 256 else 128, 4, 2, *_registers(early))
 
 

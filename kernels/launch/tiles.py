@@ -31,7 +31,8 @@ MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
 # Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
-HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass")
+HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass", "hopper_fp8")
+HOPPER_FORWARD = ("hopper_forward", "hopper_fp8")
 # A number that may be forced and installed like tiles: see `programs_at_once`.
 SPLITS = "splits"
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -135,7 +136,7 @@ def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> Non
         powers = [row.get(field) for field in shape]
         if not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in powers):
             raise ValueError(f"this is no tile: {dict(row)}")
-        if row.get("CONSUMERS", 2) not in ((2, 3) if kind == "hopper_forward" else (2,)):
+        if row.get("CONSUMERS", 2) not in ((2, 3) if kind in HOPPER_FORWARD else (2,)):
             raise ValueError(f"no kernel has so many consumers: {dict(row)}")
         found.append({**row, "kernel": kind, "source": "tuned"})
     programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}

@@ -18,9 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 import fastattn
 from fastattn import quantize_fp8, reference
+from fastattn.bench.tuning.candidates import hopper_candidates
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
+from fastattn.kernels.hopper.tile_table import HopperConfig
+from fastattn.kernels.launch import tiles
 from fastattn.ops import attend as ops
 from fastattn.ops import fp8, schema
 from fastattn.options import Options
@@ -172,6 +175,13 @@ def test_weights_that_e4m3_holds_cost_nothing(sizes: Any, arguments: dict[str, A
     exact, exact_lse = reference.attention(*numbers, return_lse=True, **arguments)
     assert_within_budget("o", o, exact, exact.half())
     assert_within_budget("lse", lse, exact_lse, exact_lse.float())
+
+
+@pytest.mark.parametrize("config", hopper_candidates("hopper_fp8", 64)[::4], ids=str)
+def test_other_shapes_are_within_the_bound(config: HopperConfig) -> None:
+    """Some of those that the tuner tries: consumers that take turns, three of them, stages."""
+    with tiles.forced(hopper_fp8=config):
+        check(T_q=300, T_k=410)
 
 
 def drawn_packed(

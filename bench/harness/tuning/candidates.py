@@ -11,8 +11,9 @@ from ...kernels.hopper.tile_table import (
     HopperConfig,
     backward_config,
     forward_config,
+    fp8_config,
 )
-from ...kernels.launch.tiles import TileConfig
+from ...kernels.launch.tiles import HOPPER_FORWARD, TileConfig
 from .entries import BY_KEYS, TableEntry
 
 _MOST = 24  # candidates of a row, each with both kinds of loads
@@ -106,8 +107,8 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
 
 def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
     """The shape of one of `tiles.HOPPER` in plain calls; None: it does not serve this head dim."""
-    if kernel == "hopper_forward":
-        return forward_config(D, False) if D in HEAD_DIMS else None
+    if kernel in HOPPER_FORWARD and D in HEAD_DIMS:
+        return fp8_config(D, False) if kernel == "hopper_fp8" else forward_config(D, False)
     if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # of which shared memory leaves one shape
         return None
     return backward_config(kernel.removeprefix("hopper_"), D, False, False)
@@ -121,7 +122,7 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
     usual = hopper_shipped(kernel, D)
     if usual is None:
         return []
-    forward = kernel == "hopper_forward"
+    forward = kernel in HOPPER_FORWARD
     turns = (False, True) if forward else (False,)
     by_tma = (True, False) if kernel == "hopper_one_pass" else (True,)
     made = [
@@ -138,7 +139,10 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
 
 
 def _fits(kernel: str, config: HopperConfig) -> bool:
-    """Whether what the tiles hold fits shared memory, and products of one pass have 64 queries."""
+    """Whether what the tiles hold fits shared memory, and products of one pass have 64 queries.
+
+    In 8 bits, where the output has 16, blocks have 64 keys at least.
+    """
     held = (4 if config.CONSUMERS == 3 else config.CONSUMERS) * _CONSUMER_ROWS * config.D
     rings = 2 * config.STAGES * config.BLOCK * config.D
     if kernel == "hopper_one_pass":
@@ -148,5 +152,7 @@ def _fits(kernel: str, config: HopperConfig) -> bool:
         fp32 = 2 * config.STAGES * config.BLOCK + config.DQ_BY_TMA * config.BLOCK * config.D
         all_bytes = 2 * (2 * held + exchange + rings) + 4 * fp32
         return config.BLOCK >= 64 and all_bytes <= _HOPPER_BYTES
+    if kernel == "hopper_fp8":
+        return config.BLOCK >= 64 and 3 * held + rings <= _HOPPER_BYTES
     copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     return 2 * (copies * held + rings) <= _HOPPER_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...kernels.hopper.tile_table import HopperConfig
 from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
-from ...kernels.launch.tiles import SPLITS, TileConfig
+from ...kernels.launch.tiles import HOPPER_FORWARD, SPLITS, TileConfig
 from ..cases import Case
 from ..implementations.registry import ONE_PASS, OURS
 from .candidates import TMA, candidates, hopper_candidates, hopper_shipped
@@ -26,6 +26,7 @@ KERNEL_OF = {
     "hopper_dq": "hopper_backward_dq_kernel",
     "hopper_dkv": "hopper_backward_dkv_kernel",
     "hopper_one_pass": "hopper_backward_dkv_kernel",
+    "hopper_fp8": "hopper_forward_kernel",
 }
 # Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
 WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
@@ -148,6 +149,8 @@ def _family(kernel: str) -> str:
         return "decode"
     if "one_pass" in kernel:
         return "one-pass"
+    if kernel == "hopper_fp8":
+        return "fp8"
     return "forward" if "forward" in kernel else "backward"
 
 
@@ -156,7 +159,8 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
     shipped = hopper_shipped(kernel, shape.D)
     if shipped is None or shape.dtype == "float32":
         return None
-    name = "fastattn-hopper-one-pass" if kernel == "hopper_one_pass" else "fastattn-hopper"
+    extra = {"hopper_one_pass": "-one-pass", "hopper_fp8": "-fp8-packed"}.get(kernel, "")
+    name = f"fastattn-hopper{extra}"
 
     def candidate(config: HopperConfig) -> Candidate:
         extra = ["turns"] if config.PING_PONG else []
@@ -166,11 +170,12 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
         verified = (("hopper", _family(kernel)),)
         return Candidate(words, name, {kernel: config}, config._asdict(), verified)
 
-    family = "forward" if kernel == "hopper_forward" else "backward"
+    timed = "forward" if kernel in HOPPER_FORWARD else "backward_dq"
+    element_size = 1 if kernel == "hopper_fp8" else 2
     return Choice(
         "tiles",
-        {"kernel": kernel, "calls": "plain", "element_size": 2, "BLOCK_D": shape.D},
-        TableEntry("forward" if family == "forward" else "backward_dq", 2, shape.D).cases(shape),
+        {"kernel": kernel, "calls": "plain", "element_size": element_size, "BLOCK_D": shape.D},
+        TableEntry(timed, 2, shape.D).cases(shape),
         candidate(shipped),
         tuple(map(candidate, hopper_candidates(kernel, shape.D))),
     )

@@ -69,11 +69,11 @@ def test_tiles_that_an_h100_measured_faster_are_candidates():
 def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     usual, found = hopper_shipped(kernel, D), hopper_candidates(kernel, D)
     if usual is None:
-        assert (kernel != "hopper_forward", D, found) == (True, 256, [])
+        assert (kernel not in tiles.HOPPER_FORWARD, D, found) == (True, 256, [])
         return
     names = ["BLOCK", "STAGES", "PING_PONG"]
     three = [config for config in found if config.CONSUMERS == 3]
-    assert bool(three) == (kernel == "hopper_forward" and D <= 128)
+    assert bool(three) == (kernel in tiles.HOPPER_FORWARD and D <= 128)
     for config in three:  # 64512 registers for 128 threads of each, and of the producer
         assert 128 * (3 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS) <= 64512
     if kernel == "hopper_one_pass":
@@ -82,7 +82,9 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
         names += ["CONSUMERS", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS"]
     free = {name: getattr(usual, name) for name in names}
     assert found and all(config._replace(**free) == usual != config for config in found)
-    assert any(config.PING_PONG for config in found) == (kernel == "hopper_forward")
+    assert any(config.PING_PONG for config in found) == (kernel in tiles.HOPPER_FORWARD)
+    if kernel == "hopper_fp8":
+        assert {config.BLOCK for config in found} == {64, 128}
     if kernel == "hopper_one_pass":
         assert all(config.BLOCK >= 64 for config in found)
         shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in found}

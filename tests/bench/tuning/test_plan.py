@@ -17,7 +17,7 @@ def test_every_step_of_a_plan_is_named_in_order():
     plan = steps([usual_shape(128)], H100)
     assert [step.name for step in plan] == [
         "verify bfloat16 D 128: triton forward, triton backward, triton one-pass, hopper forward, "
-        "hopper backward, hopper one-pass, triton decode",
+        "hopper backward, hopper one-pass, triton decode, hopper fp8",
         *(
             f"tiles: {kernel} plain 2 bytes D 128"
             for kernel in ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
@@ -37,6 +37,7 @@ def test_every_step_of_a_plan_is_named_in_order():
             f"tiles: {kernel} plain 2 bytes D 128"
             for kernel in ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass")
         ),
+        "tiles: hopper_fp8 plain 1 bytes D 128",
         "verify bfloat16 D 128: triton masked, triton bias, triton scores, triton heavy",
         *(
             f"tiles: {kernel} {calls} 2 bytes D 128"
@@ -60,7 +61,8 @@ def test_a_plan_has_no_more_than_the_gpu_has():
     ]
     hopper = [step.name for step in steps([usual_shape(256), usual_shape(64, "float32")], H100)]
     assert [name for name in hopper if "tiles: hopper" in name] == [
-        "tiles: hopper_forward plain 2 bytes D 256"
+        "tiles: hopper_forward plain 2 bytes D 256",
+        "tiles: hopper_fp8 plain 1 bytes D 256",
     ]
 
 

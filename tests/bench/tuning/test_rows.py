@@ -61,6 +61,9 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
     tiles.install([stored(tmp_path, choice)], tiles.current_device())
     if kernel == "hopper_forward":
         found = tile_table.forward_config(64, False)
+    elif kernel == "hopper_fp8":
+        found = tile_table.fp8_config(64, False)
+        assert tile_table.fp8_config(64, True) != found, "calls that are short of registers"
     else:
         found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
     assert found == choice.others[-1].forced[kernel]
