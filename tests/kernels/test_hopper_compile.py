@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastattn.bench.results.modelled import hopper_clocks
+from fastattn.bench.results.bounds import hopper_clocks
 from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
 from fastattn.kernels.hopper.host import end_early

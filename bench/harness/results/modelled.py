@@ -1,148 +1,30 @@
-"""What the model of speed says of the kernels that ship: a bound for each, from machine code."""
+"""The file of modelled bounds, and what the page of results says of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import triton
 
-from ...kernels.backward import launch_backward, launch_backward_one_pass
-from ...kernels.forward import launch_forward
-from ...kernels.hopper.backward import launch_hopper_backward
-from ...kernels.hopper.forward import launch_hopper_forward
-from ...kernels.hopper.tile_table import (
-    APART_HEAD_DIM,
-    HopperConfig,
-    backward_config,
-    forward_config,
-)
-from ...kernels.launch import tiles
-from ...options import Options
-from ...testing.compiling.cross_compile import CompiledFacts, compiling_for, describe
-from ...testing.compiling.sass import Loop
-from ...testing.compiling.speed import Clocks, loop_clocks, programs_at_once
+from .bounds import GHZ, MULTIPROCESSORS, TARGET, TERABYTES, rows_of
+from .decode_bounds import CACHES, row_of
 from .report import table
-
-TARGET = "sm_90"
-# Of an H100 or H200 SXM: multiprocessors, and their clock at its highest.
-MULTIPROCESSORS, GHZ = 132, 1.83
-_CONSUMER_ROWS = 64
-# Of a pair, 2 D operations each.
-_PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4, "dv": 2, "dk": 3, "one_pass": 5}
-
-
-class Bound(NamedTuple):
-    """A kernel's full blocks, without a mask: clocks of a multiprocessor for a (query, key) pair.
-
-    kernel: "forward", "dq", "dkv" or "one_pass", or "dv" and "dk" where those are apart.
-    instructions: of a pass of the loop by a warp.
-    """
-
-    backend: str
-    kernel: str
-    D: int
-    instructions: int
-    clocks: Clocks
-
-    @property
-    def tflops(self) -> float:
-        """All products that the kernel makes, at GHZ."""
-        rate = MULTIPROCESSORS * GHZ * 1e9 / self.clocks.bound
-        return _PRODUCTS[self.kernel] * 2 * self.D * rate / 1e12
-
-
-def bounds(D: int) -> Iterator[Bound]:
-    """Of bf16 on sm_90, compiled by the Triton that is installed; nothing runs."""
-    q = torch.empty(1, 4, 1024, D, dtype=torch.bfloat16, device="meta")
-    lse = torch.empty(1, 4, 1024, device="meta")
-    options = Options(scale=0.1)
-    with compiling_for(TARGET) as launched:
-        launch_forward(q, q, q, options)
-        launch_backward(q, None, q, q, q, q, lse, options)
-    yield from _portable(launched, D, {"forward": "forward", "dq": "dq", "dkv": "dkv"})
-    with compiling_for(TARGET) as launched:
-        launch_backward_one_pass(q, None, q, q, q, q, lse, options)
-    yield from _portable(launched, D, {"dkv": "one_pass"})
-    with compiling_for(TARGET) as launched:
-        launch_hopper_forward(q, q, q, options)
-        launch_hopper_backward(q, None, q, q, q, q, lse, options)
-    yield from _hopper(launched, D, {"forward": "forward", "dq": "dq", "dkv": "dkv"})
-    if D != APART_HEAD_DIM:
-        with compiling_for(TARGET) as launched:
-            launch_hopper_backward(q, None, q, q, q, q, lse, options._replace(atomic_dq=True))
-        yield from _hopper(launched, D, {"dkv": "one_pass"})
-
-
-def _named(launched: list[Any], names: dict[str, str]) -> Iterator[tuple[str, CompiledFacts]]:
-    """The kernels with loops over blocks, by the names that they get."""
-    for fact in map(describe, launched):
-        for name, kernel in names.items():
-            if fact.name.endswith(f"{name}_kernel") and fact.loops:
-                yield kernel, fact
-
-
-def _portable(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bound]:
-    apart = iter(("dv", "dk"))  # in the order of their launches
-    for kernel, fact in _named(launched, names):
-        row = kernel if kernel == "forward" else f"backward_{kernel}"
-        tile = tiles.tile_of(TARGET, row, 2, D)
-        loop = min(fact.loops, key=lambda loop: loop.total)
-        programs = programs_at_once(fact)
-        clocks = loop_clocks(loop, TARGET, tile.num_warps, programs=programs)
-        if kernel == "dkv" and tile.apart:
-            kernel = next(apart)
-        yield Bound("triton", kernel, D, loop.total, clocks / (tile.BLOCK_M * tile.BLOCK_N))
-
-
-def _hopper(launched: list[Any], D: int, names: dict[str, str]) -> Iterator[Bound]:
-    apart = iter(("dv", "dk"))
-    for kernel, fact in _named(launched, names):
-        if kernel == "dkv" and D == APART_HEAD_DIM:
-            kernel = next(apart)
-        config = forward_config(D, False)
-        if kernel != "forward":
-            config = backward_config(kernel, D, False, False)
-        loop = min(fact.loops, key=lambda loop: loop.total)
-        yield Bound("hopper", kernel, D, loop.total, hopper_clocks(loop, config))
-
-
-def hopper_clocks(loop: Loop, config: HopperConfig) -> Clocks:
-    """Clocks of a pair of query and key in the loop of a consumer over full blocks."""
-    rows = config.BLOCK * config.D
-    # In a step TMA brings two tiles of 16 bits, for all consumers, and takes dQ in fp32, a part of
-    # its columns from each.
-    streamed = (2 * 2 + 4 * loop.count("UTMAREDG")) * rows // config.CONSUMERS
-    clocks = loop_clocks(loop, TARGET, 4, programs=2, streamed_bytes=streamed)
-    return clocks / (_CONSUMER_ROWS * config.BLOCK)
-
-
-def rows_of(D: int) -> list[dict[str, Any]]:
-    """The bounds of a head dim as JSON values."""
-    return [
-        {
-            "backend": bound.backend,
-            "kernel": bound.kernel,
-            "D": bound.D,
-            "instructions": bound.instructions,
-            **{
-                unit: round(getattr(bound.clocks, unit), 4)
-                for unit in ("issue", "tensor", "shared", "exponentials", "bound")
-            },
-            "tflops": round(bound.tflops),
-        }
-        for bound in bounds(D)
-    ]
 
 
 def write(path: Path) -> None:
-    """The bounds of all head dims as JSON, with the version of Triton."""
-    lines = ",\n".join(json.dumps(row) for D in (64, 128, 256) for row in rows_of(D))
+    """The bounds of all head dims and caches as JSON, with the version of Triton."""
     head = f'"target": "{TARGET}", "triton": "{triton.__version__}", "ghz": {GHZ}'
-    path.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    rows = _lines(row for D in (64, 128, 256) for row in rows_of(D))
+    decoding = _lines(map(row_of, CACHES))
+    text = f'{{{head}, "rows": [\n{rows}\n], "decode": [\n{decoding}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return ",\n".join(map(json.dumps, rows))
 
 
 def section(folder: Path) -> list[str]:
@@ -151,7 +33,6 @@ def section(folder: Path) -> list[str]:
     if not path.exists():
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
-    names = list(data["rows"][0])
     return [
         "## Modelled, not measured",
         f"What `fastattn.testing.compiling.speed` makes of the machine code of the shipped kernels "
@@ -160,6 +41,17 @@ def section(folder: Path) -> list[str]:
         f"each unit, the bound if one hides behind the other, and what that is in TFLOP/s of the "
         f"products that the kernel makes, on {MULTIPROCESSORS} multiprocessors at {data['ghz']} "
         f"GHz. A backward in two passes makes seven products (dq three, dkv four; dv and dk apart "
-        f"two and three), of which the tables of measurements count five.",
-        table(names, ([row[name] for name in names] for row in data["rows"])),
+        f"two and three), of which the tables of measurements count five. In 8 bits (forward_fp8) "
+        f"products take half the time of 16.",
+        _table(data["rows"]),
+        f"Decoding, a token of 32 heads beside 8 of a cache: clocks for a key of a head, those "
+        f"that its bytes take of a memory of {TERABYTES} TB/s, and the TB/s of keys, values and "
+        f"scales that the slowest leaves.",
+        _table(data["decode"]),
     ]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    names = list(rows[0])
+    cells = (["" if row[name] is None else row[name] for name in names] for row in rows)
+    return table(names, cells)

@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import triton
 
 from fastattn.bench import cases
 from fastattn.bench.figures import figures
 from fastattn.bench.results import charts, page, series
 from fastattn.bench.results.report import Report, markdown
-from fastattn.testing.compiling.compile_pool import compiled_cases
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 SCRIPT = CHECKOUT / "bench" / "results_table.py"
@@ -219,18 +217,3 @@ def test_figures_in_the_readme_are_on_the_page():
     shown = (CHECKOUT / "bench" / "results" / "README.md").read_text(encoding="utf-8")
     assert len(figures) > 12
     assert [figure for figure in figures if not re.search(rf"\b{figure}\b", shown)] == []
-
-
-@pytest.mark.parametrize("D", compiled_cases([64], [128, 256]))
-def test_bounds_are_of_the_kernels_that_ship(D, compile_pool):
-    """Rows of the file, made anew: where a kernel changes, `python bench/model.py` follows.
-
-    Always of the head dim of which `kernels/test_hopper_compile.py` compiles the least.
-    """
-    path = CHECKOUT / "bench" / "results" / "modelled" / "sm_90.json"
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if data["triton"] != triton.__version__:
-        pytest.skip(f"the file is of Triton {data['triton']}")
-    again = compile_pool.call("fastattn.bench.results.modelled:rows_of", "sm_90", D=D)
-    assert again == [row for row in data["rows"] if row["D"] == D]
-    assert len(again) == (8 if D <= 128 else 7)
