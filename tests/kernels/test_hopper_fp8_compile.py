@@ -11,14 +11,14 @@ from fastattn.kernels.hopper.forward import launch_hopper_forward_fp8
 from fastattn.kernels.hopper.tile_table import fp8_config
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
-from fastattn.testing.compiling.cross_compile import count_compilations
+from fastattn.testing.compiling.cross_compile import RELEASE, count_compilations
 
 CONSUMERS = 2
 # "all": every option that it knows. Its prologue may go to the stack, in bytes a thread.
 CASES = compiled_cases(
     [(128, "causal"), (128, "all"), (128, "packed")], [(64, "causal"), (256, "causal")]
 )
-SPILL_BYTES = {"causal": 0, "all": 80, "packed": 12}
+SPILL_BYTES = {"causal": 0, "all": 80, "packed": {"3.8": 16, "3.9": 156}.get(RELEASE, 12)}
 # Instructions of the loop over full blocks, of 128 keys, and of 64 for the widest heads. In 16 bits
 # it takes 490, 531 and 457.
 BUDGET = {
