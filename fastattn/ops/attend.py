@@ -115,12 +115,10 @@ def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any)
     was never seen may: no training ends by that. A shape that was tuned is taken back before.
     """
     try:
-        return launch(*arguments)
+        return call.by_shipped_shapes(launch, *arguments)
     except Exception as error:
         if not call.from_compiler(error):
             raise
-        if kernel("launch.tiles").take_back_hopper():
-            return _by_hopper(launch, otherwise, *arguments)
         said = " ".join(str(error).split())[:200]
         uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
     warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)

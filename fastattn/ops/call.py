@@ -48,6 +48,18 @@ def from_compiler(error: Exception) -> bool:
     return isinstance(error, TritonError | ImportError) or "PassManager::run" in str(error)
 
 
+def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
+    """launch(*arguments) of a kernel for Hopper; if a shape that was tuned does not compile, it and
+    all others are taken back, and those of the table serve.
+    """
+    try:
+        return launch(*arguments)
+    except Exception as error:
+        if not from_compiler(error) or not kernel("launch.tiles").take_back_hopper():
+            raise
+    return launch(*arguments)
+
+
 class Operator:
     """A function that launches kernels, as the operator fastattn::`its name` and as it is.
 

@@ -126,7 +126,7 @@ def hopper_forward_fp8(
     """o and lse; see `kernels.hopper.forward.launch_hopper_forward_fp8`."""
     scales = (q_scale, k_scale, v_scale)
     launch = kernel("hopper.forward").launch_hopper_forward_fp8
-    return launch(q, k, values, scales, dtype, options)
+    return call.by_shipped_shapes(launch, q, k, values, scales, dtype, options)
 
 
 @hopper_forward_fp8.op.register_fake

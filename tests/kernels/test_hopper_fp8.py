@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +23,7 @@ from fastattn.bench.tuning.candidates import hopper_candidates
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8
-from fastattn.kernels.hopper.tile_table import HopperConfig
+from fastattn.kernels.hopper.tile_table import HopperConfig, fp8_config
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attend as ops
 from fastattn.ops import fp8, schema
@@ -182,6 +183,24 @@ def test_other_shapes_are_within_the_bound(config: HopperConfig) -> None:
     """Some of those that the tuner tries: consumers that take turns, three of them, stages."""
     with tiles.forced(hopper_fp8=config):
         check(T_q=300, T_k=410)
+
+
+def test_a_tuned_shape_that_does_not_compile_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_shipped = forward.launch_hopper_forward_fp8
+
+    def launch(*arguments: Any) -> Any:
+        if fp8_config(64, False).BLOCK == 64:
+            raise triton.TritonError("too many registers")
+        return launch_shipped(*arguments)
+
+    monkeypatch.setattr(forward, "launch_hopper_forward_fp8", launch)
+    monkeypatch.setattr(tiles, "_installed", {})
+    row = {"kernel": "hopper_fp8", "element_size": 1, "BLOCK_D": 64}
+    tiles.install([row | {"D": 64, "BLOCK": 64, "STAGES": 2}], tiles.current_device())
+    check(T_q=70)
+    assert fp8_config(64, False).BLOCK == 128
 
 
 def drawn_packed(
