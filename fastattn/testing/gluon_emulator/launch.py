@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as real_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import ConstexprFunction
 
 from .language import Pointer, dynamic_range, hopper, language
 from .machine import Machine
@@ -108,6 +109,9 @@ def _stand_in(value: Any) -> Any:
         return getattr(hopper.tma, value.__name__)
     if isinstance(value, tl.constexpr):
         return value.value
+    if isinstance(value, ConstexprFunction):
+        # The compiler, too, has Python run it, on numbers and types.
+        return value.fn
     if isinstance(getattr(value, "fn", None), types.FunctionType):
         return emulated(value)
     return value
