@@ -87,6 +87,24 @@ def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
     assert outer.count("MOV", "FADD") == 0 and outer.count("EXIT") == 1
 
 
+def test_the_shortest_pass_takes_every_jump_ahead() -> None:
+    """Also one behind the jump back, from which another leads into the loop again."""
+    (function,) = read_sass("""
+        /*0000*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
+        /*0010*/              @!P1 BRA 0x80 ;
+        /*0020*/              @!P0 BRA 0x50 ;
+        /*0030*/                   FMUL R0, R0, R8 ;
+        /*0040*/                   FMUL R1, R1, R8 ;
+        /*0050*/               @P3 EXIT ;
+        /*0060*/               @P2 BRA 0x0 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   NANOSLEEP 0x20 ;
+        /*0090*/                   BRA 0x20 ;
+    """)
+    (loop,) = product_loops(function)
+    assert (loop.total, loop.least) == (9, 5)
+
+
 def test_a_jump_back_is_no_loop_by_itself() -> None:
     (function,) = read_sass("""
         /*0000*/               @P0 BRA 0x30 ;

@@ -1,5 +1,6 @@
 """Parsers of compiler output: ptxas reports, matrix instructions, loops of SASS."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -151,6 +152,7 @@ class Loop:
     shared_bytes: that one warp's pass moves to and from shared memory, and adds to global memory;
     without bank conflicts and without what TMA moves.
     once_bytes: that products of tensor memory, issued by one warp for all, read of it.
+    least: instructions of its shortest pass, where jumps pass over what is needed now and then.
     """
 
     address: int
@@ -158,6 +160,7 @@ class Loop:
     overlap: float | None = None
     shared_bytes: float = 0.0
     once_bytes: float = 0.0
+    least: int = 0
 
     @property
     def total(self) -> int:
@@ -253,7 +256,22 @@ def _count(
         overlap,
         sum(moved(function[i]) for i in body),
         sum(once_bytes(function[i]) for i in body),
+        _shortest_pass(ordered),
     )
+
+
+def _shortest_pass(body: list[Instruction]) -> int:
+    """How many instructions of a loop, in address order, lead back to its first one at least."""
+    at = {instruction.address: instruction for instruction in body}
+    after = dict(itertools.pairwise(at))  # the address behind an address
+    found, pending, steps = {body[0].address}, [body[0]], 1
+    while pending and body[0].address not in (x.target for x in pending):
+        following = [x.target for x in pending]
+        following += [after.get(x.address) for x in pending if x.falls_through]
+        reached = {address for address in following if address in at} - found
+        found |= reached
+        pending, steps = [at[address] for address in reached], steps + 1
+    return steps
 
 
 def shared_bytes(instruction: Instruction) -> float:
