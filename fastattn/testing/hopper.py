@@ -11,11 +11,14 @@ import torch
 
 from ..functional import call_memo
 from ..kernels.hopper import backward, forward, host
+from ..kernels.hopper.pipeline import ANY_FACTOR, times_factors
+from ..kernels.hopper.tile_table import HEAD_DIMS
 from ..kernels.launch import launches
 from ..ops import attend as ops
 from ..ops import call
 from .compare import assert_matches_reference
-from .gluon_emulator import Emulated
+from .gluon_emulator import Emulated, assembly
+from .gluon_emulator.values import Tensor, elementwise
 from .inputs import make_qkv
 
 if TYPE_CHECKING:
@@ -26,6 +29,20 @@ _KERNELS = (
     (backward, "hopper_backward_dq_kernel"),
     (backward, "hopper_backward_dkv_kernel"),
 )
+
+
+def any_factor(factor: Tensor) -> Tensor:
+    """`ANY_FACTOR`: of 64 rows each of four warps has 16."""
+    flags = (factor.data.view(4, 16) != 1).any(1).repeat_interleave(16)
+    return Tensor(flags.int(), factor.layout)
+
+
+def _times_factors(acc: Tensor, factors: Tensor, flags: Tensor) -> Tensor:
+    return elementwise(lambda x, y, flag: torch.where(flag != 0, x * y, x), acc, factors, flags)
+
+
+assembly[ANY_FACTOR.value] = any_factor
+assembly.update({times_factors(D // 2): _times_factors for D in HEAD_DIMS})
 
 
 class Counted(Emulated):

@@ -27,7 +27,7 @@ from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from ..rules.tile import at_keys
 from .band import block_number
-from .fp8 import head_scales, is_fp8, weight_shift
+from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
 from .host import describe, end_early, mask_of, query_grid, strides_to_send, to_send, walkable
 from .partitions import run_partitions
 from .pipeline import (
@@ -44,6 +44,7 @@ from .pipeline import (
     pass_turn,
     release,
     release_slot,
+    rescaled,
     send,
     take_turn,
     tile_of,
@@ -196,16 +197,15 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     release(shared.k, n)
     s, factor = _scores(s, key, mine, shared.work.mask, MASKED, config)
-    p, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype))
+    SLACK: gl.constexpr = weight_slack(dtype, config.SLACK)
+    p, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype), SLACK=SLACK)
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
     wait_full(shared.k, n + 1, more)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.D, dtype))
-    acc = acc * gl.convert_layout(rescale, O_ROWS)[:, None]
-    # ptxas moves this up among the products with the factor, and needs two moves fewer than where
-    # it is stated before them.
+    # First, since no warp goes on from here before all have come: some will rescale, others not.
     release(shared.v, n - 1)
+    acc = rescaled(acc, rescale, accumulator_layout(config.D, dtype), SLACK > 0)
     return acc, _waiting(p, dtype, config), m, l
 
 

@@ -18,6 +18,12 @@ def weight_shift(dtype):
     return 8 if is_fp8(dtype) else 0
 
 
+@gluon.constexpr_function
+def weight_slack(dtype, slack):
+    """How much farther weights may reach, of what a configuration says: see `online_step`."""
+    return 0 if is_fp8(dtype) else slack
+
+
 @gluon.jit
 def head_scales(scales, scale, tile, work):
     """The scale of a head's scores, that of its q and k counted, and the scale of its v."""

@@ -150,6 +150,67 @@ def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     return gl.convert_layout(x.to(dtype), OPERAND)
 
 
+# One flag for all rows of a warp: whether the factor of any is not 1, or NaN.
+ANY_FACTOR = gl.constexpr("""{
+    .reg .pred any;
+    setp.neu.f32 any, $2, 0f3F800000;
+    setp.neu.or.f32 any, $3, 0f3F800000, any;
+    vote.sync.any.pred any, any, 0xffffffff;
+    selp.b32 $0, 1, 0, any;
+    selp.b32 $1, 1, 0, any;
+}""")
+
+
+@gluon.constexpr_function
+def times_factors(numbers):
+    """Assembly: so many numbers of a thread times their factors, all or, by the flag, none.
+
+    Its operands: results, the numbers in the same registers, factors, and flags, all the same.
+    """
+    lines = [
+        ".reg .pred none;",
+        f"setp.eq.b32 none, ${3 * numbers}, 0;",
+        "@none bra.uni DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers)),
+        "DONE:",
+    ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def _places(numbers):
+    same = [str(i) for i in range(numbers)]
+    return ",".join(["=f"] * numbers + same + ["f"] * numbers + ["r"] * numbers)
+
+
+@gluon.jit
+def rescaled(acc, factor, LAYOUT: gl.constexpr, SKIP: gl.constexpr):
+    """acc [ROWS, columns] times factor [ROWS]. acc is in the layout of an accumulator.
+
+    SKIP: a warp whose factors are all 1 jumps over its multiplications. Compiled as a condition of
+    the kernel that would be one for the whole warpgroup, which has to agree by a barrier.
+    """
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    factors = gl.convert_layout(factor, OF_ROWS)[:, None]
+    if SKIP:
+        # What a thread holds: two rows, of which a warp has 16.
+        ROWS_OF_THREAD: gl.constexpr = 2
+        NUMBERS: gl.constexpr = ROWS_OF_THREAD * acc.shape[1] // 4
+        # Not pure: it has to stay where all threads of the warp come by.
+        flag = gl.inline_asm_elementwise(
+            ANY_FACTOR, "=r,=r,f,f", [factor], gl.int32, False, ROWS_OF_THREAD
+        )
+        flags = gl.convert_layout(flag, OF_ROWS)[:, None]
+        CODE: gl.constexpr = times_factors(NUMBERS)
+        PLACES: gl.constexpr = _places(NUMBERS)
+        acc = gl.inline_asm_elementwise(
+            CODE, PLACES, [acc, factors, flags], gl.float32, True, NUMBERS
+        )
+    else:
+        acc = acc * factors
+    return acc
+
+
 @gluon.jit
 def load(ring, n, b, h, first, TRANSPOSED: gl.constexpr = False):
     """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row.

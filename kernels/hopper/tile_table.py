@@ -18,6 +18,8 @@ class HopperConfig(NamedTuple):
     through shared memory of their own, so that the next tile need not wait for them. PING_PONG:
     consumers of forward issue their products in turn. WIDE_WEIGHTS: those of forward wait for
     their product in fp32. DQ_BY_TMA: TMA adds dQ of one pass to its sum; else the threads do.
+    SLACK: O of forward is rescaled where a score is 2^SLACK times above what weights are relative
+    to; 0: in every block, as always in 8 bits.
     """
 
     D: int
@@ -31,6 +33,7 @@ class HopperConfig(NamedTuple):
     WIDE_WEIGHTS: bool = True
     SECOND_STAGES: int | None = None
     DQ_BY_TMA: bool = True
+    SLACK: int = 8
 
 
 def _registers(early: bool) -> tuple[int, int]:

@@ -16,19 +16,27 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def online_step(s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0, lift=None):
+def online_step(
+    s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0, lift=None,
+    SLACK: tl.constexpr = 0,
+):  # fmt: skip
     """Take a block of scores s = q.k (unscaled, -inf where hidden) into the state of its rows.
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
     scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
     l is [M] or, from `in_parts`, [M, parts]. SHIFT: m stays this far below the largest score, and
     weights reach 2^SHIFT. lift: m is the largest score plus lift, which broadcasts to s, as
-    scale_log2 then may: weights times 2^lift are 1 at most.
+    scale_log2 then may: weights times 2^lift are 1 at most. SLACK: m stays where it is, and the
+    factor 1, until a score is farther above it than this; weights reach 2^SLACK.
     """
     largest = tl.max(s, 1) * scale_log2 if lift is None else tl.max(s * scale_log2 + lift, 1)
     if SHIFT > 0:
         largest = largest - SHIFT
-    m_next = tl.maximum(m, largest)
+    if SLACK == 0:
+        m_next = tl.maximum(m, largest)
+    else:
+        tl.static_assert(SHIFT == 0, "weights would reach 2^(SHIFT + SLACK)")
+        m_next = tl.where(largest > m + SLACK, largest, m)
     m_finite = m_next
     if MASKED:
         # A row that has seen nothing yet: -inf minus -inf would be NaN.

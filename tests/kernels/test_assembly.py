@@ -1,5 +1,6 @@
 """Rules that compiled kernels have in assembly: it computes what the interpreter's code does."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import integers, tile
-from fastattn.testing.compiling.ptx import assembly_interpreted
+from fastattn.testing.compiling.ptx import assembly_interpreted, run
 
 interpreter.mend()
 
@@ -91,3 +93,32 @@ def test_load_in_place(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(out[0], x.flip(0))
     assert torch.equal(out[1, :11], x[:11])
     assert not out[1, 11:].any()
+
+
+def bits(*numbers: float) -> list[int]:
+    found: list[int] = torch.tensor(numbers, dtype=torch.float32).view(torch.uint32).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [
+        ((1, 1), 0),
+        ((1, 0.5), 1),
+        ((0.5, 1), 1),
+        ((0, 0), 1),
+        ((1, math.nan), 1),
+        ((math.nan, 1), 1),
+    ],
+)
+def test_any_factor(factors: tuple[float, float], expected: int) -> None:
+    """Of a thread that is alone in its warp."""
+    assert run(ANY_FACTOR.value, bits(*factors), 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("flag", [0, 1])
+def test_numbers_are_multiplied_all_or_not_at_all(flag: int) -> None:
+    numbers, factors = [3.0, -0.0, 1e-30, math.inf], [0.5, 0.25, 3.0, 1.0]
+    inputs = [*bits(*numbers), *bits(*factors), *[flag] * 4]
+    products = [x * y for x, y in zip(numbers, factors, strict=True)] if flag else numbers
+    assert run(times_factors(4), inputs, outputs=4, tied=4) == bits(*products)

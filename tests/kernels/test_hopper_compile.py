@@ -60,9 +60,9 @@ PART_LOADS = {"hopper_backward_dq_kernel": 2}
 # Instructions of the loop over full blocks. Those of "causal" leave no room for an option that is
 # off: they are what the loops took before there were others.
 BUDGET = {
-    ("hopper_forward_kernel", "causal"): {64: 425, 128: 467, 256: 423},
-    ("hopper_forward_kernel", "turns"): {128: 481},
-    ("hopper_forward_kernel", "part"): {64: 426, 128: 469, 256: 423},
+    ("hopper_forward_kernel", "causal"): {64: 433, 128: 475, 256: 431},
+    ("hopper_forward_kernel", "turns"): {128: 489},
+    ("hopper_forward_kernel", "part"): {64: 434, 128: 477, 256: 431},
     ("hopper_forward_kernel", "all"): {128: 1000},
     ("hopper_backward_dq_kernel", "causal"): {64: 375, 128: 418},
     ("hopper_backward_dq_kernel", "part"): {64: 375, 128: 418},
@@ -79,7 +79,7 @@ WIDEST_BUDGET = {
 }
 # And of that over masked blocks, of "causal": a comparison and a choice a score, and little else.
 MASKED_BUDGET = {
-    "hopper_forward_kernel": {64: 565, 128: 610, 256: 505},
+    "hopper_forward_kernel": {64: 573, 128: 618, 256: 513},
     "hopper_backward_dq_kernel": {64: 510, 128: 550},
     "hopper_backward_dkv_kernel": {64: 385, 128: 440},
 }
@@ -96,15 +96,16 @@ ONE_PASS_BUDGET = {
 # of a tile once more.
 ONE_PASS_CLOCKS = {64: 0.2188, 128: 0.3594}
 if NEWER:
-    BUDGET["hopper_forward_kernel", "causal"][128] = 478
-    BUDGET["hopper_forward_kernel", "part"][128] = 474
+    BUDGET["hopper_forward_kernel", "causal"][128] = 486
+    BUDGET["hopper_forward_kernel", "part"][128] = 482
     BUDGET["hopper_backward_dq_kernel", "causal"][64] = 384
     BUDGET["hopper_backward_dq_kernel", "part"][128] = 437
     BUDGET["hopper_backward_dkv_kernel", "part"][128] = 407
     WIDEST_BUDGET["causal"] = (397, 295, 451)
     ONE_PASS_BUDGET[128, "causal"] = 491
 elif RELEASE == "3.6":
-    BUDGET["hopper_forward_kernel", "part"][128] = 472
+    BUDGET["hopper_forward_kernel", "causal"][256] = 433
+    BUDGET["hopper_forward_kernel", "part"][128] = 480
 elif RELEASE == "3.8":
     WIDEST_BUDGET["causal"] = (335, 240, 388)
 
@@ -235,6 +236,9 @@ def test_forward_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> No
         assert max(loop.total for loop in masked) <= MASKED_BUDGET[fact.name][D]
     scores = 64 * forward_config(D, name == "all").BLOCK // 128  # a thread
     assert all(loop.count("MUFU.EX2") >= scores for loop in full)
+    for loop in full + masked:
+        # Of 64 rows of O a thread has D / 2 numbers, which one jump passes over.
+        assert loop.count("VOTE") == 1 and loop.total - loop.least >= D // 2
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=lambda case: "-".join(map(str, case)))

@@ -42,7 +42,8 @@ def section(folder: Path) -> list[str]:
         f"products that the kernel makes, on {MULTIPROCESSORS} multiprocessors at {data['ghz']} "
         f"GHz. A backward in two passes makes seven products (dq three, dkv four; dv and dk apart "
         f"two and three), of which the tables of measurements count five. In 8 bits (forward_fp8) "
-        f"products take half the time of 16.",
+        f"products take half the time of 16. Instructions that a pass jumps over count: D / 2 in "
+        f"most blocks of Hopper's forward of 16.",
         _table(data["rows"]),
         f"Decoding, a token of 32 heads beside 8 of a cache: clocks for a key of a head, those "
         f"that its bytes take of a memory of {TERABYTES} TB/s, and the TB/s of keys, values and "

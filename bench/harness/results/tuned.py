@@ -61,6 +61,7 @@ def _tile(row: dict[str, Any]) -> Iterator[object]:
     names = ("BLOCK", "STAGES") if row["kernel"] in tiles.HOPPER else tables.SIZES
     extra = [name for name in ("descriptors", "apart", "PING_PONG") if row.get(name)]
     extra += [] if row.get("DQ_BY_TMA", True) else ["threads add"]
+    extra += [] if row.get("SLACK", True) else ["no slack"]
     yield from (row["kernel"], row["calls"], row["element_size"], row["BLOCK_D"])
     yield "(" + ", ".join([*(str(row[name]) for name in names), *extra]) + ")"
     for ending in ("", "_shipped"):

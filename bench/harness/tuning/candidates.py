@@ -117,7 +117,8 @@ def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
 def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
     """Other shapes: blocks, stages, and for forward consumers that take turns or are three.
 
-    The backward kernels take two. In one pass dQ is added by TMA or by the threads.
+    The backward kernels take two. In one pass dQ is added by TMA or by the threads. Forward of
+    16 bits, in the shape in use, also rescales in every block: what is faster depends on scores.
     """
     usual = hopper_shipped(kernel, D)
     if usual is None:
@@ -135,6 +136,8 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
         for config in made
         if forward and config.BLOCK == 64 and D <= 128
     ]
+    if kernel == "hopper_forward":
+        made.append(usual._replace(SLACK=0))
     return [config for config in made if config != usual and _fits(kernel, config)]
 
 

@@ -166,6 +166,7 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
         extra = ["turns"] if config.PING_PONG else []
         extra += ["3 consumers"] if config.CONSUMERS == 3 else []
         extra += [] if config.DQ_BY_TMA else ["threads add"]
+        extra += [] if config.SLACK else ["no slack"]
         words = f"({', '.join(map(str, (config.BLOCK, config.STAGES, *extra)))})"
         verified = (("hopper", _family(kernel)),)
         return Candidate(words, name, {kernel: config}, config._asdict(), verified)

@@ -7,7 +7,7 @@ there. `assembly_interpreted` lets it run the assembly: as slow as it is, for te
 import contextlib
 import ctypes
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -22,30 +22,44 @@ _COMPARISONS = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
+    "neu": operator.ne,
 }
+_COMBINED = {"and": operator.and_, "or": operator.or_}
 _MEMORY = {"b16": ctypes.c_uint16, "b32": ctypes.c_uint32}
 
 
-def run(assembly: str, inputs: Sequence[int], outputs: int) -> list[int]:
+def run(assembly: str, inputs: Sequence[int], outputs: int, tied: int = 0) -> list[int]:
     """The bits of the registers $0, $1, ... of the outputs; the inputs' are numbered after them.
+
+    tied: so many inputs are in the registers of the first outputs. A warp is one thread.
 
     Raises:
         NotImplementedError: an instruction that no rule of the kernels has needed so far.
     """
     registers = {f"${outputs + i}": bits for i, bits in enumerate(inputs)}
+    registers |= {f"${i}": bits for i, bits in enumerate(inputs[:tied])}
+    label = None
 
     def read(name: str) -> int:
         name = name.strip("[]")
+        if name.startswith("0f"):
+            return int(name[2:], 16)
         return registers[name] if name in registers else int(name, 0)
 
     for line in assembly.strip("{} \n").split(";"):
         line = line.strip()
+        if label is not None and not line.startswith(f"{label}:"):
+            continue
+        label = None
         if line.startswith("@"):
             predicate, _, line = line.partition(" ")
             if not registers[predicate[1:]]:
                 continue
         op, _, rest = line.partition(" ")
-        if op in ("", ".reg"):
+        if op in ("", ".reg") or op.endswith(":"):
+            continue
+        if op == "bra.uni":
+            label = rest
             continue
         if "{" in rest:  # a register and its halves
             names, _, whole = rest.strip("{").partition("}, ")
@@ -78,10 +92,16 @@ def _compute(op: str, given: list[int]) -> int:
             source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
             return sum(source[given[2] >> 4 * i & 7] << 8 * i for i in range(4))
         case "setp":
-            kind = details[-1]
-            a, b, *also = (_signed(x) for x in given) if kind == "s32" else given
-            assert kind in ("s32", "b32") and len(also) == ("and" in details), op
-            return int(_COMPARISONS[details[0]](a, b) and all(also))
+            comparison, *combined, kind = details
+            if (kind == "f32") != (comparison == "neu"):  # the others are False of NaN
+                raise NotImplementedError(f"what {op} computes")
+            found = _COMPARISONS[comparison](*map(_NUMBERS[kind], given[:2]))
+            assert len(given) == 2 + len(combined), op
+            return int(_COMBINED[combined[0]](found, given[2]) if combined else found)
+        case "selp":
+            return given[0] if given[2] else given[1]
+        case "vote":
+            return given[0]
         case "ld":
             return int(_MEMORY[details[-1]].from_address(given[0]).value)
     match op:
@@ -89,6 +109,8 @@ def _compute(op: str, given: list[int]) -> int:
             return _as_register(_halves(given[0]) - _halves(given[1]))
         case "mul.rn.f16x2":
             return _as_register(_halves(given[0]) * _halves(given[1]))
+        case "mul.f32":
+            return _as_register(_float(given[0]) * _float(given[1]))
         case "mul.wide.s32":
             return _signed(given[0]) * _signed(given[1]) & 0xFFFFFFFFFFFFFFFF
         case "cvt.rn.f16x2.e4m3x2":
@@ -105,8 +127,15 @@ def _halves(register: int) -> torch.Tensor:
     return torch.tensor([register], dtype=torch.uint32).view(torch.float16)
 
 
-def _as_register(pair: torch.Tensor) -> int:
-    return int(pair.view(torch.uint32).item())
+def _float(register: int) -> torch.Tensor:
+    return torch.tensor([register], dtype=torch.uint32).view(torch.float32)
+
+
+def _as_register(numbers: torch.Tensor) -> int:
+    return int(numbers.view(torch.uint32).item())
+
+
+_NUMBERS: dict[str, Callable[[int], Any]] = {"b32": int, "s32": _signed, "f32": _float}
 
 
 class _Results(list[Any]):

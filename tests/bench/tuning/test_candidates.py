@@ -71,7 +71,7 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     if usual is None:
         assert (kernel not in tiles.HOPPER_FORWARD, D, found) == (True, 256, [])
         return
-    names = ["BLOCK", "STAGES", "PING_PONG"]
+    names = ["BLOCK", "STAGES", "PING_PONG", "SLACK"]
     three = [config for config in found if config.CONSUMERS == 3]
     assert bool(three) == (kernel in tiles.HOPPER_FORWARD and D <= 128)
     for config in three:  # 64512 registers for 128 threads of each, and of the producer
@@ -85,6 +85,8 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     assert any(config.PING_PONG for config in found) == (kernel in tiles.HOPPER_FORWARD)
     if kernel == "hopper_fp8":
         assert {config.BLOCK for config in found} == {64, 128}
+    always = [config for config in found if config.SLACK == 0]
+    assert always == ([usual._replace(SLACK=0)] if kernel == "hopper_forward" else [])
     if kernel == "hopper_one_pass":
         assert all(config.BLOCK >= 64 for config in found)
         shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in found}

@@ -67,6 +67,8 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
     else:
         found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
     assert found == choice.others[-1].forced[kernel]
+    if kernel == "hopper_forward":
+        assert found.SLACK == 0 and choice.others[-1].name.endswith("no slack)")
     if kernel == "hopper_one_pass":
         assert not found.DQ_BY_TMA and choice.others[-1].name.endswith("threads add)")
 
