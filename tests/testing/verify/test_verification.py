@@ -111,7 +111,7 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert rows == stored()
     assert [(x["family"], x["cases"], x["verdict"]) for x in rows] == [
         ("append", 2, "right"),
-        ("fp8", 3, "right"),
+        ("fp8", 4, "right"),
     ]
 
 
