@@ -1,11 +1,18 @@
-"""The outputs of parts of the keys, merged into those of all keys."""
+"""The outputs of parts of the keys, merged into those of all keys.
+
+From sm_90 on the programs that merge are put in place while those that make the parts still end
+(programmatic dependent launch, CUDA C++ Programming Guide): they wait there for all that the
+others wrote, and no gap is left between the two kernels.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from .launch.arguments import block_dim
+from .launch.decode_splits import nvidia_capability
 from .launch.launches import Launch
 from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
@@ -15,14 +22,21 @@ from .rules.softmax import finish, merge_states
 PART_FACTS = tl.constexpr(4)
 # Parts that are loaded at a time.
 _BLOCK_S = 16
+# The compute capability from which on a kernel may begin before the one ahead of it has ended.
+EARLY_FROM = tl.constexpr(90)
 
 
 @triton.jit(do_not_specialize=["H", "T"])
 def combine_kernel(
     parts_ptr, o_ptr, lse_ptr, o_strides, row_width, H, T,
-    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row [b, h, t], in the order of their numbers."""
+    """Merge the parts of one row [b, h, t], in the order of their numbers.
+
+    EARLY: it may begin before the kernel that writes the parts has ended.
+    """
+    if EARLY:
+        gdc_wait()
     n = tl.program_id(0)
     cols = tl.arange(0, BLOCK_DV)
     width = value(row_width)
@@ -60,10 +74,11 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int) -> Launch:
     """
     B, H, T, _ = o.shape
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
+    early = nvidia_capability() >= EARLY_FROM.value
     return Launch(
         combine_kernel,
         B * H * T,
-        {"num_warps": 4},
+        {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4},
         (stride_b, stride_h, stride_t),
         runtime_int(parts.stride(2)),
         H,
@@ -71,6 +86,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int) -> Launch:
         D_v,
         block_dim(D_v),
         _BLOCK_S,
+        early,
     )
 
 

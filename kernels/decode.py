@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from .combine import PART_FACTS, combine_launch
+from .combine import EARLY_FROM, PART_FACTS, combine_launch
 from .launch.arguments import (
     block_dim,
     blocks,
@@ -223,6 +224,9 @@ def decode_kernel(
             NVIDIA,
         )  # fmt: skip
 
+    if IN_PARTS and NVIDIA >= EARLY_FROM:
+        # `combine` may take its place from here on; it waits for what is written below.
+        gdc_launch_dependents()
     if CODES:
         acc = interleave(acc[0], acc[1])
     result, lse = finish(acc, m, l)
@@ -385,7 +389,7 @@ def _plan(
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
         in_one_page(cache, tile.BLOCK_N), load_bytes(cache),
         shown_by_ranges(options), tile.sum_parts,
-        dot_precision(q.dtype), 0 if cache.k_scale is None else nvidia_capability(),
+        dot_precision(q.dtype), nvidia_capability(),
     )  # fmt: skip
 
 

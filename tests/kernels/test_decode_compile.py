@@ -20,6 +20,7 @@ from fastattn.testing.compiling.cross_compile import (
     USUAL_SPILL_BYTES,
     CompiledFacts,
     count_compilations,
+    sass_of,
 )
 from fastattn.testing.compiling.speed import loop_clocks, programs_at_once
 
@@ -263,6 +264,28 @@ def test_loads_are_as_wide_as_rows_allow(compiled: dict[tuple, Future]) -> None:
         if kind == "paged-1":
             widths.discard("LDG.E")  # of page numbers
         assert widths - {"LDGDEPBAR"} == {width}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_parts_are_merged_without_a_gap(target: str, compile_pool: CompilePool) -> None:
+    """The kernel that merges may take its place before the other has ended, and waits for it.
+
+    Nothing is loaded before it has waited: ACQBULK is griddepcontrol.wait, PREEXIT what lets it in.
+    """
+    decode, combine = compile_pool.facts(f"{__file__}:launch", target)
+    assert (decode.name, combine.name) == ("decode_kernel", "combine_kernel")
+    assert decode.code is not None and combine.code is not None
+    (merging,), (ending,) = sass_of(combine.code), sass_of(decode.code)
+    names = [instruction.base for instruction in merging]
+    waits = [n for n, name in enumerate(names) if name == "ACQBULK"]
+    lets_in = [n for n, instruction in enumerate(ending) if instruction.base == "PREEXIT"]
+    assert (len(waits), len(lets_in)) == ((1, 1) if target == "sm_90" else (0, 0))
+    if target == "sm_90":
+        memory = [n for n, name in enumerate(names) if name.startswith(("LD", "ST", "RED", "ATOM"))]
+        # What the host passed may be read before.
+        assert waits[0] < min(n for n in memory if names[n] != "LDC")
+        products = [n for n, instruction in enumerate(ending) if instruction.is_matrix_op]
+        assert lets_in[0] > max(products), "it would take what the loops still need"
 
 
 def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:

@@ -85,6 +85,7 @@ def cache_calls() -> None:
 
     with tiles.forced(**SMALL):
         rooms("dense cache", dense)
+        assert posing.early() > 0, "parts of keys are merged after a gap"
         rooms("int8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="int8"))
         rooms("fp8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="fp8"))
         rooms("ring", lambda B, room: dense(B, room, window=8, keep_first=2, steps=70))

@@ -14,10 +14,11 @@
     CUresult name(__VA_ARGS__) { return CUDA_SUCCESS; }
 
 static char reason[256] = "no reason given";
-static long launched, encoded;
+static long launched, early, encoded;
 
 /* For the rehearsal itself. */
 long rehearsal_launches(void) { return launched; }
+long rehearsal_early(void) { return early; }
 long rehearsal_descriptors(void) { return encoded; }
 
 static CUresult refuse(const char *format, ...) {
@@ -139,6 +140,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
         return refuse("%u threads in a block", threads);
     if (config->sharedMemBytes > shared_bytes())
         return refuse("%u bytes of shared memory, of %u", config->sharedMemBytes, shared_bytes());
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            early += config->attrs[i].value.programmaticStreamSerializationAllowed != 0;
     launched++;
     return CUDA_SUCCESS;
 }

@@ -26,6 +26,12 @@ _random = torch.zeros(16, dtype=torch.uint8)  # a seed and an offset, as CUDA's 
 stage = Stage(_DRIVER.rehearsal_launches)
 
 
+def early() -> int:
+    """Launches that may begin before the one ahead of them has ended."""
+    count: int = _DRIVER.rehearsal_early()
+    return count
+
+
 def descriptors() -> int:
     """Tensor maps that the driver accepted."""
     count: int = _DRIVER.rehearsal_descriptors()

@@ -32,6 +32,7 @@ from triton.runtime import driver
 from .amdgcn import local_bytes, read_amdgcn
 from .kept import kept
 from .sass import (
+    Instruction,
     Loop,
     PtxasReport,
     matrix_ops,
@@ -317,8 +318,13 @@ def _code(kernel: Any) -> str:
 def _loops(code: str) -> tuple[Loop, ...]:
     if code.endswith(".amdgcn"):
         return product_loops(read_amdgcn(Path(code).read_text("utf-8")), local_bytes)
+    return tuple(loop for function in sass_of(code) for loop in product_loops(function))
+
+
+def sass_of(code: str) -> list[list[Instruction]]:
+    """The instructions of each function of a cubin, in the order of their addresses."""
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", code]
     sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     functions = read_sass(sass)
     assert functions, f"no instructions in what {command[0]} printed"
-    return tuple(loop for function in functions for loop in product_loops(function))
+    return functions
