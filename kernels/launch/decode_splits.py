@@ -119,8 +119,12 @@ def _widest(q: Tensor, cache: CacheTensors) -> int:
 
 
 def nvidia_capability() -> int:
-    """The device's compute capability, as 89, or 0 where it is not NVIDIA's: see `codes`."""
-    arch = tiles.current_arch()
+    """The device's compute capability, as 89, or 0 where it is not NVIDIA's."""
+    return _capability_of(tiles.current_arch())
+
+
+@cache
+def _capability_of(arch: str) -> int:
     return int(re.sub(r"\D", "", arch)) if arch.startswith("sm_") else 0
 
 
