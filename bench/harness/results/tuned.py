@@ -60,6 +60,7 @@ def tables_of(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
 def _tile(row: dict[str, Any]) -> Iterator[object]:
     names = ("BLOCK", "STAGES") if row["kernel"] in tiles.HOPPER else tables.SIZES
     extra = [name for name in ("descriptors", "apart", "PING_PONG") if row.get(name)]
+    extra += ["3 consumers"] if row.get("CONSUMERS") == 3 else []
     extra += [] if row.get("DQ_BY_TMA", True) else ["threads add"]
     extra += [] if row.get("SLACK", True) else ["no slack"]
     yield from (row["kernel"], row["calls"], row["element_size"], row["BLOCK_D"])

@@ -27,6 +27,7 @@ from ...dispatch import Explanation
 from ...ops import fp8
 from ...ops.gradients import as_batch, as_packed
 from ...options import Options
+from ...tuned import choices
 from .. import attend, call_options
 from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
 
@@ -327,6 +328,8 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
     reason = fp8.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
+            # Whoever asks first has the shapes installed that were tuned on this device.
+            choices.any_about(call.q.device)
             return Explanation("hopper", {}, forced=True)
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
     if forced != "auto":

@@ -10,7 +10,7 @@ from fastattn.bench.results import page, tuned
 from fastattn.bench.results.report import Report
 from fastattn.bench.run.full_run import tuned_tiles
 from fastattn.bench.tuning import tables
-from fastattn.kernels.hopper.tile_table import backward_config, forward_config
+from fastattn.kernels.hopper.tile_table import backward_config, forward_config, fp8_config
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.tuned import findings
@@ -31,6 +31,14 @@ ROWS = {
             **forward_config(64, False)._replace(SLACK=0)._asdict(),
             **MEASURED,
             "gain": 0.0,
+            **COMMON,
+        },
+        {
+            "kernel": "hopper_fp8",
+            "calls": "plain",
+            **fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)._asdict(),
+            **MEASURED,
+            "gain": 0.1,
             **COMMON,
         },
         {
@@ -110,6 +118,7 @@ def test_the_page_has_what_was_found(folders):
     shapes = "(64, 64, 4, 3) | 0.5 / 0.9 | 0.625 / 1 | 15.0 %"
     assert f"| forward | plain | 2 | 64 | {shapes} |" in text
     assert "| hopper_forward | plain | 2 | 64 | (128, 4, no slack) | 0.5 / 0.9 |" in text
+    assert "| hopper_fp8 | plain | 2 | 64 | (64, 4, 3 consumers) | 0.5 / 0.9 |" in text
     assert "| hopper_one_pass | plain | 2 | 64 | (64, 2, threads add) | 0.5 / 0.9 |" in text
     assert "| training | bfloat16 | 128 | causal | many | torch | hopper 2, torch 1.5 |" in text
     assert "in one pass with atomics, or in two" not in text
