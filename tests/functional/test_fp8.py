@@ -145,6 +145,12 @@ def test_what_the_kernel_serves(x: Tensor, served: bool, monkeypatch: pytest.Mon
     assert fp8_ops.has_kernel(x) == served
 
 
+def test_tensors_without_memory_are_served_as_by_attention():
+    q = torch.empty(2, 4, 20, 64, device="meta").to(E4M3)
+    o, lse = fastattn.attention_fp8(q, q, q, causal=True, return_lse=True)
+    assert o.is_meta and o.shape == q.shape and lse.shape == (2, 4, 20)
+
+
 @pytest.mark.parametrize("T", [1, 16, 100, 300])
 @pytest.mark.parametrize("D", [64, 128])
 def test_packed_values(T: int, D: int, device: str):

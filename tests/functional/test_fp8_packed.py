@@ -180,6 +180,16 @@ def test_compiled_calls_give_the_same():
             ValueError,
             "v must be packed by pack_values with cu_seqlens_k, got codes of 2 batch rows",
         ),
+        (
+            {"v": PackedValues(torch.zeros(0, 2, 64, 32).to(E4M3), 3)},
+            ValueError,
+            "v must be packed by pack_values with cu_seqlens_k, got codes of 0 batch rows",
+        ),
+        (
+            {"v": PackedValues(torch.zeros(1, 2, 64, 32).to(E4M3), "3")},
+            TypeError,
+            "v.length must be an int, got str",
+        ),
         ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, "cu_seqlens_q must run from 0 to 3"),
         ({"cu_seqlens_k": torch.tensor([0, 3])}, ValueError, "cu_seqlens_k must have shape"),
         ({"k_scale": torch.ones(1, 2)}, ValueError, r"k_scale must have shape \[2, 2\], got"),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch
+from ... import checks, dispatch, tracing
 from ...dispatch import Explanation
 from ...ops import fp8
 from ...ops.gradients import as_batch, as_packed
@@ -242,16 +242,25 @@ def _compute(
         return (o, lse) if return_lse else o
     if not choice.forced:
         _say_once(choice, call.q.device)
-    q, k, v = call.numbers(out_dtype)
-    how: dict[str, Any] = {"return_lse": True, "backend": choice.backend, **options}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        offsets = call.options.cu_seqlens_q
-        if offsets is None:
-            o, lse = attend.attention(q, k, v, **how)
-        else:
-            of_keys = call.options.cu_seqlens_k
-            o, lse = attend.attention_varlen(q, k, v, offsets, of_keys, **how)
+    o, lse = _by_others(call, choice.backend, out_dtype, options)
     return (o, lse) if return_lse else o
+
+
+def _by_others(
+    call: _Call, backend: str, out_dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """o and lse of the numbers, read back. options: as they came, unchecked."""
+    if tracing.autocasting(call.q.device):
+        # It would take them in its own dtype.
+        with torch.autocast(call.q.device.type, enabled=False):
+            return _by_others(call, backend, out_dtype, options)
+    q, k, v = call.numbers(out_dtype)
+    how: dict[str, Any] = {"return_lse": True, "backend": backend, **options}
+    offsets = call.options.cu_seqlens_q
+    with torch.no_grad():
+        if offsets is None:
+            return attend.attention(q, k, v, **how)
+        return attend.attention_varlen(q, k, v, offsets, call.options.cu_seqlens_k, **how)
 
 
 def _by_hopper(call: _Call, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -282,14 +291,14 @@ def _checked(
         codes = x.codes if isinstance(x, PackedValues) else x
         check_codes(name, codes, in_sequences and codes is x)
         checks.check_device(name, codes, q)
-    rows = (q, k, viewed(v, in_sequences) if isinstance(v, PackedValues) else v)
+    rows = (q, k, _view(v, in_sequences) if isinstance(v, PackedValues) else v)
     if offsets is None:
         checked, count = call_options.fp8_options(*rows, **options), q.shape[0]
     else:
         checked = call_options.packed_fp8_options(*rows, *offsets, **options)
         count = offsets[0].shape[0] - 1
     if isinstance(v, PackedValues):
-        _check_packed(v, checked.cu_seqlens_k)
+        _check_length(v, checked.cu_seqlens_k)
     for (name, scale), x in zip(scales.items(), rows, strict=True):
         if scale is not None:
             _check_scale(name, scale, (count, x.shape[1]), q)
@@ -297,11 +306,19 @@ def _checked(
     return _Call(*rows, v, count, scales, checked)
 
 
-def _check_packed(v: PackedValues, cu_seqlens: Tensor | None) -> None:
-    of = "" if cu_seqlens is None else " with cu_seqlens_k"
-    B, _, _, found = v.codes.shape
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"v must be packed by pack_values{of}, got codes of {B} batch rows")
+def _view(v: PackedValues, in_sequences: bool) -> Tensor:
+    """`viewed`, after a check that there is such a view."""
+    checks.check_count("v.length", v.length, 0)
+    if in_sequences and v.codes.shape[0] != 1:
+        raise ValueError(
+            f"v must be packed by pack_values with cu_seqlens_k, got codes of {v.codes.shape[0]} "
+            "batch rows"
+        )
+    return viewed(v, in_sequences)
+
+
+def _check_length(v: PackedValues, cu_seqlens: Tensor | None) -> None:
+    of, found = "" if cu_seqlens is None else " with cu_seqlens_k", v.codes.shape[3]
     if found != fp8.packed_length(v.length, cu_seqlens):
         raise ValueError(
             f"v must be packed by pack_values{of}, got codes of {found} keys for {v.length}"
