@@ -68,7 +68,9 @@ _OPEN = """## What the figures settled, and what is open
   hide the latency.
 - Open: a dense uniform batch (dividing keys by rows costs it 4 percent, 0.2023 ms for 0.1935),
   packed sequences on Hopper (now dealt out by their length, not timed since), the host cost of a
-  Hopper backward (380 us where the portable one takes 191), times on an H200.
+  Hopper backward (380 us where the portable one takes 191), times on an H200. Not timed either:
+  what Hopper's forward gains where O is rescaled only where that is due, and decoding where parts
+  are merged without a gap; packed sequences in 8 bits.
   `python bench/run_all.py --out DIR` measures all in one
   call.
 - Automatic warp specialisation (`tl.range(..., warp_specialize=True)`) of the forward kernel. With
