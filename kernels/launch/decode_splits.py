@@ -74,7 +74,7 @@ def split_keys(
     capacity = _capacity(cache, options)
     B, H_q, T_q, _ = q.shape
     if invariant:
-        count = max(1, blocks(capacity, INVARIANT_SPLIT))
+        count = _invariant_parts(capacity, T_q, options)
         return Split(capacity, B * count, (0, count, INVARIANT_SPLIT // tile.BLOCK_N))
     if count is not None:
         return Split(capacity, B * count, (0, count, 0) if count > 1 else None)
@@ -162,6 +162,16 @@ def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
     if options.left is not None and options.stride is None:
         keys = min(keys, options.left + T_q + options.keep_first)
     return blocks(keys, BLOCK_N) + 2 * (keys < capacity)
+
+
+def _invariant_parts(capacity: int, T_q: int, options: Options) -> int:
+    """The most parts by positions that a tile of rows may need."""
+    parts = blocks(capacity, INVARIANT_SPLIT)
+    if options.left is not None and options.stride is None:
+        # One more than they fill: a window begins anywhere in its first part.
+        of_window = blocks(options.left + T_q, INVARIANT_SPLIT) + 1
+        parts = min(parts, blocks(options.keep_first, INVARIANT_SPLIT) + of_window)
+    return max(1, parts)
 
 
 def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -28,8 +28,8 @@ class Plan(NamedTuple):
     """How keys are split into parts; integers in the form of `runtime_int`.
 
     Either the key blocks of all batch rows are divided into `shares`, or `shares` is 0 and each row
-    has as many `splits`: of so many `blocks` of its positions, wherever they are, or, if that is 0,
-    of equal parts of the blocks that it needs.
+    has as many `splits`: of so many `blocks` of its positions, wherever they are, those that it
+    needs, or, if that is 0, of equal parts of the blocks that it needs.
     """
 
     shares: int | None
@@ -144,8 +144,9 @@ def share(
     first = split * each + tl.minimum(split, more)
     last = first + each + (split < more).to(tl.int32)
     if value(plan.blocks) > 0:
-        first = _visit(split * size, lo, hi, kept)
-        last = _visit((split + 1) * size, lo, hi, kept)
+        start = _start(split, size, lo, kept)
+        first = _visit(start, lo, hi, kept)
+        last = _visit(start + size, lo, hi, kept)
     full_first = kept
     full_last = kept
     if RANGES:
@@ -154,6 +155,16 @@ def share(
     full_first = tl.minimum(tl.maximum(full_first, first), last)
     full_last = tl.minimum(tl.maximum(full_last, full_first), last)
     return first, last, full_first, full_last, lo, kept, splits
+
+
+@triton.jit
+def _start(split, size, lo, kept):
+    """The first block of a part by positions. Parts between `kept` and lo are not counted: a ring
+    holds the end of a row of any length.
+    """
+    of_kept = tl.cdiv(kept, size)
+    passed_over = tl.where(split < of_kept, 0, tl.maximum(lo // size - of_kept, 0))
+    return (split + passed_over) * size
 
 
 @triton.jit
