@@ -62,7 +62,7 @@ def quantize_fp8(
     Returns:
         codes, float8_e4m3fn in x's shape and memory order, or `PackedValues`, and scale fp32 [B, H]
         or [N, H]: the largest magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale /
-        1024). A head that holds inf or NaN gets the scale NaN, all heads of no rows 1.
+        1024). A head that holds inf or NaN gets the scale NaN; without any row all scales are 1.
 
     Raises:
         TypeError, ValueError: x is no float tensor of four dimensions, or of three with cu_seqlens,
