@@ -70,7 +70,8 @@ def quantize_fp8(
     """
     checks.check_floats("x", x)
     packed = checks.check_flag("packed", packed)
-    rows = _check_rows("x", x, cu_seqlens)
+    _check_dims("x", x, cu_seqlens is not None)
+    rows = _count_rows(x, cu_seqlens)
     if lengths is not None:
         checks.check_integers("lengths", lengths)
         checks.check_placement("lengths", lengths, (rows,), x)
@@ -139,7 +140,7 @@ def pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> PackedValues:
         TypeError, ValueError: v is not e4m3, or of another shape; cu_seqlens do not fit it.
     """
     check_codes("v", v, cu_seqlens is not None)
-    _check_rows("v", v, cu_seqlens)
+    _count_rows(v, cu_seqlens)
     _check_packed_head_dim("v", v)
     rows = _batch(v, cu_seqlens)
     # Interpreted, the kernel serves only who asks for it: torch does the same at once.
@@ -184,9 +185,8 @@ def _batch(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x if cu_seqlens is None else as_batch(x)
 
 
-def _check_rows(name: str, x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of batch rows or sequences of x, whose shape and offsets are checked."""
-    _check_dims(name, x, in_sequences=cu_seqlens is not None)
+def _count_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of batch rows of x, or of its sequences, whose offsets are checked."""
     if cu_seqlens is None:
         return x.shape[0]
     checks.check_offsets("cu_seqlens", cu_seqlens, x.shape[0], x)
