@@ -238,6 +238,7 @@ class Tags(NamedTuple):
     ("scores"), both of those ("heavy", as no option alone is), or vectors for distances
     ("relative").
     table: launchers make a tensor of it.
+    weighs: changes scores or weights as no argument of torch's own attention does.
     """
 
     dims: str = ""
@@ -245,6 +246,7 @@ class Tags(NamedTuple):
     strided: bool = False
     registers: Registers = ""
     table: bool = False
+    weighs: bool = False
 
 
 class Options(NamedTuple):
@@ -263,7 +265,9 @@ class Options(NamedTuple):
     attn_mask: Annotated[
         Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="scores")
     ] = None  # bool
-    alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked")] = None  # fp32
+    alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked", weighs=True)] = (
+        None  # fp32
+    )
     dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
     cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
@@ -275,14 +279,14 @@ class Options(NamedTuple):
         Tensor | None,
         Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="bias"),
     ] = None
-    relative_bias: Annotated[Tensor | None, Tags("H_q 2R+1", learned=True, registers="scores")] = (
-        None
-    )
+    relative_bias: Annotated[
+        Tensor | None, Tags("H_q 2R+1", learned=True, registers="scores", weighs=True)
+    ] = None
     relative_keys: Annotated[
-        Tensor | None, Tags("H 2R+1 D", learned=True, registers="relative")
+        Tensor | None, Tags("H 2R+1 D", learned=True, registers="relative", weighs=True)
     ] = None  # H one of H_q, H_k and 1
     relative_query: Annotated[Tensor | None, Tags("B H_q T_q D", learned=True, strided=True)] = None
-    sinks: Annotated[Tensor | None, Tags("H_q", learned=True)] = None
+    sinks: Annotated[Tensor | None, Tags("H_q", learned=True, weighs=True)] = None
 
     mod_tensors: tuple[Tensor, ...] = ()
     query_offset: int | None = 0  # None: packed, each sequence has its own
@@ -292,9 +296,9 @@ class Options(NamedTuple):
     keep_first: Annotated[int, Tags(registers="masked")] = 0
     stride: Annotated[int | None, Tags(registers="scores", table=True)] = None
     scale: float = 1.0
-    softcap: Annotated[float | None, Tags(registers="masked")] = None
+    softcap: Annotated[float | None, Tags(registers="masked", weighs=True)] = None
     # An int: torch.compile would make a default that is a float dynamic.
-    dropout: Annotated[float, Tags(registers="scores")] = 0
+    dropout: Annotated[float, Tags(registers="scores", weighs=True)] = 0
     # Whether dQ may be added up by atomics, in an order that is another in each run.
     atomic_dq: bool = False
     # Whether o, dQ, dK, dV and dquery stay in fp32: each is a part of a sum.
@@ -303,7 +307,7 @@ class Options(NamedTuple):
     first_head: int = 0
     all_heads: int | None = None
     mask_mod: Annotated[Any, Tags(registers="scores")] = None
-    score_mod: Annotated[Any, Tags(registers="scores")] = None
+    score_mod: Annotated[Any, Tags(registers="scores", weighs=True)] = None
     score_mod_grad: Any = None
 
     @property
@@ -347,44 +351,58 @@ class Options(NamedTuple):
     def registers(self) -> Registers:
         """How economical of registers kernels have to be; see `Tags`."""
         for registers, places in _REGISTERS.items():
-            for place, default in places:
-                x = self[place]
-                if x is not None if default is None else x != default:
-                    both = registers == "scores" and self.attn_bias is not None
-                    return "heavy" if both else registers
+            if self._has(places):
+                both = registers == "scores" and self.attn_bias is not None
+                return "heavy" if both else registers
         return ""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether scores or weights change as no argument of torch's own attention has it."""
+        return self._has(_WEIGHS)
+
+    def _has(self, fields: "_Fields") -> bool:
+        """Whether one of the fields differs from its default."""
+        for place, default in fields:
+            x = self[place]
+            if x is not None if default is None else x != default:
+                return True
+        return False
 
 
 _HINTS = get_type_hints(Options, include_extras=True)
 TAGS: dict[str, Tags] = {
     name: getattr(hint, "__metadata__", (Tags(),))[0] for name, hint in _HINTS.items()
 }
+
+
+def _tagged(**wanted: Any) -> tuple[str, ...]:
+    """Names of the fields with these tags."""
+    return tuple(name for name, tags in TAGS.items() if wanted.items() <= tags._asdict().items())
+
+
 TENSORS = tuple(name for name, hint in get_type_hints(Options).items() if hint == Tensor | None)
 FUNCTIONS = tuple(name for name, hint in get_type_hints(Options).items() if hint is Any)
-LEARNED = tuple(name for name, tags in TAGS.items() if tags.learned)
+LEARNED = _tagged(learned=True)
 # Options that q or its like is multiplied by, in its dtype and as wide as it is.
 LIKE_Q = tuple(name for name, tags in TAGS.items() if tags.dims.endswith(" D"))
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)
 
 _place = Options._fields.index
-# mod_tensors are read by functions alone.
-_NOT_PLAIN = tuple(
-    _place(name)
-    for name, tags in TAGS.items()
-    if name in TENSORS or name in FUNCTIONS or tags.table
-)
-_LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
 _LEARNED = tuple(map(_place, LEARNED))
-_REGISTERS: dict[Registers, list[tuple[int, Any]]] = {
-    kind: [
-        (_place(name), Options._field_defaults[name])
-        for name, tags in TAGS.items()
-        if tags.registers == kind
-    ]
-    for kind in get_args(Registers)
-    if kind
-}
+# mod_tensors are read by functions alone.
+_NOT_PLAIN = tuple(map(_place, {*TENSORS, *FUNCTIONS, *_tagged(table=True)}))
+_LAUNCHED_ANEW = tuple(map(_place, FUNCTIONS))
+_Fields = tuple[tuple[int, Any], ...]  # places, and defaults
+
+
+def _fields(**tags: Any) -> _Fields:
+    return tuple((_place(name), Options._field_defaults[name]) for name in _tagged(**tags))
+
+
+_WEIGHS = _fields(weighs=True)
+_REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
 
 # Tensors of which any dim may be 1, for all.
 BROADCAST = tuple(name for name, tags in TAGS.items() if "[T_q]" in tags.dims)

@@ -107,6 +107,26 @@ def test_the_registers_that_a_field_takes(field: str) -> None:
     assert found == beside.get(TAGS[field].registers, "scores")
 
 
+# What the torch backend hands to torch's own attention, which has no argument for the rest.
+AS_MASKS = {
+    "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
+    "k_documents", "attn_mask", "cu_seqlens_q", "cu_seqlens_k", "q_positions", "k_positions",
+    "attn_bias", "mod_tensors", "query_offset", "left", "right", "causal", "keep_first", "stride",
+    "mask_mod",
+}  # fmt: skip
+# Results are the same, or another field that weighs has to be there too.
+WITHOUT_EFFECT = {
+    "dropout_seed", "relative_query", "scale", "atomic_dq", "fp32_results", "first_head",
+    "all_heads", "score_mod_grad",
+}  # fmt: skip
+
+
+def test_every_field_is_a_mask_or_weighs_or_changes_no_result() -> None:
+    weighing = {field for field in Options._fields if Options()._replace(**{field: 4}).weighs}
+    assert not weighing & (AS_MASKS | WITHOUT_EFFECT)
+    assert weighing | AS_MASKS | WITHOUT_EFFECT == set(Options._fields)
+
+
 # Of each option that is a number, two values that are both valid beside the others.
 NUMBERS: dict[str, tuple[Any, Any]] = {
     "causal": (True, False), "window": (3, (2, 1)), "keep_first": (1, 2), "query_offset": (0, 1),

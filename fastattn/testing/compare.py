@@ -7,19 +7,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..options import LEARNED
 from .budget import assert_all_within_budget
 from .orders import worst_naive
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
 # Differentiable options. A float attn_mask is a bias.
-DIFFERENTIABLE = (
-    "attn_mask",
-    "attn_bias",
-    "relative_bias",
-    "relative_keys",
-    "relative_query",
-    "sinks",
-)
+DIFFERENTIABLE = ("attn_mask", *LEARNED)
 
 
 def assert_matches_reference(

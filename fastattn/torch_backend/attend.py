@@ -135,30 +135,15 @@ def _allow_second_derivatives(
 
 def _needs_formula(q: Tensor, options: Options) -> bool:
     """Whether something but masks and a bias in q's dtype changes the scores or weights."""
-    return (
-        options.softcap is not None
-        or options.alibi_slopes is not None
-        or options.relative_bias is not None
-        or options.relative_keys is not None
-        or options.score_mod is not None
-        or options.sinks is not None
-        or options.dropout > 0
-        or (options.attn_bias is not None and options.attn_bias.dtype != q.dtype)
-    )
+    bias = options.attn_bias
+    return options.weighs or (bias is not None and bias.dtype != q.dtype)
 
 
 def _is_causal(options: Options) -> bool:
     """Whether the mask is the one that torch has a flag for."""
     return (
-        options.band == (None, 0)
-        and options.query_offsets is None
-        and options.q_positions is None
-        and options.key_padding_mask is None
-        and options.key_lengths is None
-        and options.q_documents is None
-        and options.attn_mask is None
-        and options.attn_bias is None
-        and options.mask_mod is None
+        options.plain
+        and options.band == (None, 0)
         and options.query_offset is not None
         and tracing.always(options.query_offset == 0)
     )
