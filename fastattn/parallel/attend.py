@@ -8,12 +8,12 @@ from torch import Tensor
 from .. import checks
 from ..functional import call_options, inputs
 from ..functional.attend import attention
-from ..options import ROWS
+from ..options import LEARNED, ROWS, along
 from ..torch_backend import dropout
 from . import heads
 from .choose import MethodExplanation, choose, explanation
 from .gather import gather_backward, gather_forward
-from .parts import LEARNED, Whole, sinks_gradient
+from .parts import Whole, sinks_gradient
 from .pieces import Options, Pair, of_pair, with_leaves
 from .plan import ContextPlan
 from .ranks import (
@@ -23,6 +23,7 @@ from .ranks import (
     check_mesh,
     first_rank,
     gather_sequence,
+    once,
     replicated,
 )
 from .ring import ring_backward, ring_forward
@@ -55,8 +56,8 @@ def context_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fastattn.attention` of a whole sequence to itself, of which each rank holds some tokens.
 
-    Exact for every option, or it raises and names a method that is. Every rank makes the same call;
-    the first time that it does, all look whether the others make it too.
+    Exact for every option, or it raises and names a method that is. Every rank makes the same call:
+    before anything is sent the hosts look whether all do, and again before a backward pass.
 
     Methods, on a mesh of one dimension but for the last:
 
@@ -82,11 +83,13 @@ def context_attention(
 
     Returns:
         o as q, [B, H_q, plan.length, D_v], 0 in padding; with return_lse also lse, fp32
-        [B, H_q, plan.length], -inf in padding. Both are differentiable, once.
+        [B, H_q, plan.length], -inf in padding. Both are differentiable: by ulysses as often as
+        `attention`, by the other methods once.
 
     Raises:
         TypeError, ValueError: on every rank, if one cannot make the call, the plans, shapes or
             options differ, or the method cannot serve an option.
+        RuntimeError: a rank has not come within the timeout of the process group.
     """
     ranks = Ranks.of(mesh)
     call, error = None, None
@@ -94,9 +97,9 @@ def context_attention(
         checks.check_tensors(q, k, v)
         q, k, v, given = inputs.autocast(q, k, v, dict(options))
         call = _check(q, k, v, ranks, plan, method, given)
-    except (TypeError, ValueError) as problem:
+    except Exception as problem:
         error = problem
-    agree(ranks, () if call is None else call.signature, error)
+    number = agree(ranks, () if call is None else call.signature, error)
     assert call is not None, "else agree has raised"
     with torch.autocast(q.device.type, enabled=False):
         given = _spread(call.options, plan, ranks, q.device, sum_tables)
@@ -104,6 +107,7 @@ def context_attention(
             o, lse = _by_heads(q, k, v, given, call, plan, ranks)
         else:
             o, lse = _along(q, k, v, given, call.method, plan, ranks)
+    o, lse = _SameBackward.apply(o, lse, ranks, call.method, number)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
 
@@ -202,8 +206,11 @@ def _signature(
 ) -> tuple[Any, ...]:
     def seen(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return str(x.dtype), tuple(x.shape)
-        return x if isinstance(x, (bool, int, float, tuple)) else type(x).__name__
+            return str(x.dtype), tuple(x.shape), x.requires_grad and torch.is_grad_enabled()
+        if isinstance(x, (bool, int, float, tuple)):
+            return x
+        function = getattr(x, "fn", x)  # of what triton.jit has made of it
+        return getattr(function, "__qualname__", type(x).__name__)
 
     tensors = tuple(seen(x) for x in (q, k, v))
     named = tuple((name, seen(given[name])) for name in sorted(given) if name != "mod_tensors")
@@ -220,10 +227,12 @@ def _spread(
             found[name] = gather_sequence(found[name], 1, plan, ranks)
     if "dropout" in found and "dropout_seed" not in found:
         found["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
-    for name in ("relative_bias", "relative_keys", "sinks", "attn_bias"):
+    behind = along("T_q")
+    for name in LEARNED if sum_tables else ():
         x = found.get(name)
-        of_all = name != "attn_bias" or (x is not None and x.shape[-2] == 1 != plan.length)
-        if sum_tables and x is not None and of_all and x.requires_grad:
+        if x is None or not x.requires_grad:
+            continue
+        if name not in behind or x.shape[-1 - behind[name]] == 1 != plan.length:
             found[name] = replicated(x, ranks)
     return found
 
@@ -255,13 +264,37 @@ def _along(
             **of_pair(given, Pair(rows, rows, ((0, plan.T),), ((0, plan.T),)), q.device),
         )
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
-    names = [name for name in (*LEARNED, "sinks") if given.get(name) is not None]
+    names = [name for name in LEARNED if given.get(name) is not None]
     others = {name: x for name, x in given.items() if name not in names}
     real = plan.real(ranks.rank)
     o, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         q[:, :, :real], k, v, others, method, plan, ranks, names, *(given[name] for name in names)
     )
     return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
+
+
+class _SameBackward(torch.autograd.Function):
+    """The results of a call as they are; before their gradients, a look whether all ranks are here.
+
+    Ranks that made several calls might come to the gradients of different ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, o: Tensor, lse: Tensor, ranks: Ranks, method: str, number: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.call = (ranks, method, number)
+        return o.view_as(o), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        ranks, method, number = ctx.call
+        call: tuple[Any, ...] = ("backward of call", number, method)
+        if method in ("ulysses", "usp"):  # each gradient is exchanged by itself
+            call += (do is not None, dlse is not None)
+        agree(ranks, call)
+        return do, dlse, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -282,6 +315,7 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once("context_attention by ring, gather or usp")
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, o, lse, *learned = ctx.saved_tensors
         others, method, plan, ranks, names = ctx.call

@@ -19,6 +19,13 @@ from .ranks import all_gather
 _MASKS = ("window", "keep_first", "stride")
 _BIASES = ("alibi_slopes", "relative_bias")
 _SERVED = (*_MASKS, *_BIASES, "causal", "scale", "softcap", "sinks", "attn_mask", "attn_bias")
+_FUNCTIONS = "functions count the positions of one cache"
+REFUSED = {
+    "mask_mod": _FUNCTIONS,
+    "score_mod": _FUNCTIONS,
+    "mod_tensors": _FUNCTIONS,
+    "heads": "each rank has all heads",
+}
 
 
 def decode_attention(
@@ -45,8 +52,9 @@ def decode_attention(
         group: the ranks.
         page: how many tokens that follow one another lie on one rank.
         return_lse, num_splits, batch_invariant, backend: as there.
-        options: those of `fastattn.decode_attention` but mask_mod and score_mod. attn_mask and
-            attn_bias count the positions of this rank's cache in their last dim.
+        options: those of `fastattn.decode_attention` but mask_mod, score_mod, mod_tensors and
+            heads. attn_mask and attn_bias count the positions of this rank's cache in their last
+            dim. They have to be the same on every rank: nobody looks.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].
@@ -56,7 +64,8 @@ def decode_attention(
     """
     for name in options:
         if name not in _SERVED:
-            raise TypeError(f"decode_attention over ranks takes no {name}")
+            reason = REFUSED.get(name, "there is no such argument")
+            raise TypeError(f"decode_attention over ranks takes no {name}: {reason}")
     page = checks.check_count("page", page, 1)
     given = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
     given["causal"] = False

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import options
 from ..functional.block import attention_block_backward, attention_block_forward
 from ..functional.merge import merge
 from .pieces import Options, Run, blank, of_pair, pairs
 
 # Options that have gradients, but sinks: these are no keys of any part.
-LEARNED = ("attn_bias", "relative_bias", "relative_keys", "relative_query")
+LEARNED = tuple(name for name in options.LEARNED if name != "sinks")
 
 
 class Whole(NamedTuple):

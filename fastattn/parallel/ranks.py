@@ -7,7 +7,9 @@ dimension splits the sequence. Ranks count through the inner dimension first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -23,8 +25,10 @@ from .plan import ContextPlan
 Mesh: TypeAlias = DeviceMesh | ProcessGroup
 # torch 2.13 has it under a new name.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Calls that all ranks of a group were seen to make alike. A group that nobody else holds ends.
-_agreed: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()
+# Groups of the same ranks that send from host to host. A group that nobody else holds ends.
+_on_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+# How many calls the ranks of a group have made alike.
+_agreed: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Ranks(NamedTuple):
@@ -93,24 +97,36 @@ def check_mesh(plan: Any, ranks: Ranks) -> None:
         raise ValueError(f"mesh must have the plan's {plan.ranks} ranks, got {ranks.size}")
 
 
-def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -> None:
+def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -> int:
     """Raises on every rank if one has an error, or makes another call than rank 0.
 
-    Ranks look at each other the first time that this rank makes the call; after that a call costs
-    nothing here.
+    Every call is looked at: the hosts exchange 24 bytes, a hash of the call and whether there is an
+    error, before anything else is sent. No device is waited for. Only where ranks differ do they
+    tell each other more.
 
     Args:
         call: what has to be the same on every rank, `repr` of which is the same in every process.
         error: why this rank cannot make the call.
+
+    Returns:
+        The number of the call among those of these ranks, the same on every rank.
+
+    Raises:
+        ValueError: another rank cannot, or ranks make different calls; it names the rank.
+        RuntimeError: a rank has not come within the timeout of the group.
+        Exception: `error` itself, on its own rank, whatever has become of the others.
     """
-    known = [_agreed.setdefault(group, set()) for group in ranks.groups]
-    if error is None and all(call in calls for calls in known):
-        return
-    said: list[Any] = [(repr(call), None if error is None else str(error))]
-    for group in ranks.groups:
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, said, group)
-        said = [x for part in parts for x in part]
+    groups = [group for group in ranks.groups if group.size() > 1]
+    try:
+        alike, failed = _compared(repr(call), error, groups)
+        said = [] if alike and not failed else _told(repr(call), error, groups)
+    except RuntimeError as lost:
+        if error is not None:
+            raise error from lost
+        raise RuntimeError(
+            "a rank has not come to this call: it has ended, was stopped, makes no such call, or "
+            f"has taken longer than the timeout of the process group ({lost})"
+        ) from lost
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(said):
@@ -122,8 +138,51 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
                 "plan, shapes and options must be the same on every rank: rank 0 has "
                 f"{said[0][0]}, rank {rank} has {theirs}"
             )
-    for calls in known:
-        calls.add(call)
+    number = 0
+    for group in groups:
+        number = _agreed[group] = _agreed.get(group, 0) + 1
+    return number
+
+
+def _compared(
+    call: str, error: Exception | None, groups: Sequence[ProcessGroup]
+) -> tuple[bool, bool]:
+    """Whether all ranks make the same call, and whether one has an error."""
+    mark = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
+    # The highest mark and the lowest one.
+    found = torch.tensor([mark, -mark, int(error is not None)], device="cpu")
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=_on_host(group))
+    high, low, failed = found.tolist()
+    return high == -low, bool(failed)
+
+
+def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) -> list[Any]:
+    """By rank, its call and why it cannot make it."""
+    said: list[Any] = [(call, None if error is None else str(error))]
+    for group in groups:
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, said, _on_host(group))
+        said = [x for part in parts for x in part]
+    return said
+
+
+def _on_host(group: ProcessGroup) -> ProcessGroup:
+    """The group, or one of its ranks beside it where it sends what lies on GPUs alone.
+
+    The first call starts that one, on all ranks of the group.
+    """
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    if group not in _on_hosts:
+        own = group._get_backend(torch.device("cuda")).options
+        _on_hosts[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=own._timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return _on_hosts[group]
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -168,6 +227,41 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
+def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the backward of an autograd.Function whose gradients have no gradient.
+
+    As torch's `once_differentiable`, but that the error names the call.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def of_first_order(ctx: Any, *grads: Any) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            inputs = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+            if not torch.is_grad_enabled() or not inputs:
+                return found
+            last = _Last.apply
+            return tuple(last(call, x, *inputs) if isinstance(x, Tensor) else x for x in found)
+
+        return of_first_order
+
+    return decorate
+
+
+class _Last(torch.autograd.Function):
+    """A gradient x that has none itself, although it is made of other inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: str, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(f"{ctx.call} is differentiable once: its gradients have no gradient")
+
+
 def exchange(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`all_to_all` with its gradient, which is another one."""
     found: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
@@ -188,7 +282,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grad, ctx.group), None
+        return exchange(grad, ctx.group), None
 
 
 class _Replicated(torch.autograd.Function):
@@ -198,6 +292,7 @@ class _Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once("a table that context_attention sums over the ranks")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad
         for group in ctx.ranks.groups:

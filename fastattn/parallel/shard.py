@@ -106,7 +106,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_sequence(grad, *ctx.call), None, None, None
+        return _Unshard.apply(grad, *ctx.call), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Unshard(torch.autograd.Function):
@@ -117,5 +117,4 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, plan, ranks = ctx.call
-        return own_tokens(grad, dim, plan, ranks.rank), None, None, None
+        return _Shard.apply(grad, *ctx.call), None, None, None  # type: ignore[no-untyped-call]

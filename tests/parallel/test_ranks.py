@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import KVCache, reference
+from fastattn.options import DecodeArguments
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -37,6 +39,9 @@ def world() -> dict[str, Any]:
     found["refusals"] = {name: refusal(call, mesh) for name, call in REFUSED.items()}
     found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
     found["decoded"] = {name: decoded(name) for name in DECODED}
+    found["twice"] = {method: twice(mesh, method) for method in METHODS}
+    found["tables twice"] = refusal(tables_twice, mesh)
+    found["shards twice"] = shards_twice(mesh)
     found["absent"] = absent()
     return found
 
@@ -162,6 +167,10 @@ DECODED: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
+# As they are, on each rank's own keys.
+SERVED_ELSEWHERE = {"attn_mask", "attn_bias"}
+
+
 def decode_inputs(T_q: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = make_qkv(B=2, T_q=T_q, T_k=37, D=16, requires_grad=False)
     return q, k, v
@@ -179,6 +188,45 @@ def decoded(name: str) -> list[Any]:
         q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
     )
     return [o.numpy(), lse.numpy()]
+
+
+def of_second_order(attend: Callable[..., Any]) -> list[torch.Tensor]:
+    """Gradients of what is made of gradients, by attention of a whole sequence."""
+    leaves = make_qkv(B=1, T_q=T, D=8)
+    grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
+    second = sum(x.square().sum() for x in grads)
+    return [x.detach() for x in torch.autograd.grad(second, leaves)]
+
+
+def twice(mesh: Any, method: str) -> Any:
+    """Second-order gradients, or what asking for them raises."""
+    plan = plan_of()
+
+    def attend(*whole: torch.Tensor) -> torch.Tensor:
+        own = (shard(x, 2, plan, mesh) for x in whole)
+        o = context_attention(*own, mesh=mesh, plan=plan, method=method, causal=True)
+        return unshard(o, 2, plan, mesh)
+
+    try:
+        return [x.numpy() for x in of_second_order(attend)]
+    except RuntimeError as error:
+        return str(error)
+
+
+def tables_twice(mesh: Any) -> None:
+    bias = draw(4, 21).requires_grad_()
+    o = attend(mesh, "ulysses", relative_bias=bias)
+    (grad,) = torch.autograd.grad(o.square().sum(), bias, create_graph=True)
+    grad.sum().backward()
+
+
+def shards_twice(mesh: Any) -> bool:
+    plan = plan_of()
+    x = draw(T).requires_grad_()
+    y = unshard(shard(x, 0, plan, mesh) ** 3, 0, plan, mesh)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    return torch.equal(second, 6 * x)
 
 
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
@@ -216,6 +264,45 @@ def other_length(mesh: Any) -> None:
     context_attention(q, k, v, mesh=mesh, plan=plan)
 
 
+def crossed(mesh: Any) -> None:
+    """Both calls are known; now each rank makes one of them."""
+    for softcap in (5.0, 9.0):
+        attend(mesh, "ring", softcap=softcap)
+    attend(mesh, "ring", softcap=(5.0, 9.0)[dist.get_rank()])
+
+
+def crossed_backward(mesh: Any) -> None:
+    """Two calls that are alike; each rank comes to the gradients of another."""
+    found = [attend(mesh, "ring") for _ in range(2)]
+    found[dist.get_rank()].sum().backward()
+
+
+def known_to_one(mesh: Any) -> None:
+    attend(mesh, "ring")
+    attend(mesh, "ring", **({"softcap": -1.0} if dist.get_rank() == 1 else {}))
+
+
+def other_gradients(mesh: Any) -> None:
+    plan = plan_of()
+    own = [x.detach().requires_grad_(dist.get_rank() == 0) for x in inputs(mesh, plan)]
+    context_attention(*own, mesh=mesh, plan=plan, method="gather")
+
+
+def other_mods(mesh: Any) -> None:
+    mod = (hides_odd, hides_even)[dist.get_rank()]
+    attend(mesh, "ulysses", mask_mod=mod)
+
+
+@triton.jit
+def hides_odd(b, h, q_pos, k_pos):
+    return k_pos % 2 == 0
+
+
+@triton.jit
+def hides_even(b, h, q_pos, k_pos):
+    return k_pos % 2 == 1
+
+
 def three_heads(mesh: Any) -> None:
     plan = plan_of()
     own = inputs(mesh, plan, H_q=3, H_k=1)
@@ -226,6 +313,11 @@ def three_heads(mesh: Any) -> None:
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "plans": other_plans,
     "options": lambda mesh: attend(mesh, "ring", softcap=(1.0, 2.0)[dist.get_rank()]),
+    "crossed": crossed,
+    "backward": crossed_backward,
+    "known to one": known_to_one,
+    "gradients": other_gradients,
+    "functions": other_mods,
     "length": other_length,
     "heads": three_heads,
     "ranks": lambda mesh: context_attention(
@@ -246,9 +338,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
         mesh, "ring", score_mod=squash, mod_tensors=(torch.ones(4), torch.ones(T))
     ),
 }
+_ALIKE = "ValueError: plan, shapes and options must be the same on every rank: rank 0 has"
 BOTH_SAY = {
-    "plans": "ValueError: plan, shapes and options must be the same on every rank: rank 0 has",
-    "options": "ValueError: plan, shapes and options must be the same on every rank: rank 0 has",
+    **dict.fromkeys(("plans", "options", "crossed", "backward", "gradients", "functions"), _ALIKE),
     "heads": "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do not divide the 3 "
     "heads of q; gather and ring can",
     "ranks": "ValueError: mesh must have the plan's 4 ranks, got 2",
@@ -318,8 +410,35 @@ def test_a_rank_hears_why_another_refused(ranks):
     assert ranks[0]["refusals"]["length"] == f"ValueError: rank 1 refused the call: {reason}"
 
 
+def test_a_rank_hears_it_of_a_call_that_it_has_made_before(ranks):
+    reason = "softcap must be positive and finite, got -1.0"
+    assert ranks[1]["refusals"]["known to one"] == f"ValueError: {reason}"
+    assert ranks[0]["refusals"]["known to one"] == f"ValueError: rank 1 refused the call: {reason}"
+
+
 def test_a_rank_that_does_not_come_is_an_error(ranks):
-    assert ranks[0]["absent"].startswith("RuntimeError: ")
+    assert ranks[0]["absent"].startswith("RuntimeError: a rank has not come to this call: it has")
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_gradients_that_have_none_say_so(ranks, method):
+    for rank in ranks:
+        assert rank["twice"][method].startswith("context_attention by ring, gather or usp is diff")
+        assert rank["tables twice"].startswith("RuntimeError: a table that context_attention sums")
+
+
+def test_ulysses_and_shards_are_differentiable_twice(ranks):
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        return of_second_order(
+            lambda *whole: reference.attention(*(x.to(dtype) for x in whole), causal=True)
+        )
+
+    exact = run(torch.float64)
+    naive = worst_naive(exact, lambda: run(torch.float32))
+    for rank in ranks:
+        assert rank["shards twice"]
+        for name, x, *both in zip("qkv", rank["twice"]["ulysses"], exact, naive, strict=True):
+            assert_within_budget(name, torch.from_numpy(x), *both)
 
 
 def test_explanations_say_which_method_and_why_not_another(ranks):
@@ -331,6 +450,15 @@ def test_explanations_say_which_method_and_why_not_another(ranks):
         assert "not usp: it takes a mesh of two dimensions" in auto
         assert forced.startswith("method: None")
         assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in forced
+
+
+@pytest.mark.parametrize("name", {*get_type_hints(DecodeArguments)} | {"windw"})
+def test_a_cache_over_ranks_serves_an_option_or_refuses_it_by_name(name):
+    """An option that goes by positions would count those of one rank's cache."""
+    if {name} <= {key for _, _, options in DECODED.values() for key in options} | SERVED_ELSEWHERE:
+        return
+    with pytest.raises(TypeError, match=f"decode_attention over ranks takes no {name}: "):
+        decode_attention(torch.ones(1), None, group=None, **{name: 1})
 
 
 @pytest.mark.parametrize("name", DECODED)
