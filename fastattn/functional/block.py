@@ -50,6 +50,8 @@ def attention_block_forward(
 ) -> tuple[Tensor, Tensor]:
     """o and lse of `attention` to a part of the keys, which `merge` puts together; no gradients.
 
+    Of q in fp64 lse is fp64 too, unless sequences are packed.
+
     Parts in bf16 are rounded once each, and their sum is worse the more there are: with out_dtype
     torch.float32 they are not rounded.
 
@@ -92,7 +94,8 @@ def attention_block_backward(
         q, k, v: as `attention_block_forward`'s, k and v of this part.
         o: [B, H_q, T_q, D_v], or packed [total_q, H_q, D_v], of the whole; in fp32 it is taken in
             q's dtype.
-        lse: fp32 [B, H_q, T_q], or packed [H_q, total_q], of the whole, natural log.
+        lse: fp32 [B, H_q, T_q], or packed [H_q, total_q], of the whole, natural log; of q in fp64
+            as `attention_block_forward` gives it, fp64, or the gradients are as coarse as fp32.
         dlse: the gradient of lse, as lse; default: none.
         out_dtype: of all gradients: that of their tensor (default), or torch.float32 where q is
             fp16 or bf16.
@@ -161,7 +164,9 @@ def _checked(
     wide = torch.promote_types(q.dtype, torch.float32)
     if out_dtype not in (None, q.dtype, wide):
         raise ValueError(f"out_dtype must be {q.dtype} or {wide}, got {out_dtype}")
-    return checked._replace(fp32_results=out_dtype not in (None, q.dtype))
+    # Of fp64 lse is fp64 too: else all gradients would be as coarse as it is.
+    wider = q.dtype == torch.float64 and cu_seqlens_q is None
+    return checked._replace(fp32_results=wider or out_dtype not in (None, q.dtype))
 
 
 def _check_results(
@@ -181,7 +186,7 @@ def _check_results(
     statistics = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
     for name, x in statistics.items():
         checks.check_placement(name, x, rows, q)
-        if x.dtype != torch.float32:
+        if x.dtype not in (torch.float32, torch.promote_types(q.dtype, torch.float32)):
             raise TypeError(f"{name} must be float32, got {x.dtype}")
 
 

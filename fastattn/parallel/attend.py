@@ -270,7 +270,7 @@ def _along(
     o, lse = _Attention.apply(  # type: ignore[no-untyped-call]
         q[:, :, :real], k, v, others, method, plan, ranks, names, *(given[name] for name in names)
     )
-    return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
+    return padded(o, 2, plan.length), padded(lse.float(), 2, plan.length, float("-inf"))
 
 
 class _SameBackward(torch.autograd.Function):

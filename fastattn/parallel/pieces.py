@@ -151,4 +151,5 @@ def with_leaves(options: Options, names: Sequence[str]) -> tuple[Options, list[T
 def blank(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """o and lse of queries that see no key."""
     o = torch.zeros((*q.shape[:3], v.shape[3]), dtype=dtype, device=q.device)
-    return o, torch.full(q.shape[:3], float("-inf"), device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return o, torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)

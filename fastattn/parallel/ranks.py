@@ -241,7 +241,7 @@ def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             inputs = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
             if not torch.is_grad_enabled() or not inputs:
                 return found
-            last = _Last.apply
+            last: Callable[..., Tensor] = _Last.apply
             return tuple(last(call, x, *inputs) if isinstance(x, Tensor) else x for x in found)
 
         return of_first_order

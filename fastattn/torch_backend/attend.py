@@ -39,7 +39,9 @@ def attention(
         return formula.each_sequence(attention, q, k, v, options, return_lse)
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         found = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
-        return (found[0], found[1].float()) if isinstance(found, tuple) else found
+        if not isinstance(found, tuple) or options.fp32_results:
+            return found
+        return found[0], found[1].float()
 
     B, H_q, T_q, _ = q.shape
     T_k = k.shape[2]
