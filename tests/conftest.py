@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkout import foreign
 
 if TYPE_CHECKING:
     from fastattn.testing.compiling.compile_pool import CompilePool
@@ -26,6 +27,13 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
 _TESTS = Path(__file__).parent
+
+# Another checkout's code would pass, or fail, in this one's name.
+if _foreign := list(foreign(_CHECKOUT)):
+    pytest.exit(
+        "\n".join([*_foreign, f"install this checkout: {sys.executable} -m pip install -e ."]),
+        returncode=pytest.ExitCode.USAGE_ERROR,
+    )
 
 # Workers of one machine share its cores.
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):

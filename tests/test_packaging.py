@@ -4,12 +4,15 @@ import fnmatch
 import importlib.util
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkout import foreign
+from layout_rules import PACKAGES
 
 import fastattn
 
@@ -30,18 +33,10 @@ HEAVY = (
 )
 
 
-# Folders, and what they are installed as.
-FOLDERS = {
-    "fastattn": "fastattn",
-    "kernels": "fastattn.kernels",
-    "bench/harness": "fastattn.bench",
-}
-
-
 def find_packages(root: Path) -> dict[str, Path]:
     """Map every package to its folder, under the name that it is installed by."""
     packages = {}
-    for folder, package in FOLDERS.items():
+    for folder, package in PACKAGES.items():
         for path in sorted((root / folder).rglob("__init__.py")):
             parts = path.parent.relative_to(root / folder).parts
             packages[".".join((package, *parts))] = path.parent
@@ -52,7 +47,7 @@ def find_unpackaged(root: Path, settings: dict) -> list[str]:
     """Return what an install would leave out: packages not named, data files no pattern covers."""
     packages = find_packages(root)
     missing = sorted(set(packages) - set(settings["packages"]))
-    for path in (path for folder in FOLDERS for path in (root / folder).rglob("*")):
+    for path in (path for folder in PACKAGES for path in (root / folder).rglob("*")):
         if path.is_dir() or path.suffix == ".pyc":
             continue
         name = path.relative_to(root).as_posix()
@@ -115,6 +110,25 @@ def test_kernels_is_not_a_top_level_package():
     # Other libraries probe for a package of this name and would take ours for it.
     assert importlib.util.find_spec("kernels") is None
     assert importlib.util.find_spec("fastattn.kernels") is not None
+
+
+def test_tests_of_another_checkout_do_not_run_this_ones_code(tmp_path):
+    assert list(foreign(CHECKOUT)) == []
+    (tmp_path / "tests").mkdir()
+    shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path / "tests")
+    (tmp_path / "tests" / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    helpers = f"pythonpath={CHECKOUT / 'tests' / 'helpers'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", helpers, "--rootdir", tmp_path, tmp_path / "tests"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    for folder, name in PACKAGES.items():
+        line = f"{name} comes from {CHECKOUT / folder}, not from {tmp_path / folder}"
+        assert line in done.stdout + done.stderr
+    assert "-m pip install -e ." in done.stdout + done.stderr
 
 
 # Runs in a process of its own. torch and triton are imported first: what they do is not ours.
