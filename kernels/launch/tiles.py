@@ -6,7 +6,7 @@ Tiles that were tuned on a device before take the place of the table's there: `i
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -82,9 +82,25 @@ _installs = 0
 # By device, element size and head dim; see `programs_at_once`.
 _programs: dict[tuple[int, int, int], int] = {}
 _CLASSES = (64, 128, 256)
-# Powers of two that each of them has.
-_TILE_FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps")
-_HOPPER_FIELDS = ("D", "BLOCK", "STAGES")
+# Values of the fields of an installed row that some kernel can take. A program has at most 1024
+# threads; 256 x 256 scores fill the registers of a multiprocessor. Of the required fields each row
+# has one; setmaxnreg takes multiples of 8.
+_SIDES, _FLAGS, _SIZES = (16, 32, 64, 128, 256), (False, True), (1, 2, 4)
+_TILE_REQUIRED = ("BLOCK_M", "BLOCK_N", "num_warps")
+_TILE_VALUES: Mapping[str, Container[Any]] = {
+    **{"BLOCK_M": _SIDES, "BLOCK_N": _SIDES, "num_warps": (1, 2, 4, 8, 16)},
+    **{"num_stages": range(1, 9), "descriptors": _FLAGS, "sum_parts": (1, 2, 4, 8, 16)},
+    **{"apart": _FLAGS, "waves_per_eu": range(9), "matrix_instr_nonkdim": (0, 4, 16, 32)},
+    **{"element_size": _SIZES, "BLOCK_D": (*_SIDES, 512)},
+}
+_HOPPER_REQUIRED = ("D", "BLOCK", "STAGES")
+_HOPPER_VALUES: Mapping[str, Container[Any]] = {
+    **{"D": _CLASSES, "BLOCK_D": _CLASSES, "element_size": _SIZES, "BLOCK": _SIDES},
+    **{"STAGES": (1, 2, 4, 8), "SECOND_STAGES": (None, 1, 2, 4, 8), "SLACK": range(9)},
+    **dict.fromkeys(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), range(24, 257, 8)),
+    **dict.fromkeys(("APART", "PING_PONG", "WIDE_WEIGHTS", "DQ_BY_TMA"), _FLAGS),
+}
+_PROGRAMS = range(1, 65)
 
 
 def lookup(
@@ -132,20 +148,37 @@ def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> Non
         kind = row["kernel"] if plain else f"{row['kernel']}_{row['calls']}"
         if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *HOPPER}:
             raise ValueError(f"there is no kernel {kind}: {dict(row)}")
-        shape = _HOPPER_FIELDS if kind in HOPPER else _TILE_FIELDS
-        powers = [row.get(field) for field in shape]
-        if not all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in powers):
-            raise ValueError(f"this is no tile: {dict(row)}")
-        if row.get("CONSUMERS", 2) not in ((2, 3) if kind in HOPPER_FORWARD else (2,)):
-            raise ValueError(f"no kernel has so many consumers: {dict(row)}")
+        _check_row(kind, row)
         found.append({**row, "kernel": kind, "source": "tuned"})
     programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}
-    if not all(isinstance(x, int) and x > 0 for x in programs.values()):
+    if not all(_takes(_PROGRAMS, x) for x in programs.values()):
         raise ValueError(f"these are no numbers of programs: {list(programs.values())}")
     for key in [key for key in _programs if key[0] == device]:
         del _programs[key]
     _programs.update(programs)
     _replace(device, found)
+
+
+def _check_row(kind: str, row: Row) -> None:
+    """Raise ValueError where no kernel of this kind takes a row's numbers."""
+    hopper = kind in HOPPER
+    required = _HOPPER_REQUIRED if hopper else _TILE_REQUIRED
+    allowed = dict(_HOPPER_VALUES if hopper else _TILE_VALUES)
+    if hopper:
+        allowed["CONSUMERS"] = (2, 3) if kind in HOPPER_FORWARD else (2,)
+    for field in (*required, *allowed):
+        if (field in required or field in row) and not _takes(allowed[field], row.get(field)):
+            value = row.get(field)
+            raise ValueError(f"this is no tile: {field} is {value!r}, of {allowed[field]}: {row}")
+    if hopper and row["D"] != row["BLOCK_D"]:
+        raise ValueError(f"this is no tile: D is not BLOCK_D: {row}")
+
+
+def _takes(allowed: Container[Any], value: Any) -> bool:
+    """Whether a value is one of these; 16.0 and True, which equal 16 and 1, are not."""
+    if isinstance(value, bool) != (allowed is _FLAGS):
+        return False
+    return isinstance(value, int | None) and value in allowed
 
 
 def make_smaller(tile: TileConfig) -> bool:

@@ -179,8 +179,9 @@ def test_programs_that_share_a_multiprocessor_may_be_tuned() -> None:
         assert plans()[0][0] == usual
         tiles.install([], device, [row])
         assert plans() == ((more, 0, 0), invariant)
-        with pytest.raises(ValueError, match="no numbers of programs"):
-            tiles.install([], device, [{**row, "programs": 0}])
+        for programs in (0, 2**40, True):
+            with pytest.raises(ValueError, match="no numbers of programs"):
+                tiles.install([], device, [{**row, "programs": programs}])
         assert plans()[0][0] == more
     finally:
         for index in (device, device + 1):
