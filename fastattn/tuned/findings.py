@@ -4,12 +4,12 @@ People read it, and send it: each row is a line, with its date.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files.replace import replacing
 from .environment import Environment
 
 FORMAT = 1
@@ -32,6 +32,8 @@ _READ = {
     "splits": ("programs", "date"),
     "culprits": ("reason", "date"),
 }
+# Levels of a row: itself, and lists or objects in it.
+_DEEPEST = 4
 Row = dict[str, Any]
 
 
@@ -66,10 +68,7 @@ def merged(kind: str, *rows: Row) -> list[Row]:
 
 
 def write(path: Path, findings: Findings) -> None:
-    """Write a file whole: a process that is killed leaves the one that was there.
-
-    Two must not write one file at a time.
-    """
+    """Write a file whole: a process that is killed leaves the one that was there."""
     kinds = []
     for kind, rows in findings.rows.items():
         lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
@@ -78,12 +77,8 @@ def write(path: Path, findings: Findings) -> None:
         f'  "format": {FORMAT}',
         f'  "environment": {json.dumps(findings.environment._asdict(), indent=4)[:-1]}  }}',
     ]
-    scratch = path.with_suffix(".partial")
-    with open(scratch, "w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write("{\n" + ",\n".join(head + kinds) + "\n}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def read(path: Path) -> Findings:
@@ -98,21 +93,34 @@ def read(path: Path) -> Findings:
         if found["format"] != FORMAT:
             raise Unreadable(f"its format is {found['format']}, and this fastattn reads {FORMAT}")
         environment = Environment(**found["environment"])
+        if not all(isinstance(value, str | int) for value in environment):
+            raise ValueError("its environment has a field that is no text or number")
         rows = {kind: found[kind] for kind in KEYS if kind in found}
         for kind, of_kind in rows.items():
             for row in of_kind:
                 _check_row(kind, row)
     except Unreadable:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    # Brackets within brackets, as deep as a file may be made to have them.
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreadable(f"it is damaged, or no file of findings: {error!r}") from error
     return Findings(environment, rows)
 
 
 def _check_row(kind: str, row: Any) -> None:
     key = KEYS[check_kind(kind)]
+    if _deeper(row, _DEEPEST):
+        raise ValueError(f"a row of {kind} has more than {_DEEPEST} levels")
     missing = [field for field in (*key, *_READ[kind]) if field not in row]
     if missing:
         raise ValueError(f"a row of {kind} lacks {', '.join(missing)}: {row}")
     if not all(isinstance(row[field], str | int) for field in key):
         raise ValueError(f"a row of {kind} has a key that is no text or number: {row}")
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects lie more levels deep in one another."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(x, levels - 1) for x in inner)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.lock import locked
+from ..files.replace import remove_partial
 from . import findings
 from .environment import Environment, difference
 from .findings import Findings, Row, Unreadable
@@ -62,6 +64,7 @@ class Store:
             except Unreadable as error:
                 kept = []
                 _move_aside(path, error)
+            remove_partial(path)
             merged = findings.merged(kind, *kept, *dated)
             findings.write(path, Findings(self.environment, {kind: merged}))
 
@@ -108,13 +111,8 @@ class Store:
 
     def _locked(self, change: Callable[[], None]) -> bool:
         """Whether a change of the folder was made, while no other process makes one."""
-        import fcntl  # Windows has none
-
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # The lock ends with its process, however that ends.
-            with open(self.folder / "lock", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self.folder / "lock", wait=True):
                 change()
         except OSError as error:
             warn_once(f"fastattn cannot store what it found: {error}; set {CACHE_DIR}")

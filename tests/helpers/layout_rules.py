@@ -30,6 +30,7 @@ FLOORS: tuple[str, ...] = (
     "fastattn.ops",
     "fastattn.torch_backend fastattn.reference",
     "fastattn.*",
+    "fastattn.files",
     "fastattn.kernels",
     "fastattn.kernels.launch",
     "fastattn.kernels.rules",

@@ -12,8 +12,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 
-from fastattn.tuned import findings, store
+from fastattn.tuned import choices, findings, store
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
 
@@ -94,6 +95,10 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "moved": (lambda text: text.replace("550.1", "550.2"), "of another environment"),
     "fields": (lambda text: text.replace('"driver"', '"pilot"'), "it is damaged"),
     "rows": (lambda text: text.replace('"tiles": [', '"tiles": ["a",'), "it is damaged"),
+    "nested": (lambda text: "[" * 100_000, "it is damaged"),
+    # Not too deep to be read, but to be written again.
+    "levels": (lambda text: text.replace("128", "[" * 20 + "]" * 20), "more than 4 levels"),
+    "environment": (lambda text: text.replace('"A GPU"', "[[1]]"), "it is damaged"),
 }
 
 
@@ -207,7 +212,7 @@ def test_a_writer_that_is_killed_loses_nothing(here: Store) -> None:
         assert here.put("tiles", row)
         stored.append(1000 + i)
         assert rows(here) == stored
-    assert {path.name for path in here.folder.iterdir()} == {"lock", "tiles.json"}
+    assert {path.name for path in here.folder.iterdir()} == {"tiles.json"}
 
 
 def test_files_hold_several_kinds(tmp_path: Path) -> None:
@@ -215,3 +220,35 @@ def test_files_hold_several_kinds(tmp_path: Path) -> None:
     found = findings.Findings(HERE, {"tiles": [{**ROW, "date": DAY}], "verification": []})
     findings.write(path, found)
     assert findings.read(path) == found
+
+
+def test_a_nested_file_is_refused_at_every_door(
+    here: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "nested.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="it is damaged, or no file of findings"):
+        here.import_(path)
+    monkeypatch.setenv("FASTATTN_TUNED", str(path))
+    with pytest.warns(UserWarning, match=r"ignores FASTATTN_TUNED=.*nested\.json: it is damaged"):
+        assert choices.read(torch.device("cpu")) == {}
+
+
+def test_export_changes_its_file_alone(here: Store, tmp_path: Path) -> None:
+    """Files and links beside it, whatever their names; a link in its place is replaced."""
+    here.put("tiles", ROW)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    letter = tmp_path / "letter"
+    for name in ("letter", "mine/out.partial", "mine/out.json.partial"):
+        (tmp_path / name).write_text("dear")
+    for name in ("out.json", ".writing-out.json"):
+        (folder / name).symlink_to(letter)
+    here.export(folder / "out.json")
+    assert len(findings.read(folder / "out.json").rows["tiles"]) == 1
+    assert not (folder / "out.json").is_symlink()
+    names = {".writing-out.json", "out.json", "out.json.partial", "out.partial"}
+    assert {path.name for path in folder.iterdir()} == names
+    for kept in ("out.partial", "out.json.partial", ".writing-out.json"):
+        assert (folder / kept).read_text() == "dear"
+    assert letter.read_text() == "dear"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ...files.replace import replacing
 from ..attention import TIMED
 from ..figures import ratio
 from ..implementations.registry import OURS, TORCH_PEERS
@@ -95,13 +94,8 @@ def _as_text(data: Mapping[str, Any]) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    with replacing(path) as file:
+        file.write(text)
 
 
 def markdown(data: Mapping[str, Any]) -> str:

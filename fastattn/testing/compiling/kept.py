@@ -5,13 +5,12 @@ disassembler, would take two thirds as long.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ...files.replace import replacing
 from . import amdgcn, sass
 
 _READER = Path(sass.__file__).read_bytes() + Path(amdgcn.__file__).read_bytes()
@@ -30,7 +29,6 @@ def kept(cubin: str, kind: str, read: Callable[[], Any]) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     value = read()
     # Other processes may be reading the same kernel.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+    with replacing(path) as file:
         json.dump(value, file)
-    os.replace(file.name, path)
     return value

@@ -1,0 +1,121 @@
+"""Locks between processes, which end with the process that holds them, however that ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+class LockedError(OSError):
+    """Another process, or this one elsewhere, holds a lock; the message names the process."""
+
+
+# Of a folder that one command at a time writes in.
+LOCK = ".fastattn.lock"
+
+
+@contextmanager
+def locked_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a folder while a command writes there.
+
+    Where there are no locks, such as on some network file systems, it says so and goes on.
+
+    Raises:
+        LockedError: another command writes there.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / LOCK))
+        except LockedError as error:
+            raise LockedError(
+                f"{folder} is in use ({error}): wait for that to end, or choose another folder"
+            ) from None
+        except OSError as error:
+            say(f"{folder} has no lock ({error}): see that nothing else writes there")
+        yield
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a file, which is made for it, and removed at the end, with its new folders.
+
+    The kernel ends the lock with its process: what a crash leaves of the file blocks nobody.
+
+    Args:
+        path: the file; it holds the process's number and host, for people.
+        wait: for another process to let go of it, instead of raising.
+
+    Raises:
+        LockedError: it is held, and wait is False.
+        OSError: the file cannot be made, or is a link, or there are no locks here.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        with _acquired(path, wait):
+            try:
+                yield
+            finally:
+                # While it is held: whoever opens the path from now on makes a file of its own.
+                path.unlink(missing_ok=True)
+    finally:
+        for folder in made:
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+
+
+def _acquired(path: Path, wait: bool) -> BinaryIO:
+    """The open file, locked."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = _opened(path)
+        except FileNotFoundError:
+            continue  # another process has just removed the folder that it had made
+        try:
+            _lock(file, wait)
+            # Its holder may have removed it while this process waited: then it is nobody's lock.
+            if _is_at(file, path):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                file.flush()
+                return file
+        except BaseException as error:
+            if isinstance(error, OSError) and not isinstance(error, LockedError):
+                path.unlink(missing_ok=True)  # nobody else holds it
+            file.close()
+            raise
+        file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, to read and to append to; an error if it is a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "a+b")
+
+
+def _lock(file: BinaryIO, wait: bool) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError("this system has no flock") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).decode("utf-8", "replace").strip()
+        raise LockedError(f"held by {holder or 'another process'}") from None
+    except OSError as error:
+        raise OSError(error.errno, f"no flock: {error.strerror}") from None
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,45 @@
+"""Atomic replacement of a file: a reader, or a crash, sees the old content or the new one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+_SUFFIX = ".partial"
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a new file that takes the place of `path` when the block ends without an error.
+
+    It has a name in the same folder that no file had, and follows no link: nothing but `path` is
+    changed. After an error it is removed. A process that is killed leaves it: `remove_partial`.
+
+    Args:
+        path: the file to replace or to make; a link there is replaced, not followed.
+        mode: "w" = UTF-8 text, "wb" = bytes.
+
+    Raises:
+        OSError: it cannot be written and flushed to the disk.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+    encoding = None if "b" in mode else "utf-8"
+    with temporary.open(mode.replace("w", "x"), encoding=encoding) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what killed processes have left of `path`; call it where none is writing it."""
+    for left in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 16}{_SUFFIX}"):
+        left.unlink(missing_ok=True)
