@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from ..files.replace import remove_partial, replacing
 from .extras import import_extra
 
 METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
@@ -48,12 +48,15 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    path = run_dir / METRICS_FILE
     with _explained(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may be on its way
+        for name in (METRICS_FILE, CURVE_FILE):
+            remove_partial(run_dir / name)
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
     text = "".join(json.dumps(record) + "\n" for record in records)
-    with _replacing(run_dir / METRICS_FILE) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    with _explained(path), replacing(path) as file:
+        file.write(text)
 
 
 def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> None:
@@ -84,8 +87,8 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    with _replacing(Path(path)) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    with _explained(Path(path)), replacing(Path(path), "wb") as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 class Progress(Protocol):
@@ -222,18 +225,6 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file to write, which takes the other's place if all goes well."""
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        with _explained(path):
-            yield temporary
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..files.lock import locked_folder
 from ..models.fields import from_fields
 from .checkpoint import (
     Checkpoint,
@@ -100,15 +102,18 @@ def train(
     Raises:
         CheckpointError: out_dir holds a run and resume is False, the run there is of another
             configuration or unreadable, or a checkpoint cannot be written.
+        LockedError: another run is at work in out_dir, which rank 0 locks as long as it lasts.
         ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError),
             or the ranks cannot be arranged so (SplitError).
         TrainingError: the loss became infinite or NaN.
     """
     degrees = Degrees(**options.parallel)
-    with ranks_for(degrees) as ranks:
+    with ranks_for(degrees) as ranks, ExitStack() as stack:
         if not ranks.first:
             say = _silent
-        return _train(options, Path(out_dir), resume, should_stop, say, ranks)
+        folder = Path(out_dir)
+        going_on = ranks.decided(lambda: _start_in(folder, resume, say, stack))
+        return _train(options, folder, going_on, should_stop, say, ranks)
 
 
 def _train(
@@ -119,7 +124,6 @@ def _train(
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> TrainResult:
-    resume = ranks.decided(lambda: _start_in(out_dir, resume))
     found = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
     if resume and found is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
@@ -256,17 +260,21 @@ def _field_names(config_class: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(config_class)]
 
 
-def _start_in(out_dir: Path, resume: bool) -> bool:
-    """Whether to look for a run in the folder, which is then taken; torchrun's restarts do."""
+def _start_in(out_dir: Path, resume: bool, say: Callable[[str], None], stack: ExitStack) -> bool:
+    """Whether to look for a run in the folder; torchrun's restarts do.
+
+    The folder is this run's until the stack is left.
+    """
     resume = resume or restarted(str(out_dir))
+    if out_dir.exists() and not out_dir.is_dir():
+        raise CheckpointError(f"the output folder {out_dir} is a file")
+    stack.enter_context(locked_folder(out_dir, say))
     _check_out_dir(out_dir, resume)
     begun(str(out_dir))
     return resume
 
 
 def _check_out_dir(out_dir: Path, resume: bool) -> None:
-    if out_dir.exists() and not out_dir.is_dir():
-        raise CheckpointError(f"the output folder {out_dir} is a file")
     if resume:
         return
     taken = latest_checkpoint(out_dir)

@@ -1,5 +1,6 @@
 """The `fastattn` command end to end: train, generate, info, and one line for what goes wrong."""
 
+import fcntl
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fastattn.cli.main import main
+from fastattn.files.lock import LOCK
 from fastattn.training.checkpoint import load_checkpoint
 from fastattn.training.metrics import read_metrics
 
@@ -136,6 +138,35 @@ def test_ctrl_c_saves_and_resume_continues(
         assert all(torch.equal(x, getattr(whole, part)[name]) for name, x in tensors.items())
     losses = [[r.get("loss") for r in read_metrics(path)] for path in (out, finished_run)]
     assert losses[0] == losses[1]
+
+
+def test_two_runs_in_one_folder(text, tmp_path, capsys, monkeypatch, quick):
+    """The second says so at once, and changes nothing; what a crash has left stops nobody."""
+    from fastattn.training.trainer import Trainer
+
+    step, out, seen = Trainer._train_step, tmp_path / "run", []
+
+    def second_run(self):
+        if self.step == 3:
+            before = contents(out)
+            for options in ([], ["--resume"]):
+                assert main(["train", "--text", text, "--out", str(out), *quick, *options]) == 1
+                seen.append(capsys.readouterr().err)
+            assert contents(out) == before
+        step(self)
+
+    out.mkdir()
+    (out / LOCK).write_text("process 1 on a host without power\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", second_run)
+        assert main(["train", "--text", text, "--out", str(out), *quick]) == 0
+    for line in seen:
+        assert f"\nfastattn: error: {out} is in use (held by process {os.getpid()} " in f"\n{line}"
+    assert len(seen) == 2 and not (out / LOCK).exists()
+    # Without locks a run goes on, and says so.
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "no locks")))
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    assert f"{out} has no lock ([Errno 37] no flock: no locks)" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_stops_at_once(text, tmp_path, capsys, monkeypatch, quick):

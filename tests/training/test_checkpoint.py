@@ -21,6 +21,7 @@ from fastattn.training.checkpoint import (
     load_model,
     save_checkpoint,
 )
+from fastattn.training.storage.folder import checkpoint_path, write
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -160,6 +161,18 @@ def test_a_folder_without_checkpoint_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=f"no checkpoint in {path}"):
             find_checkpoint(path)
+
+
+def test_a_checkpoint_that_another_run_has_written_is_named(tmp_path):
+    """Meanwhile, where no lock keeps two runs apart; it is no fault of the disk."""
+
+    def contents() -> dict[str, bytes]:
+        (checkpoint_path(tmp_path, 1) / "theirs").mkdir(parents=True)
+        return {"ours": b""}
+
+    with pytest.raises(CheckpointError, match="another run has written checkpoint"):
+        write(tmp_path, 1, contents)
+    assert [path.name for path in tmp_path.rglob("*")] == ["step-00000001", "theirs"]
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):

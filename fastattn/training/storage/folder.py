@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -95,6 +96,8 @@ def find_checkpoint(path: str | Path) -> Path:
 def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
     """The error of a checkpoint that could not be written, with what is left; by: whom it met."""
     kept, cause = latest_checkpoint(final.parent), f"{by}{error.strerror or error}"
+    if kept == final and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        return CheckpointError(f"another run has written checkpoint {final} meanwhile")
     if kept == final:
         return CheckpointError(f"checkpoint {final} may not survive a power cut: {cause}")
     state = f"{kept} is kept" if kept else "there is no earlier one"
