@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from .train import INTERRUPTED, say
 
 
 def add_prepare(commands: Any) -> None:
@@ -18,6 +22,9 @@ def add_prepare(commands: Any) -> None:
     parser.set_defaults(command=_prepare)
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE", help="UTF-8 files")
+    text = "a file with the paths of more of them, one a line, - = standard input; for more files "
+    text += "than a command line holds"
+    add("--files-from", metavar="FILE", help=text)
     add("--out", required=True, metavar="DIR", help="folder of the token files")
     text = "char, bpe (default) or another of fastattn train, trained on the text's first 10 MB "
     text += "(char: on all of it); or a tokenizer's file or folder, as there"
@@ -27,13 +34,18 @@ def add_prepare(commands: Any) -> None:
     text = "what a document is, which attends to itself alone: a file (default), a line, or a "
     text += "paragraph, which an empty line ends"
     add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
+    text = "of a file that is not UTF-8: strict = stop before anything is written (default), "
+    text += "replace = wrong bytes become U+FFFD, skip = leave the file out"
+    add("--errors", choices=("strict", "replace", "skip"), default="strict", help=text)
     text = "read the token files in --out, and compare their digests; without --text"
     add("--check", action="store_true", help=text)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    if arguments.check == bool(arguments.text):
-        raise ValueError("prepare takes --text FILE ... or --check, one of the two")
+    listed = arguments.files_from is not None
+    if arguments.check == (listed or bool(arguments.text)):
+        raise ValueError("prepare takes --text FILE ..., --files-from FILE or both, or --check")
+    texts = [*(arguments.text or ()), *(_listed(arguments.files_from) if listed else ())]
     from ..training.data.prepare import prepare
     from ..training.data.prepared import PreparedText
 
@@ -51,16 +63,38 @@ def _prepare(arguments: argparse.Namespace) -> int:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            made = prepare(
-                arguments.text,
-                arguments.out,
-                tokenizer=arguments.tokenizer,
-                vocab_size=arguments.vocab_size,
-                documents=arguments.documents,
-                progress=show,
-            )
+            try:
+                made = prepare(
+                    texts,
+                    arguments.out,
+                    tokenizer=arguments.tokenizer,
+                    vocab_size=arguments.vocab_size,
+                    documents=arguments.documents,
+                    errors=arguments.errors,
+                    progress=show,
+                    say=say,
+                )
+            except KeyboardInterrupt:
+                say("interrupted: the same command goes on from here")
+                return INTERRUPTED
     sys.stdout.write(
         f"{made.tokens:,} tokens of {made.documents:,} documents in {made.folder}, {made.dtype}\n"
         f"vocabulary of {made.tokenizer.vocab_size:,}, fingerprint {made.fingerprint}\n"
     )
+    if made.skipped:
+        sys.stdout.write(f"{made.skipped:,} files that are not UTF-8 left out\n")
+    if made.replaced:
+        sys.stdout.write(f"{made.replaced:,} characters in place of bytes that are not UTF-8\n")
     return 0
+
+
+def _listed(path: str) -> list[str]:
+    """The paths in a file, one a line, in whatever encoding file names have here."""
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the list of files {path}: {error.strerror}") from None
+    found = [os.fsdecode(line) for line in content.splitlines() if line]
+    if not found:
+        raise ValueError(f"the list of files {path} is empty")
+    return found

@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from fastattn.cli.main import main
+from fastattn.files.lock import LOCK, LockedError, locked
+from fastattn.training.data import pieces, prepared
 from fastattn.training.data import prepare as preparing
 from fastattn.training.data.prepare import SEPARATORS, prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.data.text import DataError
 from fastattn.training.run import Options, train
 from fastattn.training.tasks.prepared import PreparedTask
+from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +49,8 @@ def read(text: PreparedText) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("piece", [5, 7, 16, 1 << 20])
 def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
     """However it is cut into pieces, inside characters too."""
-    monkeypatch.setattr(preparing, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+    monkeypatch.setattr(preparing, "_BATCH_BYTES", 3 * piece)
     files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", "b" + TEXT)]
     found = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
@@ -90,6 +94,7 @@ def test_more_ids_than_16_bits_hold(tmp_path):
 PROCESS = """
 import os, resource, signal, sys
 import torch
+from fastattn.training.data import pieces
 from fastattn.training.data import prepare as preparing
 from fastattn.training.run import Options, train
 from fastattn.training.tasks.prepared import PreparedTask
@@ -113,7 +118,7 @@ def use(megabytes, out):
 
 os.mkdir(sys.argv[2])
 print(use(2, sys.argv[2] + "/small"), use(12, sys.argv[2] + "/large"))
-preparing.PIECE_BYTES, preparing._PIECES_A_MARK = 64, 2
+pieces.PIECE_BYTES, preparing._BATCH_BYTES, preparing._MARK_BYTES = 64, 64, 128
 text, folder = sys.argv[1], sys.argv[2]
 EVENTS = {"open", "os.rename", "os.remove", "os.truncate"}
 wanted = preparing.prepare([text], folder + "/whole", tokenizer="bpe", documents="line")
@@ -183,11 +188,21 @@ def test_a_call_goes_on_where_a_killed_one_has_ended(printed):
     assert printed[-1] >= 20
 
 
-def test_a_call_that_goes_on_reads_only_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "PIECE_BYTES", 64)
-    text = write(tmp_path / "text", "a line\n" * 1000)
+@pytest.fixture(params=["one file", "many"])
+def lines(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """1000 lines of 7 bytes, in files."""
+    if request.param == "one file":
+        return [write(tmp_path / "text", "a line\n" * 1000)]
+    return [write(tmp_path / f"text{i:03d}", "a line\n" * 5) for i in range(200)]
+
+
+def test_a_call_that_goes_on_reads_only_the_rest(lines, tmp_path, monkeypatch):
+    """From where an interrupt came; the check of the files is not repeated either."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
     first: list[int] = []
     rest: list[int] = []
+    said: list[str] = []
 
     def stop(done: int, total: int) -> None:
         assert total == 7000
@@ -198,17 +213,117 @@ def test_a_call_that_goes_on_reads_only_the_rest(tmp_path, monkeypatch):
     def note(done: int, total: int) -> None:
         rest.append(done)
 
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        prepare([text], tmp_path / "out", tokenizer="char", progress=stop)
+        prepare(lines, out, tokenizer="char", progress=stop, say=said.append)
+    assert said == [f"checking that {len(lines)} files are UTF-8"]
     with pytest.raises(DataError, match=r"there is no prepared text .* has no prepared\.json"):
-        PreparedText.open(tmp_path / "out")
-    found = prepare([text], tmp_path / "out", tokenizer="char", progress=note)
-    assert 2000 < rest[0] <= first[-1] and rest[-1] == 7000
+        PreparedText.open(out)
+    found = prepare(lines, out, tokenizer="char", progress=note, say=said.append)
+    assert len(said) == 1
+    assert first[-1] < rest[0] < first[-1] + 128 and rest[-1] == 7000
     assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
+    assert found.documents == len(lines)
     # A finished one is left as it is.
-    before = (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns
-    assert prepare([text], tmp_path / "out", tokenizer="char").fingerprint == found.fingerprint
-    assert (tmp_path / "out" / "tokens.bin").stat().st_mtime_ns == before
+    before = (out / "tokens.bin").stat().st_mtime_ns
+    assert prepare(lines, out, tokenizer="char").fingerprint == found.fingerprint
+    assert (out / "tokens.bin").stat().st_mtime_ns == before
+
+
+def test_marks_come_by_bytes_of_all_files(lines, tmp_path, monkeypatch):
+    """A call that is killed loses a bounded part, of however many files; a file counts as some."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    for name, size in (("_BATCH_BYTES", 64), ("_MARK_BYTES", 1000), ("_FILE_BYTES", 15)):
+        monkeypatch.setattr(preparing, name, size)
+    saved: list[tuple[int, int]] = []
+    real = preparing.Work.save
+
+    def save(work: preparing.Work, out_dir: Path) -> None:
+        saved.append((work.mark.source, work.mark.offset))
+        real(work, out_dir)
+
+    monkeypatch.setattr(preparing.Work, "save", save)
+    prepare(lines, tmp_path / "out", tokenizer="char")
+    assert len(saved) == (7 if len(lines) == 1 else 11)
+    assert saved == sorted(saved) and saved[0] == (0, 0)
+
+
+def test_texts_are_encoded_many_at_once(lines, tmp_path, monkeypatch):
+    """On all cores: `tokenizers` gives each a text of a batch."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    batches: list[int] = []
+    real = CharacterTokenizer.encode_batch
+
+    def encode_batch(self: CharacterTokenizer, texts: list[str]) -> list[list[int]]:
+        batches.append(len(texts))
+        return real(self, texts)
+
+    monkeypatch.setattr(CharacterTokenizer, "encode_batch", encode_batch)
+    prepare(lines, tmp_path / "out", tokenizer="char")
+    assert batches == [112 if len(lines) == 1 else 200]
+
+
+def test_one_call_at_a_time_writes_a_folder(tmp_path):
+    text = write(tmp_path / "a", "some text\n" * 40)
+    with (
+        locked(tmp_path / "out" / LOCK),
+        pytest.raises(LockedError, match=f"out is in use .held by process {os.getpid()} on "),
+    ):
+        prepare([text], tmp_path / "out", tokenizer="char")
+    assert prepare([text], tmp_path / "out", tokenizer="char").tokens == 400
+
+
+BROKEN = {
+    "fine": b"abc\n",
+    "start": b"\xe4bc\n",
+    "later": b"abc\n" * 20 + b"a\xff\xfe\n",
+    # Ends within a character; and holds U+FFFD, which is one like any other.
+    "end": "a\ufffdb".encode() + "€".encode()[:2],
+}
+
+
+def test_files_that_are_not_utf8(tmp_path, monkeypatch, capsys):
+    """All are found before anything is written; or replaced, or left out, and counted."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    monkeypatch.setattr(pieces, "_CHECK_BYTES", 7)
+    files = []
+    for name, content in BROKEN.items():
+        (tmp_path / name).write_bytes(content)
+        files.append(tmp_path / name)
+    message = r"start is not UTF-8: byte 0xe4 at offset 0, and 2 more are not: --errors replace"
+    with pytest.raises(DataError, match=message):
+        prepare(files, tmp_path / "out", tokenizer="char")
+    for file, offset, byte in ((files[2], 81, "ff"), (files[3], 5, "e2")):
+        with pytest.raises(DataError, match=f"byte 0x{byte} at offset {offset}: --errors"):
+            prepare([file], tmp_path / "out", tokenizer="char")
+    assert not (tmp_path / "out").exists()
+    whole = "".join(content.decode("utf-8", "replace") for content in BROKEN.values())
+    found = prepare(files, tmp_path / "replaced", tokenizer="char", errors="replace")
+    assert found.tokenizer.decode(read(found)[0]) == whole
+    assert (found.replaced, found.skipped, found.documents) == (4, 0, 4)
+    found = prepare(files, tmp_path / "skipped", tokenizer="char", errors="skip")
+    assert found.tokenizer.decode(read(found)[0]) == "abc\n"
+    assert (found.replaced, found.skipped, found.documents) == (0, 3, 1)
+    arguments = ["--tokenizer", "char", "--out", str(tmp_path / "command"), "--errors", "skip"]
+    assert main(["prepare", "--text", *map(str, files), *arguments]) == 0
+    assert "3 files that are not UTF-8 left out\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="errors must be one of 'strict', 'replace', 'skip'"):
+        prepare(files, tmp_path / "out", errors="ignore")
+
+
+def test_files_from_a_list(tmp_path, capsys, monkeypatch):
+    for name in "abc":
+        write(tmp_path / name, f"text {name}\n")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "list", "b\n\nc\n")
+    out = ["--tokenizer", "char", "--out", "out"]
+    assert main(["prepare", "--text", "a", "--files-from", "list", *out]) == 0
+    found = PreparedText.open("out")
+    assert found.tokenizer.decode(read(found)[0]) == "text a\ntext b\ntext c\n"
+    write(tmp_path / "empty", "\n")
+    for name, message in (("none", "cannot read the list of files none"), ("empty", "is empty")):
+        assert main(["prepare", "--files-from", name, "--out", "other"]) == 1
+        assert message in capsys.readouterr().err
 
 
 def change(**fields: Any) -> Callable[[Path], None]:
@@ -223,6 +338,16 @@ def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
 
 
+def ends(*places: int) -> Callable[[Path], None]:
+    """Other ends of as many documents, for which no count and no size is wrong."""
+
+    def apply(folder: Path) -> None:
+        (folder / "documents.bin").write_bytes(array("q", places).tobytes())
+        change(documents=len(places))(folder)
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -232,12 +357,17 @@ def cut(name: str) -> Callable[[Path], None]:
         (cut("prepared.json"), "prepared.json is not JSON"),
         (change(tokens=99), "tokens.bin is truncated or changed: it has 26 bytes, 198 belong"),
         (change(dtype="int8"), "dtype must be uint16 or uint32, got 'int8'"),
+        (change(documents=0), "documents must be at least 1, got 0"),
+        (ends(2, 1, 13), "documents.bin is corrupt: document 1 ends at 1, and the one before it"),
+        (ends(0, 2, 13), "documents.bin is corrupt: document 0 ends at 0, and the one before it"),
+        (ends(2, 4, 14), "its last document ends at 14, and there are 13 ids"),
         (change(tokens="many"), "prepared.json is corrupt: tokens"),
         (change(vocab_size=3), "has 5 ids, the text was prepared with 3"),
         (change(format="other"), "is not of format fastattn-prepared 1: it says 'other' 1"),
     ],
 )
-def test_a_damaged_folder_is_named(damage, message, tmp_path):
+def test_a_damaged_folder_is_named(damage, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "_ENDS_AT_ONCE", 1)
     prepare([write(tmp_path / "a", "abcdeabcdeabc")], tmp_path / "out", tokenizer="char")
     fine = PreparedText.open(tmp_path / "out")
     assert fine.tokenizer.vocab_size == 5
@@ -287,7 +417,10 @@ def test_a_change_of_one_id_is_found(tmp_path, capsys):
     assert made.startswith("40 tokens of 1 documents in")
     for wrong in ([], ["--check", "--text", str(text)]):
         assert main(["prepare", *wrong, *out]) == 1
-        assert "prepare takes --text FILE ... or --check, one of the two" in capsys.readouterr().err
+        assert (
+            "prepare takes --text FILE ..., --files-from FILE or both, or --check"
+            in capsys.readouterr().err
+        )
     path = tmp_path / "out" / "tokens.bin"
     path.write_bytes(array("H", [3]).tobytes() + path.read_bytes()[2:])
     assert main(["prepare", "--check", *out]) == 1

@@ -8,12 +8,15 @@ import os
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
-from ...models.fields import check_type
+from ...files.lock import LOCK, locked_folder
+from ...files.replace import remove_partial, replacing
+from ...models.fields import check_type, from_fields
 from ..storage.manifest import entry_of_file, read_json
 from ..tokenizers import (
     TOKENIZER_KINDS,
@@ -24,6 +27,7 @@ from ..tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
+from .pieces import Errors, Piece, Source, not_utf8, read_pieces
 from .prepared import (
     DOCUMENTS,
     FORMAT,
@@ -37,20 +41,11 @@ from .text import DataError
 
 # What ends a document; "file" has the end of its file alone.
 SEPARATORS = {"file": b"", "line": b"\n", "paragraph": b"\n\n"}
-PIECE_BYTES = 1 << 20
 # Of the text, for a tokenizer that is trained, other than "char".
 SAMPLE_BYTES = 10_000_000
 _PROGRESS = "progress.json"
-_PIECES_A_MARK = 16
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text file that is prepared, as it was when that began."""
-
-    path: str
-    size: int
-    modified_ns: int
+# Bytes that are encoded at once, and between two marks. Opening a file takes as long as some more.
+_BATCH_BYTES, _MARK_BYTES, _FILE_BYTES = 1 << 21, 1 << 24, 1 << 12
 
 
 @dataclass
@@ -61,6 +56,8 @@ class Mark:
         source, offset: the file that comes next, by its number, and the bytes of it that are done.
         tokens, documents: how many are written.
         ended: how many tokens end with the last document.
+        empty: nothing of the next document was read yet.
+        replaced: characters that stand for bytes that are no UTF-8.
         digest: of the text so far.
     """
 
@@ -69,7 +66,28 @@ class Mark:
     tokens: int = 0
     documents: int = 0
     ended: int = 0
+    empty: bool = True
+    replaced: int = 0
     digest: str = ""
+
+
+@dataclass
+class Work:
+    """What an interrupted call has left to do, as progress.json has it.
+
+    Args:
+        request: what was asked for.
+        skipped: numbers of the files that are left out; None = they are not checked yet.
+        mark: how far it came.
+    """
+
+    request: dict[str, Any]
+    skipped: list[int] | None
+    mark: Mark
+
+    def save(self, out_dir: Path) -> None:
+        """Makes sure that another call goes on from here."""
+        _replace(out_dir / _PROGRESS, json.dumps(asdict(self)))
 
 
 def prepare(
@@ -79,13 +97,16 @@ def prepare(
     tokenizer: str = "bpe",
     vocab_size: int = 1024,
     documents: str = "file",
+    errors: Errors = "strict",
     progress: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> PreparedText:
     """Writes the ids of text files into a folder that `PreparedText` reads.
 
-    A file is read and encoded in pieces of about a megabyte, cut where a document or else a line
-    ends, so that memory does not grow with it. The same call goes on where an interrupted one has
-    ended, and gives the same bytes; where there is a finished one it changes nothing. A tokenizer's
+    Files are read in pieces of 32 kB, cut where a document or else a line ends, and encoded 2 MB at
+    a time on all cores, so that memory does not grow with the text. The same call goes on where an
+    interrupted one has ended, and gives the same bytes: after KeyboardInterrupt from there, after a
+    crash from 16 MB before at most. Where there is a finished one it changes nothing. A tokenizer's
     end token, where it has one, follows every document.
 
     Args:
@@ -96,44 +117,68 @@ def prepare(
         vocab_size: ids that a tokenizer that is trained aims at, but "char".
         documents: what one is: "file", "line" (that is not empty) or "paragraph", which an empty
             line ends.
+        errors: what becomes of a file that is not UTF-8: "strict" = DataError, before anything is
+            written; "replace" = wrong bytes become U+FFFD; "skip" = the file is left out. The
+            result counts them.
         progress: told the bytes that are done, and those that there are.
+        say: shows a line to the user.
 
     Raises:
-        ValueError: documents is none of these, or texts is empty.
+        ValueError: documents or errors is none of these, or texts is empty.
         DataError: a file is missing, unreadable, not UTF-8, or has changed since an interrupted
             call; all are empty; or out_dir holds what another call has prepared.
         TokenizerError: as `train_tokenizer` and `load_tokenizer`, or a text cannot be encoded.
+        LockedError: another call is writing out_dir.
     """
-    if documents not in SEPARATORS:
-        known = ", ".join(map(repr, SEPARATORS))
-        raise ValueError(f"documents must be one of {known}, got {documents!r}")
+    for name, value, known in (
+        ("documents", documents, tuple(SEPARATORS)),
+        ("errors", errors, get_args(Errors)),
+    ):
+        if value not in known:
+            choice = ", ".join(map(repr, known))
+            raise ValueError(f"{name} must be one of {choice}, got {value!r}")
     if not texts:
         raise ValueError("texts must name a file, got none")
-    out_dir, sources = Path(out_dir), [_source(Path(path)) for path in texts]
+    out_dir, sources = Path(out_dir), [Source.of(path) for path in texts]
+    listed = json.dumps([asdict(source) for source in sources])
     request = {
-        "sources": [asdict(source) for source in sources],
+        "sources": {"files": len(sources), "sha256": _digest("", listed)},
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "documents": documents,
+        "errors": errors,
     }
-    mark = _begin(out_dir, request)
-    if mark is not None:
-        coder = _tokenizer(out_dir, sources, tokenizer, vocab_size)
-        _write_all(out_dir, sources, SEPARATORS[documents], coder, mark, request, progress)
+    with locked_folder(out_dir, say):
+        work = _begin(out_dir, request)
+        if work is not None:
+            if work.skipped is None:
+                work.skipped = _check(sources, errors, say)
+                work.save(out_dir)
+            left = _Texts(sources, set(work.skipped), SEPARATORS[documents], errors)
+            coder = _tokenizer(out_dir, left, tokenizer, vocab_size)
+            _write_all(out_dir, left, coder, work, progress)
     return PreparedText.open(out_dir)
 
 
-def _source(path: Path) -> Source:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read text file {path}: {error.strerror}") from None
-    return Source(str(path.resolve()), found.st_size, found.st_mtime_ns)
+def _check(sources: list[Source], errors: Errors, say: Callable[[str], None]) -> list[int]:
+    """Numbers of the files to leave out.
+
+    Raises:
+        DataError: there are some, and errors is "strict".
+    """
+    if errors == "replace":
+        return []
+    say(f"checking that {len(sources):,} files are UTF-8")
+    found = not_utf8(sources)
+    if found and errors == "strict":
+        first, *others = found.values()
+        further = f", and {len(others):,} more are not" if others else ""
+        raise DataError(f"{first}{further}: --errors replace or --errors skip goes on without")
+    return list(found)
 
 
-def _begin(out_dir: Path, request: dict[str, Any]) -> Mark | None:
-    """Where to go on; None where there is nothing left to do."""
-    out_dir.mkdir(parents=True, exist_ok=True)
+def _begin(out_dir: Path, request: dict[str, Any]) -> Work | None:
+    """What is left to do; None where that is nothing."""
     for name in (MANIFEST, _PROGRESS):
         if not (out_dir / name).exists():
             continue
@@ -146,34 +191,55 @@ def _begin(out_dir: Path, request: dict[str, Any]) -> Mark | None:
                     f"since ({key} differs): choose another folder, or remove it"
                 )
         if name == _PROGRESS:
-            return Mark(**found["mark"])
+            check_type("skipped", found.get("skipped"), Sequence[int])
+            return Work(request, found["skipped"], from_fields(Mark, found.get("mark", {})))
         (out_dir / _PROGRESS).unlink(missing_ok=True)
         return None
-    if any(out_dir.iterdir()):
-        strange = min(path.name for path in out_dir.iterdir())
-        # A tokenizer alone is what a call has left that was interrupted before its first mark.
-        if strange not in (TOKENIZER, _partial(TOKENIZER), _partial(_PROGRESS)):
-            raise DataError(f"{out_dir} is no folder for prepared text: it holds {strange}")
-    _replace(out_dir / _PROGRESS, json.dumps({"request": request, "mark": asdict(Mark())}))
-    (out_dir / TOKENIZER).unlink(missing_ok=True)
-    return Mark()
-
-
-def _partial(name: str) -> str:
-    return f".{name}.writing"
+    out_dir.mkdir(parents=True, exist_ok=True)
+    # A call that was killed before it wrote anything has left it.
+    remove_partial(out_dir / _PROGRESS)
+    if strange := sorted(path.name for path in out_dir.iterdir() if path.name != LOCK):
+        raise DataError(f"{out_dir} is no folder for prepared text: it holds {strange[0]}")
+    return Work(request, None, Mark())
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that is either the old one or the new one, whatever happens."""
-    partial = path.with_name(_partial(path.name))
-    with partial.open("w", encoding="utf-8") as file:
+    with replacing(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
-def _tokenizer(out_dir: Path, sources: list[Source], name: str, vocab_size: int) -> Tokenizer:
+@dataclass(frozen=True)
+class _Texts:
+    """The files to prepare, without those that are skipped."""
+
+    sources: Sequence[Source]
+    skipped: Collection[int]
+    separator: bytes
+    errors: Errors
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each; none of those that are skipped."""
+        return [0 if i in self.skipped else x.size for i, x in enumerate(self.sources)]
+
+    def after(self, source: int = 0, offset: int = 0) -> Iterator[tuple[int, Piece]]:
+        """What is left behind a place: pieces, each with the number of its file.
+
+        Raises:
+            DataError: a file cannot be read, or has changed.
+        """
+        for i in range(source, len(self.sources)):
+            if i in self.skipped:
+                continue
+            begin = offset if i == source else 0
+            separator = self.separator or b"\n"
+            for piece in read_pieces(self.sources[i], begin, separator, self.errors):
+                if piece.last:
+                    self.sources[i].check_unchanged()
+                yield i, piece
+
+
+def _tokenizer(out_dir: Path, texts: _Texts, name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer, the same after an interruption."""
     path = out_dir / TOKENIZER
     if path.exists():
@@ -182,15 +248,15 @@ def _tokenizer(out_dir: Path, sources: list[Source], name: str, vocab_size: int)
         made = load_tokenizer(name)
     elif name == "char":
         found: set[str] = set()
-        for piece in _all_pieces(sources, b""):
-            found.update(piece)
+        for _, piece in texts.after():
+            found.update(piece.text)
         made = CharacterTokenizer("".join(sorted(found)))
     else:
         sample: list[str] = []
         size = 0
-        for piece in _all_pieces(sources, b""):
-            sample.append(piece)
-            size += len(piece)
+        for _, piece in texts.after():
+            sample.append(piece.text)
+            size += len(piece.text)
             if size >= SAMPLE_BYTES:
                 break
         made = train_tokenizer(name, "".join(sample)[:SAMPLE_BYTES], vocab_size=vocab_size)
@@ -198,82 +264,50 @@ def _tokenizer(out_dir: Path, sources: list[Source], name: str, vocab_size: int)
     return made
 
 
-def _all_pieces(sources: list[Source], separator: bytes) -> Iterator[str]:
-    for source in sources:
-        for _, piece in _pieces(source, 0, separator):
-            yield piece
-
-
-def _pieces(source: Source, offset: int, separator: bytes) -> Iterator[tuple[int, str]]:
-    """What is left of a file in pieces, each with the offset behind it."""
-    path = Path(source.path)
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while piece := _next_piece(file, separator or b"\n"):
-                begin, offset = offset, offset + len(piece)
-                if begin == 0:
-                    piece = piece.removeprefix(b"\xef\xbb\xbf")
-                yield offset, piece.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"text file {path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-            f"{offset - len(error.object) + error.start}"
-        ) from None
-    except OSError as error:
-        raise DataError(f"cannot read text file {path}: {error.strerror}") from None
-
-
-def _next_piece(file: BinaryIO, separator: bytes) -> bytes:
-    """The next bytes of a file, cut behind the last separator among them, or else a character."""
-    content = file.read(PIECE_BYTES)
-    if len(content) < PIECE_BYTES:
-        return content
-    end = content.rfind(separator) + len(separator)
-    if end < len(separator):
-        # Line breaks at the end may be the first half of a separator.
-        end = len(content.rstrip(b"\n"))
-        if end == len(content):
-            # Of a character of several bytes all but the first are 0b10xxxxxx.
-            while end > len(content) - 4 and content[end - 1] & 0xC0 == 0x80:
-                end -= 1
-            end -= content[end - 1] >= 0xC0
-    file.seek(end - len(content), os.SEEK_CUR)
-    return content[:end]
+def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[list[tuple[int, Piece]], int]]:
+    """Pieces to encode at once, with what they cost in bytes."""
+    batch: list[tuple[int, Piece]] = []
+    cost = 0
+    for i, piece in pieces:
+        batch.append((i, piece))
+        cost += len(piece.text) + piece.last * _FILE_BYTES
+        if cost >= _BATCH_BYTES:
+            yield batch, cost
+            batch, cost = [], 0
+    if batch:
+        yield batch, cost
 
 
 def _write_all(
     out_dir: Path,
-    sources: list[Source],
-    separator: bytes,
+    texts: _Texts,
     tokenizer: Tokenizer,
-    mark: Mark,
-    request: dict[str, Any],
+    work: Work,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Writes everything behind a mark, and the manifest."""
-    total, before = sum(source.size for source in sources), 0
-    mark.digest = mark.digest or _digest(request["documents"], tokenizer.to_json())
-    writer = _Writer(out_dir, tokenizer, separator.decode(), mark)
-    with writer:
-        for i, source in enumerate(sources):
-            if i >= mark.source:
-                offset = mark.offset if i == mark.source else 0
-                mark.source = i
-                for n, (done, piece) in enumerate(_pieces(source, offset, separator)):
-                    writer.add(piece)
-                    mark.offset = done
-                    progress(before + done, total)
-                    if n % _PIECES_A_MARK == _PIECES_A_MARK - 1:
-                        writer.flush()
-                        state = {"request": request, "mark": asdict(mark)}
-                        _replace(out_dir / _PROGRESS, json.dumps(state))
-                writer.end_document()
-                mark.source, mark.offset = i + 1, 0
-                if _source(Path(source.path)) != source:
-                    raise DataError(f"text file {source.path} changed while it was prepared")
-            before += source.size
+    """Writes everything behind the mark of `work`, and the manifest."""
+    first, sizes = work.mark, texts.sizes
+    before = list(accumulate(sizes, initial=0))
+    first.digest = first.digest or _digest(work.request["documents"], tokenizer.to_json())
+    with _Writer(out_dir, tokenizer, texts.separator.decode(), replace(first)) as writer:
+        unsaved = 0
+        try:
+            for batch, cost in _batches(texts.after(first.source, first.offset)):
+                writer.add(batch)
+                work.mark = replace(writer.mark)
+                unsaved += cost
+                i, piece = batch[-1]
+                progress(before[i] + piece.end, before[-1])
+                if unsaved >= _MARK_BYTES:
+                    writer.flush()
+                    work.save(out_dir)
+                    unsaved = 0
+        except KeyboardInterrupt:
+            writer.flush()
+            work.save(out_dir)
+            raise
         writer.flush()
+    mark = work.mark
     if mark.tokens == 0:
         raise DataError("the text is empty: there is nothing to prepare")
     fields = {
@@ -284,10 +318,14 @@ def _write_all(
         "documents": mark.documents,
         "vocab_size": tokenizer.vocab_size,
         "fingerprint": mark.digest,
-        "request": request,
+        "skipped": len(texts.skipped),
+        "replaced": mark.replaced,
+        "request": work.request,
         "files": {name: entry_of_file(out_dir / name) for name in (TOKENS, DOCUMENTS, TOKENIZER)},
     }
     _replace(out_dir / MANIFEST, json.dumps(fields, indent=2))
+    for name in (TOKENIZER, MANIFEST, _PROGRESS):
+        remove_partial(out_dir / name)
     (out_dir / _PROGRESS).unlink()
 
 
@@ -296,10 +334,13 @@ def _digest(before: str, text: str) -> str:
 
 
 class _Writer:
-    """Appends the ids of texts, and ends of documents, to the two files, behind a mark."""
+    """Appends the ids of texts, and ends of documents, to the two files, behind a mark.
+
+    mark: how far it is; it is ahead of the disk until `flush`.
+    """
 
     def __init__(self, out_dir: Path, tokenizer: Tokenizer, separator: str, mark: Mark) -> None:
-        self._tokenizer, self._separator, self._mark = tokenizer, separator, mark
+        self._tokenizer, self._separator, self.mark = tokenizer, separator, mark
         self.dtype, self._code = (
             ("uint16", "H") if tokenizer.vocab_size <= 1 << 16 else ("uint32", "I")
         )
@@ -317,21 +358,34 @@ class _Writer:
         self._tokens.close()
         self._documents.close()
 
-    def add(self, text: str) -> None:
-        """Goes on with the text of a file."""
-        self._mark.digest = _digest(self._mark.digest, text)
-        if self._separator and self._mark.tokens == self._mark.ended:
+    def add(self, batch: Sequence[tuple[int, Piece]]) -> None:
+        """Goes on with pieces of files, which are encoded at once, on all cores."""
+        parts = [self._parts(piece) for _, piece in batch]
+        encoded = iter(self._tokenizer.encode_batch([part for each in parts for part in each]))
+        for (i, piece), each in zip(batch, parts, strict=True):
+            for n in range(len(each)):
+                if n > 0:
+                    self.end_document()
+                self._write(next(encoded))
+            if piece.last:
+                self.end_document()
+            self.mark.source, self.mark.offset = (i + 1, 0) if piece.last else (i, piece.end)
+            self.mark.replaced += piece.replaced
+
+    def _parts(self, piece: Piece) -> list[str]:
+        """The texts of a piece: the first goes on with a document, each other begins one."""
+        mark, text = self.mark, piece.text
+        mark.digest = _digest(mark.digest, text)
+        if self._separator and mark.empty:
             text = text.lstrip("\n")
         parts = re.split(f"{self._separator}+", text) if self._separator else [text]
-        *ended, last = self._tokenizer.encode_batch(parts)
-        for ids in ended:
-            self._write(ids)
-            self.end_document()
-        self._write(last)
+        # A separator has ended it, or nothing of it was read before either.
+        mark.empty = piece.last or (not parts[-1] and (len(parts) > 1 or mark.empty))
+        return parts
 
     def end_document(self) -> None:
         """Ends a document, if it has any token."""
-        mark = self._mark
+        mark = self.mark
         if mark.tokens == mark.ended:
             return
         self._write(self._end)
@@ -344,7 +398,7 @@ class _Writer:
             os.fsync(file.fileno())
 
     def _write(self, ids: Sequence[int]) -> None:
-        self._mark.tokens += len(ids)
+        self.mark.tokens += len(ids)
         self._tokens.write(_little(self._code, ids))
 
 

@@ -34,6 +34,7 @@ DTYPES: Mapping[str, tuple[int, torch.dtype]] = {
     "uint32": (4, torch.int32),
 }
 DOCUMENT_BYTES = 8
+_ENDS_AT_ONCE = 1 << 20
 
 _FIELDS: Mapping[str, Any] = {
     "dtype": str,
@@ -57,6 +58,8 @@ class PreparedText:
         documents: how many texts they are of.
         fingerprint: of text, tokenizer and documents.
         files: size in bytes and SHA-256 of each file.
+        skipped: how many text files were left out, because they are not UTF-8.
+        replaced: how many characters stand for bytes that are no UTF-8.
     """
 
     folder: Path
@@ -66,13 +69,16 @@ class PreparedText:
     documents: int
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]]
+    skipped: int = 0
+    replaced: int = 0
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedText:
-        """Opens what `fastattn prepare` has made, and checks sizes and counts.
+        """Opens what `fastattn prepare` has made, and checks sizes, counts and document ends.
 
         Raises:
-            DataError: it is not there, not finished, of another format, or a file is truncated.
+            DataError: it is not there, not finished, of another format, a file is truncated, or
+                documents do not end one behind the other.
         """
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
@@ -92,7 +98,10 @@ class PreparedText:
                 f"{fields['vocab_size']}"
             )
         names = ("dtype", "tokens", "documents", "fingerprint", "files")
-        return cls(folder, tokenizer, *(fields[name] for name in names))
+        counts = (fields.get(name, 0) for name in ("skipped", "replaced"))
+        found = cls(folder, tokenizer, *(fields[name] for name in names), *counts)
+        found._check_documents()
+        return found
 
     def check(self) -> None:
         """Reads every file and compares its digest.
@@ -103,6 +112,26 @@ class PreparedText:
         for name, entry in self.files.items():
             if entry_of_file(self.folder / name)["sha256"] != entry["sha256"]:
                 raise DataError(f"{self.folder / name} has changed: its SHA-256 is another one")
+
+    def _check_documents(self) -> None:
+        """Raises DataError unless every document ends behind the one before it, the last at N."""
+        ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
+        done = before = 0
+        for part in torch.split(ends, _ENDS_AT_ONCE):
+            wrong = part.diff(prepend=torch.tensor([before])) <= 0
+            if wrong.any():
+                at = int(wrong.nonzero()[0])
+                last = int(part[at - 1]) if at else before
+                raise DataError(
+                    f"{self.folder / DOCUMENTS} is corrupt: document {done + at} ends at "
+                    f"{int(part[at])}, and the one before it at {last}"
+                )
+            done, before = done + len(part), int(part[-1])
+        if before != self.tokens:
+            raise DataError(
+                f"{self.folder / DOCUMENTS} is corrupt: its last document ends at {before}, "
+                f"and there are {self.tokens} ids"
+            )
 
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Ids at some places, of which nothing else is read.
@@ -142,6 +171,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         for name, kind in _FIELDS.items():
             check_type(name, fields.get(name), kind)
+        for name in ("tokens", "documents"):
+            if fields[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {fields[name]}")
         for name in (TOKENS, DOCUMENTS, TOKENIZER):
             check_type(f"files.{name}", fields["files"].get(name), Mapping)
             for key, kind in (("bytes", int), ("sha256", str)):
