@@ -129,7 +129,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if projected:
             return o, weights
-        out: Tensor = self.out_proj(o)
+        # As in torch, where hooks of out_proj do not run.
+        out: Tensor = F.linear(o, self.out_proj.weight, self.out_proj.bias)
         if query.dim() == 2:
             return out[0], weights
         return (out if self.batch_first or query.is_nested else out.transpose(0, 1)), weights
@@ -280,12 +281,13 @@ def _masks(
     attn_mask: Tensor | None,
     causal: bool,
 ) -> dict[str, Any]:
-    """torch's masks as options of `fastattn.attention`; every query sees appended keys."""
+    """torch's masks as options of `fastattn.attention`."""
     N, H, L, _ = q.shape
     more = int(layer.bias_k is not None) + int(layer.add_zero_attn)
     options: dict[str, Any] = {}
-    causal = causal and not more
-    if causal and (key_padding_mask is None or key_padding_mask.dtype == torch.bool):
+    # Without padding torch masks appended keys like others; with it, the mask that is given counts.
+    flagged = not more and key_padding_mask is not None and key_padding_mask.dtype == torch.bool
+    if causal and (key_padding_mask is None or flagged):
         options, attn_mask = {"causal": True, "query_offset": 0}, None
     padding, mask = (
         x if x is None or not more else F.pad(x, (0, more)) for x in (key_padding_mask, attn_mask)

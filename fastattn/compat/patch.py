@@ -2,21 +2,17 @@
 
 import threading
 from types import TracebackType
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
-from torch.jit import _builtins
 
-from .sdpa import scaled_dot_product_attention, torch_attention
+from . import torch_sdpa
+from .sdpa import by_torch, scaled_dot_product_attention
 
-_NAME = "scaled_dot_product_attention"
 _lock = threading.RLock()
 # Patches in force, each with how many `with` blocks are inside it.
 _open: dict["SdpaPatch", int] = {}
 # What compiled code guards on: a graph that was traced with or without the patch is not mistaken.
 _active = False
-_before: Any = torch_attention
 
 
 def _patched_attention(
@@ -31,7 +27,7 @@ def _patched_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     # Not active where someone took hold of this function and kept it after the patch was undone.
-    serve = scaled_dot_product_attention if _active else torch_attention
+    serve = scaled_dot_product_attention if _active else by_torch
     return serve(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -102,25 +98,9 @@ def unpatch_sdpa() -> None:
 
 def _apply() -> None:
     """Make torch's module say what _open says."""
-    global _active, _before
-    current = getattr(F, _NAME)
+    global _active
     _active = bool(_open)
     if _active:
-        _keep_scriptable()
-    if _active and current is not _patched_attention:
-        _before = current
-        setattr(F, _NAME, _patched_attention)
-    elif not _active and current is _patched_attention:
-        # Where another library has put its function over ours, it stays, and ours passes calls on.
-        setattr(F, _NAME, _before)
-        _before = torch_attention
-
-
-def _keep_scriptable() -> None:
-    """Make torch.jit.script see torch's own operator in its function and in the one over it.
-
-    It knows builtins by a table that it makes of what torch's modules hold when it is first used:
-    made under a patch, that would lack torch's function for good.
-    """
-    for function in (torch_attention, _patched_attention):
-        _builtins._register_builtin(function, f"aten::{_NAME}")
+        torch_sdpa.put(_patched_attention)
+    else:
+        torch_sdpa.take_away()

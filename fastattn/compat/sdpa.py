@@ -11,11 +11,9 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import checks, dispatch
@@ -23,9 +21,8 @@ from ..dispatch import Explanation
 from ..functional import attend
 from ..options import Options
 from ..tracing import decided
-
-# Kept from before any patch, for whatever is not served here.
-torch_attention = F.scaled_dot_product_attention
+from .torch_sdpa import by_overrides, overridden
+from .torch_sdpa import torch_attention as torch_attention
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NO_OPTIONS = Options()
@@ -80,11 +77,37 @@ def scaled_dot_product_attention(
             for x in (is_causal, enable_gqa)
         )
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if isinstance(call, str):
-        return torch_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+    if not isinstance(call, str):
+        return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+    return by_torch(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own function, whatever stands under its name: overrides and CausalBias see torch's.
+
+    Args: those of `scaled_dot_product_attention`, and so its result and errors.
+    """
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    if overridden(query, key, value, _without_causal_bias(attn_mask)):
+        return by_overrides(*given, **options)
+    if _causal_bias(attn_mask) is not None:
+        # What its __torch_function__ does, which looks for torch's function by torch's name.
+        expanded: Tensor = type(attn_mask)._dispatch(*given, **options)  # type: ignore[union-attr]
+        return expanded
+    return torch_attention(*given, **options)
 
 
 def explain(
@@ -163,12 +186,8 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
             return f"an argument is a {type(x).__name__}"
     if forward_ad._current_level >= 0:
         return "the kernels have no forward-mode derivatives"
-    if torch.compiler.is_compiling() or not torch._C._is_torch_function_mode_enabled():
-        return None
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if all(isinstance(mode, DeviceContext) for mode in modes):
-        return None
-    return "a TorchFunctionMode wants to see the call"
+    override = overridden(*map(_without_causal_bias, tensors))
+    return None if override is None else f"{override} wants to see the call"
 
 
 def _odd_numbers(
@@ -284,6 +303,10 @@ def _causal_bias(mask: object) -> Any:
     """
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
+
+
+def _without_causal_bias(mask: Any) -> Any:
+    return None if _causal_bias(mask) is not None else mask
 
 
 def bounded_bias(bias: Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn.compat import patch
@@ -175,3 +179,88 @@ def test_the_library_itself_keeps_torchs_function(doubling):
     plain = fastattn.attention(q, k, v, backend="torch")
     with fastattn.patch_sdpa():
         assert torch.equal(fastattn.attention(q, k, v, backend="torch"), plain)
+
+
+@pytest.mark.parametrize("variant", CausalVariant)
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 5), (4, 6)])
+def test_causal_biases_where_torch_serves(on_torch, variant, sizes):
+    q, k = torch.randn(1, 2, sizes[0], 8), torch.randn(1, 2, sizes[1], 8)
+    # torch takes no notice of the lengths of an upper-left bias.
+    lengths = (7, 7) if variant == CausalVariant.UPPER_LEFT else sizes
+    bias = CausalBias(variant, *lengths)
+    expected = F.scaled_dot_product_attention(q, k, k, bias, scale=0.3)
+    with fastattn.patch_sdpa():
+        assert torch.equal(F.scaled_dot_product_attention(q, k, k, bias, scale=0.3), expected)
+        with pytest.raises(ValueError, match="should not be used with causal=True"):
+            F.scaled_dot_product_attention(q, k, k, bias, is_causal=True)
+
+
+def test_compiled_causal_biases_where_torch_serves(on_torch):
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, CausalBias(CausalVariant(2), 3, 5))
+
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    with fastattn.patch_sdpa():
+        assert torch.equal(torch.compile(attend, backend="eager")(q, k), attend(q, k))
+
+
+def overriding(name: str, func: object) -> bool:
+    """Whether func is torch's function, by the name that it has now or had at import."""
+    return func is (F.scaled_dot_product_attention if name == "now" else torch_attention)
+
+
+def override(kind: str, name: str, x: Tensor) -> tuple[Any, Tensor]:
+    """What makes F.scaled_dot_product_attention 7 times its query: a context, and the query."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return 7 * args[0] if overriding(name, func) else func(*args, **(kwargs or {}))
+
+    class Subclass(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if overriding(name, func):
+                return 7 * args[0].as_subclass(Tensor)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return (Mode(), x) if kind == "mode" else (nullcontext(), x.as_subclass(Subclass))
+
+
+@pytest.mark.parametrize("name", ["now", "at import"])
+@pytest.mark.parametrize("kind", ["mode", "subclass"])
+@pytest.mark.parametrize("active", [True, False])
+def test_overrides_know_torchs_function(served, kind, name, active):
+    x = torch.ones(1, 1, 2, 4)
+    context, query = override(kind, name, x)
+    fastattn.patch_sdpa()
+    ours = F.scaled_dot_product_attention
+    if not active:
+        fastattn.unpatch_sdpa()
+    with context:
+        assert torch.equal(ours(query, x, x), 7 * x)
+    assert (F.scaled_dot_product_attention is ours) == active
+    # A mode that was there when the region was compiled, and one that comes later.
+    if kind == "mode" and active:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="eager")
+        for scope, factor in ((context, 7), (nullcontext(), 1), (context, 7)):
+            with scope:
+                assert torch.equal(compiled(x), factor * x)
+    assert len(served) == (kind == "mode" and active)
+
+
+def test_a_patch_that_ends_within_an_override_stays_ended(doubling):
+    class Ending(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch_attention:
+                fastattn.unpatch_sdpa()
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 1, 1, 1)
+    fastattn.patch_sdpa()
+    with pytest.raises(KeyError), Ending():
+        F.scaled_dot_product_attention(x, x, x)
+        raise KeyError
+    assert F.scaled_dot_product_attention is torch_attention

@@ -1,0 +1,115 @@
+"""torch's own scaled_dot_product_attention, and the function that stands under its name.
+
+Code that overrides torch's function (a TorchFunctionMode, a tensor subclass) knows it by identity,
+and looks it up either when it is imported or at each call. Both find the same object: while an
+override has a call, torch's module holds torch's own function.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.jit import _builtins
+from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
+
+_NAME = "scaled_dot_product_attention"
+# Kept from before any patch, for whatever is not served here.
+torch_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+_lock = threading.RLock()
+_ours: Callable[..., Tensor] | None = None
+_wanted = False
+# Overrides that have a call at this moment, in all threads.
+_overriding = 0
+_before: Any = torch_attention
+
+
+def put(function: Callable[..., Tensor]) -> None:
+    """Put a function in the place of torch's, for all threads; always the same one."""
+    global _ours, _wanted
+    with _lock:
+        _ours, _wanted = function, True
+        # torch.jit.script knows builtins by a table that it makes of what torch's modules hold when
+        # it is first used: made under a patch, that would lack torch's function for good.
+        for known in (torch_attention, function):
+            _builtins._register_builtin(known, f"aten::{_NAME}")
+        _apply()
+
+
+def take_away() -> None:
+    """Put back what stood in torch's module before `put`.
+
+    Where another library has put its function over ours, that one stays.
+    """
+    global _wanted
+    with _lock:
+        _wanted = False
+        _apply()
+
+
+def _apply() -> None:
+    global _before
+    current = getattr(F, _NAME)
+    if _wanted and not _overriding and current is not _ours:
+        _before = current
+        setattr(F, _NAME, _ours)
+    elif current is _ours and (_overriding or not _wanted):
+        setattr(F, _NAME, _before)
+        _before = torch_attention
+
+
+@contextmanager
+def _torchs_name() -> Iterator[None]:
+    global _overriding
+    with _lock:
+        _overriding += 1
+        _apply()
+    try:
+        yield
+    finally:
+        with _lock:
+            _overriding -= 1
+            _apply()
+
+
+def overridden(*tensors: Any) -> str | None:
+    """What overrides torch's function for these arguments, or None.
+
+    A default device is a TorchFunctionMode that lets every call pass, and is none here.
+    """
+    # While torch.compile traces, has_torch_function says nothing of modes.
+    if not torch.compiler.is_compiling() and not has_torch_function(tensors):
+        return None
+    if torch._C._is_torch_function_mode_enabled():
+        modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not all(isinstance(mode, DeviceContext) for mode in modes):
+            return "a TorchFunctionMode"
+    return next((type(x).__name__ for x in tensors if _overrides(x)), None)
+
+
+def _overrides(x: Any) -> bool:
+    if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    # torch's nested tensors know torch's own function, wherever it stands.
+    plain = type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+    return not plain and not x.is_nested
+
+
+def by_overrides(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's function with whatever overrides it; torch.compile breaks its graph here."""
+    with _torchs_name():
+        if "torch._dynamo" not in sys.modules:
+            return torch_attention(*args, **kwargs)
+        disabled = torch.compiler.disable(torch_attention)  # type: ignore[no-untyped-call]
+        result: Tensor = disabled(*args, **kwargs)
+        return result
+
+
+# As torch.compiler.disable marks functions; that imports torch._dynamo, which takes a second.
+by_overrides._torchdynamo_disable = True  # type: ignore[attr-defined]
