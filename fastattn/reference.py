@@ -84,7 +84,7 @@ def attention(
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask, attn_bias = None, attn_mask
     places = torch_places(B, H_q, T_q, T_k, query_offset, q.device, first_row, positions, heads)
-    p, j = (x.long() for x in places[2:])
+    p, j = places.q_pos.long(), places.k_pos.long()
     keep = visible_mask(
         T_q,
         T_k,
@@ -215,7 +215,7 @@ def torch_places(
     positions: tuple[Tensor, Tensor] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> triton_language.Places:
-    """b, h, p and j of every score, int32, each with the dims that it varies over."""
+    """Where every score stands, for users' functions: q_pos is p, k_pos is j."""
 
     def count(n: int, *shape: int) -> Tensor:
         return torch.arange(n, device=device, dtype=torch.int32).reshape(shape)
@@ -226,8 +226,7 @@ def torch_places(
     p, j = count(T_q, 1, 1, T_q, 1) + offset, count(T_k, 1, 1, 1, T_k)
     if positions is not None:
         p, j = positions[0].reshape(-1, 1, T_q, 1), positions[1].reshape(-1, 1, 1, T_k)
-    h = count(H_q, 1, H_q, 1, 1) + (0 if heads is None else heads[0])
-    return count(B, B, 1, 1, 1) + first_row, h, p, j
+    return triton_language.Places(first_row, B, 0 if heads is None else heads[0], H_q, p, j)
 
 
 def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
@@ -267,7 +266,7 @@ def _other_masks(
     masks: dict[str, Any],
 ) -> Tensor:
     """What documents, attn_mask and mask_mod let through, broadcasting to the scores."""
-    keep = torch.ones((), dtype=torch.bool, device=places[0].device)
+    keep = torch.ones((), dtype=torch.bool, device=places.q_pos.device)
     documents = masks.get("documents")
     if documents is not None:
         q_ids, k_ids = documents if isinstance(documents, tuple) else (documents, documents)

@@ -268,12 +268,10 @@ def _table_index(
 def _places(
     options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
 ) -> triton_language.Places:
-    """b, h, q_pos and k_pos as the user's functions get them: int32."""
-    b = torch.arange(first_row, first_row + B, dtype=torch.int32, device=device)
-    h = torch.arange(H_q, dtype=torch.int32, device=device) + options.first_head
+    """Where the scores of a call stand, for the user's functions."""
     q_pos = _query_positions(options, T_q, device).to(torch.int32)
     k_pos = _key_positions(options, T_k, device).to(torch.int32)
-    return b[:, None, None, None], h[None, :, None, None], q_pos, k_pos
+    return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
 
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]

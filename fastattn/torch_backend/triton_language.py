@@ -11,13 +11,52 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# b [B, 1, 1, 1], h [1, H_q, 1, 1], q_pos [B or 1, 1, T_q, 1] and k_pos [1, 1, 1, T_k], int32.
-Places = tuple[Tensor, Tensor, Tensor, Tensor]
+from .. import block_mask, tracing
+
+
+class Places(NamedTuple):
+    """Where scores [rows, heads, T_q, T_k] stand: row 0 is batch row first_row, and heads likewise.
+
+    q_pos [rows or 1, 1, T_q, 1] and k_pos [rows or 1, 1, 1, T_k] are int32.
+    """
+
+    first_row: int
+    rows: int
+    first_head: int
+    heads: int
+    q_pos: Tensor
+    k_pos: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.rows, self.heads, self.q_pos.shape[2], self.k_pos.shape[3]
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        """b [rows, 1, 1, 1], h [1, heads, 1, 1], q_pos and k_pos; int32."""
+        b, h = (
+            self._counted(first, count)
+            for first, count in ((self.first_row, self.rows), (self.first_head, self.heads))
+        )
+        return b[:, None, None, None], h[None, :, None, None], self.q_pos, self.k_pos
+
+    def _counted(self, first: int, count: int) -> Tensor:
+        """int32 [count], from first on."""
+        if count == 1 and type(first) is int:
+            # Where torch traces, such a tensor is a constant, and what branches on it is known.
+            return torch.tensor([first], dtype=torch.int32, device=self.q_pos.device)
+        return first + torch.arange(count, dtype=torch.int32, device=self.q_pos.device)
+
+    def of_one(self, row: int, head: int) -> "Places":
+        """The places of one row and head among these."""
+        q_pos, k_pos = (
+            x if x.shape[0] == 1 else x[row : row + 1] for x in (self.q_pos, self.k_pos)
+        )
+        return Places(self.first_row + row, 1, self.first_head + head, 1, q_pos, k_pos)
 
 
 def mask_mod(mod: Any, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -39,43 +78,68 @@ def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) 
     return _everywhere(mod, x, places, tensors, real).to(x.dtype).expand(x.shape)
 
 
+def _everywhere(
+    mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
+) -> Tensor:
+    """The function's result for all places, broadcasting to their shape."""
+    if torch.compiler.is_dynamo_compiling():
+        _allow_in_graph()
+        return _everywhere_by_name(block_mask.name_of(mod), x, real, *places, *tensors)
+    return _evaluated(mod, x, places, tensors, real)
+
+
+def _everywhere_by_name(name: str, x: Tensor | None, real: torch.dtype, *rest: Any) -> Tensor:
+    """`_everywhere`, of what a graph of torch.compile may hold.
+
+    Dynamo cannot follow how a function is made to take `Value`s, and makes this one node of its
+    graph; what differentiates and fuses that graph then finds torch's operators in it.
+    """
+    count = len(Places._fields)
+    return _evaluated(block_mask.named(name), x, Places(*rest[:count]), rest[count:], real)
+
+
+def _allow_in_graph() -> None:
+    torch.compiler.allow_in_graph(_everywhere_by_name)
+
+
+# Dynamo calls this while it traces, and not before: to allow a function imports all of it.
+_allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _NeedsOneBranch(Exception):
     """The function asked for the truth of several places at once."""
 
 
-def _everywhere(
+def _evaluated(
     mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
 ) -> Tensor:
-    """The function's result for all places, if need be head by head and row by row."""
+    """`_everywhere` by torch, if need be head by head and row by row."""
     function = as_torch(mod)
     pointers = [Pointer(tensor.detach(), 0, real) for tensor in tensors]
 
     def run(x: Tensor | None, places: Places) -> Tensor:
         scores = () if x is None else (Value(x.to(real), real),)
-        found = function(*scores, *(Value(place, real) for place in places), *pointers)
+        found = function(*scores, *(Value(at, real) for at in places.arguments()), *pointers)
         if isinstance(found, Value):
             return found.x
-        b, h, q_pos, k_pos = places
-        shape = (b.shape[0], h.shape[1], q_pos.shape[2], k_pos.shape[3])
-        return torch.as_tensor(found, device=b.device).expand(shape)
+        return torch.as_tensor(found, device=places.q_pos.device).expand(places.shape)
 
     try:
         return run(x, places)
     except _NeedsOneBranch:
-        b, h, q_pos, k_pos = places
+        pass
     rows = []
-    for row in range(b.shape[0]):
-        q_row = q_pos if q_pos.shape[0] == 1 else q_pos[row : row + 1]
+    for row in range(places.rows):
         heads = []
-        for head in range(h.shape[1]):
+        for head in range(places.heads):
             one = None if x is None else x[row : row + 1, head : head + 1]
+            at = places.of_one(row, head)
             try:
-                found = run(one, (b[row : row + 1], h[:, head : head + 1], q_row, k_pos))
+                heads.append(run(one, at).expand(at.shape))
             except _NeedsOneBranch as error:
                 raise NotImplementedError(
                     f"{_name(mod)} branches on a tile of values, which Triton cannot; use tl.where"
                 ) from error
-            heads.append(found.expand(1, 1, q_pos.shape[2], k_pos.shape[3]))
         rows.append(torch.cat(heads, 1))
     return torch.cat(rows, 0)
 
@@ -242,7 +306,7 @@ class Pointer:
         offset = offset.to(flat.device, torch.int64)
         inside = (offset >= 0) & (offset < flat.shape[0])
         wanted = inside if mask is None else inside | ~mask.x
-        if not torch.compiler.is_compiling() and not wanted.all():
+        if not tracing.may_be_traced(wanted) and not wanted.all():
             raise IndexError(
                 f"tl.load reads outside of a mod tensor of {flat.shape[0]} elements, at offsets "
                 f"{int(offset.min())} to {int(offset.max())}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
@@ -202,18 +203,36 @@ def steeper_grad(dx, x, b, h, q_pos, k_pos):
     return 1.5 * dx
 
 
-# Of torch's own, at the break of a graph.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("mask", [near, fastattn.BlockMask(near)], ids=["bare", "with tables"])
-def test_users_functions_compile(mask: Any, backend: str) -> None:
-    """In one graph where a kernel takes them in, and beside it where torch evaluates them."""
-    given = heads(17)
-    how = {"mask_mod": mask, "score_mod": steeper, "score_mod_grad": steeper_grad}
-    compiled = torch.compile(attend, fullgraph=backend == "triton", backend="eager")
-    leaves, again = copies(given), copies(given)
-    found, expected = compiled(*leaves, **how), attend(*again, **how)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, leaves), gradients(expected, again))
+@triton.jit
+def by_row_and_head(b, h, q_pos, k_pos, reach):
+    if h < 2:
+        return q_pos - k_pos < tl.load(reach + b)
+    return k_pos != q_pos - 2
+
+
+# What branches takes a row and a head at a time; each of these needs its places in the whole.
+USERS_MASKS = {
+    "bare": {"mask_mod": near},
+    "with tables": {"mask_mod": fastattn.BlockMask(near)},
+    "branching": {"mask_mod": by_row_and_head},
+    "of a part": {"mask_mod": by_row_and_head, "heads": (1, 6)},
+}
+
+
+@pytest.mark.parametrize("mask", USERS_MASKS.values(), ids=USERS_MASKS)
+def test_users_functions_compile(mask: dict[str, Any], backend: str) -> None:
+    """In one graph for all lengths, whether a kernel takes them in or torch evaluates them."""
+    reads = mask["mask_mod"] is by_row_and_head
+    tensors = {"mod_tensors": (torch.tensor([3], device=DEVICE),)} if reads else {}
+    scores = {} if reads else {"score_mod": steeper, "score_mod_grad": steeper_grad}
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, **mask, **tensors, **scores)
+
+    # The kernels' operators are traced with gradients in the tests of operators.
+    tracer = "aot_eager" if backend == "torch" else "eager"
+    inputs = [heads(T) for T in (17, 19)]
+    assert compiled_count(function, inputs, "marked", tracer) == 1
 
 
 PACKS = ((4, 5), (3, 1, 6))

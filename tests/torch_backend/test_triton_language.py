@@ -14,8 +14,8 @@ N = 8
 
 
 def places(B: int = 1, H: int = 2, T: int = 3) -> triton_language.Places:
-    b, h, t = (torch.arange(n, dtype=torch.int32) for n in (B, H, T))
-    return b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), t.view(1, 1, -1, 1), t.view(1, 1, 1, -1)
+    t = torch.arange(T, dtype=torch.int32)
+    return triton_language.Places(0, B, 0, H, t.view(1, 1, -1, 1), t.view(1, 1, 1, -1))
 
 
 def run_both(mod, tensors: tuple[torch.Tensor, ...], device: str):
@@ -36,8 +36,8 @@ def run_both(mod, tensors: tuple[torch.Tensor, ...], device: str):
         tl.store(out_ptr + place, y.to(tl.float32))
 
     kernel[(2, 3)](x, out, a, mod, len(tensors) > 0)
-    b, h, q_pos, k_pos = places(2, 3, N)
-    at = tuple(x.to(device) for x in (b, h, q_pos - 3, k_pos))
+    at = places(2, 3, N)
+    at = at._replace(q_pos=(at.q_pos - 3).to(device), k_pos=at.k_pos.to(device))
     return out, triton_language.score_mod(mod, x, at, tensors)
 
 
@@ -164,6 +164,20 @@ def test_reads_as_triton_does(dtype: torch.dtype, device: str) -> None:
     table = (torch.arange(N, device=device) * 3 - 4).to(dtype)
     by_triton, by_torch = run_both(reads, (table,), device)
     torch.testing.assert_close(by_torch, by_triton, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def by_row(b, h, q_pos, k_pos):
+    if b == 1:
+        return k_pos < 6
+    return k_pos <= q_pos
+
+
+def test_a_row_that_is_branched_on_keeps_its_own_positions() -> None:
+    at = places(2, 1, 3)
+    k_pos = torch.cat((at.k_pos, at.k_pos + 5))
+    expected = torch.cat((k_pos[:1] <= at.q_pos, (k_pos[1:] < 6).expand(1, 1, 3, 3)))
+    assert torch.equal(triton_language.mask_mod(by_row, at._replace(k_pos=k_pos), ()), expected)
 
 
 @triton.jit
