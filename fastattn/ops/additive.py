@@ -1,5 +1,6 @@
 """Additive attention by its kernels, as operators of torch.library with gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from .. import tracing
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
-from . import schema
+from . import flops, schema
 from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def additive_forward(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return fake_output(q, v.shape[3])
 
 
-@Operator
+@partial(Operator, flops=flops.attended(4, 2))
 def additive_backward(
     do: Tensor,
     dlse: Tensor | None,

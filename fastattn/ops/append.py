@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from ..cache_view import CacheView
+from . import flops
 from .call import Operator, fake_in_layout, kernel
 
 _STORED = ("k_cache", "v_cache", "k_scale", "v_scale", "lengths", "counters")
 
 
-@partial(Operator, mutates_args=_STORED)
+@partial(Operator, flops=flops.nothing, mutates_args=_STORED)
 def append_tokens(
     q: Tensor | None,
     k: Tensor,

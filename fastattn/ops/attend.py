@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import tracing
 from ..options import LEARNED, Options
-from . import call, transforms
+from . import call, flops, transforms
 from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
 from .gradients import (
     Kernels,
@@ -96,7 +97,7 @@ def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str |
     return None
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`."""
     if why_not_split(q, k, v, options) is None:
@@ -125,7 +126,7 @@ def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any)
     return otherwise.direct(*arguments)
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the kernels for Hopper."""
     launch = kernel("hopper.forward").launch_hopper_forward
@@ -138,7 +139,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     return fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
 
 
-@Operator
+@partial(Operator, flops=flops.attended(3, 2))
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -157,7 +158,7 @@ def attention_backward(
     return launch(do, dlse, q, k, v, o, lse, options)
 
 
-@Operator
+@partial(Operator, flops=flops.attended(3, 2))
 def hopper_backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -191,7 +192,7 @@ def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return dq, dk, dv, torch.empty_like(lse), dquery
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def attention_backward_bias(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> Tensor:
@@ -208,7 +209,7 @@ def _(
     return bias.new_empty(bias.shape, dtype=torch.float32)
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def attention_backward_relative(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -288,8 +289,9 @@ class _Attention(torch.autograd.Function):
         # A call without learned options has q, k and v alone.
         needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
         kernels: Kernels = ctx.kernels
-        # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient.
-        if _batched(do) or _batched(dlse):
+        # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient;
+        # a mode that was entered after the forward, as torch's counter of products, sees ops alone.
+        if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
             kernels = HOPPER_BY_OPS if kernels.backward is HOPPER_DIRECT.backward else BY_OPS
         return (None, None, *gradients(kernels, ctx, needed, do, dlse)[: len(needs)])
 

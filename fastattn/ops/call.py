@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import tracing
 from ..options import CONTIGUOUS, Options
 from . import schema
+from .flops import Formula, register
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
@@ -64,10 +65,17 @@ class Operator:
     """A function that launches kernels, as the operator fastattn::`its name` and as it is.
 
     Its first parameter that is always a tensor tells the device, and whether something traces. Its
-    last one may be `options`: the operator takes each of them as an argument, see `schema`.
+    last one may be `options`: the operator takes each of them as an argument, see `schema`. `flops`
+    says what a call computes: one of the formulas of that module.
     """
 
-    def __init__(self, launch: Callable[..., Any], mutates_args: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        launch: Callable[..., Any],
+        *,
+        flops: Formula,
+        mutates_args: tuple[str, ...] = (),
+    ) -> None:
         signature = inspect.signature(launch)
         parameters = list(signature.parameters.values())
         self._launch = launch
@@ -76,7 +84,7 @@ class Operator:
         name = launch.__name__
         if self._takes_options:
             tensors, returns = _schema(signature.replace(parameters=parameters[:-1]))
-            self.op = schema.operator(name, self.direct, tensors, returns)
+            self.op = schema.operator(name, self.direct, tensors, returns, flops)
         else:
             self.op = torch.library.custom_op(
                 f"fastattn::{name}",
@@ -84,6 +92,7 @@ class Operator:
                 mutates_args=mutates_args,
                 schema=torch.library.infer_schema(launch, mutates_args=mutates_args),
             )
+            register(name, tuple(signature.parameters), flops)
 
     def __call__(self, *arguments: Any) -> Any:
         """By the operator where something traces, else directly; options need no order."""

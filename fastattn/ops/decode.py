@@ -1,6 +1,7 @@
 """Attention to a cache by its kernel, as an operator of torch.library."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from ..cache_view import CacheView
 from ..options import Options
+from . import flops
 from .call import Operator, contiguous, fake_output, kernel
 
 
-@Operator
+@partial(Operator, flops=flops.decoded)
 def decode_forward(
     q: Tensor,
     k: Tensor,

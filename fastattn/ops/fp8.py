@@ -1,5 +1,6 @@
 """Attention in 8 bits by its kernels: quantised heads, packed values, the Hopper forward."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..options import Options
 from ..position_tables import document_ids
 from . import attend as attention
-from . import call
+from . import call, flops
 from .call import Operator, fake_in_layout, fake_output, kernel
 
 
@@ -61,7 +62,7 @@ def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     return packed.view(v.dtype)
 
 
-@Operator
+@partial(Operator, flops=flops.nothing)
 def pack_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """See `kernels.fp8_values.launch_pack_values`."""
     if not (v.is_cuda or call.interpreting()):
@@ -75,7 +76,7 @@ def _(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_empty(B, H, D, packed_length(T, cu_seqlens))
 
 
-@Operator
+@partial(Operator, flops=flops.nothing)
 def quantize_heads(
     x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def quantize(
     return quantize_heads(x, lengths, cu_seqlens, packed)
 
 
-@Operator
+@partial(Operator, flops=flops.attended(1, 1))
 def hopper_forward_fp8(
     q: Tensor,
     k: Tensor,

@@ -1,11 +1,14 @@
 """Merging two results of attention by the kernel, as an operator of torch.library."""
 
+from functools import partial
+
 from torch import Tensor
 
+from . import flops
 from .call import Operator, kernel
 
 
-@Operator
+@partial(Operator, flops=flops.nothing)
 def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse of two parts; see `kernels.combine.launch_merge`."""
     return kernel("combine").launch_merge(o1, lse1, o2, lse2)

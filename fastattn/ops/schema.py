@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import block_mask
 from ..options import FUNCTIONS, Options
 from ..score_checks import MAX_MOD_TENSORS
+from .flops import Formula, register
 
 _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
@@ -64,13 +65,18 @@ def unflat(flat: _Flat) -> Options:
     return Options(**fields, mod_tensors=mods)
 
 
-def operator(name: str, function: Callable[..., Any], tensors: str, returns: str) -> Any:
+def operator(
+    name: str, function: Callable[..., Any], tensors: str, returns: str, flops: Formula
+) -> Any:
     """`function`, whose last argument is an Options, as the custom op fastattn::`name`."""
-    count = len(tensors.split(","))
+    names = [argument.split()[-1] for argument in tensors.split(",")]
+    count = len(names)
 
     def call(*arguments: Any) -> Any:
         return function(*arguments[:count], unflat(arguments[count:]))
 
     arguments = ", ".join(f"{kind} {name}" for name, kind in _SCHEMA.items())
     schema = f"({tensors}, {arguments}) -> {returns}"
-    return torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)
+    register(name, (*names, *_SCHEMA), flops)
+    return op

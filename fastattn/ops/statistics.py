@@ -1,15 +1,27 @@
 """Statistics of attention weights by their kernels; nothing here has a gradient."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..options import Options
+from . import flops
 from .call import Operator, kernel
 
 
-@Operator
+def _computed(times: int) -> flops.Formula:
+    """The scores, computed so often, and once more where lse is not given."""
+
+    def count(given: Mapping[str, Any]) -> int:
+        return flops.attended(times + (given["lse"] is None), 0)(given)
+
+    return count
+
+
+@partial(Operator, flops=_computed(2))
 def attention_statistics(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -35,7 +47,7 @@ def _(
     return entropy, received, largest, q.new_empty(B, H_q, T_q, top, dtype=torch.int64)
 
 
-@Operator
+@partial(Operator, flops=_computed(1))
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
     """All weights, fp32 [B, H_q, T_q, T_k]; arguments as for `attention_statistics`."""
     kernels = kernel("statistics")

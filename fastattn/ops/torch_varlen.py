@@ -14,6 +14,7 @@ from torch import Tensor
 from ..options import Options
 from ..torch_backend import attend as torch_backend
 from .attend import setup_context
+from .flops import attended
 from .gradients import (
     as_batch,
     as_packed,
@@ -96,10 +97,15 @@ def _in_layout(x: Tensor) -> Tensor:
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _OUTPUTS = "(Tensor, Tensor)"
-varlen_forward = operator("torch_varlen_forward", _forward, _QKV, _OUTPUTS)
-varlen_forward_lse = operator("torch_varlen_forward_lse", _forward_lse, _QKV, _OUTPUTS)
+_FLOPS = attended(1, 1)
+varlen_forward = operator("torch_varlen_forward", _forward, _QKV, _OUTPUTS, _FLOPS)
+varlen_forward_lse = operator("torch_varlen_forward_lse", _forward_lse, _QKV, _OUTPUTS, _FLOPS)
 varlen_backward = operator(
-    "torch_varlen_backward", _backward, f"Tensor do, Tensor? dlse, {_QKV}", "Tensor[]"
+    "torch_varlen_backward",
+    _backward,
+    f"Tensor do, Tensor? dlse, {_QKV}",
+    "Tensor[]",
+    attended(4, 3),
 )
 
 

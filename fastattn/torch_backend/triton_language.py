@@ -99,7 +99,7 @@ def _everywhere_by_name(name: str, x: Tensor | None, real: torch.dtype, *rest: A
 
 
 def _allow_in_graph() -> None:
-    torch.compiler.allow_in_graph(_everywhere_by_name)
+    torch.compiler.allow_in_graph(_everywhere_by_name)  # type: ignore[no-untyped-call]
 
 
 # Dynamo calls this while it traces, and not before: to allow a function imports all of it.

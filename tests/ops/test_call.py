@@ -1,6 +1,7 @@
 """`Operator`: one function, launched directly or through torch.library."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches, tiles
 from fastattn.ops.call import Operator
+from fastattn.ops.flops import nothing
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, make_qkv
 
 launched: list[tuple] = []
 
 
-@Operator
+@partial(Operator, flops=nothing)
 def toy_scaled(
     bias: Tensor | None, x: Tensor, steps: int, dtype: torch.dtype, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -32,7 +34,7 @@ def _(bias, x, steps, dtype, *options):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0)
 
 
-@Operator
+@partial(Operator, flops=nothing)
 def toy_sum(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.sum()
 

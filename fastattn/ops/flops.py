@@ -1,0 +1,122 @@
+"""Floating point operations of the operators, for `torch.utils.flop_counter`.
+
+Counted as torch counts its own attention: 2 for a product and its sum, over all T_q T_k pairs
+whatever a mask or window hides, products that a backward computes again among them. The softmax,
+and what options add to scores, count nothing.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COUNTER = "torch.utils.flop_counter"
+# From the arguments of an operator by name to what it computes.
+Formula = Callable[[Mapping[str, Any]], int]
+_formulas: dict[str, tuple[Sequence[str], Formula]] = {}
+
+
+def register(name: str, parameters: Sequence[str], formula: Formula) -> None:
+    """Count calls of the operator fastattn::`name` by `formula`."""
+    _formulas[name] = parameters, formula
+    if _COUNTER in sys.modules:
+        _tell(sys.modules[_COUNTER], (name,))
+
+
+def nothing(_: Mapping[str, Any]) -> int:
+    """The formula of an operator that multiplies no matrices."""
+    return 0
+
+
+def attended(wide: int, of_values: int) -> Formula:
+    """For each pair of a query and a key `wide` products of D terms, and `of_values` of D_v."""
+
+    def count(given: Mapping[str, Any]) -> int:
+        q, k = given["q"], given["k"]
+        # Of packed codes, whose keys lie along rows, D_v is D.
+        D_v = given["v"].shape[-1] if "v" in given else q.shape[-1]
+        terms = wide * q.shape[-1] + of_values * D_v
+        return 2 * q.shape[1] * terms * _pairs(q, k, given)
+
+    return count
+
+
+def decoded(given: Mapping[str, Any]) -> int:
+    """The two products of every query with the keys that its row of a cache holds."""
+    q, k, v, table, lengths, rows = (
+        given[name] for name in ("q", "k", "v", "block_table", "lengths", "batch_index")
+    )
+    room = k.shape[2] * (1 if table is None else table.shape[1])
+    if _known(lengths):
+        of_rows = lengths[: q.shape[0]] if rows is None else lengths[rows.long()]
+        keys = int(of_rows.clamp(0, room).sum())
+    else:
+        keys = q.shape[0] * room
+    return int(2 * q.shape[1] * q.shape[2] * keys * (q.shape[3] + v.shape[3]))
+
+
+def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
+    """Pairs of a query and a key in all rows, or in all packed sequences.
+
+    Packed sequences whose offsets are not known are taken to be of one length.
+    """
+    starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    pairs = q.shape[0] * q.shape[2] * k.shape[2]
+    if starts[0] is None:
+        return pairs
+    if not all(map(_known, starts)):
+        return int(pairs // max(starts[0].shape[0] - 1, 1))
+    lengths = (x.diff().tolist() for x in starts if x is not None)
+    return sum(T_q * T_k for T_q, T_k in zip(*lengths, strict=True))
+
+
+def _known(x: Any) -> bool:
+    """Whether a tensor has values, which those of tracers and of the meta device lack."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+
+
+def _tell(counter: ModuleType, names: Sequence[str]) -> None:
+    """Register formulas with torch."""
+    for name in names:
+        parameters, formula = _formulas[name]
+        target = getattr(torch.ops.fastattn, name)
+        if target not in counter.flop_registry:
+            count = partial(_count, parameters, formula)
+            counter.register_flop_formula(target, get_raw=True)(count)
+
+
+def _count(
+    parameters: Sequence[str], formula: Formula, *arguments: Any, out_val: Any = None, **_: Any
+) -> int:
+    return formula(dict(zip(parameters, arguments, strict=True)))
+
+
+class _Awaited(MetaPathFinder):
+    """Registers all formulas when torch's counter is imported, which imports Triton."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _tell(module, tuple(_formulas))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _Awaited())
