@@ -4,44 +4,36 @@
 the cache it reaches 2 only on long texts, where the fixed cost of a step is small.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from fastattn.bench.generation import METHODS, growth, seconds_by_length
+from fastattn.bench.time.generation import METHODS, growth, seconds_by_length
 from fastattn.models.gpt import GPT, GPTConfig
 
 LENGTHS = (32, 64, 128, 256)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread: a step of one token is too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def model() -> GPT:
+def model():
+    """On one thread: a step of one token is too small to share."""
     torch.manual_seed(0)
     config = GPTConfig(
         vocab_size=256, context_length=1024, num_layers=2, num_heads=4, embed_dim=128
     )
-    return GPT(config).eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield GPT(config).eval()
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("method", METHODS)
-def test_generate_cpu(benchmark, rounds, model, method):
+def test_generate_cpu(benchmark, model, method):
     timings = []
 
     def generate():
         timings.append(seconds_by_length(method, model, [1], LENGTHS, repeats=1))
 
-    benchmark.pedantic(generate, rounds=rounds(generate))
+    benchmark.pedantic(generate, rounds=3)
     seconds = {n: min(timing[n] for timing in timings) for n in LENGTHS}
     benchmark.extra_info["tokens_per_second"] = {n: round(n / s, 1) for n, s in seconds.items()}
     benchmark.extra_info["growth"] = round(growth(seconds), 2)

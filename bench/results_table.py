@@ -4,8 +4,8 @@ python bench/results_table.py            # write
 python bench/results_table.py --check    # exit 1 if the page is not what the files say
 python bench/results_table.py --add F    # first take in what `fastattn tune --export F` wrote, or a
                                          # report: a copy beside the others, and tiles to ship
-python bench/results_table.py --charts F DIR    # draw the charts of a report of your own, or of
-                                                # modelled/sm_90.json, and change nothing else
+python bench/results_table.py --charts F DIR    # draw the charts of a report of your own, and
+                                                # change nothing else
 """
 
 import argparse

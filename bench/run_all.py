@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench.environment import command_line
-from fastattn.bench.run.full_run import run_all, summary
+from fastattn.bench.time.environment import command_line
+from fastattn.bench.time.full_run import run_all, summary
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

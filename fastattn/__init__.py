@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     verify: Callable[..., Any]
 
 # What stands above all else in the package is imported when it is used.
-_LATE = {"tune": ".bench.tuning.tune", "verify": ".testing.verify"}
+_LATE = {"tune": ".bench.tune.tune", "verify": ".testing.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,7 @@ def test_every_named_package_exists():
         pytest.param("fastattn/extra/__init__.py", "fastattn.extra", id="package"),
         pytest.param("fastattn/extra/module.py", "no __init__", id="namespace"),
         pytest.param("kernels/hopper/__init__.py", "fastattn.kernels.hopper", id="kernel-package"),
-        pytest.param("bench/harness/run/__init__.py", "fastattn.bench.run", id="bench-package"),
+        pytest.param("bench/harness/time/__init__.py", "fastattn.bench.time", id="bench-package"),
         pytest.param(
             "kernels/launch/tuning/table.csv", "kernels/launch/tuning/table.csv", id="data"
         ),

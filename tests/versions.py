@@ -50,8 +50,8 @@ CHECKS = {
         "kernels/test_hopper_parts.py",
     ],
     "tools": [
-        "bench/tuning/test_candidates.py",
-        "bench/tuning/test_tuner.py",
+        "bench/tune/test_candidates.py",
+        "bench/tune/test_tuner.py",
         "test_packaging.py",
     ],
 }

@@ -26,7 +26,7 @@ from fastattn.bench.results import charts
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "bench" / "results"
-MEASURED, MODELLED = RESULTS / "h100-2026-11-22.json", RESULTS / "modelled" / "sm_90.json"
+MEASURED = RESULTS / "h100-2026-11-22.json"
 ROW = re.compile(r"^\| !\[[^]]*\]\(pictures/([\w-]+\.svg)\)[^|]* \| [^|]+ \| `([^`]+)` \|$", re.M)
 SETUP = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 SEEN, BEHIND = "#5c6bc0", "#9e9e9e"
@@ -175,13 +175,12 @@ def overview(theme: str) -> str:
 def pictures() -> dict[str, str]:
     """All pictures by their names."""
     measured = charts.measured(json.loads(MEASURED.read_text(encoding="utf-8")))
-    modelled = charts.modelled(json.loads(MODELLED.read_text(encoding="utf-8")))
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
     record = terminal["RECORD"].read_text(encoding="utf-8")
     drawn["terminal.svg"] = terminal["draw"](record)
-    return masks() | drawn | {"modelled.svg": modelled}
+    return masks() | drawn
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

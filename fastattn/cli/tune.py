@@ -37,7 +37,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     """0; 1 if a kernel broke the device."""
     import torch
 
-    from ..bench.tuning.tune import tune
+    from ..bench.tune.tune import tune
     from ..tuned.environment import environment
     from ..tuned.store import Store
 
@@ -56,6 +56,12 @@ def _tune(arguments: argparse.Namespace) -> int:
         store.export(arguments.export)  # a file that cannot be written is told at once
     say(f"tuning on {store.environment.gpu}, {arguments.seconds:.0f} s")
     with Status(sys.stderr) as status:
+
+        def show(progress: Any) -> None:
+            status.show(progress)
+            if arguments.export is not None and progress.done:
+                store.export(arguments.export)  # a kernel that hangs ends the process
+
         try:
             found = tune(
                 model=arguments.model,
@@ -65,7 +71,7 @@ def _tune(arguments: argparse.Namespace) -> int:
                 dtypes=arguments.dtype,
                 seconds=arguments.seconds,
                 device=device,
-                show=status.show,
+                show=show,
             )
         finally:
             if arguments.export is not None:
@@ -103,7 +109,7 @@ class Status:
             self._bar.close()
 
     def show(self, progress: Any) -> None:
-        """Show a `bench.tuning.tuner.Progress`."""
+        """Show a `bench.tune.tuner.Progress`."""
         from ..testing.verify.report import bar
 
         if self._bar is None and self._stream.isatty():

@@ -5,8 +5,8 @@ import io
 import pytest
 import torch
 
-from fastattn.bench.tuning import tune
-from fastattn.bench.tuning.tuner import DONE, LOST, NOT_REACHED, Progress, Record
+from fastattn.bench.tune import tune
+from fastattn.bench.tune.tuner import DONE, LOST, NOT_REACHED, Progress, Record
 from fastattn.cli.main import main
 from fastattn.cli.tune import Status
 from fastattn.tuned import environment
@@ -42,6 +42,9 @@ def gpu(monkeypatch, tmp_path):
         store.put("tiles", ROW)
         show(Progress(1, 2, 12.3, STEP, "1 of 25; best so far", False))
         show(Progress(1, 2, 9.0, STEP, "B in place of A: 12.0 % less time", True))
+        # What a kill behind a step would leave.
+        exported = list(tmp_path.glob("tuned.json"))
+        assert all('"forward"' in file.read_text() for file in exported)
         if arguments["seconds"] < 0:
             raise KeyboardInterrupt
         last = Record("another", LOST if arguments["heads"] else NOT_REACHED)

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fastattn import attention
-from fastattn.bench import overhead
+from fastattn.bench.time import overhead
 from fastattn.functional import call_memo, call_options
 from fastattn.kernels.launch import launches as plan
 from fastattn.kernels.launch import tiles

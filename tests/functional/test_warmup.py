@@ -9,7 +9,7 @@ import triton
 
 import fastattn
 from fastattn import attention, attention_varlen
-from fastattn.bench import overhead
+from fastattn.bench.time import overhead
 from fastattn.functional import call_memo
 from fastattn.functional.warmup import _FLAGS
 from fastattn.kernels import forward

@@ -1,24 +1,19 @@
 """A tuner whose candidates take planned times, for tests: nothing is compiled, nothing timed."""
 
-import signal
-import sys
 from dataclasses import replace
 
 import pytest
 
-from fastattn.bench.attention import Bench
-from fastattn.bench.cases import Case
-from fastattn.bench.measure import Effort, HostTimer
-from fastattn.bench.tuning import trial, tune
-from fastattn.bench.tuning.ahead import Compilation
-from fastattn.bench.tuning.choices import Choice, tile_candidate
-from fastattn.bench.tuning.plan import Gpu, Verification
-from fastattn.bench.tuning.tuner import Tuner
+from fastattn.bench.cases.case import Case
+from fastattn.bench.time.ahead import Ahead
+from fastattn.bench.time.samples import Bench, Effort, HostTimer
+from fastattn.bench.tune import trial
+from fastattn.bench.tune.choices import KERNEL_OF, Choice, tile_candidate
+from fastattn.bench.tune.plan import Verification
+from fastattn.bench.tune.tuner import Tuner
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.tuned.environment import environment
-from fastattn.tuned.store import Store
 
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
 A, B, C = TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16)
@@ -72,18 +67,20 @@ class Planned(HostTimer):
         return start
 
 
-class NoCompilation(Compilation):
+class NothingAhead(Ahead):
     """Nothing is compiled ahead; some tiles are known not to be worth a launch."""
 
     def __init__(self, refused=()):
-        super().__init__("an unknown architecture", 1)
+        super().__init__("an unknown architecture", pool=object())
         self.refused, self.submitted = refused, []
 
-    def submit(self, choice, candidate):
-        self.submitted.append(candidate.name)
+    def submit(self, key, cases, implementations=None, forced=None):
+        self.submitted.append(key[1])
 
-    def why_not(self, choice, candidate, seconds):
-        return "spills 8 bytes a thread" if candidate.name in self.refused else None
+    def why_not(self, key, seconds, kernel=None):
+        kind, name, *_ = key[0].split()
+        assert kernel == (KERNEL_OF[name] if kind == "tiles:" else None)
+        return "spills 8 bytes a thread" if key[1] in self.refused else None
 
 
 def right(step, show):
@@ -100,7 +97,7 @@ def tuner(times, left=lambda: 1.0, refused=(), verify=right, **more) -> Tuner:
     made = Tuner(
         bench,
         left,
-        NoCompilation(refused),
+        NothingAhead(refused),
         lambda kind, row: kept.append((kind, row)),
         verify,
         **more,
@@ -114,20 +111,3 @@ def prepare_lookups(implementation, case, inputs, expected):
     kernels = ["forward"] if case.direction == "forward" else ["forward", "backward_dq"]
     ours = implementation.name == "fastattn-triton"
     return (lambda: [tiles.lookup(kernel, 4, 16) for kernel in kernels if ours]), {}
-
-
-def tune_until_killed(folder):
-    """Store a winner, then hang in the second step, until this process is killed."""
-    gpu = Gpu("interpreter", 2**16, 4, hopper=False)
-    made = tuner({A: 3.0, B: 1.0, C: 2.0})
-
-    def show(progress):
-        if progress.number == 2:
-            sys.stdout.write("the second step\n")
-            sys.stdout.flush()
-            signal.pause()
-
-    store = Store(environment("cpu"), folder)
-    plan = [choice(), choice("backward_dq")]
-    trial.prepare = prepare_lookups
-    tune.run(plan, gpu, made.bench, made.left, store, made.compilation, right, show)

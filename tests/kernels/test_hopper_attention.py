@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.bench.tuning.candidates import hopper_candidates
+from fastattn.bench.tune.candidates import hopper_candidates
 from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper

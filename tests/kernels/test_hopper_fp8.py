@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 import fastattn
 from fastattn import quantize_fp8, reference
-from fastattn.bench.tuning.candidates import hopper_candidates
+from fastattn.bench.tune.candidates import hopper_candidates
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper import forward, host
 from fastattn.kernels.hopper.host import why_not_hopper_fp8

@@ -11,7 +11,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import fastattn
-from fastattn.bench import overhead
+from fastattn.bench.time import overhead
 from fastattn.ops import attend as ops
 from fastattn.testing.compiling.compile_pool import CompilePool
 

@@ -11,7 +11,7 @@ from fastattn.kernels.launch.arguments import Constants
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
 
-# What `bench/tune.py` adds to a row that it has measured.
+# What `bench/results_table.py --add` adds to a row that was measured.
 MEASURED = {"ms", "gpu", "torch", "triton", "date", "command"}
 NUMBERS = {"element_size", "BLOCK_D", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
 CHOICES = {"apart", "descriptors", "sum_parts"}

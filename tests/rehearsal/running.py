@@ -10,8 +10,8 @@ from calls import SMALL, random
 from posing import Graph, stage
 
 from fastattn import attention
-from fastattn.bench import environment
-from fastattn.bench.measure import Effort, Timing, compare, device_timer
+from fastattn.bench.time import environment
+from fastattn.bench.time.samples import Bench, Effort, Timing, device_timer
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.kernels.launch import tiles
@@ -105,11 +105,8 @@ def serve(model: GPT) -> None:
 
 def time_attention() -> None:
     q, k, v = (random(1, 2, 64, 64) for _ in range(3))
-    found = compare(
-        {"attention": lambda: attention(q, k, v, causal=True)},
-        device_timer(),
-        Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0),
-    )
+    bench = Bench(device_timer(), Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0))
+    found = bench.compare({"attention": lambda: attention(q, k, v, causal=True)})
     timing = found["attention"]
     assert isinstance(timing, Timing), timing
     assert dataclasses.asdict(timing)["samples"] == 1

@@ -5,10 +5,13 @@ import pytest
 from fastattn.testing.compiling.amdgcn import local_bytes, read_amdgcn
 from fastattn.testing.compiling.sass import (
     Instruction,
+    Loop,
+    OfPair,
     matrix_ops,
     product_loops,
     read_ptxas,
     read_sass,
+    shared_bytes,
     wgmma_with_register_a,
 )
 
@@ -205,3 +208,38 @@ def test_loops_of_amd_are_found_and_counted() -> None:
 )
 def test_bytes_of_local_memory_of_a_wave(opcode: str, moved: int) -> None:
     assert local_bytes(Instruction(0, opcode, "", False)) == moved
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        # A and B from shared memory: (64 + 128) rows of 32 bytes for four warps.
+        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT", 1536),
+        ("HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88", 512),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3 R88, R24, gdesc[UR8], R88, gsb0", 512),
+        ("LDSM.16.M88.4 R24, [R31+UR22]", 512),
+        ("LDSM.16.MT88.2 R24, [R31+UR22]", 256),
+        ("LDSM.16.M88 R24, [R31+UR22]", 128),
+        ("LDS R27, [R10]", 128),
+        ("STS.64 [R5], R6", 256),
+        ("LDGSTS.E.BYPASS.128 [R16], desc[UR14][R14.64], P1", 512),
+        ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
+        # To global memory: what leaves the registers.
+        ("REDG.E.ADD.F32x2.FTZ.RN.STRONG.GPU desc[UR40][R218.64+0x20], R24", 256),
+        ("RED.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR40][R218.64], R24", 512),
+        ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2.64], R5", 128),
+        ("RED.E.ADD.F16x2.RN.STRONG.GPU [R2.64], R5", 128),
+        ("RED.E.ADD.64.STRONG.GPU [R2.64], R4", 256),
+        ("RED.E.ADD.STRONG.GPU [R2.64], R5", 128),
+        ("UTMAREDG.4D.ADD [UR8], [UR4]", 0),
+        ("FFMA R1, R2, R3, R4", 0),
+    ],
+)
+def test_bytes_of_shared_memory_of_a_warp(text: str, moved: int) -> None:
+    ((instruction,),) = read_sass(f"Function : f\n        /*0010*/                   {text} ;")
+    assert shared_bytes(instruction) == moved
+
+
+def test_a_pass_is_spread_over_its_pairs() -> None:
+    loop = Loop(0, {"FFMA": 100, "MUFU.EX2": 28}, shared_bytes=1024, once_bytes=512)
+    assert loop.of_pair(64 * 32, warps=4) == OfPair(128 * 32 * 4 / 2048, (4 * 1024 + 512) / 2048)

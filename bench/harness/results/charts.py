@@ -1,4 +1,4 @@
-"""Charts of reports as SVG: measured ones, and those of a model, which say so.
+"""Charts of reports as SVG.
 
 Neutral colours for light and dark pages; series in those of Okabe and Ito, which colour-blind
 readers tell apart, and with a mark of their own. Legends stand below the data.
@@ -6,15 +6,16 @@ readers tell apart, and with a mark of their own. Legends stand below the data.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .report import Report, write_whole
-from .series import Series, decoding, least_mib, limits, sweep_series
+from ..cases.case import Case
+from ..cases.figures import exponential_limit, input_bytes, least_memory
+from .report import Report, timed, write_whole
 
 # Name in a report to colour, mark and what a reader sees.
 SHOWN = {
@@ -40,12 +41,12 @@ MARKS = {
     "plus": "M-5 -1.5h3.5v-3.5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5z",
     "cross": "M-5 -3l2 -2l3 3l3 -3l2 2l-3 3l3 3l-2 2l-3 -3l-3 3l-2 -2l3 -3z",
 }
-MODELLED = "modelled, not measured"
 WIDTH, PANEL, HEIGHT = 760, 300, 190
 LEFT, TOP, ACROSS, DOWN = 56, 88, 372, HEIGHT + 74  # of the first panel; to the next ones
 # Steps of axes.
 _ROUND = [m * 10.0**e for e in range(-3, 8) for m in (1, 2, 5)]
 Bar = tuple[str, float, str]  # label, value, colour
+Series = dict[str, list[tuple[float, float]]]
 
 
 class Panel(NamedTuple):
@@ -64,17 +65,11 @@ class Axis(NamedTuple):
 
 
 def drawn(path: Path) -> dict[str, str]:
-    """The charts of a file by name: of a run's results.json, or of bounds of the model.
+    """The charts of a run's results.json by name.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is no report.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from None
-    if isinstance(data, dict) and "target" in data and "ghz" in data:
-        return {"modelled": modelled(data)}
     return measured(Report.load(path).data)
 
 
@@ -126,23 +121,71 @@ def _panels(
     return panels
 
 
-def modelled(data: Mapping[str, Any]) -> str:
-    """Bounds of the model of the machine code, in a shape that no measured chart has."""
-    source = f"{data['target']}, {data['ghz']} GHz, machine code of Triton {data['triton']}"
-    bars = [
-        (f"{row['backend']} {row['kernel']}, D {row['D']}", row["tflops"], "none")
-        for row in data["rows"]
-        if row["D"] in (64, 128)
-    ]
-    title = f"{MODELLED.capitalize()}: upper bounds of full blocks, without a mask"
-    return _bars(title, source, "TFLOP/s of all products, at most", bars, {})
+def sweep_series(
+    data: Mapping[str, Any], direction: str, figure: str = "tflops"
+) -> dict[tuple[int, bool], Series]:
+    """(D, causal) to implementation to points (length, figure), of FlashAttention-3's sweep.
+
+    figure: "tflops", or "peak_mib" beyond the inputs. A record without it gives no point.
+    """
+    panels: dict[tuple[int, bool], Series] = {}
+    for record in timed(data["results"]):
+        case = record["case"]
+        if figure in record and _of_the_sweep(case, direction):
+            series = panels.setdefault((case["D"], case["causal"]), {})
+            point = (case["T_q"], record[figure])
+            series.setdefault(record["implementation"], []).append(point)
+    return {key: panels[key] for key in sorted(panels)}
+
+
+def _of_the_sweep(case: Mapping[str, Any], direction: str) -> bool:
+    tokens = case.get("B", 0) * case.get("T_q", 0)
+    plain = case["family"] == direction and case.get("direction") == direction
+    if not plain or tokens != 16384 or case["H_q"] != case["H_k"] or case["label"]:
+        return False
+    return case["dtype"] == "bfloat16" and case["layout"] == "bthd"
+
+
+def limits(data: Mapping[str, Any], D: int, direction: str) -> dict[str, float]:
+    """Upper limits in TFLOP/s: the matrix product of the same run, and the exponentials."""
+    found = {}
+    if data["ceilings"]:
+        found["matrix product"] = data["ceilings"]["matmul_tflops"]
+    gpu = data["environment"].get("gpu") or {}
+    clock, count = gpu.get("max_sm_clock_mhz"), gpu.get("sm_count")
+    if direction == "forward" and clock and count:
+        found["exponentials"] = exponential_limit(D, count, clock)
+    return found
+
+
+def least_mib(data: Mapping[str, Any], D: int, direction: str) -> float:
+    """The least memory beyond the inputs, in MiB: outputs and lse. All lengths need the same."""
+    known = {field.name for field in fields(Case)}
+    described = next(
+        record["case"]
+        for record in data["results"]
+        if record["case"].get("D") == D and _of_the_sweep(record["case"], direction)
+    )
+    case = Case(**{name: value for name, value in described.items() if name in known})
+    # A backward is measured with its forward.
+    return (least_memory(case) - input_bytes(case)) / 2**20
+
+
+def _caches(data: Mapping[str, Any]) -> dict[tuple[int, int], list[Mapping[str, Any]]]:
+    """(query heads, keys) to the timed records of decoding against such a cache in bf16."""
+    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for record in timed(data["results"]):
+        case = record["case"]
+        if "kv_gbps" in record and case["dtype"] == "bfloat16":
+            groups.setdefault((case["H_q"], case["T_k"]), []).append(record)
+    return {key: groups[key] for key in sorted(groups)}
 
 
 def _decoding(data: Mapping[str, Any], source: str) -> dict[str, str]:
     limit = {"a copy": data["ceilings"]["copy_gbps"]} if data["ceilings"] else {}
     groups = {
         key: [record for record in records if record["implementation"] in SHOWN]
-        for key, records in decoding(data).items()
+        for key, records in _caches(data).items()
     }
     groups = {key: records for key, records in groups.items() if records}
     charts = {}
@@ -242,16 +285,14 @@ def _panel(
 def _bars(
     title: str, source: str, unit: str, bars: Sequence[Bar], limited: Mapping[str, float]
 ) -> str:
-    """Bars to the right with their values; colour "none" is a hollow, dashed one."""
+    """Bars to the right with their values."""
     parts = _head(title, source)
     left, room = 290, 400
     high = max([value for _, value, _ in bars] + list(limited.values()))
     for n, (label, value, colour) in enumerate(bars):
         y, length = 84 + n * 24, room * value / high
-        style = f'fill="{colour}"'
-        if colour == "none":
-            style += f' stroke="{INK}" stroke-dasharray="4 3"'
-        parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="16" {style}/>')
+        size = f'width="{length:.1f}" height="16"'
+        parts.append(f'<rect x="{left}" y="{y}" {size} fill="{colour}"/>')
         parts.append(_text(left - 8, y + 13, label, anchor="end"))
         parts.append(_text(left + room + 12, y + 13, f"{value:.0f}"))
     bottom = 84 + len(bars) * 24

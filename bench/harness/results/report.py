@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...files.replace import replacing
-from ..attention import TIMED
-from ..figures import ratio
-from ..implementations.registry import OURS, TORCH_PEERS
+from ..cases.figures import ratio
+from ..cases.registry import OURS, TORCH_PEERS
+from ..time.attention import TIMED
 
 FORMAT = 1
 DONE, RUNNING, BROKEN, LEFT = "done", "running", "broken off", "not reached"
@@ -29,8 +29,10 @@ class Report:
         self.path, self.data = path, data
 
     @classmethod
-    def create(cls, path: Path, command: str) -> Report:
-        """An empty report, saved."""
+    def at(cls, path: Path, command: str) -> Report:
+        """The report of an earlier run, to go on with, or an empty one, saved."""
+        if path.exists():
+            return cls.load(path)
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         empty: dict[str, Any] = {
             "format": FORMAT,
@@ -55,7 +57,10 @@ class Report:
         Raises:
             ValueError: the file is not a report of this format.
         """
-        data = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name} is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{path.name} is not a benchmark report of format {FORMAT}")
         return cls(path, data)
@@ -68,7 +73,7 @@ class Report:
         """The job that was running when the report was saved, and its state.
 
         The state holds blamed (see `jobs.Job`), at (the implementation at work), doing (its phase,
-        see `measure.compare`) and alone (implementations do not take turns).
+        see `Bench.samples`) and alone (implementations do not take turns).
         """
         for name, job in self.data["jobs"].items():
             if job["status"] == RUNNING:
@@ -134,19 +139,16 @@ def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
     """A table for each family, a row a case: conventional TFLOP/s, for decoding GB/s."""
-    by_family: dict[str, dict[str, dict[str, str]]] = {}
+    families: dict[str, list[tuple[tuple[str], str, str]]] = {}
     for record in timed(results):
-        if "tflops" not in record:
-            continue
-        family, name = record["case"]["family"], record["case"]["name"]
-        figure = record.get("kv_gbps", record["tflops"])
-        row = by_family.setdefault(family, {}).setdefault(name, {})
-        row[record["implementation"]] = f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
-    for family, rows in by_family.items():
-        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        if "tflops" in record:
+            figure = record.get("kv_gbps", record["tflops"])
+            shown = f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
+            cell = ((record["case"]["name"],), record["implementation"], shown)
+            families.setdefault(record["case"]["family"], []).append(cell)
+    for family, cells in families.items():
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
-        lines = ([case, *(row.get(name, "") for name in names)] for case, row in rows.items())
-        yield f"{family}, {unit}:\n\n" + table(["case", *names], lines)
+        yield f"{family}, {unit}:\n\n" + pivot(("case",), cells)
 
 
 def _ratios(results: list[dict[str, Any]]) -> str:
@@ -208,6 +210,24 @@ def _unmeasured(data: Mapping[str, Any]) -> str:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def pivot(
+    columns: Iterable[str],
+    cells: Iterable[tuple[tuple[object, ...], str, str]],
+    names: Mapping[str, str] | None = None,
+) -> str:
+    """A Markdown table of (row, column, text); of several cells of one place, the last stays.
+
+    columns: heads of what names a row. names: the other columns and their heads; default those
+    that occur, in their order.
+    """
+    rows: dict[tuple[object, ...], dict[str, str]] = {}
+    for row, column, text in cells:
+        rows.setdefault(row, {})[column] = text
+    shown = names or {column: column for found in rows.values() for column in found}
+    lines = ([*row, *(found.get(column, "") for column in shown)] for row, found in rows.items())
+    return table([*columns, *shown.values()], lines)
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ...kernels.launch import tiles
 from ...tuned import findings
 from ...tuned.findings import Findings, Unreadable
-from ..tuning import tables
+from ..tune import tables
 from .report import Report, table, write_whole
 
 # Words in the name of a GPU that do not tell it from others.

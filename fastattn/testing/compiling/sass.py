@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,13 @@ def _with_shapes(function: list[Instruction]) -> list[Instruction]:
     return found
 
 
+class OfPair(NamedTuple):
+    """What a loop spends on a (query, key) pair: instructions of a thread, shared-memory bytes."""
+
+    instructions: float
+    shared_bytes: float
+
+
 @dataclass(frozen=True)
 class Loop:
     """The instructions of one loop, counted by opcode with its modifiers.
@@ -170,6 +178,14 @@ class Loop:
     def spills(self) -> int:
         """Instructions that move spilled registers, of NVIDIA's and of AMD's."""
         return self.count("LDL", "STL", "scratch_load", "scratch_store")
+
+    def of_pair(self, pairs: int, warps: int) -> OfPair:
+        """Spread a pass of the loop, by all warps of a program, over its pairs.
+
+        Bytes leave out what TMA moves, which the code does not say.
+        """
+        moved = self.shared_bytes * warps + self.once_bytes
+        return OfPair(32 * self.total * warps / pairs, moved / pairs)
 
     def count(self, *names: str) -> int:
         """Instructions named by any of `names`, whatever modifiers follow: "FFMA", "MUFU.EX2"."""
@@ -279,7 +295,7 @@ def shared_bytes(instruction: Instruction) -> float:
 
     A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
     comes from registers; each warp is charged a quarter. Additions to global memory are charged
-    what they send from registers, see `speed`; loads and stores there are not.
+    what they send from registers; loads and stores there are not.
     """
     base, *modifiers = instruction.opcode.split(".")
     if base.endswith("GMMA"):

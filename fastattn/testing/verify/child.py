@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...bench.failures import LOST, log, reason
+from ...bench.time.failures import LOST, log, reason
 from ...ops import attend, call
 from ..budget import PastBudget
 from ..inputs import nan_filled_empty

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from ...bench.failures import LOST
+from ...bench.time.failures import LOST
 from .case import Subject
 from .verdicts import CRASH, HANG, Outcome
 

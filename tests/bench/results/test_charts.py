@@ -1,14 +1,16 @@
-"""Charts say what their files say, and which are of a model."""
+"""Charts say what their files say."""
 
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from fastattn.bench.cases.case import sweep
 from fastattn.bench.results import charts
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
@@ -19,16 +21,11 @@ def report() -> Any:
     return json.loads((RESULTS / "h100-2026-11-22.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def model() -> Any:
-    return json.loads((RESULTS / "modelled" / "sm_90.json").read_text(encoding="utf-8"))
-
-
 def words(chart: str) -> list[str]:
     return [x.text or "" for x in ElementTree.fromstring(chart).iter() if x.tag.endswith("text")]
 
 
-def test_modelled_and_measured_are_told_apart(report: Any, model: Any) -> None:
+def test_a_chart_names_its_gpu_and_date(report: Any) -> None:
     drawn = charts.measured(report)
     assert sorted(drawn) == [
         "measured-backward",
@@ -39,42 +36,57 @@ def test_modelled_and_measured_are_told_apart(report: Any, model: Any) -> None:
     ]
     for chart in drawn.values():
         assert "measured, NVIDIA H100 80GB HBM3, 2026-11-22" in words(chart)
-        assert "odelled" not in chart
-    chart = charts.modelled(model)
-    assert words(chart)[0].startswith("Modelled, not measured")
-    assert "H100" not in chart
-    fills = set(re.findall(r'<rect [^>]*fill="([^"]+)"', chart))
-    assert fills == {"none"}
 
 
-def test_bars_are_as_long_as_their_figures(report: Any, model: Any) -> None:
-    for chart in (charts.measured(report)["measured-decode"], charts.modelled(model)):
-        lengths = [float(x) for x in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
-        shown = [int(x) for x in words(chart) if x.isdigit()]
-        assert len(lengths) == len(shown) > 5
-        ratios = [length / value for length, value in zip(lengths, shown, strict=True)]
-        assert max(ratios) / min(ratios) < 1.005
-    expected = [row["tflops"] for row in model["rows"] if row["D"] in (64, 128)]
-    assert [int(x) for x in words(charts.modelled(model)) if x.isdigit()] == expected
-
-
-def test_what_was_wrong_is_not_drawn(report: Any) -> None:
+def test_bars_are_as_long_as_their_figures_and_no_wrong_one_is_drawn(report: Any) -> None:
     """The figures of our kernel in a graph were found wrong in this run."""
-    labels = words(charts.measured(report)["measured-decode"])
-    assert "fastattn, portable kernels, batch 32, call" in labels
-    assert "fastattn, portable kernels, batch 32, graph" not in labels
+    chart = charts.measured(report)["measured-decode"]
+    lengths = [float(x) for x in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
+    shown = [int(x) for x in words(chart) if x.isdigit()]
+    assert len(lengths) == len(shown) > 5
+    ratios = [length / value for length, value in zip(lengths, shown, strict=True)]
+    assert max(ratios) / min(ratios) < 1.005
+    assert "fastattn, portable kernels, batch 32, call" in words(chart)
+    assert "fastattn, portable kernels, batch 32, graph" not in words(chart)
 
 
 def test_a_chart_follows_its_file(report: Any) -> None:
-    changed = copy.deepcopy(report)
-    for record in changed["results"]:
+    before = charts.measured(report)
+    assert charts.measured({**report, "results": []}) == {}
+    for record in report["results"]:
         if record["implementation"] == "sdpa-cudnn" and "tflops" in record:
             record["tflops"] /= 2
-    before, after = charts.measured(report), charts.measured(changed)
-    assert before["measured-forward"] != after["measured-forward"]
-    assert before["measured-decode"] == after["measured-decode"]
-    assert charts.measured({**report, "results": []}) == {}
-    assert before["measured-memory-forward"] == after["measured-memory-forward"]
+        if record["case"].get("direction") == "backward":
+            record.pop("peak_mib", None)
+    after = charts.measured(report)
+    changed = {name for name, chart in before.items() if after.get(name) != chart}
+    assert changed == {"measured-forward", "measured-backward", "measured-memory-backward"}
+    assert "measured-memory-backward" not in after
+
+
+def test_a_curve_is_of_the_sweep_alone(report: Any) -> None:
+    one = sweep("forward", 128, 16384, causal=True)
+    before = charts.measured(report)["measured-forward"]
+    for other in (replace(one, T_q=4096, T_k=4096), replace(one, H_k=1), replace(one, D=64, B=2)):
+        record = {"case": other.to_dict(), "implementation": "sdpa-flash", "status": "timed"}
+        report["results"].append({**record, "tflops": 1.0})
+    assert charts.measured(report)["measured-forward"] == before
+
+
+@pytest.mark.parametrize(
+    ("clock", "direction", "limits"),
+    [
+        # 132 multiprocessors at 1 GHz: 2.1e12 exponentials a second, 512 operations each.
+        (1000.0, "forward", ["exponentials 1081", "matrix product 793"]),
+        (1000.0, "backward", ["matrix product 793"]),
+        (None, "forward", ["matrix product 793"]),
+    ],
+)
+def test_limits(report: Any, clock: float | None, direction: str, limits: list[str]) -> None:
+    report["environment"]["gpu"]["max_sm_clock_mhz"] = clock
+    said = words(charts.measured(report)[f"measured-{direction}"])
+    found = {w for w in said if re.fullmatch(r"(exponentials|matrix product) \d+", w)}
+    assert sorted(found - {"exponentials 541"}) == limits
 
 
 def places(chart: str, colour: str) -> list[float]:
@@ -89,20 +101,14 @@ def test_memory_stands_where_its_axis_says(report: Any) -> None:
         if "peak_mib" in record:
             record["peak_mib"] = 1000 if record["implementation"] == "sdpa-math" else 100
     chart = charts.measured(report)["measured-memory-backward"]
-    lines = {
-        word: {
-            round(float(x.get("y", "")) - 4, 1)
-            for x in ElementTree.fromstring(chart).iter()
-            if x.text == word
-        }
-        for word in ("100", "1000")
-    }
-    fused = charts.SHOWN["fastattn-triton"][0]
-    assert len(places(chart, fused)) == 4
-    assert {round(y, 1) for y in places(chart, fused)} <= lines["100"]
-    unfused = charts.UNFUSED["sdpa-math"][0]
-    assert len(places(chart, unfused)) == 2
-    assert {round(y, 1) for y in places(chart, unfused)} <= lines["1000"]
+    for word, (colour, *_), count in (
+        ("100", charts.SHOWN["fastattn-triton"], 4),
+        ("1000", charts.UNFUSED["sdpa-math"], 2),
+    ):
+        texts = (x for x in ElementTree.fromstring(chart).iter() if x.text == word)
+        lines = {round(float(x.get("y", "")) - 4, 1) for x in texts}
+        assert len(places(chart, colour)) == count
+        assert {round(y, 1) for y in places(chart, colour)} <= lines
 
 
 def test_memory_has_the_least_that_is_needed(report: Any) -> None:
@@ -111,15 +117,6 @@ def test_memory_has_the_least_that_is_needed(report: Any) -> None:
     for name, tensors in (("forward", 1), ("backward", 4)):
         told = {w for w in words(drawn[f"measured-memory-{name}"]) if w.startswith("outputs and")}
         assert told == {f"outputs and lse {64 * tensors + lse}" for lse in (1, 2)}
-
-
-def test_memory_that_was_not_measured_is_not_drawn(report: Any) -> None:
-    for record in report["results"]:
-        if record["case"].get("direction") == "backward":
-            record.pop("peak_mib", None)
-    drawn = charts.measured(report)
-    assert "measured-memory-forward" in drawn and "measured-backward" in drawn
-    assert "measured-memory-backward" not in drawn
 
 
 def test_each_cache_has_a_chart(report: Any) -> None:
@@ -138,17 +135,10 @@ def test_each_cache_has_a_chart(report: Any) -> None:
 
 
 def test_other_peers_have_marks_of_their_own(report: Any) -> None:
+    others = {"sdpa-flash": "flash-attn-3", "sdpa-cudnn": "flash-attn-2"}
     for record in report["results"]:
-        if record["implementation"] == "sdpa-flash":
-            record["implementation"] = "flash-attn-3"
-        elif record["implementation"] == "sdpa-cudnn":
-            record["implementation"] = "flash-attn-2"
+        record["implementation"] = others.get(record["implementation"], record["implementation"])
     said = words(charts.measured(report)["measured-forward"])
     assert {"FlashAttention-3", "flash-attn 2"} <= set(said) and "torch flash" not in said
     looks = [(colour, mark) for colour, mark, _ in (charts.SHOWN | charts.UNFUSED).values()]
     assert len({mark for _, mark in looks}) == len(looks)
-
-
-def test_a_file_of_the_model_is_drawn_as_one(model: Any) -> None:
-    path = RESULTS / "modelled" / "sm_90.json"
-    assert charts.drawn(path) == {"modelled": charts.modelled(model)}

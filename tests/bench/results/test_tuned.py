@@ -8,8 +8,8 @@ import pytest
 
 from fastattn.bench.results import page, tuned
 from fastattn.bench.results.report import Report
-from fastattn.bench.run.full_run import tuned_tiles
-from fastattn.bench.tuning import tables
+from fastattn.bench.time.full_run import tuned_tiles
+from fastattn.bench.tune import tables
 from fastattn.kernels.hopper.tile_table import backward_config, forward_config, fp8_config
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -127,7 +127,7 @@ def test_the_page_has_what_was_found(folders):
 
 def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
     _, results, shipped = folders
-    report = Report.create(tmp_path / "out.json", "python run_all.py")
+    report = Report.at(tmp_path / "out.json", "python run_all.py")
     with pytest.raises(ValueError, match=r"out\.json is a report of no GPU"):
         tuned.add(report.path, results, shipped)
     report.data["environment"] = {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}

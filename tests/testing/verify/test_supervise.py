@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastattn.bench.failures import LOST
+from fastattn.bench.time.failures import LOST
 from fastattn.testing.verify.case import Subject
 from fastattn.testing.verify.supervise import (
     ChildProcess,

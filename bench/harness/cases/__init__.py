@@ -1,0 +1,1 @@
+"""Cases: calls of attention, their tensors, implementations, the check before timing."""

@@ -1,0 +1,133 @@
+"""FLOPs and bytes of a case, and TFLOP/s and GB/s from its time.
+
+Conventions are those of FlashAttention's benchmarks: a forward pass takes 4 * D operations for a
+pair of query and key in each head; a causal mask over T_q = T_k counts half of the pairs; a
+backward pass counts 2.5 forward passes (five products for two), without recomputation. The
+conventional figure counts padding as work, to compare with a dense batch. The visible figure counts
+exactly the pairs that the mask lets through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .case import Case
+
+PASSES = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
+
+
+def conventional_pairs(case: Case) -> float:
+    """Pairs of query and key in one head of one batch row, padding counted, causal half."""
+    if case.window is not None:
+        return _pairs(case, 0, case.T_k)
+    if case.causal and case.T_q > 1:
+        return case.T_q * (case.T_k + max(0, case.T_k - case.T_q)) / 2
+    return case.T_q * case.T_k
+
+
+def visible_pairs(case: Case) -> int:
+    """Pairs of query and key that the mask lets through, in one head, over all batch rows."""
+    if case.lengths is None:
+        return case.B * _pairs(case, 0, case.T_k)
+    ranges = [
+        (0, n) if case.padding_side == "right" else (case.T_k - n, case.T_k) for n in case.lengths
+    ]
+    counted = {keys: _pairs(case, *keys) for keys in set(ranges)}
+    return sum(counted[keys] for keys in ranges)
+
+
+def _pairs(case: Case, first: int, end: int) -> int:
+    """Visible pairs of one batch row whose keys are first..end - 1."""
+    position = torch.arange(case.T_q) + (case.T_k - case.T_q)
+    low = torch.full_like(position, first)
+    high = torch.full_like(position, end - 1)
+    left, right = case.window or (None, None)
+    if left is not None:
+        low = low.maximum(position - left)
+    if right is not None:
+        high = high.minimum(position + right)
+    if case.causal:
+        high = high.minimum(position)
+    return int((high - low + 1).clamp(min=0).sum())
+
+
+def flops(case: Case) -> float:
+    """Floating-point operations by convention."""
+    return 4.0 * case.B * case.H_q * case.D * conventional_pairs(case) * PASSES[case.direction]
+
+
+def visible_flops(case: Case) -> float:
+    """Floating-point operations over the pairs that the mask lets through."""
+    return 4.0 * case.H_q * case.D * visible_pairs(case) * PASSES[case.direction]
+
+
+def element_size(case: Case) -> int:
+    """Bytes of an element of q."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype.itemsize
+
+
+def key_value_bytes(case: Case) -> int:
+    """Bytes of all keys and values but padding, which decoding reads once."""
+    keys = sum(case.lengths) if case.lengths is not None else case.B * case.T_k
+    return 2 * keys * case.H_k * case.D * element_size(case)
+
+
+def input_bytes(case: Case) -> int:
+    """Bytes of q, k, v and, with a backward, of o's gradient: held before the call."""
+    size = element_size(case)
+    queries = case.B * case.H_q * case.T_q * case.D * size
+    keys = case.B * case.H_k * case.T_k * case.D * size
+    return queries + 2 * keys + (0 if case.direction == "forward" else queries)
+
+
+def least_memory(case: Case) -> int:
+    """Bytes of inputs, outputs and lse: the least memory of a fused implementation.
+
+    Forward: q, k, v, o and lse; backward adds the gradients of all four.
+    """
+    size = element_size(case)
+    queries = case.B * case.H_q * case.T_q * case.D * size
+    keys = case.B * case.H_k * case.T_k * case.D * size
+    lse = 4 * case.B * case.H_q * case.T_q
+    tensors = 2 * queries + 2 * keys
+    return tensors + lse if case.direction == "forward" else 2 * tensors + lse
+
+
+def figures(case: Case, ms: float) -> dict[str, float]:
+    """The figures of a case that takes `ms` milliseconds.
+
+    Returns:
+        tflops (by convention), tflops_visible, both in 1e12 operations a second; for decoding
+        also kv_gbps, 1e9 bytes of keys and values a second.
+    """
+    found = {
+        "tflops": flops(case) / ms / 1e9,
+        "tflops_visible": visible_flops(case) / ms / 1e9,
+    }
+    if case.family == "decode":
+        found["kv_gbps"] = key_value_bytes(case) / ms / 1e6
+    return found
+
+
+def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:
+    """TFLOP/s of a forward pass limited by its exponentials alone, one a visible pair.
+
+    A multiprocessor starts 16 of them a clock (CUDA C++ Programming Guide, "Arithmetic
+    Instructions", throughput of base-2 exponentials for compute capabilities 8.0 to 9.0).
+    """
+    return 4.0 * D * 16 * sm_count * clock_mhz / 1e6
+
+
+def ratio(results: list[dict[str, Any]], case: str, ours: str, theirs: str) -> float | None:
+    """How many times faster `ours` was than `theirs` on a case; None if either was not timed."""
+    found = {
+        record["implementation"]: record["ms"]["median"]
+        for record in results
+        if record.get("case", {}).get("name") == case and record["status"] == "timed"
+    }
+    if ours not in found or theirs not in found:
+        return None
+    return float(found[theirs] / found[ours])

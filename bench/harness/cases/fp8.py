@@ -1,0 +1,99 @@
+"""FP8 attention: quantised outside the timer, and checked against a bound of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functional.fp8 import attention_fp8, pack_values, quantize_fp8
+from ...ops import fp8
+from ...options import Options
+from ...testing.fp8 import assert_output_within_fp8_bounds, dequantized
+from .case import Case
+from .correctness import rows_at_once, sampled_heads
+from .implementation import Attention, Implementation
+from .inputs import Inputs
+
+
+def _serves(case: Case) -> str | None:
+    if case.family == "decode":
+        return "it has no kernels for decoding"
+    if case.direction != "forward":
+        return "in 8 bits there is no backward"
+    if case.lengths is not None and case.padding_side == "left":
+        return "its kernels know key_lengths, and no key_padding_mask"
+    device = case.device if torch.cuda.is_available() else "cpu"
+    number = torch.empty(1, device=device)
+    q = number.expand(case.B, case.H_q, case.T_q, case.D)
+    k = number.expand(case.B, case.H_k, case.T_k, case.D)
+    return fp8.why_not_hopper(q, k, k, Options(), getattr(torch, case.dtype))
+
+
+def _implementation(name: str, packed: bool) -> Implementation:
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        (q, q_scale), (k, k_scale), (v, v_scale) = (
+            quantize_fp8(x, ends) for x, ends in _with_ends(inputs)
+        )
+        values = pack_values(v) if packed else v
+        dtype = getattr(torch, case.dtype)
+
+        def call(*_: Tensor) -> Tensor:
+            return attention_fp8(
+                q,
+                k,
+                values,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                causal=case.causal,
+                window=case.window,
+                key_lengths=inputs.key_lengths,
+                out_dtype=dtype,
+                backend="hopper",
+            )
+
+        return call
+
+    return Implementation(name, _serves, prepare, check=_check)
+
+
+def _with_ends(inputs: Inputs) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    """q, k and v, each with its lengths: padding is left out of the scales."""
+    ends = inputs.key_lengths
+    return (inputs.q, None), (inputs.k, ends), (inputs.v, ends)
+
+
+def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
+    """o against the oracle on dequantised inputs: every element of the sampled heads."""
+    assert o.isfinite().all(), "o has NaN or inf"
+    G = case.H_q // case.H_k
+    for b, h in sampled_heads(case):
+        row, queries = slice(b, b + 1), slice(h * G, (h + 1) * G)
+        heads = (queries, slice(h, h + 1), slice(h, h + 1))
+        q, k, v = (
+            dequantized(*quantize_fp8(x[row, head], ends if ends is None else ends[row]))
+            for (x, ends), head in zip(_with_ends(inputs), heads, strict=True)
+        )
+        lengths = inputs.key_lengths
+        arguments: dict[str, Any] = {"causal": case.causal, "window": case.window}
+        arguments["key_lengths"] = None if lengths is None else lengths[row]
+        rows = rows_at_once(case, q.dtype)
+        for first in range(0, case.T_q, rows):
+            assert_output_within_fp8_bounds(
+                o[row, queries, first : first + rows],
+                q[:, :, first : first + rows],
+                k,
+                v,
+                tensor_cores=o.is_cuda,
+                query_offset=case.T_k - case.T_q + first,
+                **arguments,
+            )
+
+
+# The first packs values in every call, the second before the timer.
+EIGHT_BITS = (
+    _implementation("fastattn-hopper-fp8", packed=False),
+    _implementation("fastattn-hopper-fp8-packed", packed=True),
+)

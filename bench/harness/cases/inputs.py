@@ -1,0 +1,109 @@
+"""The tensors of a case, drawn on the device where they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from .case import Case
+
+# Options of `attention` that a case may have, by name or by two names joined by "+": each entry is
+# for a class of calls with tiles of their own.
+OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
+_REACH = 128  # distances in a table of relative biases
+
+
+@dataclass
+class Inputs:
+    """The tensors of a case.
+
+    q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
+    grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
+    bool [B, T_k]. option: those of the case, by their names: attn_bias [1, H_q, T_q, T_k],
+    attn_mask bool [1, 1, T_q, T_k], relative_bias [H_q, distances].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    key_lengths: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    option: dict[str, Tensor] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Padding and option as arguments of `fastattn.attention`."""
+        return {**self.padding(), **self.option}
+
+    def padding(self) -> dict[str, Any]:
+        """The padding as arguments of `fastattn.attention`."""
+        return {"key_lengths": self.key_lengths, "key_padding_mask": self.key_padding_mask}
+
+
+def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
+    """Draw the tensors of a case; equal seeds give equal numbers on equal devices.
+
+    empty: leave q, k, v and do uninitialised.
+
+    Raises:
+        torch.OutOfMemoryError: the tensors do not fit the device.
+    """
+    device = torch.device(case.device)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def draw(H: int, T: int) -> Tensor:
+        shape = (case.B, T, H, case.D) if case.layout == "bthd" else (case.B, H, T, case.D)
+        x = torch.empty(shape, device=device, dtype=dtype)
+        if not empty:
+            x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return x.transpose(1, 2) if case.layout == "bthd" else x
+
+    needs_grad = case.direction != "forward"
+    q, do = draw(case.H_q, case.T_q), draw(case.H_q, case.T_q)
+    k, v = draw(case.H_k, case.T_k), draw(case.H_k, case.T_k)
+    q, k, v = (x.detach().requires_grad_(needs_grad) for x in (q, k, v))
+    inputs = Inputs(q, k, v, do)
+    if case.lengths is not None:
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        if case.padding_side == "right":
+            inputs.key_lengths = lengths
+        else:
+            keys = torch.arange(case.T_k, device=device)
+            inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
+    inputs.option = _option(case, generator, device)
+    return inputs
+
+
+def _option(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Tensor]:
+    assert case.option in OPTIONS, case.option
+    shapes = {
+        "attn_bias": (1, case.H_q, case.T_q, case.T_k),
+        "attn_mask": (1, 1, case.T_q, case.T_k),
+        "relative_bias": (case.H_q, 2 * _REACH + 1),
+    }
+    found = {}
+    for name in filter(None, case.option.split("+")):
+        dtype = getattr(torch, case.dtype) if name == "attn_bias" else torch.float32
+        x = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
+        found[name] = x > -1 if name == "attn_mask" else x
+    return found
+
+
+def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
+    """The mask as bool [B or 1, 1, T_q, T_k], for SDPA; None = all visible."""
+    sees_all = case.window is None and (not case.causal or case.T_q == 1)
+    if sees_all and case.lengths is None:
+        return None
+    return reference.visible_mask(
+        case.T_q,
+        case.T_k,
+        causal=case.causal,
+        window=case.window,
+        device=inputs.q.device,
+        **inputs.padding(),
+    )

@@ -1,0 +1,212 @@
+"""Peers: FlexAttention, flash-attn 2, 3 and 4, xFormers, FlashInfer.
+
+A peer that is not installed gives that as its reason for every case, so that reports name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import Case
+from .implementation import Attention, Implementation
+from .inputs import Inputs
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _flex_serves(case: Case) -> str | None:
+    if case.device != "cuda":
+        return "measured on a GPU only"
+    if case.dtype == "float32":
+        return "its products would be TF32, which the error budget of float32 excludes"
+    return None
+
+
+def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
+    import torch._functorch.config as functorch_config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Each shape starts anew against the limit of recompilations. A backward that runs many times
+    # cannot donate its saved tensors.
+    torch.compiler.reset()
+    functorch_config.donated_buffer = False
+    mask_mod = _flex_mask(case, inputs)
+    block_mask = None
+    if mask_mod is not None:
+        B = None if case.lengths is None else case.B
+        block_mask = create_block_mask(
+            mask_mod, B, None, case.T_q, case.T_k, device=inputs.q.device
+        )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=case.H_q != case.H_k)
+        return o
+
+    return call
+
+
+def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
+    """The case's mask in FlexAttention's form; None = all visible."""
+    offset = case.T_k - case.T_q
+    left, right = case.window or (None, None)
+    lengths, padding = inputs.key_lengths, inputs.key_padding_mask
+    if not ((case.causal and case.T_q > 1) or case.window or case.lengths):
+        return None
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        keep = j >= 0
+        if case.causal:
+            keep = keep & (j <= i + offset)
+        if left is not None:
+            keep = keep & (i + offset - j <= left)
+        if right is not None:
+            keep = keep & (j - i - offset <= right)
+        if lengths is not None:
+            keep = keep & (j < lengths[b])
+        if padding is not None:
+            keep = keep & padding[b, j]
+        return keep
+
+    return mask_mod
+
+
+def _flash_serves(module: str, newest_gpu_only: bool) -> Callable[[Case], str | None]:
+    def serves(case: Case) -> str | None:
+        if not _installed(module):
+            return f"{module} is not installed"
+        if case.device != "cuda":
+            return "it needs a GPU"
+        if case.dtype == "float32":
+            return "it takes float16 and bfloat16 only"
+        if case.lengths is not None:
+            return "it takes packed sequences, not padded ones"
+        if newest_gpu_only and torch.cuda.get_device_capability()[0] < 9:
+            return "it needs a GPU of compute capability 9.0 or later"
+        return None
+
+    return serves
+
+
+def _flash_prepare(module: str, unbounded: int | None) -> Callable[[Case, Inputs], Attention]:
+    """flash_attn_func of a module: takes [B, T, H, D], and may return (o, lse)."""
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        function: Callable[..., Any] = import_module(module).flash_attn_func
+        left, right = case.window or (None, None)
+        sides = tuple(unbounded if side is None else side for side in (left, right))
+        window = {} if case.window is None else {"window_size": sides}
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = (x.transpose(1, 2) for x in (q, k, v))
+            result = function(*rows, causal=case.causal, **window)
+            o: Tensor = result[0] if isinstance(result, tuple) else result
+            return o.transpose(1, 2)
+
+        return call
+
+    return prepare
+
+
+def _xformers_serves(case: Case) -> str | None:
+    if not _installed("xformers"):
+        return "xformers is not installed"
+    if case.device != "cuda":
+        return "measured on a GPU only"
+    if case.lengths is not None or case.window is not None or case.H_q != case.H_k:
+        return "compared on plain and causal attention without shared heads only"
+    return None
+
+
+def _xformers_prepare(case: Case, inputs: Inputs) -> Attention:
+    ops = import_module("xformers.ops")
+    triangle = case.causal and case.T_q > 1
+    bias = ops.LowerTriangularMask() if triangle else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        o: Tensor = ops.memory_efficient_attention(*rows, attn_bias=bias)
+        return o.transpose(1, 2)
+
+    return call
+
+
+def _flashinfer_serves(case: Case) -> str | None:
+    if not _installed("flashinfer"):
+        return "flashinfer is not installed"
+    if case.device != "cuda":
+        return "it needs a GPU"
+    if case.direction != "forward":
+        return "it has no backward"
+    if case.lengths is not None or case.window is not None:
+        return "compared without padding and window only"
+    if case.family == "decode":
+        return None if case.layout == "bhtd" else "compared on caches in the order of pages only"
+    if case.B != 1:
+        return "compared on one sequence only"
+    return None
+
+
+def _flashinfer_prepare(case: Case, inputs: Inputs) -> Attention:
+    flashinfer = import_module("flashinfer")
+    if case.family == "decode":
+        return _flashinfer_decode(flashinfer, case, inputs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
+        o: Tensor = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=case.causal)
+        return o.transpose(0, 1)[None]
+
+    return call
+
+
+def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention:
+    """FlashInfer's batched decoding, planned outside the timer, with one page for each sequence."""
+    device = inputs.q.device
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
+    pages = torch.arange(case.B + 1, dtype=torch.int32, device=device)
+    last = torch.full((case.B,), case.T_k, dtype=torch.int32, device=device)
+    dtype = inputs.q.dtype
+    wrapper.plan(
+        pages,
+        pages[:-1],
+        last,
+        case.H_q,
+        case.H_k,
+        case.D,
+        case.T_k,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = wrapper.run(q[:, :, 0], (k, v))
+        return o[:, :, None]
+
+    return call
+
+
+def _flash(name: str, module: str, unbounded: int | None, newest: bool) -> Implementation:
+    return Implementation(name, _flash_serves(module, newest), _flash_prepare(module, unbounded))
+
+
+PEERS: tuple[Implementation, ...] = (
+    Implementation("flex", _flex_serves, _flex_prepare, slow_to_prepare=True),
+    _flash("flash-attn-2", "flash_attn", -1, False),
+    _flash("flash-attn-3", "flash_attn_interface", -1, True),
+    _flash("flash-attn-4", "flash_attn.cute", None, True),
+    Implementation("xformers", _xformers_serves, _xformers_prepare),
+    Implementation("flashinfer", _flashinfer_serves, _flashinfer_prepare),
+)

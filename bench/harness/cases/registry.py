@@ -1,0 +1,216 @@
+"""The list of implementations: fastattn and torch by backend, peers, and the naive formula.
+
+For each case an implementation either gives a reason why it cannot serve it, or prepares a function
+from q, k, v to o. Masks, packing and compilation happen while preparing, outside the timer.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ... import reference
+from ...functional.attend import attention
+from ...functional.decode import decode_attention, view_of_tensors
+from ...ops import attend as ops
+from ...options import Options
+from .case import Case
+from .fp8 import EIGHT_BITS
+from .implementation import Attention, Implementation, Unserved
+from .inputs import Inputs, visible_mask
+from .peers import PEERS
+
+OURS = "fastattn-triton"
+# The same with deterministic=False.
+ONE_PASS = "fastattn-one-pass"
+# The peers that ratios compare with: the fused kernels that come with torch.
+TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
+# Most scores for which implementations that materialise them are measured.
+_MOST_SCORES = 2**30
+
+
+def _holds_all_scores(case: Case) -> str | None:
+    scores = case.B * case.H_q * case.T_q * case.T_k
+    if scores > _MOST_SCORES:
+        return f"holds {scores} scores in memory; measured up to {_MOST_SCORES}"
+    return None
+
+
+def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
+    def serves(case: Case) -> str | None:
+        if not deterministic and case.direction == "forward":
+            return "its forward is that of fastattn-" + backend
+        if backend == "hopper":
+            return _why_not_hopper(case, deterministic)
+        if backend == "triton" and case.device != "cuda":
+            return "its kernels need a GPU"
+        return None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        if case.family == "decode":
+            return _decode(case, inputs, backend)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(
+                q,
+                k,
+                v,
+                causal=case.causal,
+                window=case.window,
+                backend=backend,
+                deterministic=deterministic,
+                **inputs.arguments(),
+            )
+
+        return call
+
+    name = f"fastattn-{backend}"
+    if not deterministic:
+        name = ONE_PASS if backend == "triton" else f"{name}-one-pass"
+    return Implementation(name, serves, prepare)
+
+
+def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
+    if case.family == "decode":
+        return "it has no kernels for decoding"
+    dtype = getattr(torch, case.dtype)
+    q = torch.empty(case.B, case.H_q, case.T_q, case.D, dtype=dtype, device="meta")
+    k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
+    if case.lengths is not None and case.padding_side == "left":
+        return "its kernels know key_lengths, and no key_padding_mask"
+    if case.option:
+        return f"its kernels do not know {case.option}"
+    device = torch.device(case.device if torch.cuda.is_available() else "cpu")
+    reason = ops.why_not_hopper(q, k, k, Options(), device)
+    if reason is None and not deterministic:
+        return ops.why_not_one_pass(case.D, Options(), hopper=True)
+    return reason
+
+
+def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
+    """decode_attention with the keys and values of the case as its cache."""
+    lengths = inputs.key_lengths
+    if lengths is None:
+        lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
+    view = view_of_tensors(inputs.k, inputs.v, lengths)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decode_attention(q, view, window=case.window, backend=backend)
+
+    return call
+
+
+def _naive() -> Implementation:
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = reference.attention(
+                q, k, v, causal=case.causal, window=case.window, **inputs.arguments()
+            )
+            assert isinstance(o, Tensor)
+            return o
+
+        return call
+
+    return Implementation("naive", _holds_all_scores, prepare)
+
+
+_SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def _sdpa_call(case: Case, inputs: Inputs) -> Attention:
+    """scaled_dot_product_attention for a case."""
+    square = case.causal and case.window is None and case.lengths is None
+    is_causal = square and case.T_q == case.T_k
+    mask = None if is_causal else visible_mask(case, inputs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=case.H_q != case.H_k
+        )
+
+    return call
+
+
+def _pinned_sdpa(name: str) -> Implementation:
+    backend = _SDPA[name]
+
+    def serves(case: Case) -> str | None:
+        if case.device != "cuda":
+            return "torch's backends can be pinned on a GPU only"
+        return _holds_all_scores(case) if name == "math" else None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        call = _sdpa_call(case, inputs)
+
+        def pinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return call(q, k, v)
+
+        why_not = why_refused(pinned, inputs)
+        if why_not is not None:
+            raise Unserved(why_not)
+        return pinned
+
+    return Implementation(f"sdpa-{name}", serves, prepare)
+
+
+def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
+    """Torch's warnings on why the pinned backend refuses a call; None if it does not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            pinned(inputs.q, inputs.k, inputs.v)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+        else:
+            return None
+    words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
+    said = [text for text in words if "disabled" not in text]
+    return " ".join(" ".join(said).split())[:300] or "torch says no, without a reason"
+
+
+def _default_sdpa() -> Implementation:
+    def serves(case: Case) -> str | None:
+        return "on a GPU its backends are measured one by one" if case.device == "cuda" else None
+
+    def prepare(case: Case, inputs: Inputs) -> Attention:
+        return _sdpa_call(case, inputs)
+
+    return Implementation("sdpa", serves, prepare)
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _fastattn("triton"),
+    _fastattn("triton", deterministic=False),
+    *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
+    *PEERS,
+    _pinned_sdpa("efficient"),
+    _fastattn("torch"),
+    _default_sdpa(),
+    _pinned_sdpa("math"),
+    _naive(),
+    # Last: a fault in kernels with barriers can hang the device.
+    _fastattn("hopper"),
+    _fastattn("hopper", deterministic=False),
+    *EIGHT_BITS,
+)
+
+
+_ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
+
+
+def side_by_side(device: str) -> list[Implementation]:
+    """The implementations that are compared on a device type, "cuda" or "cpu"."""
+    if device == "cuda":
+        return [i for i in IMPLEMENTATIONS if i.name != "sdpa"]
+    return [i for i in IMPLEMENTATIONS if i.name in _ON_A_CPU]

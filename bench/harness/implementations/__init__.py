@@ -1,1 +1,0 @@
-"""The implementations of attention that benchmarks compare."""

@@ -1,1 +1,0 @@
-"""A run of all measurements: its jobs, their processes, its time."""

@@ -1,0 +1,136 @@
+"""Kernels compiled in worker processes before they are launched.
+
+The workers fill Triton's disk cache under the keys that the launches look up: their tensors have
+the sizes, strides and dtypes of the case, and uninitialised contents.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from ... import dispatch
+from ...kernels.launch import tiles
+from ...ops import attend
+from ...testing.compiling.compile_pool import CompilePool
+from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ..cases.case import Case
+from ..cases.fp8 import EIGHT_BITS
+from ..cases.inputs import make_inputs
+from ..cases.registry import IMPLEMENTATIONS
+from .attention import work_from_nothing
+
+EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
+OURS = (
+    "fastattn-triton",
+    "fastattn-one-pass",
+    "fastattn-hopper",
+    "fastattn-hopper-one-pass",
+    *EIGHT_BIT_NAMES,
+)
+_SMALL = 256  # tokens
+
+
+def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
+    """Launch the kernels of a case, to be compiled only: runs in a process of `CompilePool`."""
+    found = next(i for i in IMPLEMENTATIONS if i.name == implementation)
+    here = replace(case, device="cpu")
+    inputs = make_inputs(here, empty=True)
+    with (
+        tiles.forced(**forced),
+        mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
+        mock.patch.object(attend, "on_hopper", lambda device: True),
+    ):
+        work_from_nothing(here, found.prepare(here, inputs), inputs)()
+
+
+def small(case: Case) -> Case:
+    """A case of fewer tokens that launches the same kernels: no length is compiled in."""
+    if case.family == "decode":
+        return case  # the number of splits depends on its length
+    lengths = None if case.lengths is None else (_SMALL,)
+    return replace(case, B=1, T_q=_SMALL, T_k=_SMALL, lengths=lengths, label="", slow_peers=True)
+
+
+class Ahead:
+    """Compiles calls in the order of the requests, each once.
+
+    Args:
+        arch: name of the GPU's architecture. One that `cross_compile.TARGETS` lacks compiles
+            nothing ahead.
+        workers: processes; default all but four of the machine's CPUs.
+        pool: compiles; default a `CompilePool` of that many.
+    """
+
+    def __init__(self, arch: str, workers: int | None = None, pool: Any = None) -> None:
+        self._arch = arch
+        self._pool = pool or CompilePool(workers or max(1, (os.cpu_count() or 1) - 4))
+        self._started: dict[Hashable, Future[list[CompiledFacts]]] = {}
+        self._wanted: dict[Hashable, list[Future[list[CompiledFacts]]]] = {}
+
+    def submit(
+        self,
+        key: Hashable,
+        cases: Iterable[Case],
+        implementations: Iterable[str] | None = None,
+        forced: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start to compile cases for `why_not` of the same key.
+
+        implementations: default those of ours that serve a case. forced: tiles and shapes.
+        """
+        wanted = self._wanted.setdefault(key, [])
+        forced = dict(forced or {})
+        # A GPU would only lose memory to processes that start here.
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+            for case in cases if self._arch in TARGETS else ():
+                for name in implementations or _serving(case):
+                    call = (small(case), name, repr(forced))
+                    if call not in self._started:
+                        # Quantising to 8 bits computes on the inputs, so it gets the smaller case.
+                        of = call[0] if name in EIGHT_BIT_NAMES or forced else case
+                        self._started[call] = self._pool.submit(
+                            f"{__name__}:launch",
+                            self._arch,
+                            case=of,
+                            implementation=name,
+                            forced=forced,
+                        )
+                    wanted.append(self._started[call])
+
+    def why_not(self, key: Hashable, seconds: float, kernel: str | None = None) -> str | None:
+        """Why calls are not worth a launch, waiting at most `seconds` for them; None if they are.
+
+        kernel: may neither spill in a loop nor exceed shared memory; None: any may.
+        """
+        end = time.monotonic() + seconds
+        for future in self._wanted.pop(key, []):
+            try:
+                facts = future.result(timeout=max(0.0, end - time.monotonic()))
+            except FutureTimeoutError:  # in Python 3.10 it is not the built-in one
+                return "was not compiled in time"
+            except BrokenProcessPool:
+                continue  # one crashed the compiler: the rest compile at their launch
+            except Exception as error:
+                return f"does not compile: {' '.join(str(error).split())[:200]}"
+            for fact in facts:
+                if fact.name == kernel and fact.spills_in_loops:
+                    return f"spills {fact.spill_store_bytes} bytes a thread"
+                if fact.name == kernel and not fact.fits_shared_memory:
+                    return f"needs {fact.shared_bytes} bytes of shared memory"
+        return None
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+def _serving(case: Case) -> list[str]:
+    return [i.name for i in IMPLEMENTATIONS if i.name in OURS and i.why_not(case) is None]

@@ -1,0 +1,247 @@
+"""One case through every implementation: check, measure memory, time. Each outcome is a record."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...capture import record_cuda_graph
+from ..cases import figures
+from ..cases.case import Case
+from ..cases.correctness import Expected, check
+from ..cases.implementation import Attention, Implementation, Unserved
+from ..cases.inputs import Inputs, make_inputs
+from .failures import log, raise_if_lost, reason
+from .samples import PREPARES, RUNS, Announce, Bench, Function, Timing, silent
+
+TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
+    "timed",
+    "cannot serve",
+    "wrong",
+    "failed",
+    "out of memory",
+)
+Record = dict[str, Any]
+# Named as the implementation at work while the oracle computes the expected results.
+REFERENCE = "the reference"
+
+
+def run_case(
+    case: Case,
+    implementations: Iterable[Implementation],
+    bench: Bench,
+    *,
+    broken: Mapping[str, str] | None = None,
+    announce: Announce = silent,
+) -> list[Record]:
+    """Measure a case.
+
+    Args:
+        case: the call.
+        implementations: measured in this order.
+        bench: the instruments.
+        broken: implementations that broke an earlier process, and how.
+        announce: progress callback, as in `Bench.samples`; called with REFERENCE first.
+
+    Returns:
+        A record for each implementation, with implementation, status (one of the names above),
+        reason unless it was timed, and else ms and the figures of `figures.figures`; peak_mib and
+        memory_ratio on a GPU; alone where it took no turns with others.
+
+    Raises:
+        DeviceLost: an implementation broke the CUDA context; named TIMING if it was one of
+            several that took turns.
+    """
+    outcomes: dict[str, Record] = {}
+    works: dict[str, Function] = {}
+    served = []
+    for implementation in implementations:
+        name = implementation.name
+        outcomes[name] = {}
+        if broken and name in broken:
+            outcomes[name] = {"status": FAILED, "reason": broken[name]}
+        elif (reason := implementation.why_not(case)) is not None:
+            outcomes[name] = {"status": UNSERVED, "reason": reason}
+        else:
+            served.append(implementation)
+    announce(REFERENCE, PREPARES)
+    try:
+        inputs = make_inputs(case)
+        expected = bench.expected(case, inputs)
+        bench.timer.synchronize()
+    except Exception as error:
+        outcome = _failure(error, case, REFERENCE, bench)
+        outcomes.update({i.name: outcome for i in served})
+        served = []
+    for implementation in served:
+        name = implementation.name
+        announce(name, PREPARES)
+        try:
+            works[name], outcomes[name] = prepare(
+                implementation, case, inputs, expected, issued=partial(announce, name, RUNS)
+            )
+            bench.timer.synchronize()
+        except Exception as error:
+            outcomes[name] = _failure(error, case, name, bench)
+    timings = bench.compare(works, announce)
+    readings = bench.readings() | ({"alone": True} if bench.alone else {})
+    for name, timing in timings.items():
+        if isinstance(timing, Timing):
+            numbers = figures.figures(case, timing.median)
+            outcomes[name].update(status=TIMED, ms=timing.to_dict(), **_rounded(numbers))
+            outcomes[name].update(readings)
+        else:
+            outcomes[name] = _failure(timing, case, name, bench)
+    works.clear()
+    release(case.device)
+    described = case.to_dict()
+    return [{"case": described, "implementation": n, **facts} for n, facts in outcomes.items()]
+
+
+def prepare(
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    expected: Expected,
+    issued: Function = lambda: None,
+) -> tuple[Function, Record]:
+    """Check an implementation's results; return the function to time and its memory.
+
+    Args:
+        implementation, case, inputs: what to call.
+        expected: the oracle's results.
+        issued: called once everything is compiled, before the first results are waited for.
+
+    Returns:
+        The function, and peak_mib and memory_ratio of a call (see `run_case`).
+
+    Raises:
+        Unserved, AssertionError, torch.OutOfMemoryError or whatever the implementation raises.
+    """
+    # Warnings of peers would clutter the log.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attention = implementation.prepare(case, inputs)
+        work = work_of(case, attention, inputs)
+        results = _results(case, attention, inputs)
+        issued()
+        _check(implementation, case, inputs, results, expected)
+        memory = _memory(case, work_from_nothing(case, attention, inputs))
+        if case.graph:
+            work, replayed = _captured(case, work)
+            _check(implementation, case, inputs, (replayed, None), expected)
+    return work, memory
+
+
+def _check(
+    implementation: Implementation,
+    case: Case,
+    inputs: Inputs,
+    results: tuple[Tensor, tuple[Tensor, ...] | None],
+    expected: Expected,
+) -> None:
+    o, gradients = results
+    if implementation.check is None:
+        check(case, o.detach(), gradients, expected)
+    else:
+        implementation.check(case, inputs, o)
+
+
+def _captured(case: Case, work: Function) -> tuple[Function, Tensor]:
+    """`work` as the replay of a CUDA graph, and the output of a replay."""
+    assert case.direction == "forward", "graphs are measured forward only"
+    outputs: list[Any] = []
+
+    def remember() -> object:
+        outputs.append(work())  # kept: no output may be freed during capture
+        return outputs[-1]
+
+    replay = record_cuda_graph(remember)
+    o: Tensor = outputs[-1]
+    # NaN where the capture wrote, so that a replay that writes nothing is found.
+    o.fill_(math.nan)
+    replay()
+    return replay, o
+
+
+def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
+    """The call inside the timer. For a backward case the forward has run already."""
+    if case.direction != "backward":
+        return work_from_nothing(case, attention, inputs)
+    leaves = (inputs.q, inputs.k, inputs.v)
+    o = attention(*leaves)
+    return lambda: torch.autograd.grad(o, leaves, inputs.do, retain_graph=True)
+
+
+def work_from_nothing(case: Case, attention: Attention, inputs: Inputs) -> Function:
+    """A self-contained call: forward, or forward and backward."""
+
+    def call() -> object:
+        o, gradients = _results(case, attention, inputs)
+        return o if gradients is None else gradients
+
+    return call
+
+
+def _results(
+    case: Case, attention: Attention, inputs: Inputs
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """o, and the gradients of a case that has them."""
+    leaves = (inputs.q, inputs.k, inputs.v)
+    if case.direction == "forward":
+        with torch.no_grad():
+            return attention(*leaves), None
+    o = attention(*leaves)
+    return o, torch.autograd.grad(o, leaves, inputs.do)
+
+
+def _memory(case: Case, work: Function) -> Record:
+    """Peak memory of a call beyond its inputs, by torch's allocator.
+
+    memory_ratio is peak and inputs over `figures.least_memory`: inputs, outputs and lse.
+    """
+    if case.device != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    given = figures.input_bytes(case)
+    return {
+        "peak_mib": round(peak / 2**20, 1),
+        "memory_ratio": round((peak + given) / figures.least_memory(case), 3),
+    }
+
+
+def _failure(error: Exception, case: Case, name: str, bench: Bench) -> Record:
+    raise_if_lost(error, name, bench.timer.synchronize)
+    text = reason(error)
+    if isinstance(error, Unserved) or "No available kernel" in text:
+        return {"status": UNSERVED, "reason": text.partition(": ")[2]}
+    if isinstance(error, torch.OutOfMemoryError):
+        release(case.device)
+        return {"status": NO_MEMORY, "reason": text.partition(": ")[2]}
+    log(f"{name} on {case.name}", error)
+    if isinstance(error, AssertionError):
+        return {"status": WRONG, "reason": text.partition(": ")[2]}
+    return {"status": FAILED, "reason": text}
+
+
+def release(device: str) -> None:
+    """Return unreferenced memory to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()}

@@ -1,0 +1,197 @@
+"""The jobs of a run, the most important first: attention cases, host costs, layers, training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...models.gpt import GPTConfig
+from ...modules.self_attention import CausalGQAttention
+from ...training.step_timing import BACKENDS, as_dict, time_training_steps
+from ..cases.case import AIMS, Case, gpu_cases
+from ..cases.registry import OURS, side_by_side
+from . import overhead
+from .attention import TIMED, UNSERVED, Record, release, run_case
+from .failures import reason
+from .samples import PREPARES, RUNS, Announce, Bench, Timing
+
+# GPT-2 small's shape (Radford et al. 2019) with a vocabulary that is a multiple of 64.
+GPT2_SMALL = GPTConfig(
+    vocab_size=50304, context_length=1024, num_layers=12, num_heads=12, embed_dim=768
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A measurement.
+
+    Args:
+        name: unique in a run.
+        run: measures; given a `Bench`, the broken implementations with their reasons, and a
+            progress callback (see `Bench.samples`).
+        kinds: what it runs of an implementation, e.g. ("forward", "backward"). The last is what
+            it measures: an implementation that breaks the process here is left out of all jobs
+            with that kind. Default: the name alone.
+        compiles: calls of attention whose kernels it launches.
+    """
+
+    name: str
+    run: Callable[[Bench, Mapping[str, str], Announce], list[Record]]
+    kinds: tuple[str, ...] = ()
+    compiles: tuple[Case, ...] = ()
+
+    @property
+    def blamed(self) -> str:
+        """The kind that an implementation is barred from if it breaks the process here."""
+        return self.kinds[-1] if self.kinds else self.name
+
+
+def gpu_jobs(which: str) -> list[Job]:
+    """The jobs of a case set (see `cases.gpu_cases`) on a GPU.
+
+    Raises:
+        ValueError: there is no such set.
+    """
+    cases = [
+        Job(case.name, partial(_attention, case), kinds(case), (case,)) for case in gpu_cases(which)
+    ]
+    lengths = {"minute": (), "quick": (1024, 4096), "full": (1024, 4096, 16384)}[which]
+    cost, *host = _HOST
+    others = [
+        cost,
+        *(
+            Job(f"training-T{T}", partial(_training, T), ("training",), (_training_case(T),))
+            for T in lengths
+        ),
+        Job("module-B8-T2048", _module, compiles=(_MODULE,)),
+        *host,
+    ]
+    # The most important cases, then the other measurements, then the rest of the sweeps.
+    return [*cases[:AIMS], *others, *cases[AIMS:]]
+
+
+def kinds(case: Case) -> tuple[str, ...]:
+    """What a case runs of an implementation: a backward runs the forward before it."""
+    if case.family == "decode":
+        return ("decode",)
+    return ("forward",) if case.direction == "forward" else ("forward", "backward")
+
+
+def _attention(
+    case: Case, bench: Bench, broken: Mapping[str, str], announce: Announce
+) -> list[Record]:
+    return run_case(case, side_by_side(case.device), bench, broken=broken, announce=announce)
+
+
+def record(family: str, name: str, implementation: str, **figures: Any) -> Record:
+    """A record of a measurement other than a single attention call."""
+    case = {"family": family, "name": name}
+    return {"case": case, "implementation": implementation, "status": TIMED, **figures}
+
+
+def unserved(family: str, name: str, implementation: str, reason: str) -> Record:
+    """A record of a measurement that was not possible, with the reason."""
+    return {**record(family, name, implementation), "status": UNSERVED, "reason": reason}
+
+
+def _overhead(
+    name: str,
+    measure: Callable[[], Mapping[str, float]],
+    described: Callable[[str, float], Record],
+) -> Job:
+    """Host times, which run no implementation that could break the device."""
+
+    def run(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+        return [described(of, value) for of, value in measure().items()]
+
+    return Job(name, run)
+
+
+_HOST = (
+    _overhead(
+        "host cost of a call",
+        overhead.call_costs,
+        lambda call, us: record("overhead", "host cost of a call", call, host_us=round(us, 2)),
+    ),
+    _overhead(
+        "first call",
+        partial(overhead.first_call_ms, "cuda"),
+        lambda cache, ms: record(
+            "overhead", f"first call, {cache}", OURS, first_call_ms=round(ms, 1)
+        ),
+    ),
+    _overhead(
+        "import",
+        lambda: {"import over torch and triton": overhead.import_ms()},
+        lambda name, ms: record("overhead", name, "fastattn", import_ms=round(ms, 1)),
+    ),
+)
+
+
+def _training_case(T: int) -> Case:
+    """The attention of a training step."""
+    H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
+    return Case("backward", "forward_backward", 16384 // T, H, H, T, T, D, causal=True)
+
+
+def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    """16384 tokens a step at context T."""
+    name = f"training-GPT2-small-T{T}"
+    config = replace(GPT2_SMALL, context_length=T)
+    records = []
+    for backend in BACKENDS:
+        implementation = f"fastattn-{backend}"
+        if implementation in broken:
+            records.append(unserved("training", name, implementation, broken[implementation]))
+            continue
+        announce(implementation, PREPARES)
+        try:
+            timing = time_training_steps(
+                config,
+                batch_size=max(1, 16384 // T),
+                backend=backend,
+                device="cuda",
+                issued=partial(announce, implementation, RUNS),
+            )
+        except (ValueError, torch.OutOfMemoryError) as error:
+            records.append(unserved("training", name, implementation, reason(error)))
+        else:
+            records.append(record("training", name, implementation, **as_dict(timing)))
+        release("cuda")
+    return records
+
+
+# The attention of the layer that `_module` measures.
+_MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
+
+
+def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    """A layer of width 2048 with 16 query heads on 4, forward and backward, in bf16."""
+    x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
+    name = "module-B8-T2048-C2048-H16:4 fwdbwd"
+    names = {f"fastattn-{backend}": backend for backend in BACKENDS}
+    works = {n: module_work(backend, x) for n, backend in names.items() if n not in broken}
+    timings = bench.compare(works, announce)
+    readings = bench.readings()
+    records = [unserved("module", name, n, broken[n]) for n in names if n in broken]
+    for n, timing in timings.items():
+        if isinstance(timing, Timing):
+            records.append(record("module", name, n, ms=timing.to_dict(), **readings))
+        else:
+            records.append(unserved("module", name, n, reason(timing)))
+    return records
+
+
+def module_work(backend: str, x: torch.Tensor, heads: tuple[int, int] = (16, 4)) -> Any:
+    """Forward and backward of a `CausalGQAttention` layer on x [B, T, C], with one backend."""
+    torch.manual_seed(0)
+    layer = CausalGQAttention(
+        x.shape[2], *heads, rotary="half", backend=backend, device=x.device, dtype=x.dtype
+    )
+    parameters = list(layer.parameters())
+    upstream = torch.randn_like(x)
+    return lambda: torch.autograd.grad(layer(x), parameters, upstream)

@@ -1,0 +1,264 @@
+"""Host cost of a call (checks, dispatch, launch), of the first call, and of the import.
+
+Without a GPU, a stand-in for Triton's driver takes the launches: kernels are compiled for its
+target, and everything up to the driver is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ... import dispatch
+from ...functional import attend, call_memo, decode
+from ...kernels.launch import launches, tiles
+from ...ops.call import kernel
+from ...testing.compiling.cross_compile import compiling_for
+from .samples import Function
+
+# Small, so that the GPU keeps up with the host and no launch waits for a full queue.
+_SHAPE = (1, 2, 64, 64)
+_CALLS = 40  # of a run, whose mean counts
+# Few instructions of a thread, which compile fast: nothing is computed.
+_STAND_IN_TILE = tiles.TileConfig(16, 16, num_warps=4, num_stages=1)
+
+
+def host_costs(
+    functions: Mapping[str, Function],
+    rounds: int = 20,
+    *,
+    of: Callable[[list[float]], float] = min,
+    synchronize: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Microseconds of host time of a call of each function, from runs in alternation.
+
+    of: makes one figure of the means of the runs; the least by default, since other load on the
+    machine only adds time.
+    """
+    means: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, call in functions.items():
+            for _ in range(10):
+                call()
+            synchronize()
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            means[name].append(1e6 * (time.perf_counter() - begin) / _CALLS)
+    synchronize()
+    return {name: of(found) for name, found in means.items()}
+
+
+def calls(device: str, row: str = "plain") -> dict[str, Function]:
+    """Calls on tensors so small that they cost host time only.
+
+    Args:
+        device: "cuda", or "cpu" inside `stand_in_gpu`.
+        row: one of ROWS.
+
+    Returns:
+        "bare launch": Triton's launch of the kernels of the call with prepared arguments.
+        "fastattn": the call without gradients. "fastattn with grad": with a graph recorded, where
+        it has gradients. On a GPU "plain" also has "sdpa" and "sdpa with grad", torch's own
+        function, to be called with flash pinned.
+    """
+    call, tensors = ROWS[row](device)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    found: dict[str, Function] = {
+        "bare launch": bare_launch(lambda: call(*tensors)),
+        "fastattn": lambda: call(*tensors),
+    }
+    if not row.startswith("decode"):
+        found["fastattn with grad"] = lambda: call(*leaves)
+    if device == "cuda" and row == "plain":
+        sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
+        found["sdpa"] = lambda: sdpa(*tensors)
+        found["sdpa with grad"] = lambda: sdpa(*leaves)
+    return found
+
+
+Row: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
+
+
+def _dense(device: str, **options: Tensor) -> Row:
+    on_device = {name: x.to(device) for name, x in options.items()}
+    tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
+
+
+def _packed(device: str) -> Row:
+    call, tensors = _dense(device)
+    offsets = torch.tensor([0, 30, _SHAPE[2]], dtype=torch.int32, device=device)
+    call = partial(attend.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton")
+    return call, [x[0].transpose(0, 1).contiguous() for x in tensors]
+
+
+def _decode(device: str, paged: bool) -> Row:
+    """One new token to a cache of 64, its keys not split."""
+    k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([60], dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device) if paged else None
+    view = decode.view_of_tensors(k, v, lengths, block_table=table)
+    call = partial(decode.decode_attention, cache=view, num_splits=1, backend="triton")
+    return call, [k[:, :, :1].contiguous()]
+
+
+# By what is given beside q, k and v.
+ROWS: dict[str, Callable[[str], Row]] = {
+    "plain": _dense,
+    "key_lengths": lambda device: _dense(device, key_lengths=torch.tensor([60])),
+    "sinks": lambda device: _dense(device, sinks=torch.zeros(_SHAPE[1])),
+    "alibi_slopes": lambda device: _dense(device, alibi_slopes=torch.ones(_SHAPE[1])),
+    "attn_bias": lambda device: _dense(device, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
+    "key_padding_mask": lambda device: _dense(
+        device, key_padding_mask=torch.ones(1, _SHAPE[2], dtype=torch.bool)
+    ),
+    "documents": lambda device: _dense(device, documents=torch.zeros(1, 64, dtype=torch.int32)),
+    "packed": _packed,
+    "decode": partial(_decode, paged=False),
+    "decode, paged": partial(_decode, paged=True),
+}
+
+
+def call_costs() -> dict[str, float]:
+    """Host microseconds of each of `calls` on a GPU: the median."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = calls("cuda")
+        return host_costs(found, of=statistics.median, synchronize=torch.cuda.synchronize)
+
+
+def bare_launch(call: Function) -> Function:
+    """The kernel launches that `call` makes, alone: the same kernels with the same arguments.
+
+    Returns the compiled kernel of the last one.
+    """
+    launched: list[Function] = []
+    run = triton.JITFunction.run
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        launched.append(partial(run, *args, **kwargs))
+        return run(*args, **kwargs)
+
+    # A memoised launch would bypass `run`.
+    launches.forget()
+    call_memo.forget()
+    with mock.patch.object(triton.JITFunction, "run", remember):
+        call()
+    if len(launched) == 1:
+        return launched[0]
+    return lambda: [launch() for launch in launched][-1]
+
+
+@contextmanager
+def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
+    """Kernels launch on CPU tensors, compiled for a target GPU; nothing is computed.
+
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process.
+    """
+    with (
+        compiling_for(target),
+        tiles.forced(**dict.fromkeys(tiles.KERNELS, _STAND_IN_TILE)),
+        mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
+    ):
+        try:
+            yield
+        finally:
+            call_memo.forget()
+
+
+_IMPORT = """
+import json, sys, time
+import torch
+try:
+    import triton
+except ImportError:
+    pass
+begin = time.perf_counter()
+import fastattn
+json.dump(1e3 * (time.perf_counter() - begin), sys.stdout)
+"""
+
+_FIRST_CALL = """
+import json, sys
+from fastattn.bench.time.overhead import first_call
+json.dump(first_call(sys.argv[1]), sys.stdout)
+"""
+
+
+def import_ms(repeats: int = 3) -> float:
+    """Milliseconds that `import fastattn` adds to importing torch and triton: the median."""
+    return statistics.median(float(_python(_IMPORT)) for _ in range(repeats))
+
+
+# Triton resolves neither names of this module nor annotations, so the kernel uses none.
+@triton.jit
+def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
+    tl.store(x_ptr, 0.0)
+
+
+def first_call(device: str) -> float:
+    """Milliseconds of this process's first attention call, kernels being compiled or loaded.
+
+    An empty kernel is launched first: Triton's once-a-process work, a hash over its whole
+    installation, is not counted. Nor is the import of our kernels.
+    """
+    q = torch.randn(_SHAPE, device=device, dtype=torch.bfloat16)
+    gpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    synchronize: Callable[[], object] = torch.cuda.synchronize
+    if device != "cuda":
+        gpu, synchronize = stand_in_gpu(), lambda: None
+    with torch.no_grad(), gpu:
+        _nothing_kernel[(1,)](torch.empty(1, device=device))
+        kernel("forward")
+        synchronize()
+        begin = time.perf_counter()
+        attend.attention(q, q, q, causal=True, backend="triton")
+        synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def first_call_ms(device: str) -> dict[str, float]:
+    """Milliseconds of the first call: with an empty Triton cache, and with the one it left."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"TRITON_CACHE_DIR": folder}
+        return {
+            name: float(_python(_FIRST_CALL, device, environment=environment))
+            for name in ("empty cache", "warm cache")
+        }
+
+
+def _python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
+    """The JSON that code prints in a fresh interpreter, without TRITON_INTERPRET."""
+    variables = {**os.environ, **(environment or {})}
+    variables.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=variables,
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+        timeout=40,  # below the stall limit of the process that waits
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
+    return json.loads(done.stdout)

@@ -1,0 +1,304 @@
+"""The loop that times: functions against each other, samples in alternation, cold cache.
+
+On a GPU a sample is the time between two events around the call. The L2 cache is overwritten before
+each sample, so that every call finds it cold; the writes also keep the GPU busy while the host
+issues the call, so that host time is not measured. The functions take turns, in order and in
+reverse, so that clock drift and heat affect all alike. Clocks and power limits are read, never set.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ..cases.case import Case
+from ..cases.correctness import Expected, expect
+from ..cases.inputs import Inputs
+from .failures import raise_if_lost
+
+Function = Callable[[], object]
+# Progress callback: the implementation at work, and its phase. PREPARES is host work, such as
+# compilation and drawing inputs; RUNS is work on the device.
+Announce = Callable[[str, str], None]
+PREPARES, RUNS = "prepares", "runs"
+# Named as the implementation at work while functions take turns.
+TIMING = "the timing"
+
+
+def silent(who: str, doing: str) -> None:
+    """Announce nothing."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 20th and 80th percentile, least, and how many samples."""
+
+    median: float
+    p20: float
+    p80: float
+    least: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Summary of samples in milliseconds, at least one."""
+        ordered = sorted(samples)
+        return cls(
+            statistics.median(ordered),
+            _percentile(ordered, 0.2),
+            _percentile(ordered, 0.8),
+            ordered[0],
+            len(ordered),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields as JSON values, rounded to a tenth of a microsecond."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """By linear interpolation between the two nearest samples."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+# Issues one call; returns a function that gives its milliseconds once the timer has synchronized.
+Start = Callable[[], Callable[[], float]]
+
+
+class Timer(Protocol):
+    """Times single calls."""
+
+    def prepare(self, function: Function) -> Start:
+        """Calibrate on a function that is warmed up; return what issues its samples."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until every issued call has finished."""
+        ...
+
+
+class HostTimer:
+    """Wall time of a call that ends when it returns, for the CPU."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def prepare(self, function: Function) -> Start:
+        def start() -> Callable[[], float]:
+            begin = self._clock()
+            function()
+            elapsed = 1e3 * (self._clock() - begin)
+            return lambda: elapsed
+
+        return start
+
+    def synchronize(self) -> None:
+        return
+
+
+_timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+
+
+class DeviceTimer:
+    """Time between CUDA events around a call, with a cold L2 cache.
+
+    Args:
+        flush: overwrites the cache, asynchronously.
+        event: makes an event with record(), and elapsed_time(end) in milliseconds.
+        synchronize: waits for the device.
+        clock: the host's, in seconds.
+    """
+
+    def __init__(
+        self,
+        flush: Function,
+        event: Callable[[], Any] = _timing_event,
+        synchronize: Callable[[], None] = torch.cuda.synchronize,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flush, self._event, self._clock = flush, event, clock
+        self.synchronize = synchronize
+        self._flush_ms: float | None = None
+
+    def prepare(self, function: Function) -> Start:
+        flushes = self._flushes_to_hide(function)
+
+        def start() -> Callable[[], float]:
+            for _ in range(flushes):
+                self._flush()
+            begin, end = self._event(), self._event()
+            begin.record()
+            function()
+            end.record()
+            return lambda: float(begin.elapsed_time(end))
+
+        return start
+
+    def flush(self) -> None:
+        """Overwrite the cache and wait."""
+        self._flush()
+        self.synchronize()
+
+    def _flushes_to_hide(self, function: Function) -> int:
+        """Flushes that take twice as long as the host's work for one call."""
+        self.synchronize()
+        begin = self._clock()
+        function()
+        host_ms = 1e3 * (self._clock() - begin)
+        self.synchronize()
+        return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._time_of_flush())))
+
+    def _time_of_flush(self) -> float:
+        if self._flush_ms is None:
+            self._flush()
+            begin, end = self._event(), self._event()
+            begin.record()
+            for _ in range(4):
+                self._flush()
+            end.record()
+            self.synchronize()
+            self._flush_ms = max(1e-3, float(begin.elapsed_time(end)) / 4)
+        return self._flush_ms
+
+
+_MOST_FLUSHES = 50
+
+
+def device_timer() -> DeviceTimer:
+    """A timer for the current CUDA device, with a buffer of four times its L2 cache."""
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    buffer = torch.empty(max(2**28, 4 * cache_bytes), dtype=torch.int8, device="cuda")
+    return DeviceTimer(flush=buffer.zero_)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        warm_up: calls before the first sample.
+        target_ms: total time of the samples of one function.
+        least, most: bounds on the samples of a function.
+        pause: seconds to cool down before a comparison.
+    """
+
+    warm_up: int = 3
+    target_ms: float = 60.0
+    least: int = 5
+    most: int = 40
+    pause: float = 0.2
+
+    def samples(self, ms: float) -> int:
+        """How many samples to take of a call that takes `ms` milliseconds."""
+        return max(self.least, min(self.most, math.ceil(self.target_ms / max(ms, 1e-6))))
+
+
+@dataclass
+class Bench:
+    """The instruments of a measurement; `pytest bench`, a full run and `tune` time with its loop.
+
+    Args:
+        timer: times single calls.
+        effort: how long to measure each.
+        while_busy: reads clocks while the device works.
+        readings: clock readings since the last call, for the records.
+        sleep: waits that many seconds.
+        expected: computes the oracle's results.
+        alone: time one function after the other, to find the one that breaks the device.
+    """
+
+    timer: Timer
+    effort: Effort = field(default_factory=Effort)
+    while_busy: Callable[[], None] = lambda: None
+    readings: Callable[[], dict[str, float]] = dict
+    sleep: Callable[[float], None] = time.sleep
+    expected: Callable[[Case, Inputs], Expected] = expect
+    alone: bool = False
+
+    def compare(
+        self, functions: Mapping[str, Function], announce: Announce = silent
+    ) -> dict[str, Timing | Exception]:
+        """Summaries of `samples`."""
+        found = self.samples(functions, announce)
+        return {n: x if isinstance(x, Exception) else Timing.of(x) for n, x in found.items()}
+
+    def samples(
+        self, functions: Mapping[str, Function], announce: Announce = silent
+    ) -> dict[str, list[float] | Exception]:
+        """Time functions that take turns.
+
+        Args:
+            functions: by name; each is called many times.
+            announce: progress callback: a name, TIMING for all at once, and PREPARES or RUNS.
+
+        Returns:
+            The milliseconds of every call of each, or its error; the rest are still timed.
+
+        Raises:
+            DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
+        """
+        if self.alone and len(functions) > 1:
+            each = (
+                self.samples({name: function}, announce) for name, function in functions.items()
+            )
+            return {name: x for found in each for name, x in found.items()}
+        found: dict[str, list[float] | Exception] = {}
+        starts: dict[str, tuple[Start, int]] = {}
+        for name, function in functions.items():
+            try:
+                starts[name] = self._warm_up(name, function, announce)
+            except Exception as error:
+                found[name] = error
+                raise_if_lost(error, name, self.timer.synchronize)
+        self.sleep(self.effort.pause)
+        who = next(iter(functions)) if len(functions) == 1 else TIMING
+        announce(who, RUNS)
+        samples: dict[str, list[float]] = {name: [] for name in starts}
+        for turn in range(max((count for _, count in starts.values()), default=0)):
+            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in found}
+            for name, ms in self._turn(turn, due, found, who):
+                samples[name].append(ms)
+        return {name: found.get(name) or samples[name] for name in functions}
+
+    def _warm_up(self, name: str, function: Function, announce: Announce) -> tuple[Start, int]:
+        """What issues samples of a function, and how many are due."""
+        announce(name, PREPARES)
+        for _ in range(self.effort.warm_up):
+            function()
+            announce(name, RUNS)
+        self.timer.synchronize()
+        start = self.timer.prepare(function)
+        first = start()
+        self.timer.synchronize()
+        return start, self.effort.samples(first())
+
+    def _turn(
+        self, turn: int, starts: dict[str, Start], found: dict[str, Any], who: str
+    ) -> list[tuple[str, float]]:
+        """Milliseconds of one call of each function; errors go to `found`."""
+        pending: list[tuple[str, Callable[[], float]]] = []
+        for name in starts if turn % 2 == 0 else reversed(starts):
+            try:
+                pending.append((name, starts[name]()))
+            except Exception as error:
+                found[name] = error
+                # The fault may be an earlier function's: calls of a turn run after they are issued.
+                raise_if_lost(error, who, self.timer.synchronize)
+        if turn % 4 == 3:
+            self.while_busy()
+        try:
+            self.timer.synchronize()
+        except Exception as error:
+            raise_if_lost(error, who, self.timer.synchronize)
+            raise
+        return [(name, read()) for name, read in pending]

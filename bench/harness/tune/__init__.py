@@ -1,0 +1,1 @@
+"""The search for tiles, shapes and backends: candidates, compiled, checked and timed."""

@@ -1,0 +1,263 @@
+"""A choice that timing makes: the shipped candidate and others, the calls, the row to be stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ...kernels.hopper.tile_table import HopperConfig
+from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
+from ...kernels.launch.tiles import HOPPER_FORWARD, SPLITS, TileConfig
+from ..cases.case import Case
+from ..cases.registry import ONE_PASS, OURS
+from .candidates import TMA, candidates, hopper_candidates, hopper_shipped
+from .entries import SIZES, Shape, TableEntry
+
+KERNEL_OF = {
+    "forward": "attention_forward_kernel",
+    "backward_dq": "attention_backward_dq_kernel",
+    "backward_dkv": "attention_backward_dkv_kernel",
+    "backward_one_pass": "attention_backward_dkv_kernel",
+    "decode": "decode_kernel",
+    "decode_chunk": "decode_kernel",
+    "hopper_forward": "hopper_forward_kernel",
+    "hopper_dq": "hopper_backward_dq_kernel",
+    "hopper_dkv": "hopper_backward_dkv_kernel",
+    "hopper_one_pass": "hopper_backward_dkv_kernel",
+    "hopper_fp8": "hopper_forward_kernel",
+}
+# Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
+WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
+_QUERIES = 128
+# Other numbers of programs on a multiprocessor than the shipped one.
+_PROGRAMS = (1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a call.
+
+    Args:
+        name: short, for people.
+        implementation: of `cases.registry.IMPLEMENTATIONS`.
+        forced: what `tiles.forced` is called with: a tile or Hopper shape by kernel, or a number.
+        row: its fields in a stored row.
+        verified: backends and families that have to be right before it is timed.
+    """
+
+    name: str
+    implementation: str
+    forced: dict[str, TileConfig | HopperConfig | int] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)
+    verified: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen among candidates.
+
+    Args:
+        kind: of findings, as in `tuned.findings.KEYS`.
+        key: the row's key.
+        cases: calls to time; the first has twice the weight of the second, since a causal mask
+            leaves half of the pairs.
+        shipped: what is in use without findings.
+        others: the other candidates.
+    """
+
+    kind: str
+    key: dict[str, Any]
+    cases: tuple[Case, ...]
+    shipped: Candidate
+    others: tuple[Candidate, ...]
+
+    @property
+    def name(self) -> str:
+        """For people, and unique in a plan."""
+        return f"{self.kind}: " + " ".join(_words(self.key))
+
+    @property
+    def kernel(self) -> str | None:
+        """The compiled kernel that candidates differ in; None: they are other kernels."""
+        return KERNEL_OF.get(self.key.get("kernel", ""))
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return (self.shipped, *self.others)
+
+    @property
+    def size(self) -> tuple[str, int]:
+        """dtype and head dim of the calls."""
+        return self.cases[0].dtype, self.cases[0].D
+
+
+def _words(key: dict[str, Any]) -> Iterable[str]:
+    for name, value in key.items():
+        if name == "element_size":
+            yield f"{value} bytes"
+        elif name == "causal":
+            yield "causal" if value else "full"
+        else:
+            yield f"D {value}" if name in ("BLOCK_D", "head_dim") else str(value)
+
+
+def tile_candidate(kernel: str, calls: str, tile: TileConfig) -> Candidate:
+    """Our kernels with this tile for one of them, in calls of a class."""
+    implementation = ONE_PASS if kernel == "backward_one_pass" else OURS
+    extra = [name for name in ("descriptors", "apart") if getattr(tile, name)]
+    extra += [f"{tile.waves_per_eu} waves"] * (tile.waves_per_eu > 0)
+    extra += [f"products of {tile.matrix_instr_nonkdim} rows"] * (tile.matrix_instr_nonkdim > 0)
+    sizes = (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, tile.num_stages, *extra)
+    return Candidate(
+        f"({', '.join(map(str, sizes))})",
+        implementation,
+        {kernel: tile},
+        asdict(tile),
+        (("triton", _family(kernel) if calls == "plain" else calls),),
+    )
+
+
+def tile_choice(
+    entry: TableEntry, arch: str, shared_bytes: int, shape: Shape | None = None
+) -> Choice:
+    """The tile of a row of a table, on calls of a shape."""
+    shipped = entry.shipped(arch)
+    tried = candidates(entry, shared_bytes, arch)
+    made = [tile_candidate(entry.kernel, entry.calls, tile) for tile in tried if tile != shipped]
+    key = {"kernel": entry.kernel, "calls": entry.calls}
+    return Choice(
+        "tiles",
+        {**key, "element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D},
+        entry.cases(shape),
+        tile_candidate(entry.kernel, entry.calls, shipped),
+        tuple(made),
+    )
+
+
+def _family(kernel: str) -> str:
+    """That of `fastattn verify`."""
+    if kernel.startswith("decode"):
+        return "decode"
+    if "one_pass" in kernel:
+        return "one-pass"
+    if kernel == "hopper_fp8":
+        return "fp8"
+    return "forward" if "forward" in kernel else "backward"
+
+
+def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
+    """The shape of one of `tiles.HOPPER`; None: it does not serve the head dim."""
+    shipped = hopper_shipped(kernel, shape.D)
+    if shipped is None or shape.dtype == "float32":
+        return None
+    extra = {"hopper_one_pass": "-one-pass", "hopper_fp8": "-fp8-packed"}.get(kernel, "")
+    name = f"fastattn-hopper{extra}"
+
+    def candidate(config: HopperConfig) -> Candidate:
+        extra = ["turns"] if config.PING_PONG else []
+        extra += ["3 consumers"] if config.CONSUMERS == 3 else []
+        extra += [] if config.DQ_BY_TMA else ["threads add"]
+        extra += [] if config.SLACK else ["no slack"]
+        words = f"({', '.join(map(str, (config.BLOCK, config.STAGES, *extra)))})"
+        verified = (("hopper", _family(kernel)),)
+        return Candidate(words, name, {kernel: config}, config._asdict(), verified)
+
+    timed = "forward" if kernel in HOPPER_FORWARD else "backward_dq"
+    element_size = 1 if kernel == "hopper_fp8" else 2
+    return Choice(
+        "tiles",
+        {"kernel": kernel, "calls": "plain", "element_size": element_size, "BLOCK_D": shape.D},
+        TableEntry(timed, 2, shape.D).cases(shape),
+        candidate(shipped),
+        tuple(map(candidate, hopper_candidates(kernel, shape.D))),
+    )
+
+
+def backend_choice(
+    direction: str, shape: Shape, causal: bool, waves: str, multiprocessors: int, hopper: bool
+) -> Choice | None:
+    """Which backend serves plain calls of a direction, "forward" or "training", and of a size.
+
+    None: no call of the shape has that size.
+
+    waves: one of WAVES. hopper: whether the Hopper kernels serve them, and are shipped for them.
+    """
+    B, T = call_size(shape, waves, multiprocessors)
+    least, limit = WAVES[waves]
+    if not least <= B * shape.H_q * -(-T // _QUERIES) / multiprocessors < limit:
+        return None
+    case = Case("forward", "forward", B, shape.H_q, shape.H_k, T, T, shape.D, causal)
+    if direction == "training":
+        case = replace(case, family="backward", direction="forward_backward")
+    names = ("hopper", "triton", "torch") if hopper else ("triton", "torch")
+    families = ("forward",) if direction == "forward" else ("forward", "backward")
+    made = [
+        Candidate(
+            name,
+            f"fastattn-{name}",
+            {},
+            {"backend": name},
+            tuple((name, family) for family in families if name != "torch"),
+        )
+        for name in names
+    ]
+    return Choice(
+        "backends",
+        {
+            "direction": direction,
+            "dtype": shape.dtype,
+            "head_dim": shape.BLOCK_D,
+            "causal": causal,
+            "waves": waves,
+        },
+        (replace(case, dtype=shape.dtype),),
+        made[0],
+        tuple(made[1:]),
+    )
+
+
+def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]:
+    """Batch and tokens of a call whose query tiles are few, some or many, as near as can be."""
+    if waves == "many":
+        T = shape.T
+        enough = -(-8 * multiprocessors * _QUERIES // (T * shape.H_q))
+        return max(1, 16384 // T, enough), T
+    tiles = multiprocessors // 2 if waves == "few" else 2 * multiprocessors
+    return 1, max(_QUERIES, tiles // shape.H_q * _QUERIES)
+
+
+def pass_choice(backend: str, shape: Shape) -> Choice:
+    """Gradients in two passes, or in one where atomics are permitted."""
+    one = ONE_PASS if backend == "triton" else f"fastattn-{backend}-one-pass"
+    return Choice(
+        "passes",
+        {"backend": backend, "dtype": shape.dtype, "head_dim": shape.BLOCK_D},
+        TableEntry("backward_dq", SIZES[shape.dtype], shape.BLOCK_D).cases(shape),
+        Candidate("one", one, {}, {"passes": "one"}, ((backend, "one-pass"),)),
+        (Candidate("two", f"fastattn-{backend}", {}, {"passes": "two"}, ((backend, "backward"),)),),
+    )
+
+
+def split_choice(shape: Shape) -> Choice:
+    """How many programs of decoding share a multiprocessor, for many rows and for one."""
+    entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
+    (many,) = entry.cases(shape)
+    decode = (("triton", "decode"),)
+    made = [
+        Candidate(f"{n} at once", OURS, {SPLITS: n}, {"programs": n}, decode)
+        for n in (PROGRAMS_AT_ONCE, *_PROGRAMS)
+    ]
+    return Choice(
+        "splits",
+        {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D},
+        (many, replace(many, B=1)),
+        made[0],
+        tuple(made[1:]),
+    )
+
+
+def serves_bias(arch: str, element_size: int) -> bool:
+    """Whether a bias comes by TMA, and so has tiles of its own."""
+    return arch in TMA and element_size == 2

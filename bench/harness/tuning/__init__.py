@@ -1,1 +1,0 @@
-"""The search for tile sizes: candidates, compiled, modelled and timed."""

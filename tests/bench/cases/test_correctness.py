@@ -1,0 +1,106 @@
+"""The check before timing: the heads it samples, and the faults it finds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn import reference
+from fastattn.bench.cases import correctness
+from fastattn.bench.cases.case import Case
+from fastattn.bench.cases.inputs import OPTIONS, make_inputs
+
+CASE = Case("backward", "backward", 3, 4, 2, 24, 24, 8, True, dtype="float32", device="cpu")
+FEW_ROWS = 8 * 2 * 24 * 5
+
+
+def results(case, inputs):
+    leaves = (inputs.q, inputs.k, inputs.v)
+    options = {"causal": case.causal, "window": case.window, **inputs.arguments()}
+    o = reference.attention(*leaves, **options)
+    if case.direction == "forward":
+        return o.detach(), None
+    return o.detach(), torch.autograd.grad(o, leaves, inputs.do)
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch):
+    case = replace(CASE, lengths=(24, 7, 12))
+    inputs = make_inputs(case)
+    whole = correctness.expect(case, inputs)
+    monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", FEW_ROWS)
+    parts = correctness.expect(case, inputs)
+    assert set(whole.exact) == {(0, 0), (2, 1)}
+    for head, tensors in whole.exact.items():
+        for a, b in zip(tensors, parts.exact[head], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_head_is_that_of_the_whole(monkeypatch, option):
+    """Options come in parts, by heads and by rows of queries, as the oracle takes them."""
+    case = replace(CASE, option=option)
+    inputs = make_inputs(case)
+    o, grads = results(case, inputs)
+    monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", FEW_ROWS)
+    expected = correctness.expect(case, inputs, correctness.all_heads(case))
+    assert len(expected.exact) == 3 * 2
+    correctness.check(case, o, grads, expected)
+    wrong = o.clone()
+    wrong[1, 1, 3, 2] += 0.01
+    correctness.check(case, wrong, grads, correctness.expect(case, inputs))
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        correctness.check(case, wrong, grads, expected)
+
+
+def test_chunks_fit_the_memory_that_is_free(monkeypatch):
+    case = replace(CASE, device="cuda", T_q=16384, T_k=16384)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    rows = {}
+    for gib in (140, 8):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (gib * 2**30, 2**40))
+        rows[gib] = correctness.rows_at_once(case, torch.float64)
+    row = 2 * 16384 * 8
+    assert rows[140] == 2**30 // row
+    # Ten matrices of scores at a time, and as much again for everything else.
+    assert 15 * rows[8] * row < 8 * 2**30 <= 21 * rows[8] * row
+
+
+def test_right_results_pass_without_gradients_too():
+    case = replace(CASE, direction="forward", window=(4, 0))
+    inputs = make_inputs(case)
+    correctness.check(case, *results(case, inputs), correctness.expect(case, inputs))
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("head", [0, -1])
+def test_an_error_in_a_sampled_head_is_found(index, head):
+    inputs = make_inputs(CASE)
+    o, grads = results(CASE, inputs)
+    expected = correctness.expect(CASE, inputs)
+    tensors, name = [o, *grads], ("o", "dq", "dk", "dv")[index]
+    correctness.check(CASE, o, grads, expected)
+    tensors[index][head, head, 3] += 0.01
+    with pytest.raises(AssertionError, match=f"{name}: error .* exceeds the budget"):
+        correctness.check(CASE, tensors[0], tuple(tensors[1:]), expected)
+
+
+def test_a_nan_anywhere_is_found():
+    inputs = make_inputs(CASE)
+    o, grads = results(CASE, inputs)
+    grads[2][1, 0, 5, 5] = float("nan")  # a row that is not sampled
+    with pytest.raises(AssertionError, match="dv has NaN or inf"):
+        correctness.check(CASE, o, grads, correctness.expect(CASE, inputs))
+
+
+def test_inputs_repeat_and_lie_as_the_case_says():
+    first, second = make_inputs(CASE), make_inputs(CASE)
+    assert torch.equal(first.q, second.q)
+    assert first.q.shape == (3, 4, 24, 8) and first.q.requires_grad
+    assert first.q.stride(1) < first.q.stride(2)
+    plain = make_inputs(replace(CASE, layout="bhtd", direction="forward"))
+    assert plain.k.is_contiguous() and not plain.k.requires_grad
+    left = make_inputs(replace(CASE, lengths=(24, 7, 12), padding_side="left"))
+    assert left.key_lengths is None
+    assert left.key_padding_mask.sum(1).tolist() == [24, 7, 12]
+    assert not left.key_padding_mask[1, 0] and left.key_padding_mask[1, -1]

@@ -1,0 +1,104 @@
+"""FLOPs, bytes and figures of cases against numbers computed by hand; the sets of cases."""
+
+from dataclasses import replace
+
+import pytest
+
+from fastattn import reference
+from fastattn.bench.cases import case as cases
+from fastattn.bench.cases import figures
+from fastattn.bench.cases.case import Case
+from fastattn.bench.cases.inputs import make_inputs
+
+PLAIN = Case("forward", "forward", 2, 4, 2, 8, 8, 16)
+CAUSAL = replace(PLAIN, causal=True)
+# Of 2 rows, 4 heads, 64 pairs, 2 products of 2 * 16 operations.
+FLOPS = 2 * 4 * 64 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("case", "flops", "visible_pairs"),
+    [
+        (PLAIN, FLOPS, 2 * 64),
+        (CAUSAL, FLOPS / 2, 2 * (8 * 9 // 2)),
+        (replace(PLAIN, direction="backward"), 2.5 * FLOPS, 2 * 64),
+        (replace(PLAIN, direction="forward_backward"), 3.5 * FLOPS, 2 * 64),
+        # Rows of 4 queries over 8 keys see 5, 6, 7, 8; the convention takes (8 + 4) / 2 each.
+        (replace(CAUSAL, T_q=4), FLOPS * 4 * 6 / 64, 2 * 26),
+        (replace(CAUSAL, T_q=1), FLOPS * 8 / 64, 2 * 8),
+        # A window is counted exactly, and padding is not.
+        (replace(CAUSAL, window=(1, 0)), FLOPS * (1 + 7 * 2) / 64, 2 * 15),
+        (replace(PLAIN, lengths=(1, 1)), FLOPS, 2 * 8),
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_operations_and_pairs(case, flops, visible_pairs):
+    assert figures.flops(case) == flops
+    assert figures.visible_pairs(case) == visible_pairs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(PLAIN, window=(2, 0), causal=True),
+        replace(PLAIN, window=(1, 3)),
+        replace(PLAIN, window=(None, 1)),
+        replace(PLAIN, lengths=(3, 8)),
+        replace(PLAIN, lengths=(3, 8), causal=True),
+        replace(PLAIN, lengths=(3, 8), causal=True, padding_side="left"),
+        replace(PLAIN, lengths=(5, 1), window=(2, 1), padding_side="left"),
+        replace(PLAIN, T_q=12, causal=True),
+    ],
+    ids=lambda case: f"{case.name}-{case.padding_side}",
+)
+def test_visible_pairs_are_those_of_the_oracle(case):
+    inputs = make_inputs(replace(case, device="cpu", dtype="float32"))
+    options = {"causal": case.causal, "window": case.window, **inputs.padding()}
+    mask = reference.visible_mask(case.T_q, case.T_k, **options)
+    assert figures.visible_pairs(case) == int(mask.expand(case.B, -1, -1, -1).sum())
+
+
+def test_bytes():
+    assert figures.key_value_bytes(PLAIN) == 2 * (2 * 8) * 2 * 16 * 2
+    assert figures.key_value_bytes(replace(PLAIN, lengths=(3, 8))) == 2 * 11 * 2 * 16 * 2
+    queries, keys, lse = 2 * 4 * 8 * 16 * 2, 2 * 2 * 8 * 16 * 2, 2 * 4 * 8 * 4
+    assert figures.least_memory(PLAIN) == 2 * queries + 2 * keys + lse
+    backward = replace(PLAIN, direction="backward")
+    assert figures.least_memory(backward) == 4 * queries + 4 * keys + lse
+
+
+def test_figures_of_a_time():
+    found = figures.figures(cases.sweep("forward", 128, 4096, causal=True), ms=1.0)
+    # 4 rows, 16 heads, 4096^2 / 2 pairs, 4 * 128 operations, in a millisecond.
+    assert found["tflops"] == pytest.approx(4 * 16 * 4096**2 / 2 * 512 / 1e9)
+    assert found["tflops_visible"] / found["tflops"] == pytest.approx(4097 / 4096)
+    assert "kv_gbps" not in found
+    found = figures.figures(cases.decode(32, 4096), ms=0.5)
+    assert found["kv_gbps"] == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 0.5e-3 / 1e9)
+    # A multiprocessor at 1 GHz: 16e9 exponentials, each for 4 * 64 operations.
+    assert figures.exponential_limit(64, 1, 1000) == pytest.approx(16e9 * 256 / 1e12)
+
+
+@pytest.mark.parametrize("which", cases.SETS)
+def test_sets_name_each_case_once_and_keep_the_sizes_of_the_sweep(which):
+    found = cases.gpu_cases(which)
+    assert len({case.name for case in found}) == len(found)
+    assert {case.family for case in found} == set(cases.FAMILIES)
+    assert found[0].D == 128 and found[0].causal
+    for case in found:
+        assert case.H_q % case.H_k == 0
+        lengths = case.lengths or (1,) * case.B
+        assert len(lengths) == case.B and 0 < min(lengths) <= max(lengths) <= case.T_k
+
+
+def test_full_set_holds_the_quick_one_and_all_of_its_sweeps():
+    full = cases.gpu_cases("full")
+    assert {case.name for case in cases.gpu_cases("quick")} < {case.name for case in full}
+    sweep = [c for c in full if c.B * c.T_q == 16384 and c.H_q * c.D == 2048]
+    shapes = {(c.D, c.T_q, c.causal) for c in sweep if c.family == "forward"}
+    assert len(shapes) == 3 * 6 * 2
+    decoding = [c for c in full if c.family == "decode"]
+    grid = {(c.B, c.T_k, c.H_q, c.graph) for c in decoding}
+    assert len(grid) == len(decoding) == 64
+    with pytest.raises(ValueError, match="case set must be one of minute, quick, full, got 'slow'"):
+        cases.gpu_cases("slow")

@@ -1,0 +1,67 @@
+"""FP8 attention in the benchmarks: what it serves, what is timed, and its own check."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn.bench.cases.case import Case
+from fastattn.bench.cases.correctness import expect
+from fastattn.bench.cases.fp8 import EIGHT_BITS
+from fastattn.bench.cases.inputs import make_inputs
+from fastattn.bench.time.attention import prepare
+from fastattn.kernels.hopper import forward
+from fastattn.ops import attend, fp8
+from fastattn.testing.gluon_emulator import Emulated
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bfloat16", device="cpu")
+BOTH = pytest.mark.parametrize("found", EIGHT_BITS, ids=lambda found: found.name)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Emulated(forward.hopper_forward_kernel)
+    monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+
+
+@BOTH
+def test_says_what_it_does_not_serve(found, monkeypatch):
+    assert "compute capability 9.0" in found.serves(CASE)
+    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    assert found.serves(CASE) is None
+    assert "no backward" in found.serves(replace(CASE, direction="forward_backward"))
+    assert "decoding" in found.serves(replace(CASE, family="decode"))
+    assert "key_padding_mask" in found.serves(replace(CASE, lengths=(130, 7), padding_side="left"))
+    assert "out_dtype is float32" in found.serves(replace(CASE, dtype="float32"))
+    assert "head dim 80" in found.serves(replace(CASE, D=80))
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{"window": (50, 9), "causal": False}, {"lengths": (130, 61)}])
+def test_passes_its_check_and_packs_outside_the_timer(found, options, emulated, monkeypatch):
+    packed, pack = [], fp8.pack
+    monkeypatch.setattr(fp8, "pack", lambda *given: packed.append(1) or pack(*given))
+    case = replace(CASE, **options)
+    inputs = make_inputs(case)
+    work, _ = prepare(found, case, inputs, expect(case, inputs))
+    packed.clear()
+    o = work()
+    assert o.shape == (2, 4, 70, 64) and o.dtype == torch.bfloat16
+    assert found.name == f"fastattn-hopper-fp8{'' if packed else '-packed'}"
+
+
+@pytest.mark.parametrize("head", [(0, 0), (1, 3)])
+def test_the_check_finds_a_wrong_head(head, emulated, monkeypatch):
+    attend = fp8.attend
+
+    def wrong(*arguments):
+        o, lse = attend(*arguments)
+        o[head] *= 1.2
+        return o, lse
+
+    monkeypatch.setattr(fp8, "attend", wrong)
+    inputs = make_inputs(CASE)
+    with pytest.raises(AssertionError, match="o: error"):
+        prepare(EIGHT_BITS[0], CASE, inputs, expect(CASE, inputs))

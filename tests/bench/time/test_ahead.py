@@ -1,0 +1,142 @@
+"""Kernels compiled ahead: in order, each once, under the launch's cache key."""
+
+import os
+import tempfile
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import triton
+
+from fastattn.bench.cases import case as cases
+from fastattn.bench.cases.registry import IMPLEMENTATIONS, ONE_PASS, OURS
+from fastattn.bench.time import ahead
+from fastattn.bench.time.ahead import Ahead
+from fastattn.bench.time.jobs import gpu_jobs
+from fastattn.functional import call_memo
+from fastattn.kernels import forward
+from fastattn.kernels.launch import launches
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError
+from fastattn.testing.compiling.cross_compile import CompiledFacts, compiling_for
+from fastattn.testing.compiling.sass import Loop
+
+FIRST = cases.sweep("forward", 64, 4096, causal=True)
+SECOND = cases.sweep("forward", 128, 4096, causal=True)
+KERNEL = "attention_forward_kernel"
+
+
+class Pool:
+    """Takes requests down; their results are for the test to give."""
+
+    def __init__(self):
+        self.requests, self.futures, self.closed = [], [], False
+
+    def submit(self, job, target, **arguments):
+        assert (job, target) == (f"{ahead.__name__}:launch", "sm_90")
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        self.requests.append((arguments["case"].name, arguments["implementation"]))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self):
+        self.closed = True
+
+
+def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
+    pool = Pool()
+    found = Ahead("sm_90", pool=pool)
+    backward = cases.sweep("backward", 64, 4096, causal=True)
+    for case in (FIRST, cases.sweep("forward", 64, 16384, causal=True), backward):
+        found.submit(case.name, [case])
+    by_triton = [request for request in pool.requests if "hopper" not in request[1]]
+    assert by_triton == [(FIRST.name, OURS), (backward.name, OURS), (backward.name, ONE_PASS)]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    tile = {"forward": TileConfig(64, 64)}
+    found.submit("a tile", [FIRST], [OURS], tile)
+    found.submit("it again", [FIRST], [OURS], tile)
+    assert len(pool.requests) == len(by_triton) + 1 + sum("hopper" in r[1] for r in pool.requests)
+    found.close()
+    assert pool.closed
+
+
+def fact(spilled=0, fits=True, spills=0, name=KERNEL):
+    found = CompiledFacts(
+        name, "sm_90", 8, 2, 300_000, fits, 100, spilled, 0, frozenset(), 0, (), None
+    )
+    vars(found)["loops"] = (Loop(0, {"FFMA": 300, "LDL": spills}),)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("facts", "why_not"),
+    [
+        ([fact()], None),
+        ([fact(400, spills=3)], None),  # of a hundred instructions one may
+        ([fact(4, spills=4)], "spills 4 bytes a thread"),
+        ([fact(4, spills=4, name="other")], None),
+        ([fact(), fact(fits=False)], "needs 300000 bytes of shared memory"),
+        (CrossCompileError("no such\n instruction"), "does not compile: no such instruction"),
+        (None, "was not compiled in time"),  # Python 3.10 has two TimeoutErrors
+    ],
+)
+def test_what_is_not_worth_a_launch(facts, why_not):
+    pool = Pool()
+    found = Ahead("sm_90", pool=pool)
+    found.submit("a", [FIRST], [OURS])
+    found.submit("b", [SECOND], [OURS])  # would be waited for for ever
+    if isinstance(facts, list):
+        pool.futures[0].set_result(facts)
+    elif facts is not None:
+        pool.futures[0].set_exception(facts)
+    assert found.why_not("a", 0.0 if facts is None else 1e6, KERNEL) == why_not
+    assert found.why_not("what launches nothing", 1e6) is None
+
+
+def test_other_architectures_are_compiled_at_the_launch():
+    found = Ahead("sm_999", pool=Pool())
+    found.submit("a", [FIRST])
+    assert found.why_not("a", 1e6) is None
+
+
+def test_the_jobs_of_a_run_say_what_they_launch():
+    by_name = {job.name: job for job in gpu_jobs("quick")}
+    assert by_name[FIRST.name].compiles == (FIRST,)
+    (case,) = by_name["training-T1024"].compiles
+    assert (case.B * case.T_q, case.H_q * case.D) == (16384, 768)
+    assert set(ahead.OURS) <= {i.name for i in IMPLEMENTATIONS}
+
+
+def cache_hits() -> list[tuple[str, bool]]:
+    """Kernels that a case launches after a smaller one, and whether the disk cache had them."""
+    found = []
+
+    def note(*, src, cache_hit, **details):
+        found.append((src.name, cache_hit))
+
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        with compiling_for("sm_90"):
+            for case in (ahead.small(FIRST), replace(FIRST, B=4, T_q=16384, T_k=16384)):
+                forward.attention_forward_kernel.device_caches.clear()
+                call_memo.forget()
+                launches.forget()
+                triton.knobs.compilation.listener = note
+                try:
+                    ahead.launch(case, OURS, {})
+                finally:
+                    triton.knobs.compilation.listener = None
+    return found
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(compile_pool: CompilePool):
+    assert compile_pool.call(f"{__file__}:cache_hits", "sm_90") == [(KERNEL, False), (KERNEL, True)]
+
+
+def test_a_forced_tile_is_the_one_that_is_compiled(compile_pool: CompilePool):
+    found = Ahead("sm_90", pool=compile_pool)
+    tiles = {"fits": TileConfig(64, 32, 4, 1), "too large": TileConfig(128, 128, 8, 8)}
+    for name, tile in tiles.items():
+        found.submit(name, [FIRST], [OURS], {"forward": tile})
+    assert found.why_not("fits", 1e6, KERNEL) is None
+    assert "shared memory" in found.why_not("too large", 1e6, KERNEL)

@@ -1,0 +1,268 @@
+"""A case through implementations that are right, wrong, unserved, failing or out of memory."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn import attention as attend
+from fastattn import reference
+from fastattn.bench.cases import correctness
+from fastattn.bench.cases.case import Case, gpu_cases
+from fastattn.bench.cases.implementation import Implementation, Unserved
+from fastattn.bench.cases.inputs import make_inputs
+from fastattn.bench.cases.registry import (
+    IMPLEMENTATIONS,
+    ONE_PASS,
+    OURS,
+    TORCH_PEERS,
+    side_by_side,
+    why_refused,
+)
+from fastattn.bench.time import attention
+from fastattn.bench.time.attention import prepare, run_case
+from fastattn.bench.time.failures import DeviceLost
+from fastattn.bench.time.samples import Bench, Effort, HostTimer
+from fastattn.kernels import backward
+from fastattn.ops import attend as ops
+
+CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
+BACKWARD = replace(CASE, family="backward", direction="forward_backward")
+BENCH = Bench(HostTimer(), Effort(warm_up=1, target_ms=0, least=2, most=2, pause=0))
+BY_NAME = {i.name: i for i in IMPLEMENTATIONS}
+
+
+def right(case, inputs):
+    return lambda q, k, v: reference.attention(
+        q, k, v, causal=case.causal, window=case.window, **inputs.padding()
+    )
+
+
+def calling(before, factor=1.0):
+    """Prepares a right function that calls before(n) in its n-th call."""
+
+    def prepare(case, inputs):
+        good, calls = right(case, inputs), []
+
+        def call(*tensors):
+            calls.append(1)
+            before(len(calls))
+            return factor * good(*tensors)
+
+        return call
+
+    return prepare
+
+
+def raising(error, first=1):
+    def before(n):
+        if n >= first:
+            raise error
+
+    return calling(before)
+
+
+def implementation(name, prepare, serves=lambda case: None, **options):
+    return Implementation(name, serves, prepare, **options)
+
+
+def outcomes(case, bench=BENCH, **prepares):
+    """Records by implementation."""
+    found = [implementation(name, prepare) for name, prepare in prepares.items()]
+    return {record["implementation"]: record for record in run_case(case, found, bench)}
+
+
+@pytest.mark.parametrize("case", [CASE, BACKWARD], ids=["forward", "backward"])
+def test_every_outcome_is_a_record_and_the_rest_goes_on(case, capsys):
+    place = "at 1:27: " + "def kernel(): " * 100
+    expected = {
+        "raises": (raising(RuntimeError("illegal\ninstruction")), "failed"),
+        "long": (raising(RuntimeError(f"{place} no such name")), "failed"),
+        "tires": (raising(RuntimeError("tired"), first=4), "failed"),
+        "memory": (raising(torch.OutOfMemoryError("out of memory")), "out of memory"),
+        "wrong": (calling(lambda n: None, factor=1.01), "wrong"),
+        "refuses": (raising(Unserved("only even lengths")), "cannot serve"),
+        "torch refuses": (raising(RuntimeError("No available kernel. Abort")), "cannot serve"),
+        "right": (right, "timed"),
+    }
+    found = outcomes(case, **{name: prepare for name, (prepare, _) in expected.items()})
+    assert {n: r["status"] for n, r in found.items()} == {n: s for n, (_, s) in expected.items()}
+    assert found["raises"]["reason"] == "RuntimeError: illegal instruction"
+    assert "exceeds the budget" in found["wrong"]["reason"]
+    assert (found["right"]["ms"]["samples"], found["right"]["tflops"] > 0) == (2, True)
+    assert all(record["case"]["name"] == case.name for record in found.values())
+    # The record has where a compiler's message begins and the cause at its end, the log all.
+    reason = found["long"]["reason"]
+    assert reason.startswith("RuntimeError: at 1:27") and reason.endswith("no such name")
+    assert len(reason) < 450
+    log = capsys.readouterr().err
+    assert f"long on {case.name}" in log and "Traceback" in log and place in log
+
+
+def test_who_does_not_run_has_a_reason():
+    absent = implementation("absent", raising(AssertionError), lambda case: "it is not installed")
+    slow = implementation("slow", raising(AssertionError), slow_to_prepare=True)
+    broken = implementation("broken", raising(AssertionError))
+    case = replace(CASE, slow_peers=False)
+    found = run_case(case, [absent, slow, broken], BENCH, broken={"broken": "ended the process"})
+    assert [(record["status"], record["reason"]) for record in found] == [
+        ("cannot serve", "it is not installed"),
+        ("cannot serve", "compiles for long: measured at some of the sizes of this set only"),
+        ("failed", "ended the process"),
+    ]
+    assert slow.why_not(CASE) is None
+
+
+def test_inputs_that_do_not_fit_are_recorded_for_all():
+    def expected(case, inputs):
+        raise torch.OutOfMemoryError("too large")
+
+    found = outcomes(CASE, replace(BENCH, expected=expected), a=right, b=right)
+    assert {record["status"] for record in found.values()} == {"out of memory"}
+
+
+def test_implementations_are_announced_before_they_run():
+    announced, log = [], []
+    found = implementation("a", calling(lambda n: log.append(announced[-1])))
+    run_case(CASE, [found], BENCH, announce=lambda *told: announced.append(told))
+    assert announced[:2] == [("the reference", "prepares"), ("a", "prepares")]
+    # What is called first compiles; the rest runs on the device.
+    assert (log[0], log[-1]) == (("a", "prepares"), ("a", "runs"))
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_who_breaks_the_device_is_named(call):
+    """In its first call, or in a later one, which raises at the next synchronisation."""
+    timer, lost = HostTimer(), []
+
+    def synchronize():
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    timer.synchronize = synchronize
+    breaks = calling(lambda n: lost.append(n) if n == call else None)
+    with pytest.raises(DeviceLost, match="illegal memory access") as error:
+        outcomes(CASE, replace(BENCH, timer=timer), right=right, breaks=breaks)
+    assert error.value.implementation == "breaks"
+
+
+@pytest.mark.parametrize(("replays", "outcome"), [(True, "timed"), (False, "wrong")])
+def test_a_replay_that_computes_nothing_is_wrong(replays, outcome, monkeypatch):
+    def record_graph(work):
+        captured = work()
+        return (lambda: captured.copy_(work())) if replays else lambda: None
+
+    monkeypatch.setattr(attention, "record_cuda_graph", record_graph)
+    assert outcomes(replace(CASE, graph=True), a=right)["a"]["status"] == outcome
+
+
+def test_backward_runs_its_forward_before():
+    case, calls = replace(BACKWARD, direction="backward"), []
+    inputs = make_inputs(case)
+    expected = correctness.expect(case, inputs)
+    work, _ = prepare(implementation("a", calling(calls.append)), case, inputs, expected)
+    before = len(calls)
+    assert [x.shape for x in work()] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("name", ["fastattn-torch", "sdpa", "naive"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        BACKWARD,
+        replace(BACKWARD, direction="backward"),
+        replace(CASE, lengths=(16, 5)),
+        replace(CASE, lengths=(16, 5), padding_side="left", causal=False),
+        replace(CASE, window=(3, 2), causal=False),
+        replace(CASE, T_q=1),
+        replace(CASE, layout="bhtd"),
+    ],
+    ids=lambda case: f"{case.name}-{case.padding_side}",
+)
+def test_implementations_of_the_cpu_pass_the_check(name, case):
+    inputs = make_inputs(case)
+    prepare(BY_NAME[name], case, inputs, correctness.expect(case, inputs))
+
+
+@pytest.mark.parametrize("name", [OURS, ONE_PASS])
+def test_triton_passes_the_check(name, device, monkeypatch):
+    """In the interpreter where there is no GPU: what the benchmarks call is what they time."""
+    launched, launch = [], backward.launch_finish_dq
+    monkeypatch.setattr(backward, "launch_finish_dq", lambda *x: launched.append(launch(*x)))
+    case = replace(BACKWARD, lengths=(16, 5), device=device)
+    inputs = make_inputs(case)
+    prepare(BY_NAME[name], case, inputs, correctness.expect(case, inputs))
+    assert bool(launched) == (name == ONE_PASS)
+    assert BY_NAME[name].serves(replace(case, device="cuda")) is None
+    why_not = BY_NAME[name].serves(replace(CASE, device="cuda"))
+    assert why_not == (None if name == OURS else "its forward is that of fastattn-triton")
+
+
+def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
+    hopper, one_pass = BY_NAME["fastattn-hopper"], BY_NAME["fastattn-hopper-one-pass"]
+    case = replace(CASE, device="cuda", dtype="bfloat16", D=64)
+    assert "compute capability 9.0" in hopper.serves(replace(case, device="cpu"))
+    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    assert hopper.serves(case) is None
+    assert "head dim 80" in hopper.serves(replace(case, D=80))
+    assert "decoding" in hopper.serves(replace(case, family="decode"))
+    padded = replace(case, lengths=(16, 5), padding_side="left")
+    assert "no key_padding_mask" in hopper.serves(padded)
+    assert one_pass.serves(case) == "its forward is that of fastattn-hopper"
+    trained = replace(BACKWARD, device="cuda", dtype="bfloat16", D=128)
+    wide = replace(trained, D=256)
+    assert (one_pass.serves(trained), hopper.serves(wide)) == (None, None)
+    assert one_pass.serves(wide) == "dK and dV of head dim 256 take a kernel each"
+
+
+def test_every_implementation_answers_for_every_case():
+    names = [i.name for i in side_by_side("cuda")]
+    assert {OURS, *TORCH_PEERS, "sdpa-efficient", "sdpa-math", "naive"} <= set(names)
+    for case in gpu_cases("full"):
+        assert "" not in [found.why_not(case) for found in side_by_side("cuda")]
+    large = replace(CASE, T_q=2**15, T_k=2**15, B=1, H_q=8)
+    assert "scores in memory" in BY_NAME["naive"].serves(large)
+
+
+def test_a_refusal_has_torch_s_words():
+    inputs = make_inputs(CASE)
+
+    def refuses(q, k, v):
+        for words in (
+            "Flash attention kernel not used because: (Triggered in sdp.cpp)",
+            "Memory Efficient attention has been runtime disabled. (Triggered)",
+            "Flash does not support non-null attn_mask. (Triggered in sdp.cpp)",
+        ):
+            warnings.warn(words, stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    words = "Flash attention kernel not used because: Flash does not support non-null attn_mask."
+    assert why_refused(refuses, inputs) == words
+    assert why_refused(lambda q, k, v: q, inputs) is None
+    with pytest.raises(RuntimeError, match="boom"):
+        why_refused(raising(RuntimeError("boom"))(CASE, inputs), inputs)
+
+
+@pytest.mark.gpu
+def test_peers_pass_the_check_or_say_why():
+    case = replace(CASE, lengths=(16, 5), device="cuda", dtype="bfloat16")
+    with pytest.raises(Unserved, match="mask"):
+        BY_NAME["sdpa-flash"].prepare(case, make_inputs(case))
+    case = replace(BACKWARD, T_q=256, T_k=256, D=64, device="cuda", dtype="bfloat16")
+    found = run_case(case, [BY_NAME["flex"]], BENCH)
+    assert found[0]["status"] == "timed", found
+
+
+def test_decoding_reads_a_case_as_a_cache():
+    """The call under the timer is decode_attention, on the case's own memory."""
+    case = replace(CASE, family="decode", T_q=1, layout="bhtd")
+    inputs = make_inputs(case)
+    call = BY_NAME["fastattn-torch"].prepare(case, inputs)
+    found = call(inputs.q, inputs.k, inputs.v)
+    expected = attend(inputs.q, inputs.k, inputs.v, causal=True, backend="torch")
+    torch.testing.assert_close(found, expected)
+    inputs.k[:, :, -1] += 1
+    assert not torch.equal(call(inputs.q, inputs.k, inputs.v), found)

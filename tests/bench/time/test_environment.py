@@ -1,0 +1,58 @@
+"""GPU, clocks, power and versions from a fake nvidia-smi."""
+
+import subprocess
+
+import pytest
+
+from fastattn.bench.time import environment
+
+
+def nothing(command):
+    raise OSError("no such program")
+
+
+def test_nvidia_smi_is_read_and_a_field_that_a_driver_lacks_left_out():
+    def run(command):
+        assert not any(word.startswith(("-pm", "-lgc", "-pl", "-ac", "-r")) for word in command)
+        field = command[-1].removeprefix("--query-gpu=")
+        if field == "clocks_event_reasons.active":
+            raise subprocess.CalledProcessError(2, command)
+        return {"driver_version": "580.1.2", "power.limit": "[N/A]"}.get(field, "1980")
+
+    found = environment.smi(run)
+    assert (found["driver"], found["power_limit_w"]) == ("580.1.2", None)
+    assert found["max_sm_clock_mhz"] == 1980
+    assert "clock_limits" not in found
+    assert environment.smi(nothing) == {}
+
+
+def test_clocks_are_read_once_by_nvidia_smi_and_by_nvml_often(monkeypatch):
+    calls = []
+    reader = environment.ClockReader(lambda command: calls.append(command) or "1500, 600.5", False)
+    assert reader.take() == {}
+    reader()
+    reader()
+    assert len(calls) == 1
+    found = {"sm_clock_mhz": 1500.0, "least_sm_clock_mhz": 1500.0, "power_w": 600.5}
+    assert reader.take() == found
+    clocks = iter([1400, 1600])
+    monkeypatch.setattr(environment.torch.cuda, "clock_rate", lambda: next(clocks))
+    monkeypatch.setattr(environment.torch.cuda, "power_draw", lambda: 650_000)
+    reader = environment.ClockReader(nothing, nvml=True)
+    for _ in range(3):  # the third fails
+        reader()
+    found = {"sm_clock_mhz": 1600.0, "least_sm_clock_mhz": 1400.0, "power_w": 650.0}
+    assert reader.take() == found
+
+
+@pytest.mark.parametrize("nvml", [False, True])
+def test_a_clock_that_cannot_be_read_is_left_out(nvml):
+    reader = environment.ClockReader(nothing, nvml)
+    reader()
+    assert reader.take() == {}
+
+
+def test_environment_of_this_machine():
+    found = environment.collect(nothing)
+    assert found["versions"]["torch"] and found["versions"]["fastattn"]
+    assert found["commit"] is None

@@ -1,0 +1,169 @@
+"""The loop that times, with fake clocks, events and functions."""
+
+import pytest
+
+from fastattn.bench.time.failures import DeviceLost
+from fastattn.bench.time.samples import Bench, DeviceTimer, Effort, HostTimer, Timing
+
+
+class Device:
+    """A GPU with a queue: work takes time when it is issued, and the host's clock stands apart."""
+
+    def __init__(self):
+        self.now = 0.0  # milliseconds of the device
+        self.host = 0.0  # seconds of the host
+        self.log = []
+
+    def work(self, name, ms, host_ms=0.0):
+        def run():
+            self.log.append(name)
+            self.now += ms
+            self.host += host_ms / 1e3
+
+        return run
+
+    def timer(self, flush_ms=1.0):
+        flush = self.work("flush", flush_ms)
+        return DeviceTimer(flush, lambda: Event(self), lambda: None, lambda: self.host)
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at = self.device.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def once(least=4, warm_up=0):
+    return Effort(warm_up=warm_up, target_ms=0, least=least, most=least, pause=0)
+
+
+def test_summary_of_samples():
+    timing = Timing.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert timing == Timing(median=3.0, p20=1.8, p80=4.2, least=1.0, samples=5)
+    assert Timing.of([7.0]) == Timing(7.0, 7.0, 7.0, 7.0, 1)
+
+
+def test_device_times_hold_the_call_and_not_the_flush():
+    device = Device()
+    found = Bench(device.timer(flush_ms=50.0), once()).compare({"a": device.work("a", 3.0)})
+    assert found["a"] == Timing(3.0, 3.0, 3.0, 3.0, 4)
+
+
+def test_every_sample_finds_the_cache_overwritten():
+    device = Device()
+    works = {"a": device.work("a", 1.0), "b": device.work("b", 1.0)}
+    Bench(device.timer(), once()).samples(works)
+    # Learning how long a call occupies the host is no sample: it comes first.
+    samples = device.log[device.log.index("a") + 1 :]
+    last = samples.index("b") + 1
+    for previous, name in zip(samples[last:], samples[last + 1 :], strict=False):
+        assert name not in works or previous == "flush"
+
+
+def test_flushes_outlast_the_host():
+    device = Device()
+    start = device.timer(flush_ms=2.0).prepare(device.work("a", 1.0, host_ms=7.0))
+    del device.log[:]
+    start()
+    assert device.log == ["flush"] * 7 + ["a"]
+
+
+def test_functions_take_turns_forwards_and_backwards():
+    device = Device()
+    works = {name: device.work(name, 1.0) for name in "abc"}
+    Bench(HostTimer(lambda: device.host), once()).samples(works)
+    # One call each to learn the time of a call, then four rounds.
+    assert "".join(device.log) == "abc" + "abccba" * 2
+
+
+def test_number_of_samples_follows_the_time_of_a_call():
+    effort = Effort(target_ms=60, least=5, most=40)
+    assert [effort.samples(ms) for ms in (0.001, 2.0, 6.0, 1000.0)] == [40, 30, 10, 5]
+    device = Device()
+    works = {"long": device.work("long", 30.0), "short": device.work("short", 1.0)}
+    effort = Effort(warm_up=0, target_ms=10, least=2, most=40, pause=0)
+    found = Bench(device.timer(), effort).compare(works)
+    assert (found["long"].samples, found["short"].samples) == (2, 10)
+
+
+def test_a_function_that_raises_does_not_stop_the_others():
+    device, calls = Device(), []
+
+    def fails_late():
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("worn out")
+
+    def fails():
+        raise ValueError("no")
+
+    works = {"bad": fails, "late": fails_late, "good": device.work("good", 2.0)}
+    found = Bench(device.timer(), once(least=6)).compare(works)
+    assert isinstance(found["bad"], ValueError)
+    assert isinstance(found["late"], RuntimeError)
+    assert found["good"] == Timing(2.0, 2.0, 2.0, 2.0, 6)
+    assert list(found) == ["bad", "late", "good"]
+
+
+def test_rest_warm_up_and_readings():
+    device, pauses, readings = Device(), [], []
+    bench = Bench(
+        HostTimer(lambda: device.host),
+        Effort(warm_up=3, target_ms=0, least=8, most=8, pause=0.5),
+        while_busy=lambda: readings.append(len(device.log)),
+        sleep=pauses.append,
+    )
+    found = bench.samples({"a": device.work("a", 0.0, host_ms=2.5)})
+    assert found["a"] == pytest.approx([2.5] * 8)
+    assert (pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8, 12])
+
+
+class Fragile(HostTimer):
+    """A device whose context a call loses; every later synchronisation raises."""
+
+    lost = False
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def breaking(self, at):
+        calls = []
+
+        def run():
+            calls.append(1)
+            self.lost = self.lost or len(calls) == at
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("at", "alone", "who"),
+    [(1, False, "bad"), (2, False, "bad"), (3, False, "the timing"), (4, True, "bad")],
+)
+def test_a_device_that_is_lost_in_a_turn_is_nobody_s_fault_yet(at, alone, who):
+    """The warm-up and the first sample have a name; in a turn it may have been any of them."""
+    timer = Fragile()
+
+    def meets():  # the error of another
+        if timer.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    works = {"good": lambda: None, "bad": timer.breaking(at), "meets": meets}
+    with pytest.raises(DeviceLost, match="illegal memory access") as lost:
+        Bench(timer, once(warm_up=1), alone=alone).samples(works)
+    assert lost.value.implementation == who
+
+
+@pytest.mark.parametrize(("alone", "last"), [(False, "the timing"), (True, "b")])
+def test_it_is_announced_who_is_at_work_and_at_what(alone, last):
+    announced = []
+    bench = Bench(HostTimer(), once(1, warm_up=1), alone=alone)
+    bench.samples({"a": lambda: None, "b": lambda: None}, lambda *told: announced.append(told))
+    assert announced[:2] == [("a", "prepares"), ("a", "runs")]
+    assert announced[-1] == (last, "runs")
