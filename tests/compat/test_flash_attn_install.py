@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 import types
 
@@ -117,6 +118,169 @@ def test_version_3(draw, device):
         version_3.flash_attn_qkvpacked_func(draw(1, 2, 7, 8), num_heads_q=4)
     with pytest.raises(NotImplementedError, match="q_descale is not served"):
         version_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2))
+    for wrong, message in (
+        (lambda f: f(q, k), "flash_attn_func.. lacks v"),
+        (lambda f: f(q, k, v, q=q), "multiple values for argument 'q'"),
+        (lambda f: f(q, k, v, alibi_slopes=None), "unexpected keyword argument 'alibi_slopes'"),
+        (lambda f: f(*[q] * 18), "at most 17 arguments: 18"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            wrong(version_3.flash_attn_func)
+
+
+def test_combine(draw, device):
+    """Parts of the keys, of which the third has none for any query, make the whole."""
+    q, k, v = draw(2, 5, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8)
+    whole = version_3.flash_attn_func(q, k, v, return_attn_probs=True)
+    outs, lses = [], []
+    for keys in (slice(0, 3), slice(3, 9), slice(0, 0)):
+        o, lse = version_3.flash_attn_func(q, k[:, keys], v[:, keys], return_attn_probs=True)
+        outs.append(o)
+        lses.append(lse.transpose(1, 2))
+    outs[2] = torch.full_like(outs[2], torch.nan)
+    parts = (torch.stack(outs), torch.stack(lses))
+    into = torch.empty_like(q)
+    o, lse = version_3.flash_attn_combine(*parts, into)
+    assert o is into
+    torch.testing.assert_close(o, whole[0])
+    torch.testing.assert_close(lse, whole[1].transpose(1, 2))
+    packed = [x.flatten(1, 2) for x in parts]
+    found = version_3.flash_attn_combine(*packed, out_dtype=torch.bfloat16)[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.view(q.shape).float(), o, rtol=1e-2, atol=1e-2)
+    o, lse = version_3.flash_attn_combine(parts[0][2:], parts[1][2:])
+    assert not o.any() and bool(lse.isneginf().all())
+    with pytest.raises(RuntimeError, match=r"lse_partial must have shape \[3, 2, 5, 4\]"):
+        version_3.flash_attn_combine(parts[0], parts[1].transpose(2, 3))
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+# Where no kernel in 8 bits serves a GPU, that is said once.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("packed", [False, True])
+def test_e4m3(packed, draw, device):
+    """Scales of powers of 2: what is read back is exact."""
+    codes = [e4m3(x) for x in (draw(2, 5, 4, 16), draw(2, 5, 2, 16), draw(2, 5, 2, 16))]
+    scales = 2.0 ** torch.randint(-2, 3, (3, 2, 2), device=device)
+    scales[0] /= 8  # of queries, by K/V heads
+    wide = [scales[0].repeat_interleave(2, 1), scales[1], scales[2]]
+    plain = [
+        x.bfloat16() * s.bfloat16()[:, None, :, None] for x, s in zip(codes, wide, strict=True)
+    ]
+    names = ("q_descale", "k_descale", "v_descale")
+    options = {"causal": True, "window_size": (3, -1), "softcap": 2.0}
+    call, lengths = version_3.flash_attn_func, ()
+    if packed:
+        call, lengths = version_3.flash_attn_varlen_func, [offsets((5, 5), device)] * 2 + [5, 5]
+        codes, plain = ([x.flatten(0, 1) for x in xs] for xs in (codes, plain))
+        options["seqused_k"] = torch.tensor([4, 5], dtype=torch.int32, device=device)
+    options["return_attn_probs"] = True
+    found = call(*codes, *lengths, **dict(zip(names, scales, strict=True)), **options)
+    expected = call(*plain, *lengths, **options)
+    assert found[0].dtype == torch.bfloat16
+    assert all(map(torch.equal, found, expected))
+    ones = call(*codes, *lengths, **options)[0]
+    assert torch.equal(ones, call(*(x.bfloat16() for x in codes), *lengths, **options)[0])
+    with pytest.raises(RuntimeError, match=r"q_descale must have shape \[2, 2\], got \[2, 4\]"):
+        call(*codes, *lengths, q_descale=wide[0])
+
+
+def test_e4m3_caches_are_refused(draw, device):
+    cache = e4m3(draw(2, 8, 2, 16))
+    lengths = torch.tensor([3, 4], dtype=torch.int32, device=device)
+    with pytest.raises(NotImplementedError, match="k_descale is not served"):
+        version_3.flash_attn_with_kvcache(
+            e4m3(draw(2, 1, 4, 16)), cache, cache, cache_seqlens=lengths, k_descale=draw(2, 2)
+        )
+
+
+# As the tests of flash-attn's repository import them.
+UPSTREAM = """
+from flash_attn import (
+    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
+)
+from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.flash_attn_interface import _get_block_size_n
+from flash_attn.flash_attn_triton_amd.utils import USE_TRITON_ROCM, is_rdna
+from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn_interface import flash_attn_combine, get_scheduler_metadata
+assert not USE_TRITON_ROCM and not is_rdna() and get_scheduler_metadata(1, num_splits=2) is None
+"""
+
+
+def test_what_their_tests_import(installed):
+    found: dict = {}
+    exec(UPSTREAM, found)
+    with pytest.raises(NotImplementedError, match=r"fastattn\.attention_weights computes them"):
+        found["_get_block_size_n"]("cuda", 64, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("losses.cross_entropy", r"torch\.nn\.functional\.cross_entropy"),
+        ("modules.mha", "fastattn.MultiheadAttention"),
+        ("models.gpt", "fastattn.models"),
+        ("ops.rms_norm", "torch.nn.RMSNorm"),
+        ("ops.triton.layer_norm", "torch.nn.LayerNorm and torch.nn.RMSNorm"),
+        ("ops.triton.cross_entropy", "functions of torch"),
+        ("utils.generation", "uninstall"),
+    ],
+)
+def test_modules_that_are_not_here_say_what_is(name, instead, installed):
+    with pytest.raises(ModuleNotFoundError, match=f"flash_attn.* use .*{instead}"):
+        importlib.import_module(f"flash_attn.{name}")
+
+
+def test_orders_are_those_of_the_packages():
+    """Of versions 3 and 4, by position."""
+    for function, names in (
+        (
+            version_3.flash_attn_func,
+            "q k v softmax_scale causal qv q_descale k_descale v_descale window_size "
+            "attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+        ),
+        (
+            version_3.flash_attn_qkvpacked_func,
+            "qkv softmax_scale causal q_descale k_descale v_descale window_size attention_chunk "
+            "softcap deterministic num_heads_q sm_margin return_attn_probs",
+        ),
+        (
+            version_3.flash_attn_varlen_func,
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k "
+            "softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk "
+            "softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+        ),
+        (
+            version_3.flash_attn_with_kvcache,
+            "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+            "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens "
+            "q_descale k_descale v_descale softmax_scale causal window_size attention_chunk "
+            "softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+            "return_softmax_lse",
+        ),
+        (
+            version_4.flash_attn_func,
+            "q k v qv gather_kv_indices softmax_scale causal window_size learnable_sink softcap "
+            "num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod aux_tensors "
+            "aux_scalars block_sparse_tensors block_sparse_tensors_bwd return_lse",
+        ),
+        (
+            version_4.flash_attn_varlen_func,
+            "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q "
+            "seqused_k gather_kv_indices page_table softmax_scale causal window_size "
+            "learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd "
+            "mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
+            "seqlen_k_per_split disable_scheduler_metadata",
+        ),
+    ):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters) == names.split()
+        assert all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters.values())
 
 
 def test_version_3_with_a_cache(draw, device):

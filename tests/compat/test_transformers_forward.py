@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers as tr
 
 from fastattn import decode_attention
 from fastattn.compat.transformers import attend
-from fastattn.testing.transformers_models import heads, layer
+from fastattn.testing.transformers_models import GQA, SIZES, build, heads, layer, tokens
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -44,6 +45,33 @@ def test_weights_on_request():
     o, weights = attend.attention_forward(layer(), q, k, v, None, output_attentions=True)
     torch.testing.assert_close((weights @ v).transpose(1, 2), o)
     assert torch.equal(weights.triu(1), torch.zeros_like(weights))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+# They are asked for weights and do not tell their layers.
+SILENT = {
+    "gpt2": lambda: tr.GPT2Config(**GPT2),
+    "opt": lambda: tr.OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=32),
+    "gpt-bigcode": lambda: tr.GPTBigCodeConfig(**GPT2),
+    "stablelm": lambda: tr.StableLmConfig(**GQA),
+    "nemotron": lambda: tr.NemotronConfig(**GQA),
+    "llama": lambda: tr.LlamaConfig(**GQA),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool, device: str):
+    model = build(tr.AutoModelForCausalLM, SILENT[name](), device)
+    ids = tokens(2, 5, device)
+    wanted = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation("fastattn")
+    run = torch.compile(model, backend="eager") if compiled else model
+    found = run(ids, output_attentions=True).attentions
+    assert len(found) == len(wanted) == 2
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert model(ids).attentions is None
 
 
 def test_scaling_may_be_a_tensor_and_queries_may_be_shared():

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import checks
@@ -12,7 +13,12 @@ Window = tuple[int | None, int | None]
 Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
 
 # Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
-_WITHOUT_EFFECT = frozenset(("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"))
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
+        *("min_seqlen_k", "seqlen_k_per_split", "disable_scheduler_metadata"),
+    )
+)
 _NEUTRAL_AT_NONE = (
     *("qv", "q_descale", "k_descale", "v_descale", "gather_kv_indices"),
     *("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"),
@@ -77,6 +83,28 @@ def refuse(newer: dict[str, Any]) -> None:
                 f"{name} is not served by fastattn.compat.flash_attn; fastattn.attention has masks "
                 "and scores of one's own"
             )
+
+
+def e4m3_scales(
+    q: Any, k: Any, newer: dict[str, Any], rows: int
+) -> dict[str, Tensor | None] | None:
+    """Scales of `attention_fp8` for tensors of e4m3, taken out of `newer`; None for others.
+
+    In flash-attn all three are fp32 [rows, H_k], rows those of the batch, or packed sequences.
+    """
+    if not isinstance(q, Tensor) or q.dtype != torch.float8_e4m3fn:
+        return None
+    found: dict[str, Tensor | None] = {}
+    shape = (rows, k.shape[-2])
+    for name in ("q", "k", "v"):
+        x = newer.pop(f"{name}_descale", None)
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise RuntimeError(f"{name}_descale must have shape {list(shape)}, got {got}")
+        if x is not None and name == "q":
+            x = x.repeat_interleave(q.shape[-2] // shape[1], dim=1)
+        found[f"{name}_scale"] = x
+    return found
 
 
 def one_of(name: str, x: Tensor | None, other: str, y: Tensor | None) -> Tensor | None:

@@ -14,7 +14,10 @@ _before: dict[str, dict[str, ModuleType | None]] = {}
 
 
 def install(
-    package: str, modules: dict[str, tuple[ModuleType, ...]], version: str | None = None
+    package: str,
+    modules: dict[str, tuple[ModuleType, ...]],
+    version: str | None = None,
+    instead: dict[str, str] | None = None,
 ) -> None:
     """Let `import package` and `import package.name` find these modules' public names.
 
@@ -24,6 +27,8 @@ def install(
             `__all__` are its names. Packages on the way that are not named are empty.
         version: of the distribution that `importlib.metadata` finds under the package's name; None:
             there is none.
+        instead: by name inside the package, what to use in place of modules that are not here; ""
+            = of all others. The error of their import says it, where there is a version.
     """
     if package in _before:
         return
@@ -45,7 +50,7 @@ def install(
     _before[package] = put_aside
     if version is not None:
         # Before the finder of what is installed on disk.
-        sys.meta_path.insert(0, _Metadata(package, version))
+        sys.meta_path.insert(0, _Metadata(package, version, instead or {}))
 
 
 def uninstall(package: str) -> None:
@@ -75,11 +80,19 @@ def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> Mo
 class _Metadata(importlib.metadata.DistributionFinder):
     """Finds the metadata of one distribution, and no modules: those are in sys.modules."""
 
-    def __init__(self, package: str, version: str) -> None:
-        self.package, self.version = package, version
+    def __init__(self, package: str, version: str, instead: dict[str, str]) -> None:
+        self.package, self.version, self.instead = package, version, instead
 
-    def find_spec(self, *_: Any) -> None:
-        return None
+    def find_spec(self, name: str, *_: Any) -> None:
+        inside = name.removeprefix(f"{self.package}.")
+        if inside == name or not self.instead:
+            return
+        parts = inside.split(".")
+        paths = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+        what = next(self.instead[path] for path in paths if path in self.instead)
+        raise ModuleNotFoundError(
+            f"{name} is not among what fastattn installs as {self.package}; use {what}", name=name
+        )
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         wanted = None if context is None else context.name

@@ -22,11 +22,21 @@ __all__ = [
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
+    "_get_block_size_n",
     "_wrapped_flash_attn_backward",
     "_wrapped_flash_attn_forward",
     "_wrapped_flash_attn_varlen_backward",
     "_wrapped_flash_attn_varlen_forward",
 ]
+
+
+def _get_block_size_n(*_: Any) -> int:
+    """Refused: the layout of probabilities that are not returned here."""
+    raise NotImplementedError(
+        "_get_block_size_n tells how flash-attn lays out the probabilities that it returns; "
+        "fastattn.compat.flash_attn returns none, and fastattn.attention_weights computes them"
+    )
+
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -13,16 +13,19 @@ Two results differ where flash-attn's are an accident of its kernels: the lse of
 no key is -inf, not inf, and that of a causal call with ALiBi counts distances, not columns.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ...functional.attend import attention, attention_varlen
+from ...functional.fp8 import attention_fp8, attention_varlen_fp8
 from . import packed
 from .conventions import (
     Result,
     Window,
     checked,
+    e4m3_scales,
     errors_of_flash_attn,
     one_of,
     options_of,
@@ -45,6 +48,8 @@ __all__ = [
 # Their overloads take return_lse as a literal only.
 _dense: Any = attention
 _packed: Any = attention_varlen
+_dense_fp8: Any = attention_fp8
+_packed_fp8: Any = attention_varlen_fp8
 
 
 def flash_attn_func(
@@ -79,7 +84,9 @@ def flash_attn_func(
             are for its own tests of dropout.
         learnable_sink: version 4: [H_q], the score of one more key with value 0.
         return_lse: version 4: return (o, lse).
-        newer: arguments of versions 3 and 4 that change nothing, at their defaults.
+        newer: arguments of versions 3 and 4 that change nothing, at their defaults; and of version
+            3, beside q, k and v in float8_e4m3fn, q_descale, k_descale and v_descale, fp32
+            [B, H_k]: `fastattn.attention_fp8` serves them, o in bfloat16, without gradients.
 
     Returns:
         o [B, T_q, H_q, D_v]; lse is fp32 [B, H_q, T_q]. Differentiable.
@@ -88,14 +95,16 @@ def flash_attn_func(
         RuntimeError: shapes or dtypes disagree, or an option is out of range.
         NotImplementedError: an argument of versions 3 and 4 that is not served.
     """
+    heads_first = [checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
+    scales = e4m3_scales(q, k, newer, q.shape[0])
     refuse(newer)
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_attn_probs or return_lse
-    heads_first = [checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
+    attend = _dense if scales is None else partial(_dense_fp8, **scales)
     with errors_of_flash_attn():
-        found = _dense(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
+        found = attend(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
     return returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
 
 
@@ -161,8 +170,11 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
-    refuse({**newer, "seqused_q": seqused_q})
     block_table = one_of("block_table", block_table, "page_table", page_table)
+    scales = None
+    if block_table is None:
+        scales = e4m3_scales(q, k, newer, cu_seqlens_q.shape[0] - 1)
+    refuse({**newer, "seqused_q": seqused_q})
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
@@ -185,7 +197,8 @@ def flash_attn_varlen_func(
                 k, v, cu_seqlens_k = packed.used_keys(k, v, cu_seqlens_k, seqused_k)
             elif seqused_k is not None:
                 options["key_lengths"] = seqused_k
-            found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
+            attend = _packed if scales is None else partial(_packed_fp8, **scales)
+            found = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
     return returned(found, with_lse, return_attn_probs, lambda o: o)
 
 

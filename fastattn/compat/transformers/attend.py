@@ -28,6 +28,8 @@ NAME = "fastattn"
 # First and last minor version that the tests have run with.
 _TESTED = ((5, 23), (5, 23))
 _SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
+# Where transformers says what it takes from the results of layers, once it is imported.
+_collectors: list[Any] = []
 
 
 def register() -> None:
@@ -49,6 +51,9 @@ def register() -> None:
             name="transformers",
         ) from None
     _check_version(transformers.__version__)
+    from transformers.utils import output_capturing
+
+    _collectors[:] = [getattr(output_capturing, "_active_collector", None)]
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -96,7 +101,8 @@ def attention_forward(
             one. They hold beside any mask; beside one of two dims, only if that hides nothing. The
             sequences that a mask's rule was made of give way to them, as in "flash_attention_2".
         block_indices, cache: refused: keys by blocks, and pages of continuous batching.
-        output_attentions: also return the weights, without gradients or dropout.
+        output_attentions: also return the weights, without gradients or dropout. So do layers of a
+            model that was asked for them and does not pass that on, where transformers is tested.
         kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
 
     Returns:
@@ -108,6 +114,7 @@ def attention_forward(
             stand among the keys is then unknown. cu_seq_lens_q beside padding.
     """
     _refuse(block_indices, cache)
+    output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if isinstance(scaling, Tensor):
@@ -158,8 +165,17 @@ def _refuse(block_indices: Tensor | None, cache: Any) -> None:
     if cache is not None:
         raise NotImplementedError(
             "cache: fastattn does not serve the paged cache of transformers' continuous batching; "
-            "fastattn.PagedKVCache and decode_attention do the same for models of one's own"
+            'attn_implementation="sdpa" under fastattn.patch_sdpa does'
         )
+
+
+def _are_weights_collected() -> bool:
+    """Whether the model that is being called keeps what its layers return as weights."""
+    collector = _collectors[0] if _collectors else None
+    # Not everything about it can be traced.
+    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def _attend(

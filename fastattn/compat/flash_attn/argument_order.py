@@ -1,0 +1,85 @@
+"""Functions of versions 3 and 4 of flash-attn: theirs is the order of arguments, ours the work."""
+
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Any
+
+# Defaults that are not None.
+_DEFAULTS: dict[str, Any] = {
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "attention_chunk": 0,
+    "num_splits": 1,
+    "sm_margin": 0,
+    "rotary_interleaved": True,
+    **dict.fromkeys(("causal", "deterministic", "disable_scheduler_metadata"), False),
+    **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_lse"), False),
+}
+_SCALES = "q_descale k_descale v_descale"
+_REST = "window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin"
+_REST_3 = f"softmax_scale causal qv {_SCALES} {_REST} return_attn_probs"
+_CU_SEQLENS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_SCORE_4 = "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa"
+_MODS_4 = "deterministic score_mod score_mod_bwd mask_mod"
+# By version and function: its arguments in their order. Those before the bar have no default.
+ORDERS = {
+    3: {
+        "flash_attn_func": f"q k v | {_REST_3}",
+        "flash_attn_qkvpacked_func": (
+            f"qkv | softmax_scale causal {_SCALES} window_size attention_chunk softcap "
+            "deterministic num_heads_q sm_margin return_attn_probs"
+        ),
+        "flash_attn_varlen_func": f"q k v {_CU_SEQLENS} | seqused_q seqused_k {_REST_3}",
+        "flash_attn_with_kvcache": (
+            "q k_cache v_cache | k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+            "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens "
+            f"{_SCALES} softmax_scale causal window_size attention_chunk softcap "
+            "rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse"
+        ),
+    },
+    4: {
+        "flash_attn_func": (
+            f"q k v | qv gather_kv_indices {_SCORE_4} {_MODS_4} aux_tensors aux_scalars "
+            "block_sparse_tensors block_sparse_tensors_bwd return_lse"
+        ),
+        "flash_attn_varlen_func": (
+            f"q k v | qv {_CU_SEQLENS} min_seqlen_k seqused_q seqused_k gather_kv_indices "
+            f"page_table {_SCORE_4} {_MODS_4} block_sparse_tensors aux_tensors aux_scalars "
+            "return_lse scheduler_metadata seqlen_k_per_split disable_scheduler_metadata"
+        ),
+    },
+}
+
+
+def of_version(version: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function of keywords one with the order of that version's function of its name."""
+
+    def sign(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        needed, others = (part.split() for part in ORDERS[version][name].split("|"))
+        names = [*needed, *others]
+
+        def call(*arguments: Any, **given: Any) -> Any:
+            if len(arguments) > len(names):
+                raise TypeError(f"{name}() takes at most {len(names)} arguments: {len(arguments)}")
+            for place, x in zip(names, arguments, strict=False):
+                if place in given:
+                    raise TypeError(f"{name}() got multiple values for argument {place!r}")
+                given[place] = x
+            unknown = [key for key in given if key not in names]
+            if unknown:
+                raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}")
+            missing = [key for key in needed if key not in given]
+            if missing:
+                raise TypeError(f"{name}() lacks {', '.join(missing)}")
+            return function(**given)
+
+        call.__name__, call.__qualname__, call.__doc__ = name, name, function.__doc__
+        call.__module__ = function.__module__
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [Parameter(key, kind) for key in needed]
+        parameters += [Parameter(key, kind, default=_DEFAULTS.get(key)) for key in others]
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return call
+
+    return sign
