@@ -13,7 +13,6 @@ TEST_WORKERS ?= auto
 PYTHON_DIRS ?=
 ROWS ?=
 GPU_MINUTES ?= 30
-OLDEST_TRITON := 3.6
 export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
 DEMO_OUT ?= runs/demo
@@ -22,7 +21,8 @@ DEMO_PROMPT ?= def __init__(self
 DEMO_GENERATE_ARGS ?= --tokens 300 --seed 0
 
 bin := $(VENV)/bin
-COMPILE_TESTS = $(shell grep -rls --include=test_*.py compiled_cases tests)
+# Costly files first, as tests/conftest.py has them; else the slowest would begin last.
+run_tests = $(bin)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable
 
 # What else an extra of pyproject.toml installs.
 contained_dev := test gpt
@@ -31,13 +31,13 @@ contained_test := gpt
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-compile test-versions lint format links typecheck docs dist test-wheel gpu clean
+.PHONY: help demo test test-nightly test-versions lint format links typecheck docs dist test-wheel gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
-	@echo "make test-compile   compile every kernel for every GPU, head dim, dtype and mask"
+	@echo "make test-nightly   the suite with what the gate leaves out: more GPUs, head dims, dtypes, splits"
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
-	@echo "make lint   ruff check, ruff format --check, mypy"
+	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
 	@echo "make format rewrite the sources with ruff"
 	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"
 	@echo "make dist   wheel and sdist, checked, in dist"
@@ -51,11 +51,11 @@ demo: $(VENV)/.installed-gpt
 	$(bin)/fastattn generate --checkpoint "$(DEMO_OUT)" --prompt "$(DEMO_PROMPT)" $(DEMO_GENERATE_ARGS)
 	@echo "checkpoint and loss curve: $(DEMO_OUT)"
 
-test: $(VENV)/.installed-test $(VENV)/.installed-oldest-triton
-	$(bin)/pytest -n $(TEST_WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
+test: $(VENV)/.installed-test
+	$(run_tests) $(PYTEST_ARGS)
 
-test-compile: $(VENV)/.installed-test
-	FASTATTN_COMPILE_ALL=1 $(bin)/pytest -n $(TEST_WORKERS) --dist loadfile $(COMPILE_TESTS)
+test-nightly: $(VENV)/.installed-test
+	FASTATTN_NIGHTLY=1 $(run_tests) $(PYTEST_ARGS)
 
 # Each row of tests/versions.py has an environment of its own; ROWS picks some.
 test-versions:
@@ -77,9 +77,12 @@ links:
 	@ln -s "$(CURDIR)"/fastattn/* "$(CURDIR)/kernels" build/links/fastattn/
 	@ln -s "$(CURDIR)/bench/harness" build/links/fastattn/bench
 
+# The program of a user has lines that both have to refuse: a `type: ignore` of no use is an error.
 typecheck: $(VENV)/.installed-dev links
 	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/mypy" \
-		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache fastattn
+		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+		fastattn ../../tests/typing/user_program.py
+	@$(bin)/basedpyright --pythonpath $(bin)/python -p tests/typing
 
 docs: $(VENV)/.installed-docs links
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict
@@ -112,13 +115,6 @@ $(VENV)/.created:
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(bin)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[$*]"
 	@touch $@ $(addprefix $(VENV)/.installed-,$(contained_$*))
-
-# Alone, for tests that compile with it: the environment has another release of Triton.
-$(VENV)/.installed-oldest-triton: | $(VENV)/.created
-	rm -rf $(VENV)/triton-$(OLDEST_TRITON)
-	$(bin)/python -m pip install $(PIP_ARGS) --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) \
-		"triton==$(OLDEST_TRITON).*"
-	@touch $@
 
 clean:
 	rm -rf $(VENV) $(DEMO_OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -4,10 +4,7 @@ Triton binds every `@triton.jit` function to its CPU interpreter or to its compi
 imported, so the choice has to be made here, before any test module imports triton.
 """
 
-import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from checkout import foreign
+from nightly import gate_cases
 
 if TYPE_CHECKING:
     from fastattn.testing.compiling.compile_pool import CompilePool
@@ -34,6 +32,23 @@ if _foreign := list(foreign(_CHECKOUT)):
         "\n".join([*_foreign, f"install this checkout: {sys.executable} -m pip install -e ."]),
         returncode=pytest.ExitCode.USAGE_ERROR,
     )
+# Files that take longest. They start first: else workers would wait for the last of them.
+_COSTLY = (
+    "docs/test_documents.py",
+    "parallel/test_context_attention.py",
+    "kernels/test_decode_compile.py",
+    "kernels/test_compile.py",
+    "training/distributed/test_splits.py",
+    "functional/test_few_queries.py",
+    "kernels/test_hopper_compile.py",
+    "functional/test_attention.py",
+    "training/test_sharded.py",
+    "parallel/test_tensor_parallel.py",
+    "compat/test_training_libraries.py",
+    "ops/test_tracing.py",
+    "kernels/test_feature_loops.py",
+    "test_rehearsal.py",
+)
 
 # Workers of one machine share its cores.
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -99,6 +114,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {name: place for place, name in enumerate(_COSTLY)}
+    items.sort(key=lambda item: first.get(item.path.relative_to(_TESTS).as_posix(), len(first)))
     release = ".".join(version("triton").split(".")[:2])
     over_budget = _OVER_BUDGET.get(release, {})
     reason = f"Triton {release} makes more of this kernel than its budget allows"
@@ -167,33 +184,9 @@ def submit_cases(request: pytest.FixtureRequest) -> Callable[..., Compiled]:
     return start
 
 
-# By the name of a part of `tests/rehearsal`, the scenes that it recorded, as dictionaries.
-Played = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="session")
-def rehearse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Played]:
-    """Plays parts of `tests/rehearsal` in a process of their own."""
-    if _HAS_GPU:
-        pytest.skip("this machine has a GPU, so the GPU path needs no rehearsal")
-    if missing := [name for name in ("cc", "c++") if shutil.which(name) is None]:
-        pytest.skip(f"the rehearsal builds a driver and a device with {missing}: not here")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("TRITON_INTERPRET", "FASTATTN_BACKEND"):
-        environment.pop(name, None)
-
-    def play(*parts: str) -> Played:
-        out = tmp_path_factory.mktemp("rehearsal") / "scenes.json"
-        command = [sys.executable, str(_CHECKOUT / "tests" / "rehearsal"), str(out), *parts]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        played: Played = json.loads(out.read_text())
-        return played
-
-    return play
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("nightly") and not gate_cases([], [item]):
+        pytest.skip("marked nightly: make test-nightly runs it")
     if item.get_closest_marker("gpu") is None:
         return
     if not _HAS_GPU:

@@ -25,6 +25,7 @@ def hooks() -> ModuleType:
     return module
 
 
+# `make docs` builds it too; what the pages hold is read by night.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
@@ -47,6 +48,7 @@ FETCHED = re.compile(
 )
 
 
+@pytest.mark.nightly
 def test_pages_fetch_what_the_site_has_and_nothing_else(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 20
@@ -60,6 +62,7 @@ def test_pages_fetch_what_the_site_has_and_nothing_else(site: Path) -> None:
     assert count > 5 * len(pages)
 
 
+@pytest.mark.nightly
 def test_every_public_name_is_in_the_reference(site: Path, hooks: ModuleType) -> None:
     pages: dict[str, set[str]] = {}
     names = list(hooks.public_names())
@@ -71,6 +74,7 @@ def test_every_public_name_is_in_the_reference(site: Path, hooks: ModuleType) ->
         assert same or f"{module}.{name}" in pages[module], f"{module}.{name}"
 
 
+@pytest.mark.nightly
 def test_every_command_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
     assert "--kv-heads" in text and "fastattn generate" in text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import gate_cases
 
 import fastattn
 from fastattn import reference
@@ -18,7 +19,7 @@ from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.compare import results
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import USUAL_SPILL_BYTES, CompiledFacts
 from fastattn.testing.inputs import draw, to_device
 
@@ -196,7 +197,7 @@ SPILL_BYTES = {
     ("sm_80", "backward", 128, "float32"): 4,
 }
 # target, kernel, head dim, dtype
-COMPILED = compiled_cases(
+COMPILED = gate_cases(
     [
         *itertools.product(("sm_90",), KERNELS, (128,), ("bfloat16",)),
     ],

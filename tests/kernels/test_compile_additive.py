@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from nightly import gate_cases
 
 from fastattn.kernels.additive import (
     additive_backward_da_kernel,
@@ -23,7 +24,7 @@ from fastattn.kernels.statistics import (
     launch_weights,
 )
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import count_compilations
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -116,7 +117,7 @@ def compilations_for_new_shapes() -> list[int]:
 
 BOTH = ("launch_additive", "launch_statistics")
 # target, function, width, dtype
-CASES = compiled_cases(
+CASES = gate_cases(
     [
         *itertools.product(("sm_80",), BOTH, (128,), ("bf16",)),
         ("sm_90", "launch_additive", 64, "fp32"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from nightly import gate_cases
 
 from fastattn.kernels.combine import combine_kernel, launch_merge
 from fastattn.kernels.decode import decode_kernel, launch_decode
@@ -14,7 +15,7 @@ from fastattn.kernels.forward import launch_few_queries
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import (
     RELEASE,
     USUAL_SPILL_BYTES,
@@ -125,33 +126,28 @@ def compilations_of_few_queries() -> list[int]:
 
 
 # target, kind of cache, head dim, dtype, codes, new tokens, options
-CASES = compiled_cases(
+CASES = gate_cases(
     [
         *(
             (target, "contiguous", 128, "bf16", None, 1, "plain")
-            for target in ("sm_80", "sm_90", "sm_100", "gfx942")
+            for target in ("sm_80", "sm_90", "gfx942")
         ),
         ("sm_90", "paged-3", 128, "bf16", "int8", 1, "scores"),
-        ("sm_90", "contiguous", 128, "bf16", None, 16, "plain"),
         ("sm_90", "paged", 128, "bf16", None, 1, "plain"),
-        *(
-            ("sm_90", kind, 128, "bf16", codes, 1, "plain")
-            for kind, codes in (
-                ("contiguous", "fp8"),
-                ("contiguous", "int8"),
-                ("paged", "int8"),
-                ("paged-16", "int8"),
-            )
-        ),
-        ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
+        ("sm_90", "contiguous", 128, "bf16", "int8", 1, "plain"),
         ("sm_90", "paged-3", 64, "bf16", None, 16, "mod"),
-        ("sm_90", "contiguous", 40, "bf16", None, 1, "mod"),
         ("sm_90", "contiguous", 60, "bf16", None, 1, "plain"),
         ("sm_90", "sliced", 128, "bf16", None, 1, "plain"),
         ("sm_90", "paged-1", 59, "fp16", None, 1, "plain"),
-        ("sm_90", "contiguous", 256, "fp32", None, 1, "plain"),
     ],
     [
+        ("sm_100", "contiguous", 128, "bf16", None, 1, "plain"),
+        ("sm_90", "contiguous", 128, "bf16", None, 16, "plain"),
+        ("sm_90", "contiguous", 128, "bf16", "fp8", 1, "plain"),
+        *(("sm_90", kind, 128, "bf16", "int8", 1, "plain") for kind in ("paged", "paged-16")),
+        ("sm_80", "contiguous", 128, "fp16", "fp8", 1, "plain"),
+        ("sm_90", "contiguous", 40, "bf16", None, 1, "mod"),
+        ("sm_90", "contiguous", 256, "fp32", None, 1, "plain"),
         *(
             (target, "contiguous", D, "bf16", None, 1, "plain")
             for target in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
@@ -195,8 +191,8 @@ CHUNKS = {
     ("sm_100", 128, "bf16"): 21.76,
     ("gfx942", 128, "bf16"): 42.24,
 }
-OFTEN = [("sm_80", 128, "bf16"), ("sm_90", 128, "bf16")]
-CHUNK_CASES = compiled_cases(OFTEN, [case for case in CHUNKS if case not in OFTEN])
+OFTEN = [("sm_90", 128, "bf16")]
+CHUNK_CASES = gate_cases(OFTEN, [case for case in CHUNKS if case not in OFTEN])
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +301,7 @@ MOST_INSTRUCTIONS = {
     # Triton 3.6 keeps fewer page numbers from one load to the next.
     ("paged-16", "int8"): 640 if RELEASE == "3.6" else 505,
 }
+OFTEN_COUNTED = (("contiguous", None), ("paged", None), ("contiguous", "int8"))
 # Releases whose warps tell one another of two rows at once.
 NEWER = RELEASE in ("3.8", "3.9")
 if RELEASE == "3.8":
@@ -316,7 +313,10 @@ if RELEASE == "3.8":
     }
 
 
-@pytest.mark.parametrize(("kind", "codes"), MOST_INSTRUCTIONS)
+@pytest.mark.parametrize(
+    ("kind", "codes"),
+    gate_cases(OFTEN_COUNTED, [case for case in MOST_INSTRUCTIONS if case not in OFTEN_COUNTED]),
+)
 def test_instructions_of_a_block(
     kind: str, codes: str | None, compiled: dict[tuple, Future]
 ) -> None:
@@ -361,7 +361,7 @@ def test_stages_of_codes_are_half_of_those_of_numbers(compiled: dict[tuple, Futu
     assert buffers * (block + scales) <= codes.shared_bytes <= share * plain.shared_bytes
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", gate_cases(["sm_90"], ["sm_80", "gfx942"]))
 def test_merging_compiles_without_spills(target: str, compile_pool: CompilePool) -> None:
     (fact,) = compile_pool.facts(f"{__file__}:launch_merging", target, D=128)
     assert fact.name == "merge_kernel"

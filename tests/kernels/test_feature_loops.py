@@ -6,12 +6,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from nightly import gate_cases
 
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.forward import launch_forward
 from fastattn.kernels.launch.arguments import tile_for
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import CompiledFacts
 from fastattn.testing.compiling.sass import Loop
 
@@ -103,7 +104,7 @@ ALWAYS = (
     ("sm_90", "functions", 64),
     ("sm_80", "attn_bias", 128),
 )
-CASES = compiled_cases(ALWAYS, [case for case in FULL if case not in ALWAYS])
+CASES = gate_cases(ALWAYS, [case for case in FULL if case not in ALWAYS])
 
 
 def launch(feature: str, D: int) -> None:
@@ -149,7 +150,7 @@ def test_full_blocks(case: tuple[str, str, int], compiled: dict[tuple, Future]) 
         assert boundary.count("LDL", "STL") <= most_boundary
 
 
-@pytest.mark.parametrize(("D", "most"), compiled_cases([(128, (16.9, 25))], [(64, (11.8, 12.9))]))
+@pytest.mark.parametrize(("D", "most"), gate_cases([(128, (16.9, 25))], [(64, (11.8, 12.9))]))
 def test_holes_of_a_padding_mask(
     D: int, most: tuple[float, ...], compile_pool: CompilePool
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from nightly import gate_cases
 
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.backward_bias import launch_backward_bias
@@ -21,7 +22,7 @@ from fastattn.kernels.launch.arguments import tile_for
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.statistics import launch_weights
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import CompiledFacts, count_compilations
 from fastattn.testing.compiling.sass import Loop
 
@@ -150,7 +151,7 @@ HEAD_DIMS = (64, 128)
 LOOPS = [(flag, HEAD_DIMS[n % 2]) for n, flag in enumerate((*IN_RANGES, *BY_TABLE))]
 # What takes the same tiles as plain calls, and the kernels of biases. `test_compile` has what
 # takes smaller tiles all at once, and lengths, padding and offsets for every target.
-ALONE = compiled_cases(
+ALONE = gate_cases(
     [("softcap", "sm_90"), ("relative_bias", "sm_90"), ("positions", "sm_90")],
     [
         ("documents", "sm_80"),
@@ -220,7 +221,7 @@ def test_each_feature_compiles_well(
 
 @pytest.mark.parametrize(
     ("D", "target"),
-    compiled_cases([(64, "sm_90")], [(128, "sm_90"), (64, "sm_80"), (128, "sm_80")]),
+    gate_cases([(64, "sm_90")], [(128, "sm_90"), (64, "sm_80"), (128, "sm_80")]),
 )
 def test_what_is_launched_beside_attention_compiles_well(
     D: int, target: str, compile_pool: CompilePool

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from nightly import gate_cases
 
 from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
@@ -17,7 +18,7 @@ from fastattn.kernels.hopper.host import end_early
 from fastattn.kernels.hopper.tile_table import HopperConfig, backward_config, forward_config
 from fastattn.kernels.launch import launches, tiles
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import RELEASE, CompiledFacts, count_compilations
 from fastattn.testing.compiling.sass import Loop, exponentials_under_wgmma, read_sass
 
@@ -26,18 +27,18 @@ CONSUMERS = 2
 # with lengths among them.
 # "turns": "causal" with consumers that take turns.
 # "part": of a sequence that is spread over GPUs, with positions of its own and results in fp32.
-FORWARD = compiled_cases(
-    [(128, "causal"), (128, "all"), (128, "part")],
-    [(64, "causal"), (256, "causal"), (128, "turns"), (64, "part"), (256, "part")],
+FORWARD = gate_cases(
+    [(128, "causal"), (128, "all")],
+    [(64, "causal"), (256, "causal"), (128, "turns"), *((D, "part") for D in (64, 128, 256))],
 )
-BACKWARD = compiled_cases(
-    [(128, "causal"), (128, "part")], [(64, "causal"), (64, "part"), (128, "all")]
+BACKWARD = gate_cases(
+    [(128, "causal")], [(64, "causal"), (64, "part"), (128, "part"), (128, "all")]
 )
 # Three kernels: dQ, dV and dK.
-WIDEST = compiled_cases([(256, "causal")], [(256, "all"), (256, "packed"), (256, "part")])
+WIDEST = gate_cases([], [(256, case) for case in ("causal", "all", "packed", "part")])
 # "packed": "all" without a softcap. Of both there are so many tiles that they are put in order.
 # "threads": "causal" with threads that add to dQ, in place of TMA; "threads-4": in four stages.
-ONE_PASS = compiled_cases(
+ONE_PASS = gate_cases(
     [(128, "causal"), (128, "threads")],
     [(128, "packed"), (128, "part"), (64, "threads"), (128, "threads-4")],
 )

@@ -4,20 +4,22 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from nightly import gate_cases
 
 from fastattn.kernels.fp8_quantize import launch_head_codes
 from fastattn.kernels.fp8_values import launch_pack_values
 from fastattn.kernels.hopper.forward import launch_hopper_forward_fp8
 from fastattn.kernels.hopper.tile_table import fp8_config
 from fastattn.options import Options
-from fastattn.testing.compiling.compile_pool import CompilePool, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import RELEASE, count_compilations
 
 CONSUMERS = 2
 # "all": every option that it knows. Its prologue may go to the stack, in bytes a thread.
-CASES = compiled_cases(
-    [(128, "causal"), (128, "all"), (128, "packed")], [(64, "causal"), (256, "causal")]
+CASES = gate_cases(
+    [(128, "causal"), (128, "packed")], [(128, "all"), (64, "causal"), (256, "causal")]
 )
+PREPARED = gate_cases(["sm_90"], ["gfx942"])
 SPILL_BYTES = {"causal": 0, "all": 80, "packed": {"3.8": 16, "3.9": 156}.get(RELEASE, 12)}
 # Instructions of the loop over full blocks, of 128 keys, and of 64 for the widest heads. In 16 bits
 # it takes 490, 531 and 457.
@@ -96,8 +98,7 @@ def compiled(compile_pool: CompilePool) -> dict[tuple, Future]:
         for case in CASES
     }
     return futures | {
-        (target,): compile_pool.submit(f"{__file__}:prepare", target, D=128)
-        for target in ("sm_90", "gfx942")
+        (target,): compile_pool.submit(f"{__file__}:prepare", target, D=128) for target in PREPARED
     }
 
 
@@ -131,7 +132,7 @@ def test_forward_in_8_bits_compiles_well(case: tuple, compiled: dict[tuple, Futu
     assert fact.wgmma_register_a == CONSUMERS * 3 * BLOCK // 32
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", PREPARED)
 def test_preparation_compiles_well(target: str, compiled: dict[tuple, Future]) -> None:
     facts = compiled[target,].result()
     codes = ["head_maxima_kernel", "head_codes_kernel", "head_codes_kernel"]

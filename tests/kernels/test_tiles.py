@@ -1,5 +1,6 @@
 """The tile tables: every kernel has a tile for every size, and lookups find it."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,21 +40,17 @@ def test_rows_are_well_formed(name: str) -> None:
         assert name == "interpreter" or row["source"] in ("modelled", "measured")
 
 
-@pytest.mark.parametrize("name", tiles.TABLES)
-@pytest.mark.parametrize(
-    "kernel", tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
-)
-@pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("BLOCK_D", [16, 32, 64, 128, 256])
-def test_every_case_has_a_tile(name, kernel, element_size, BLOCK_D) -> None:
-    tile = tiles.tile_of(name, kernel, element_size, BLOCK_D)
-    assert isinstance(tile, TileConfig)
-
-
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_100"])
-@pytest.mark.parametrize("kernel", tiles.KINDS + tiles.HEAVY)
-def test_the_widest_heads_have_tiles_where_they_are_served(name: str, kernel: str) -> None:
-    assert isinstance(tiles.tile_of(name, kernel, 2, attend.MAX_HEAD_DIM), TileConfig)
+def test_every_case_has_a_tile_of_a_row() -> None:
+    """And the widest heads where they are served."""
+    kernels = tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
+    cases = [*itertools.product(tiles.TABLES, kernels, (2, 4), (16, 32, 64, 128, 256))]
+    wide = ("sm_80", "sm_86", "sm_90", "sm_100")
+    cases += itertools.product(wide, tiles.KINDS + tiles.HEAVY, (2,), (attend.MAX_HEAD_DIM,))
+    for name, kernel, element_size, BLOCK_D in cases:
+        tile = tiles.tile_of(name, kernel, element_size, BLOCK_D)
+        rows = [row for row in tiles.table(name) if row["element_size"] == element_size]
+        of_row = {(row["BLOCK_M"], row["BLOCK_N"]) for row in rows if row["BLOCK_D"] >= BLOCK_D}
+        assert (tile.BLOCK_M, tile.BLOCK_N) in of_row, (name, kernel, element_size, BLOCK_D)
 
 
 def test_lookup_takes_the_next_wider_row() -> None:

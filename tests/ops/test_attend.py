@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import triton
+from nightly import gate_cases
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,6 @@ from fastattn.ops import attend, schema, torch_varlen
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import results
-from fastattn.testing.compiling.compile_pool import compiled_cases
 
 SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
 
@@ -68,7 +68,7 @@ def test_backward_op_is_registered_right(device: str) -> None:
 
 # torch's own inductor still imports what torch deprecates.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("backend", compiled_cases(["eager", "aot_eager"], ["inductor"]))
+@pytest.mark.parametrize("backend", gate_cases(["eager", "aot_eager"], ["inductor"]))
 def test_compiles_as_one_graph(backend: str, device: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("inductor compiles with a C++ compiler, and none is installed")

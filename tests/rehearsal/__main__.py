@@ -1,14 +1,13 @@
-"""`python tests/rehearsal OUT MODULE.FUNCTION...`: plays these parts, and writes their scenes."""
+"""`python tests/rehearsal MODULE.FUNCTION...`: plays these parts, and prints their scenes."""
 
 import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import native
 
-out, *parts = sys.argv[1:]
+parts = sys.argv[1:]
 if parts[0].startswith("fakes."):
     # Before torch is imported, which does not look for a device later.
     native.load_device_guard()
@@ -23,4 +22,4 @@ for part in parts:
     loaded.stage.scenes = []
     getattr(loaded, function)()
     scenes[part] = [dataclasses.asdict(scene) for scene in loaded.stage.scenes]
-Path(out).write_text(json.dumps(scenes))
+sys.stdout.write("\n" + json.dumps(scenes) + "\n")

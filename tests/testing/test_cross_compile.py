@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastattn.testing.compiling import cross_compile, kept
-from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError, compiled_cases
+from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError
 from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
 from fastattn.testing.compiling.sass import Loop
 
@@ -343,10 +343,3 @@ def test_the_environment_of_this_process_is_left_alone(compile_pool: CompilePool
     before = dict(os.environ)
     compile_pool.facts(f"{HERE}:launch_matmul", "sm_80")
     assert dict(os.environ) == before
-
-
-def test_what_takes_long_is_compiled_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTATTN_COMPILE_ALL", raising=False)
-    assert compiled_cases([1], [2]) == [1]
-    monkeypatch.setenv("FASTATTN_COMPILE_ALL", "1")
-    assert compiled_cases([1], [2]) == [1, 2]

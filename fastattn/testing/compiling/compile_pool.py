@@ -12,26 +12,16 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from .cross_compile import CompiledFacts, compiling_for, describe
 from .named_functions import load_function
 
-_Case = TypeVar("_Case")
 _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the module after it
-
-
-def compiled_cases(always: Iterable[_Case], at_leisure: Iterable[_Case]) -> list[_Case]:
-    """The cases that a test file compiles: `always`, and `at_leisure` if FASTATTN_COMPILE_ALL is 1.
-
-    A kernel takes seconds to compile for each GPU, head dim, dtype and mask.
-    """
-    every = os.environ.get("FASTATTN_COMPILE_ALL") == "1"
-    return [*always, *(at_leisure if every else ())]
 
 
 class CrossCompileError(RuntimeError):
