@@ -1,13 +1,13 @@
 """The pages on other libraries' trainers, docs/doors/accelerate.md and docs/doors/lightning.md.
 
-Their programs run as they are on two ranks, which torchrun starts once for all of them; a step
+Their programs run as they are on two ranks, which are started once for all of them; a step
 there is a step of one process. A page whose library is not installed is left out.
 """
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from programs_on_ranks import as_by_torchrun
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastattn.models.gpt import GPT
 from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -58,11 +60,19 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
-def run_pages(folder: str, names: list[str]) -> None:
-    """Run programs on this rank; the first rank stores what each began with and what it found."""
-    # The programs share a process group: in one process torch makes a second one at times only.
-    end = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda group=None: None
+def run_pages(folder: str, names: list[str]) -> str:
+    """Run programs on this rank and return what they print.
+
+    The first rank stores what each began with and what it found.
+    """
+    printed = io.StringIO()
+    os.chdir(folder)
+    with as_by_torchrun(), contextlib.redirect_stdout(printed):
+        run_programs(Path(folder), names)
+    return printed.getvalue()
+
+
+def run_programs(folder: Path, names: list[str]) -> None:
     for name, case in ((name, CASES[name]) for name in names):
         before, after = program_of(case)
         scope: dict[str, Any] = {"__name__": "__main__"}
@@ -76,8 +86,7 @@ def run_pages(folder: str, names: list[str]) -> None:
         found["loss"] = whole(eval(case.loss, scope))
         found["grads"] = {key: whole(x.grad) for key, x in model.named_parameters()}
         if torch.distributed.get_rank() == 0:
-            torch.save(found, Path(folder) / f"{name}.pt")
-    end()
+            torch.save(found, folder / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +94,8 @@ def stored(tmp_path_factory) -> Path:
     """A folder with a file for each program whose library is installed."""
     folder = tmp_path_factory.mktemp("found")
     cases = [name for name, case in CASES.items() if find_spec(case.page)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # Interpreted kernels would take minutes for what a processor does in seconds.
-    environment = os.environ | {"FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*launcher, "--nproc-per-node", str(RANKS), __file__, str(folder), *cases],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    (folder / "stdout").write_text(run.stdout, encoding="utf-8")
+    printed = run_ranks(f"{__file__}:run_pages", RANKS, folder=str(folder), names=cases)
+    (folder / "stdout").write_text("".join(printed), encoding="utf-8")
     return folder
 
 
@@ -156,7 +155,3 @@ def test_the_first_rank_alone_tells_the_loss(package: str, stored: Path) -> None
     )
     expected = {"accelerate": ["2"], "lightning": ["1 x 2", "2 x 1"]}[package]
     assert [ranks for _, ranks in told if ranks in expected] == expected
-
-
-if __name__ == "__main__":
-    run_pages(sys.argv[1], sys.argv[2:])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from programs_on_ranks import run_on_ranks
 
 from fastattn import attention
 from fastattn.cli.main import build_parser
@@ -178,18 +179,10 @@ def test_the_vision_transformer_of_timm(run_as_a_program, tmp_path: Path) -> Non
     run_as_a_program(tmp_path, RUN_WITH.format(["--batch", "1", "--repeats", "1"], path), path)
 
 
-def test_long_context_on_two_ranks(tmp_path: Path) -> None:
+def test_long_context_on_two_ranks() -> None:
     program = str(CHECKOUT / "examples" / "long_context.py")
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*ranks, program, "--tokens", "600", "--window", "100", "--steps", "2"],
-        env=os.environ | {"FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    printed = run_on_ranks(program, "--tokens", "600", "--window", "100", "--steps", "2")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 2 and losses[1] < losses[0]
 
 

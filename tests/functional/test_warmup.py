@@ -53,13 +53,6 @@ def compilations() -> list[int]:
     return counts
 
 
-def test_what_is_warm_compiles_nothing() -> None:
-    # In a process of its own: what adds up gradients is the same kernel for other calls.
-    with CompilePool(1) as pool:
-        counts = pool.call(f"{__file__}:compilations", "sm_90")
-    assert counts == [8, 0, 0, 0, 0, 1]
-
-
 def generate(cache: fastattn.KVCache, T: int, H_q: int) -> None:
     """A prompt of rows of several lengths, and two steps."""
     B, H_k, _, D = cache.k.shape
@@ -84,12 +77,6 @@ def generations() -> list[int]:
     return counts
 
 
-def test_a_warm_generation_compiles_nothing(compile_pool: CompilePool) -> None:
-    first, *later = compile_pool.call(f"{__file__}:generations", "sm_90")
-    assert first > 0
-    assert later == [0, 0]
-
-
 def found_on_disk() -> list[list[bool]]:
     """Which kernels of a first call the disk cache held: when it was empty, and after that."""
     calls: list[list[bool]] = []
@@ -112,8 +99,17 @@ def found_on_disk() -> list[list[bool]]:
     return calls
 
 
-def test_the_disk_cache_spares_a_first_call_the_compilers(compile_pool: CompilePool) -> None:
-    assert compile_pool.call(f"{__file__}:found_on_disk", "sm_90") == [[False], [True]]
+def test_what_is_warm_compiles_nothing() -> None:
+    """A program, generations, and a first call of a later process, which the disk cache serves."""
+    # In a process of its own: what adds up gradients is the same kernel for other calls.
+    with CompilePool(1) as pool:
+        counts, generated, cached = (
+            pool.call(f"{__file__}:{name}", "sm_90")
+            for name in ("compilations", "generations", "found_on_disk")
+        )
+    assert counts == [8, 0, 0, 0, 0, 1]
+    assert generated[0] > 0 and generated[1:] == [0, 0]
+    assert cached == [[False], [True]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly import gate_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import alibi_slopes, reference
@@ -106,6 +107,29 @@ def named_calls(ranks: int) -> list[tuple[str, str, str]]:
     return calls + [(name, method, "fp32") for name in SIZES for method in METHODS]
 
 
+def of_the_gate(ranks: int, call: tuple[str, str, str]) -> bool:
+    """Whether a call is made by day.
+
+    Each example has most methods on two or four ranks, and in bf16 one method on either.
+    """
+    name, method, dtype = call
+    turn = [*examples(T), *SIZES, *BY_POSITIONS].index(name) + METHODS.index(method)
+    if name in (*MODS, *IN_STRETCHES):
+        return True
+    if dtype == "bf16":
+        return turn % 4 == ranks % 4
+    return method == "ulysses" or turn % 2 == ranks // 4
+
+
+CALLS = {
+    ranks: gate_cases(
+        [call for call in named_calls(ranks) if of_the_gate(ranks, call)],
+        [call for call in named_calls(ranks) if not of_the_gate(ranks, call)],
+    )
+    for ranks in (2, 4)
+}
+
+
 def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     far = BY_POSITIONS.get(name)
     length = FAR if far else T
@@ -149,7 +173,7 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
     flat = init_device_mesh("cpu", (ranks,))
     square = init_device_mesh("cpu", (2, ranks // 2))
     found = {}
-    for name, method, dtype in named_calls(ranks):
+    for name, method, dtype in CALLS[ranks]:
         (q, k, v), options = inputs_of(name, DTYPES[dtype])
         far = name in BY_POSITIONS
         balance = "longest_first" if far or name in SCATTERED else "zigzag"
@@ -222,12 +246,12 @@ def check(call: tuple[str, str, str], found: dict[tuple[str, str, str], list[Any
         assert_within_budget(what, x, *both)
 
 
-@pytest.mark.parametrize("call", named_calls(2), ids="-".join)
+@pytest.mark.parametrize("call", CALLS[2], ids="-".join)
 def test_two_ranks(call, two):
     check(call, two)
 
 
-@pytest.mark.parametrize("call", named_calls(4), ids="-".join)
+@pytest.mark.parametrize("call", CALLS[4], ids="-".join)
 def test_four_ranks(call, four):
     check(call, four)
 

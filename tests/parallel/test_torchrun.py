@@ -1,27 +1,18 @@
-"""What docs say to start by torchrun, started so: once, on two processes."""
+"""What docs say to start by torchrun, on two ranks as by torchrun."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs_on_ranks import run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
-# The commands take the group of the program: in one process torch makes a second one at times only.
-BEFORE = """
-import torch.distributed
-
-end, torch.distributed.destroy_process_group = torch.distributed.destroy_process_group, int
-"""
 COMMANDS = """
 from fastattn.cli.main import main
 from fastattn.parallel.cost.__main__ import main as cost
 
 cost(["--measure", "--gpus", "2", "--tokens", "65536"])
 main(["info", "--distributed"])
-end()
 """
 
 
@@ -29,18 +20,8 @@ end()
 def printed(tmp_path_factory) -> list[str]:
     program, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.DOTALL)
     path = tmp_path_factory.mktemp("page") / "example.py"
-    path.write_text(BEFORE + program + COMMANDS, encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # Interpreted kernels would take minutes for what a processor does in seconds.
-    environment = os.environ | {"FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+    path.write_text(program + COMMANDS, encoding="utf-8")
+    return run_on_ranks(str(path)).splitlines()
 
 
 def test_the_program_of_the_page_runs(printed):
