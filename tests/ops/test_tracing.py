@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from nightly import gate_cases
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
@@ -24,7 +25,25 @@ DEVICE = "cpu"  # of a test's tensors: see `backend`
 LENGTHS = (6, 17, 19)
 
 
-@pytest.fixture(autouse=True, params=["torch", "triton"])
+# What follows from the backend: a graph of sizes, of a cache, of offsets, of users' functions. The
+# others have by day what they have in common.
+BY_BOTH = (
+    "test_functions_compile_for_all_sizes",
+    "test_decoding_compiles_for_all_lengths",
+    "test_users_functions_compile",
+    "test_packed_sequences_compile_once",
+    "test_packed_sequences_export_and_trace",
+    "test_exports_for_all_lengths",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    by_both = metafunc.function.__name__ in BY_BOTH
+    backends = ["torch", "triton"] if by_both else gate_cases(["torch"], ["triton"])
+    metafunc.parametrize("backend", backends, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def backend(
     request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
