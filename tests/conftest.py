@@ -114,6 +114,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    assert all((_TESTS / name).is_file() for name in _COSTLY), "a costly file has another name"
     first = {name: place for place, name in enumerate(_COSTLY)}
     items.sort(key=lambda item: first.get(item.path.relative_to(_TESTS).as_posix(), len(first)))
     release = ".".join(version("triton").split(".")[:2])
