@@ -1,50 +1,65 @@
 """Exact fused attention in Triton, as functions and as drop-in torch modules."""
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .block_mask import BlockMask as BlockMask
-from .cache.dense import KVCache as KVCache
-from .cache.page_allocator import OutOfPages as OutOfPages
-from .cache.paged import PagedKVCache as PagedKVCache
-from .cache.quantized import QuantizedKVCache as QuantizedKVCache
-from .cache_view import CacheView as CacheView
-from .compat.multihead import MultiheadAttention as MultiheadAttention
-from .compat.patch import patch_sdpa as patch_sdpa
-from .compat.patch import unpatch_sdpa as unpatch_sdpa
-from .compat.swap.model import swap as swap
-from .dispatch import Explanation as Explanation
-from .functional.additive import additive_attention as additive_attention
-from .functional.attend import attention as attention
-from .functional.attend import attention_varlen as attention_varlen
-from .functional.attend import explain as explain
-from .functional.block import BlockGradients as BlockGradients
-from .functional.block import attention_block_backward as attention_block_backward
-from .functional.block import attention_block_forward as attention_block_forward
-from .functional.decode import decode_attention as decode_attention
-from .functional.decode import explain_decode as explain_decode
-from .functional.decode import view_of_tensors as view_of_tensors
-from .functional.fp8 import PackedValues as PackedValues
-from .functional.fp8 import attention_fp8 as attention_fp8
-from .functional.fp8 import attention_varlen_fp8 as attention_varlen_fp8
-from .functional.fp8 import explain_fp8 as explain_fp8
-from .functional.fp8 import pack_values as pack_values
-from .functional.fp8 import quantize_fp8 as quantize_fp8
-from .functional.merge import cascade_attention as cascade_attention
-from .functional.merge import merge as merge
-from .functional.scoring import dot_product_attention as dot_product_attention
-from .functional.scoring import multiplicative_attention as multiplicative_attention
-from .functional.statistics import AttentionStatistics as AttentionStatistics
-from .functional.statistics import attention_statistics as attention_statistics
-from .functional.statistics import attention_weights as attention_weights
-from .functional.warmup import warmup as warmup
-from .modules.cross_attention import CrossGQAttention as CrossGQAttention
-from .modules.self_attention import CausalGQAttention as CausalGQAttention
-from .modules.self_attention import GQAttention as GQAttention
-from .position_tables import alibi_slopes as alibi_slopes
-from .position_tables import document_ids as document_ids
-from .position_tables import t5_relative_bias as t5_relative_bias
-from .torch_backend.dropout import keep_mask as dropout_keep_mask
+
+def _is_command() -> bool:
+    """Whether this process is the `fastattn` command, or `python -m fastattn`."""
+    script = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if script == "-m":  # until the module runs
+        return ("-m", __name__) in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return Path(script).name in (__name__, f"{__name__}.exe")
+
+
+# The command answers --help and typos without torch. Elsewhere, and where one of these names is
+# used all the same, everything is imported at once: that also registers the operators with torch.
+_LATER = "_LATER" not in globals() and _is_command()
+if not _LATER:
+    from .block_mask import BlockMask as BlockMask
+    from .cache.dense import KVCache as KVCache
+    from .cache.page_allocator import OutOfPages as OutOfPages
+    from .cache.paged import PagedKVCache as PagedKVCache
+    from .cache.quantized import QuantizedKVCache as QuantizedKVCache
+    from .cache_view import CacheView as CacheView
+    from .compat.multihead import MultiheadAttention as MultiheadAttention
+    from .compat.patch import patch_sdpa as patch_sdpa
+    from .compat.patch import unpatch_sdpa as unpatch_sdpa
+    from .compat.swap.model import swap as swap
+    from .dispatch import Explanation as Explanation
+    from .functional.additive import additive_attention as additive_attention
+    from .functional.attend import attention as attention
+    from .functional.attend import attention_varlen as attention_varlen
+    from .functional.attend import explain as explain
+    from .functional.block import BlockGradients as BlockGradients
+    from .functional.block import attention_block_backward as attention_block_backward
+    from .functional.block import attention_block_forward as attention_block_forward
+    from .functional.decode import decode_attention as decode_attention
+    from .functional.decode import explain_decode as explain_decode
+    from .functional.decode import view_of_tensors as view_of_tensors
+    from .functional.fp8 import PackedValues as PackedValues
+    from .functional.fp8 import attention_fp8 as attention_fp8
+    from .functional.fp8 import attention_varlen_fp8 as attention_varlen_fp8
+    from .functional.fp8 import explain_fp8 as explain_fp8
+    from .functional.fp8 import pack_values as pack_values
+    from .functional.fp8 import quantize_fp8 as quantize_fp8
+    from .functional.merge import cascade_attention as cascade_attention
+    from .functional.merge import merge as merge
+    from .functional.scoring import dot_product_attention as dot_product_attention
+    from .functional.scoring import multiplicative_attention as multiplicative_attention
+    from .functional.statistics import AttentionStatistics as AttentionStatistics
+    from .functional.statistics import attention_statistics as attention_statistics
+    from .functional.statistics import attention_weights as attention_weights
+    from .functional.warmup import warmup as warmup
+    from .modules.cross_attention import CrossGQAttention as CrossGQAttention
+    from .modules.self_attention import CausalGQAttention as CausalGQAttention
+    from .modules.self_attention import GQAttention as GQAttention
+    from .position_tables import alibi_slopes as alibi_slopes
+    from .position_tables import document_ids as document_ids
+    from .position_tables import t5_relative_bias as t5_relative_bias
+    from .torch_backend.dropout import keep_mask as dropout_keep_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +74,8 @@ _LATE = {"tune": ".bench.tune.tune", "verify": ".testing.verify"}
 def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name], __name__), name)
+    if _LATER and name in __all__:
+        return getattr(importlib.reload(sys.modules[__name__]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
