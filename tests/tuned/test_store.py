@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastattn.files import replace
 from fastattn.tuned import choices, findings, store
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
@@ -171,12 +172,12 @@ def killed_at(line: int, task: Callable[[], object]) -> bool:
 
     One that is not runs the task to its end.
     """
-    folder = str(Path(store.__file__).parent)
+    folders = tuple(str(Path(module.__file__).parent) for module in (store, replace))
     left = line
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(folder):
+        if not frame.f_code.co_filename.startswith(folders):
             return None
         if event == "line":
             left -= 1
@@ -240,15 +241,15 @@ def test_export_changes_its_file_alone(here: Store, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     letter = tmp_path / "letter"
-    for name in ("letter", "mine/out.partial", "mine/out.json.partial"):
+    for name in ("letter", "mine/out.partial", "mine/out.json.partial", "mine/.out.json.partial"):
         (tmp_path / name).write_text("dear")
     for name in ("out.json", ".writing-out.json"):
         (folder / name).symlink_to(letter)
     here.export(folder / "out.json")
     assert len(findings.read(folder / "out.json").rows["tiles"]) == 1
     assert not (folder / "out.json").is_symlink()
-    names = {".writing-out.json", "out.json", "out.json.partial", "out.partial"}
-    assert {path.name for path in folder.iterdir()} == names
-    for kept in ("out.partial", "out.json.partial", ".writing-out.json"):
+    others = {".writing-out.json", ".out.json.partial", "out.json.partial", "out.partial"}
+    assert {path.name for path in folder.iterdir()} == {"out.json", *others}
+    for kept in others:
         assert (folder / kept).read_text() == "dear"
     assert letter.read_text() == "dear"
