@@ -6,6 +6,7 @@ such a handle carries the bits as uint16. The classes here override what the sto
 a concept each, and `install` puts them in the stock ones' places. Valid for Triton 3.6 to 3.9.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -256,6 +257,19 @@ class _GridExecutor(stock.GridExecutor):  # type: ignore[misc]
         return args, kwargs
 
 
+# A launch changes the language and the builder of the whole process. Within a launch nothing waits
+# for another thread, so whoever waits here gets its turn, autograd's threads too. A hook of a
+# launch may start another in its own thread.
+_one_at_a_time = threading.RLock()
+_stock_run = stock.InterpretedFunction.run
+
+
+def _run(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Launch an interpreted kernel when no other thread runs one."""
+    with _one_at_a_time:
+        _stock_run(self, *args, **kwargs)
+
+
 def _first_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
@@ -309,5 +323,6 @@ def install() -> None:
     stock.interpreter_builder.options = stock.InterpreterOptions(sanitize_overflow=False)
     stock.ReduceOps = _Reduce
     stock.GridExecutor = _GridExecutor
+    stock.InterpretedFunction.run = _run
     stock._patch_lang = _patch_lang
     stock._get_np_dtype = _np_dtype

@@ -1,6 +1,7 @@
 """The interpreter's repairs, each seen through a small kernel that a GPU would run the same."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -318,6 +319,35 @@ def test_a_launch_leaves_the_language_as_it_found_it() -> None:
         cast_kernel[(1,)](torch.zeros(1), torch.zeros(2), 2)
     after = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce, tl.tensor.__dict__.copy())
     assert after == before
+
+
+def test_threads_launch_one_after_another() -> None:
+    """Forward in some threads and backward, which autograd runs in threads of its own, at once."""
+    from fastattn import attention
+
+    q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))
+
+    def gradient(row: int) -> torch.Tensor:
+        leaf = (q * row).requires_grad_()
+        return torch.autograd.grad(attention(leaf, k, v, backend="triton").sum(), leaf)[0]
+
+    expected = [gradient(row) for row in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(gradient, range(8)))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_launch_starts_another_from_its_own_thread() -> None:
+    """As a hook of the first one may; the lock is held already."""
+    inner = torch.zeros(4)
+
+    def hook(*_: object, **__: object) -> None:
+        cast_kernel.pre_run_hooks.remove(hook)
+        cast_kernel[(1,)](torch.ones(4), inner, 4)
+
+    cast_kernel.add_pre_run_hook(hook)
+    outer = cast(torch.full((4,), 2.0), torch.float32)
+    assert inner.tolist() == [1.0] * 4 and outer.tolist() == [2.0] * 4
 
 
 def test_other_errors_of_a_kernel_stay_interpreter_errors() -> None:
