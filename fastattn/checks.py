@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import decided
+from .tracing import decided, has_tangent, in_forward_mode
 
 # Positions of queries are taken within this distance of the first key: no sequence is as long.
 FARTHEST = 2**28
@@ -21,7 +21,7 @@ BACKENDS = ("auto", "hopper", "triton", "torch")
 
 
 def check_tensor(name: str, x: Any) -> Tensor:
-    """A tensor that is dense, and whole on its device: a kernel is given its memory."""
+    """A dense tensor, whole on its device, without a tangent: a kernel is given its memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
     if x.is_nested:
@@ -40,7 +40,18 @@ def check_tensor(name: str, x: Any) -> Tensor:
             "heads, and beside them for options; elsewhere pass its to_local(), or call in "
             "torch.distributed.tensor.experimental.local_map"
         )
+    refuse_tangent(name, x)
     return x
+
+
+def refuse_tangent(name: str, x: Tensor) -> None:
+    """NotImplementedError where forward-mode AD carries a tangent of x: it would be dropped."""
+    if in_forward_mode() and has_tangent(x):
+        raise NotImplementedError(
+            f"{name} has a tangent (torch.autograd.forward_ad, torch.func.jvp or jacfwd), and "
+            "nothing in fastattn computes tangents yet: take derivatives in reverse mode "
+            "(autograd, torch.func.vjp, jacrev), or detach it"
+        )
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
@@ -269,11 +280,17 @@ def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
         check_offset_values(name, offsets, total)
 
 
-def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
-    """Offsets that start at 0, never fall and end at `total`. Waits for the device."""
+def check_offset_values(name: str, offsets: Tensor, total: int, *, whole: bool = True) -> None:
+    """Offsets that start at 0, never fall and end at `total`. Waits for the device.
+
+    whole: False lets them end before that.
+    """
     values = offsets.tolist()
-    if values[0] != 0 or values[-1] != total:
-        raise ValueError(f"{name} must run from 0 to {total}, got {values[0]} to {values[-1]}")
+    if values[0] != 0 or values[-1] > total or (whole and values[-1] != total):
+        at_most = "" if whole else "at most "
+        raise ValueError(
+            f"{name} must run from 0 to {at_most}{total}, got {values[0]} to {values[-1]}"
+        )
     for n, (start, end) in enumerate(pairwise(values)):
         if end < start:
             raise ValueError(f"{name} must not fall, got {start} then {end} at sequence {n}")
@@ -305,6 +322,22 @@ def check_positive(name: str, x: Any) -> float:
     if not 0 < x < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {x}")
     return x
+
+
+def check_fraction(name: str, x: Any) -> float:
+    """A number from 0 to 1, without 1."""
+    x = check_number(name, x)
+    if not 0 <= x < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {x}")
+    return x
+
+
+def check_seed(name: str, x: Any) -> None:
+    """int64 [2], which Philox takes for its key and its counter."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {kind(x)}")
+    if tuple(check_tensor(name, x).shape) != (2,):
+        raise ValueError(f"{name} must have shape [2], got {list(x.shape)}")
 
 
 def check_backend(backend: str | None, source: str = "backend") -> str:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -19,6 +20,40 @@ def may_be_traced(x: Tensor) -> bool:
 def transforming() -> bool:
     """Whether a transform of torch.func is at work outside torch.compile, which has its own."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def host_knows(x: Tensor) -> bool:
+    """Whether to read a value costs no wait for a device, and nothing traces."""
+    return x.is_cpu and not may_be_traced(x)
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents: inside forward_ad.dual_level, torch.func.jvp or jacfwd."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode AD carries a tangent of x, at any level of torch.func's transforms.
+
+    For calls inside forward mode (`in_forward_mode`).
+    """
+    if not transforming():
+        return _is_dual(x)
+    # Each transform wraps the tensors that it follows, and hides what a transform outside it knows.
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    functorch = torch._C._functorch
+    transform = retrieve_current_functorch_interpreter()
+    if functorch.maybe_get_level(x) == transform.level():
+        if transform.key() == functorch.TransformType.Jvp and _is_dual(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    with transform.lower():
+        return has_tangent(x)
+
+
+def _is_dual(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def autocasting(device: torch.device) -> bool:

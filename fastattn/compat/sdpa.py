@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -20,7 +19,7 @@ from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..functional import attend
 from ..options import Options
-from ..tracing import decided
+from ..tracing import decided, in_forward_mode
 from .torch_sdpa import by_overrides, overridden
 from .torch_sdpa import torch_attention as torch_attention
 
@@ -184,7 +183,7 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
             return "an argument is no tensor"
         elif is_traceable_wrapper_subclass(x) or has_torch_function((x,)):
             return f"an argument is a {type(x).__name__}"
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         return "the kernels have no forward-mode derivatives"
     override = overridden(*map(_without_causal_bias, tensors))
     return None if override is None else f"{override} wants to see the call"

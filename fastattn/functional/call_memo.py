@@ -70,6 +70,8 @@ def key_of(
 ) -> list[Any] | None:
     """What a call is found by; None where it may not be: it is traced, cast, or no such call.
 
+    Nor with tensors that are not what lies in their memory: `ops.call.Operator` sees to those.
+
     Args:
         inputs: tensors that every such call has, q first. The launch looks at their alignment.
         given: all that the caller gave beside them, under the names that `keep` is told.
@@ -80,14 +82,20 @@ def key_of(
             return None
     if tracing.may_be_traced(inputs[0]) or tracing.autocasting(inputs[0].device):
         return None
+    if tracing.in_forward_mode():
+        return None
     key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT)]
     try:
         for x in inputs:
+            if x.is_neg():
+                return None
             key += (x.shape, x.stride(), x.dtype, x.device)
         for name, x in given.items():
             kind: Any = type(x)
             key += (name, kind)
             if kind in _TYPES:
+                if x.is_neg():
+                    return None
                 key += layout(x)
             elif kind is tuple and all(map(_is_number, map(type, x))):  # as a window is
                 key += (x, *map(type, x))

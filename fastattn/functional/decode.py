@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
+from ..cache.checks import check_row_values
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
@@ -111,10 +112,7 @@ def decode_attention(
         "batch_invariant": batch_invariant,
         **options,
     }
-    key = call_memo.key_of((q,), given, backend)
-    if key is not None:
-        key += _seen_of(view, given)
-        key += (q.data_ptr() & 15 == 0, torch.is_grad_enabled(), q.requires_grad)
+    key = _with_cache(call_memo.key_of((q,), given, backend), q, view, given)
     known = call_memo.find(key, q)
     if known is not None:
         o, lse = known.run(q, view, new_lengths, known.options_of(given))
@@ -192,7 +190,8 @@ def view_of_tensors(
         k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v are int8 or float8_e4m3fn.
         block_table: int32 or int64 [rows, N], contiguous. None: page r is row r.
         starts: int32 or int64 [rows]: positions before are padding.
-        batch_index: int32 or int64 [B]: the row of each batch element.
+        batch_index: int32 or int64 [B]: the row of each batch element. Values are read on a CPU
+            only.
         window, keep_first: the cache is a ring that keeps what such a window sees.
         length_bound: what no length exceeds; default the room that there is. A ring has no end: it
             is needed there, by torch's backend alone.
@@ -217,9 +216,14 @@ def view_of_tensors(
     if batch_index is not None:
         checks.check_integers("batch_index", batch_index)
         checks.check_placement("batch_index", batch_index, (batch_index.numel(),), k)
+        check_row_values("batch_index", batch_index, rows)
     if window is not None and (block_table is not None or starts is not None):
         raise ValueError("window: a ring has neither a block_table nor starts")
-    keep_first = checks.check_keep_first(keep_first, window is not None)
+    window, keep_first = _ring(window, keep_first, S)
+    if length_bound is not None:
+        length_bound = checks.check_count("length_bound", length_bound, 0)
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
     capacity = S if block_table is None else S * block_table.shape[1]
     stored = torch.bfloat16 if k_scale is not None else k.dtype
     return CacheView(
@@ -230,6 +234,20 @@ def view_of_tensors(
         None if window is None else keep_first, window,
         stored if dtype is None else dtype, torch.zeros_like(lengths, dtype=torch.int32),
     )  # fmt: skip
+
+
+def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
+    """window and keep_first of a view, a ring's with room for both."""
+    keep_first = checks.check_keep_first(keep_first, window is not None)
+    if window is None:
+        return None, keep_first
+    window = checks.check_count("window", window, 1)
+    if keep_first + window > slots:
+        raise ValueError(
+            f"k must have a slot for each of keep_first + window = {keep_first + window} tokens, "
+            f"got {slots}"
+        )
+    return window, keep_first
 
 
 def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
@@ -250,7 +268,10 @@ def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor
                 f"{name} must be dense, but that each row may be part of a longer one, "
                 f"got shape {list(x.shape)} and strides {x.stride()}"
             )
-        if (x.dtype in (torch.int8, torch.float8_e4m3fn)) != (scale is not None):
+        codes = x.dtype in (torch.int8, torch.float8_e4m3fn)
+        if not codes and x.dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(f"{name} must be a float tensor, int8 or float8_e4m3fn, got {x.dtype}")
+        if codes != (scale is not None):
             raise ValueError(
                 f"{name}_scale goes with int8 and float8_e4m3fn alone, got it with {x.dtype}"
                 if scale is not None
@@ -281,15 +302,22 @@ def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | Non
     return whole, cache.uniform_length if not of_rows and whole.starts is None else None
 
 
-def _seen_of(view: CacheView, given: dict[str, Any]) -> list[Any]:
-    """What the checks and the launch look at of a cache. Its length is known on the device."""
-    found: list[Any] = [view.page_size, view.keep_first, view.window, view.dtype]
+def _with_cache(
+    key: list[Any] | None, q: Tensor, view: CacheView, given: dict[str, Any]
+) -> list[Any] | None:
+    """key, and what the checks and the launch look at of a cache. Its length the device knows."""
+    if key is None:
+        return None
+    key += (view.page_size, view.keep_first, view.window, view.dtype)
     if "attn_mask" in given or "attn_bias" in given:  # which have to reach as far
-        found.append(view.length_bound)
+        key.append(view.length_bound)
     tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
     for x in (*tensors, view.starts, view.batch_index):
-        found.append(None if x is None else call_memo.layout(x))
-    return found
+        if x is not None and x.is_neg():
+            return None
+        key.append(None if x is None else call_memo.layout(x))
+    key += (q.data_ptr() & 15 == 0, torch.is_grad_enabled(), q.requires_grad)
+    return key
 
 
 def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:

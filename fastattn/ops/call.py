@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tracing
-from ..options import CONTIGUOUS, Options
+from .. import checks, tracing
+from ..options import CONTIGUOUS, TENSORS, Options
 from . import schema
 from .flops import Formula, register
 
@@ -64,6 +64,11 @@ def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
 class Operator:
     """A function that launches kernels, as the operator fastattn::`its name` and as it is.
 
+    Kernels read the memory of tensors, and this is the one place that looks for what a tensor has
+    beside it. A tensor with torch's negative bit (z.conj().imag has it) is copied without the bit,
+    or refused where the kernel writes into it; the dispatcher does so by itself for an operator. A
+    tensor with a tangent is refused.
+
     Its first parameter that is always a tensor tells the device, and whether something traces. Its
     last one may be `options`: the operator takes each of them as an argument, see `schema`. `flops`
     says what a call computes: one of the formulas of that module.
@@ -81,6 +86,12 @@ class Operator:
         self._launch = launch
         self._first = [parameter.annotation for parameter in parameters].index(Tensor)
         self._takes_options = parameters[-1].annotation is Options
+        self._tensors = {
+            place: parameter.name
+            for place, parameter in enumerate(parameters)
+            if parameter.annotation in (Tensor, Tensor | None)
+        }
+        self._written = mutates_args
         name = launch.__name__
         if self._takes_options:
             tensors, returns = _schema(signature.replace(parameters=parameters[:-1]))
@@ -101,6 +112,7 @@ class Operator:
         x = arguments[self._first]
         if tracing.may_be_traced(x):
             return self.by_op(*arguments)
+        arguments = self._of_memory(arguments)
         # As `direct`, whose own call would cost as much as the choice does.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             try:
@@ -116,12 +128,51 @@ class Operator:
 
     def direct(self, *arguments: Any) -> Any:
         """By the function itself; nothing may trace it."""
+        arguments = self._of_memory(arguments)
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
             try:
                 return self._launch(*arguments)
             except Exception as error:
                 return self._in_smaller_tiles(error, arguments)
+
+    def _of_memory(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """arguments whose tensors are what their memory says."""
+        if tracing.in_forward_mode():
+            self._refuse_tangents(arguments)
+        negated = None
+        for place in self._tensors:
+            x = arguments[place]
+            if x is not None and x.is_neg():
+                negated = negated or list(arguments)
+                if self._tensors[place] in self._written:
+                    raise ValueError(
+                        f"{self._tensors[place]} is written in place, and must not have torch's "
+                        "negative bit: pass its resolve_neg()"
+                    )
+                negated[place] = x.resolve_neg()
+        if self._takes_options:
+            options = _resolved(arguments[-1])
+            if options is not arguments[-1]:
+                negated = negated or list(arguments)
+                negated[-1] = options
+        return arguments if negated is None else tuple(negated)
+
+    def _refuse_tangents(self, arguments: tuple[Any, ...]) -> None:
+        given = [(name, arguments[place]) for place, name in self._tensors.items()]
+        if self._takes_options:
+            options: Options = arguments[-1]
+            given += zip(options._fields, options, strict=True)
+            given += [("mod_tensors", x) for x in options.mod_tensors]
+        # torch runs an operator below autograd and its views, which alone know of tangents.
+        keys = torch._C.DispatchKey
+        with (
+            torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
+            torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
+        ):
+            for name, x in given:
+                if isinstance(x, Tensor):
+                    checks.refuse_tangent(name, x)
 
     def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> Any:
         """Launch again where the compiler refused a tile, with smaller ones until it takes them.
@@ -166,6 +217,20 @@ def contiguous(options: Options) -> Options:
         x = getattr(options, name)
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()
+    return options._replace(**changed) if changed else options
+
+
+def _resolved(options: Options) -> Options:
+    """options with copies of those tensors that have torch's negative bit."""
+    if options.plain:
+        return options
+    changed: dict[str, Any] = {}
+    for name in TENSORS:
+        x = getattr(options, name)
+        if x is not None and x.is_neg():
+            changed[name] = x.resolve_neg()
+    if any(x.is_neg() for x in options.mod_tensors):
+        changed["mod_tensors"] = tuple(x.resolve_neg() for x in options.mod_tensors)
     return options._replace(**changed) if changed else options
 
 

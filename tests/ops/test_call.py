@@ -1,7 +1,10 @@
 """`Operator`: one function, launched directly or through torch.library."""
 
+import inspect
+import pkgutil
 import warnings
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,12 +13,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fastattn
+import fastattn.ops
 from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches, tiles
 from fastattn.ops.call import Operator
 from fastattn.ops.flops import nothing
-from fastattn.options import Options
+from fastattn.options import TENSORS, Options
 from fastattn.testing import assert_within_budget, make_qkv
 
 launched: list[tuple] = []
@@ -90,6 +94,45 @@ def test_launches_happen_on_the_device_of_the_first_tensor_that_must_be_given(mo
     x = torch.randn(3)
     toy_scaled(torch.randn(2), x, 1, torch.float32, Options())
     assert [y is x for y in entered] == [True]
+
+
+def operators() -> dict[str, Operator]:
+    """Every operator of the package."""
+    files = [
+        import_module(f"fastattn.ops.{x.name}") for x in pkgutil.iter_modules(fastattn.ops.__path__)
+    ]
+    return {name: x for file in files for name, x in vars(file).items() if isinstance(x, Operator)}
+
+
+def negated() -> Tensor:
+    """2.0, in memory as -2.0."""
+    return torch._neg_view(torch.full((2, 2), -2.0))
+
+
+@pytest.mark.parametrize("way", ["direct", "__call__"])
+@pytest.mark.parametrize("name", operators())
+def test_no_kernel_gets_a_negative_bit(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, given = operators()[name], []
+    parameters = inspect.signature(operator._launch).parameters
+    monkeypatch.setattr(operator, "_launch", lambda *arguments: given.append(arguments))
+    options = Options(**{name: negated() for name in TENSORS}, mod_tensors=(negated(), negated()))
+    kinds = {name: parameter.annotation for name, parameter in parameters.items()}
+    arguments = {
+        name: negated() if kind in (Tensor, Tensor | None) else options if kind is Options else None
+        for name, kind in kinds.items()
+    }
+    for written in operator._written:
+        with pytest.raises(ValueError, match=f"{written} is written in place"):
+            getattr(operator, way)(*arguments.values())
+        arguments[written] = torch.full((2, 2), 2.0)
+    getattr(operator, way)(*arguments.values())
+    tensors = [x for x in given[0] if isinstance(x, Tensor)]
+    if Options in kinds.values():
+        tensors += [getattr(given[0][-1], name) for name in TENSORS] + [*given[0][-1].mod_tensors]
+    assert tensors and all(torch.equal(x, torch.full((2, 2), 2.0)) for x in tensors)
+    assert not any(x.is_neg() for x in tensors)
 
 
 class Refusing:

@@ -1,0 +1,289 @@
+"""Tensors that are more than their memory: torch's negative bit, and tangents of forward mode."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import fastattn
+from fastattn.compat import flash_attn
+from fastattn.functional.block import attention_block_backward, attention_block_forward
+from fastattn.testing.inputs import draws
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+B, H_Q, H_K, T, D = 2, 4, 2, 8, 16
+# By torch, as it prepares for the first tangent.
+from_torch = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+Tensors = dict[str, Tensor]
+Function = Callable[..., Any]
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "triton")
+
+
+def decode(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Tensor) -> Tensor:
+    lengths = torch.tensor([T, T - 3], dtype=torch.int32, device=q.device)
+    view = fastattn.view_of_tensors(k, v, lengths)
+    return fastattn.decode_attention(q, view, backend=backend, **options)
+
+
+def append(paged: bool, backend: str, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor):
+    how: Any = {"q": q, "rotary": (cos, sin), "backend": backend}
+    if paged:
+        cache = fastattn.PagedKVCache(4, T, H_K, D, device=q.device)
+        rows = [cache.allocate(), cache.allocate()]
+        turned = cache.append(rows, k, v, **how)
+        return turned, cache.k[0, :2], cache.v[0, :2]
+    cache = fastattn.KVCache(B, H_K, T, D, device=q.device)
+    return cache.append(k, v, **how), cache.k, cache.v
+
+
+def with_gradients(function: Function, backend: str, *, do: Tensor, dlse: Tensor, **given: Tensor):
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    found = function(**leaves, return_lse=True, backend=backend)
+    return torch.autograd.grad(found, tuple(leaves.values()), (do, dlse))
+
+
+def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
+    """By name, functions of a backend and tensors, and the tensors."""
+    draw = draws(device=device)
+    rows = {"q": draw(B, H_Q, T, D), "k": draw(B, H_K, T, D), "v": draw(B, H_K, T, D)}
+    packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in rows.items()}
+    scores = {
+        "sinks": draw(H_Q),
+        "alibi_slopes": draw(H_Q).abs(),
+        "relative_bias": draw(H_Q, 5),
+        "relative_keys": draw(H_Q, 5, D),
+    }
+    query = {"relative_query": draw(B, H_Q, T, D)}
+    bias = {"attn_bias": draw(B, H_Q, T, T)}
+    o, lse = draw(B, H_Q, T, D), draw(B, H_Q, T)
+    results = {"do": draw(B, H_Q, T, D), "o": o, "lse": lse + 5, "dlse": draw(B, H_Q, T)}
+    grads = {"do": results["do"], "dlse": results["dlse"]}
+    offsets = torch.tensor([0, 5, B * T], device=device)
+    codes = {f"{name}_codes": fastattn.quantize_fp8(x)[0] for name, x in rows.items()}
+    scales = {f"{name}_scale": draw(B, x.shape[1]).abs() for name, x in rows.items()}
+    cos, sin = fastattn.rotary.rotary_tables(T, D, device=device)
+    tables = {"cos": cos, "sin": sin}
+
+    def fp8(backend: str, q_codes: Tensor, k_codes: Tensor, v_codes: Tensor, **scales: Tensor):
+        return fastattn.attention_fp8(q_codes, k_codes, v_codes, backend=backend, **scales)
+
+    def varlen(backend: str, **given: Tensor):
+        return fastattn.attention_varlen(cu_seqlens_q=offsets, backend=backend, **given)
+
+    def named(function: Function) -> Function:
+        return lambda backend, **given: function(backend=backend, **given)
+
+    # Its kernels take one hidden column after another.
+    small = {name: draw(1, 2, 4, 4) for name in ("q", "k", "v")} | {"u": draw(4)}
+    weights = {"w_query": draw(4, 4), "w_key": draw(4, 4)}
+    small_grads = {"do": draw(1, 2, 4, 4), "dlse": draw(1, 2, 4)}
+    of_rows = {name: rows[name] for name in ("q", "k")}
+    return {
+        "attention": (named(fastattn.attention), rows | scores | query | bias),
+        "gradients": (partial(with_gradients, fastattn.attention), rows | grads),
+        "attention_varlen": (varlen, packed | scores),
+        "decode_attention": (
+            decode, rows | {"q": draw(B, H_Q, 1, D), "sinks": scores["sinks"]},
+        ),
+        "additive_attention": (named(fastattn.additive_attention), small | weights),
+        "gradients of additive_attention": (
+            partial(with_gradients, fastattn.additive_attention), small | small_grads,
+        ),
+        "multiplicative_attention": (
+            named(fastattn.multiplicative_attention), rows | {"weight": draw(D, D)},
+        ),
+        "merge": (
+            named(fastattn.merge), {"o1": o, "lse1": lse, "o2": o + 1, "lse2": lse - 1},
+        ),
+        "attention_statistics": (
+            named(partial(fastattn.attention_statistics, top=2)), of_rows | {"lse": lse + 5} | bias,
+        ),
+        "attention_weights": (named(fastattn.attention_weights), of_rows),
+        "attention_block_forward": (named(attention_block_forward), rows),
+        "attention_block_backward": (named(attention_block_backward), rows | results),
+        "attention_fp8": (fp8, codes | scales),
+        "KVCache.append": (partial(append, False), rows | tables),
+        "PagedKVCache.append": (partial(append, True), rows | tables),
+    }  # fmt: skip
+
+
+CALLS = tuple(calls("cpu"))
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    """Every tensor in a result, in order."""
+    if isinstance(found, Tensor):
+        return [found]
+    found = found.values() if isinstance(found, dict) else found
+    return [x for part in found if part is not None for x in tensors_of(part)]
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def negated(x: Tensor) -> Tensor:
+    """x, equal and in its strides, whose memory holds -x."""
+    found = torch._neg_view(-x)
+    assert found.is_neg() and torch.equal(found, x) and found.stride() == x.stride()
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
+    """Not even where the same call without it is known."""
+    function, tensors = calls(device)[name]
+    function = partial(function, "triton")
+    expected = function(**tensors)
+    arguments = [name for name, x in tensors.items() if x.itemsize > 1]  # torch negates no codes
+    # Not q and k together, whose signs would cancel; options alone, beside a q that is known.
+    first, options = arguments[:3], arguments[3:]
+    for some in (first[::2], first[1:2], options):
+        found = function(**tensors | {argument: negated(tensors[argument]) for argument in some})
+        assert same(found, expected), some
+
+
+def test_bits_of_an_imaginary_part(device: str) -> None:
+    """As users come by them; in its strides, which an attn_bias keeps."""
+    q, k, v, bias = (draws(device=device)(1, 2, T, n) for n in (D, D, D, T))
+    imaginary = torch.complex(bias, -bias).conj().imag
+    assert imaginary.is_neg() and imaginary.stride(-1) == 2
+    found, expected = (
+        fastattn.attention(q, k, v, attn_bias=x, backend="triton")
+        for x in (imaginary, imaginary.resolve_neg())
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_a_cache_with_the_negative_bit_is_not_written(device: str) -> None:
+    k, v, new = (draws(device=device)(B, T, H_K, D)[:, : (T, T, 1)[n]] for n in range(3))
+    k = torch._neg_view(k.contiguous())
+    before = k.clone()
+    with pytest.raises(RuntimeError, match=r"k_cache is written in place.*negative bit"):
+        flash_attn.flash_attn_with_kvcache(new, k, v.contiguous(), new, new, cache_seqlens=2)
+    assert torch.equal(k, before)
+
+
+@from_torch
+# torch derives by itself what it computes backward.
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "triton") for name in CALLS]
+    + [(name, "torch") for name in CALLS if "gradients" not in name],
+)
+def test_tangents_are_refused(name: str, backend: str, device: str) -> None:
+    """Whichever tensor has one, also where the same call without it is known."""
+    function, tensors = calls(device)[name]
+    arguments = [name for name, x in tensors.items() if x.itemsize > 1]
+    if "gradients" in name:
+        arguments = ["do", "dlse"]
+    function = partial(function, backend)
+    expected = function(**tensors)
+    with forward_ad.dual_level():
+        assert same(function(**tensors), expected)
+        for argument in arguments:
+            dual = forward_ad.make_dual(tensors[argument], torch.ones_like(tensors[argument]))
+            with pytest.raises(NotImplementedError, match=r"has a tangent .*take derivatives in"):
+                function(**tensors | {argument: dual})
+                pytest.fail(f"{argument} has lost its tangent")
+
+
+def doors() -> dict[str, Function]:
+    """Of x [B, T, 16], what computes attention of it by way of a module or another interface."""
+    own, cross = fastattn.GQAttention(16, 2), fastattn.CrossGQAttention(16, 2)
+    multihead = fastattn.MultiheadAttention(16, 2, batch_first=True)
+    offsets = torch.tensor([0, T, 2 * T], dtype=torch.int32)
+
+    def with_weights(x: Tensor) -> Tensor:
+        return multihead(x, x, x)[1]
+
+    def varlen(x: Tensor) -> Tensor:
+        return flash_attn.flash_attn_varlen_func(
+            *(x.view(-1, 2, 8) for _ in range(3)), offsets, offsets, T, T
+        )
+
+    def layer(x: Tensor) -> Tensor:
+        q, k, v = (x.view(B, T, 2, 8).transpose(1, 2) for _ in range(3))
+        return fastattn.dot_product_attention(q, k, v)
+
+    return {
+        "GQAttention": own,
+        "CrossGQAttention": lambda x: cross(x.detach(), x),
+        "MultiheadAttention": lambda x: multihead(x, x, x, need_weights=False)[0],
+        "weights of MultiheadAttention": with_weights,
+        "flash_attn_func": lambda x: flash_attn.flash_attn_func(*[x.view(B, T, 2, 8)] * 3),
+        "flash_attn_varlen_func": varlen,
+        "dot_product_attention": layer,
+    }
+
+
+@from_torch
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("name", doors())
+def test_tangents_are_refused_at_every_door(name: str, device: str) -> None:
+    function, x = doors()[name], draws()(B, T, 16)
+    if isinstance(function, torch.nn.Module):
+        function.requires_grad_(False)
+    with torch.no_grad(), forward_ad.dual_level():
+        expected = function(x)
+        assert forward_ad.unpack_dual(expected).tangent is None
+        with pytest.raises(NotImplementedError, match="has a tangent"):
+            function(forward_ad.make_dual(x, x))
+
+
+def attended(x: Tensor) -> Tensor:
+    return fastattn.attention(x, x.detach(), x.detach(), backend="triton").sum()
+
+
+def of_detached(x: Tensor) -> Tensor:
+    return attended(x.detach()) + x.sum()
+
+
+def forward_of(f: Function, x: Tensor) -> Tensor:
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+TRANSFORMS: dict[str, Function] = {
+    "jvp": forward_of,
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jvp(jvp)": lambda f, x: forward_of(lambda y: forward_of(lambda z: f(y) + f(z), x), x),
+    "jvp(grad)": lambda f, x: forward_of(lambda y: torch.func.grad(f)(y).sum(), x),
+    "grad(jvp)": lambda f, x: torch.func.grad(lambda y: forward_of(f, y))(x),
+    "vmap(jvp)": lambda f, x: torch.vmap(partial(forward_of, f))(torch.stack([x, x])),
+    "jvp(vmap)": lambda f, x: forward_of(lambda y: torch.vmap(f)(y).sum(), torch.stack([x, x])),
+}
+
+
+@from_torch
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_that_go_forward(name: str) -> None:
+    x = draws()(1, 1, 3, 4)
+    with pytest.raises(NotImplementedError, match="q has a tangent"):
+        TRANSFORMS[name](attended, x)
+    # What has no tangent at any level is served.
+    assert TRANSFORMS[name](of_detached, x).isfinite().all()
+
+
+@from_torch
+def test_a_compiled_call_refuses_a_tangent() -> None:
+    """Be it of a transform that is compiled, or of an input that had none when it was compiled."""
+    x = draws()(1, 1, 3, 4)
+    with pytest.raises(NotImplementedError, match="q has a tangent"):
+        torch.compile(partial(forward_of, attended), backend="eager")(x)
+    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
+    expected = compiled(x)
+    with forward_ad.dual_level():
+        assert torch.equal(compiled(x), expected)
+        with pytest.raises(NotImplementedError, match="q has a tangent"):
+            compiled(forward_ad.make_dual(x, x))
