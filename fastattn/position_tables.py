@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, tracing
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -66,13 +66,19 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     id -1: they are padding.
 
     Args:
-        cu_seqlens: int32 or int64 [N + 1], from 0, never falling, to at most length.
+        cu_seqlens: int32 or int64 [N + 1], from 0, never falling, to at most length. Values are
+            read on a CPU only.
         length: how many positions there are.
+
+    Raises:
+        TypeError, ValueError: offsets of another dtype, shape or order, or past length.
     """
     checks.check_integers("cu_seqlens", cu_seqlens)
     length = checks.check_count("length", length, 0)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    if tracing.host_knows(cu_seqlens):
+        checks.check_offset_values("cu_seqlens", cu_seqlens, length, whole=False)
     position = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ids = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     inside = position < cu_seqlens[-1]

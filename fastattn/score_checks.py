@@ -16,9 +16,10 @@ from .checks import (
     as_python,
     check_device,
     check_floats,
+    check_fraction,
     check_int,
-    check_number,
     check_placement,
+    check_seed,
     check_tensor,
     kind,
     type_name,
@@ -261,17 +262,13 @@ def check_sinks(x: Tensor, call: Checking) -> Tensor:
 
 def check_dropout(dropout: Any, call: Checking) -> float:
     """A probability below 1."""
-    dropout = check_number("dropout", dropout)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    return dropout
+    return check_fraction("dropout", dropout)
 
 
 def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
     """int64 [2] on q's device; None where nothing is dropped."""
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
-        raise TypeError(f"dropout_seed must be an int64 tensor, got {kind(seed)}")
-    check_placement("dropout_seed", seed, (2,), call.q)
+    check_seed("dropout_seed", seed)
+    check_device("dropout_seed", seed, call.q)
     return seed if call.fields.get("dropout") else None
 
 
@@ -333,6 +330,11 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
         check_device(name, x, call.q)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} has no gradient, but requires one: detach it, or call under "
+                "torch.no_grad(); relative_bias and attn_bias are biases that learn"
+            )
     used = call.given.get("mask_mod") is not None or call.given.get("score_mod") is not None
     if tensors and not used:
         raise ValueError("mod_tensors are read by mask_mod or score_mod; neither is given")

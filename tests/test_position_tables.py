@@ -58,7 +58,7 @@ def test_document_ids() -> None:
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert fastattn.document_ids(starts, 7).tolist() == [[0, 0, 2, 2, 2, -1, -1]]
     assert fastattn.document_ids(torch.tensor([0]), 2).tolist() == [[-1, -1]]
-    assert fastattn.document_ids(starts, 0).shape == (1, 0)
+    assert fastattn.document_ids(torch.tensor([0, 0]), 0).shape == (1, 0)
 
 
 BAD = [
@@ -79,6 +79,21 @@ BAD = [
         r"cu_seqlens must have shape \[N \+ 1\], got \[1, 2\]",
     ),
     (lambda: fastattn.document_ids(torch.zeros(2).long(), 1.5), TypeError, "length must be an int"),
+    (
+        lambda: fastattn.document_ids(torch.tensor([0, 5, 3, 6]), 7),
+        ValueError,
+        "cu_seqlens must not fall, got 5 then 3 at sequence 1",
+    ),
+    (
+        lambda: fastattn.document_ids(torch.tensor([0, 5, 8]), 7),
+        ValueError,
+        "cu_seqlens must run from 0 to at most 7, got 0 to 8",
+    ),
+    (
+        lambda: fastattn.document_ids(torch.tensor([1, 5]), 7),
+        ValueError,
+        "cu_seqlens must run from 0 to at most 7, got 1 to 5",
+    ),
 ]
 
 

@@ -20,6 +20,11 @@ def keep_all(b, h, i, j):
 
 
 @triton.jit
+def keep_two(b, h, i, j, one, other):
+    return i == i
+
+
+@triton.jit
 def same(x, b, h, i, j):
     return x
 
@@ -202,6 +207,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         r"mod_tensors\[0\] must be a torch\.Tensor, got int",
     ),
+    (
+        {"mod_tensors": (torch.ones(2), torch.ones(2, requires_grad=True)), "mask_mod": keep_two},
+        ValueError,
+        r"mod_tensors\[1\] has no gradient, but requires one",
+    ),
 ]
 
 
@@ -210,6 +220,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_arguments(call, options, error, message) -> None:
     with pytest.raises(error, match=message):
         call(*make_qkv(B, H_q, H_k, T_q, T_k, D), **options)
+
+
+def test_mod_tensors_that_require_grad_serve_without_gradients() -> None:
+    tables = (torch.ones(2, requires_grad=True), torch.ones(2))
+    with torch.no_grad():
+        fastattn.attention(
+            *make_qkv(B, H_q, H_k, T_q, T_k, D), mask_mod=keep_two, mod_tensors=tables,
+            backend="torch",
+        )  # fmt: skip
 
 
 def test_a_score_mod_alone_serves_without_gradients() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
 from ..rotary import check_rotary_style
 
 Rotary = tuple[Tensor, Tensor]
@@ -33,13 +33,18 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return checks.check_float_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
 
 
-def check_row_values(name: str, x: Tensor, rows: int) -> None:
-    """Numbers of rows, 0 to rows - 1; those on another device than the CPU are not looked at."""
-    if not x.is_cpu or torch.compiler.is_compiling() or not x.numel():
+def check_row_values(name: str, x: Tensor, rows: int, *, distinct: bool = False) -> None:
+    """Numbers of rows, 0 to rows - 1; those on another device than the CPU are not looked at.
+
+    distinct: no two may be alike.
+    """
+    if not tracing.host_knows(x) or not x.numel():
         return
     low, high = (int(n) for n in torch.aminmax(x))
     if low < 0 or high >= rows:
         raise ValueError(f"{name} must hold rows from 0 to {rows - 1}, got {low} to {high}")
+    if distinct and len(set(x.tolist())) < x.numel():
+        raise ValueError(f"{name} must hold no row twice, got {x.tolist()}")
 
 
 def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:

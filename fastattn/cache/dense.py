@@ -210,7 +210,8 @@ class KVCache:
                 new_lengths[b] tokens of row b count, the others are padding and the next append
                 writes over them. None: all T count.
             batch_index: int32 or int64 [B] on the cache's device: the tokens' rows, no two alike,
-                B being the number of them. None: row b is row b.
+                B being the number of them. None: row b is row b. On a GPU nobody looks whether two
+                are alike; what such a row holds then is unspecified.
             q: [B, H_q, T, D] to rotate together with k; needs `rotary`.
             rotary: (cos, sin) of `rotary_tables(N, R)`, by position: k is rotated to its position
                 as it is written, lengths[b] + i for token i. None: k is written as it is.
@@ -230,12 +231,13 @@ class KVCache:
         Raises:
             TypeError: `new_lengths` or `batch_index` is not int32 or int64.
             ValueError: a shape, dtype or device disagrees with the cache, the tables do not reach,
-                the tokens do not fit, or, on the CPU, an entry of `batch_index` is no row.
+                the tokens do not fit, or, on the CPU, an entry of `batch_index` is no row or
+                stands there twice.
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
                 left as it was.
         """
         if batch_index is not None:
-            self._check_batch_index(batch_index)
+            self._check_batch_index(batch_index, distinct=True)
         B = (self.lengths if batch_index is None else batch_index).shape[0]
         check_tokens(k, v, self.k, self.v, B, self.dtype)
         T = k.shape[2]
@@ -345,11 +347,12 @@ class KVCache:
         checks.check_integers(name, x)
         checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
 
-    def _check_batch_index(self, batch_index: Tensor) -> None:
+    def _check_batch_index(self, batch_index: Tensor, *, distinct: bool = False) -> None:
         checks.check_integers("batch_index", batch_index)
-        rows = min(batch_index.numel(), self.lengths.shape[0])
-        checks.check_placement("batch_index", batch_index, (rows,), self.lengths)
-        check_row_values("batch_index", batch_index, self.lengths.shape[0])
+        rows = self.lengths.shape[0]
+        shape = (min(batch_index.numel(), rows),)
+        checks.check_placement("batch_index", batch_index, shape, self.lengths)
+        check_row_values("batch_index", batch_index, rows, distinct=distinct)
 
     def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:
         """The slot that the first new token of every row goes to, where the host knows it."""

@@ -79,8 +79,6 @@ def _backward(
         found = _packed(q, k, v, replaced(options, fields), dlse is not None)
         o, lse = (found, None) if dlse is None else found
         pairs = [(o, as_packed(do))] if dlse is None else [(o, as_packed(do)), (lse, dlse[0])]
-        # Where there are no sequences nothing depends on the inputs.
-        pairs = [pair for pair in pairs if pair[0].requires_grad]
         outputs, douts = [y for y, _ in pairs], [dy for _, dy in pairs]
         grads = torch.autograd.grad(outputs, leaves, douts, materialize_grads=True)
     return [_in_layout(x) for x in grads]

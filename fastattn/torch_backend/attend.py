@@ -62,7 +62,7 @@ def attention(
     o = _fused(q, k, v, shown, is_causal, options.scale)
     if not torch.compiler.is_compiling() and o.grad_fn is not None:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
-    if mask is not None and not (_may_look(o) and _is_tame(o)):
+    if mask is not None and not (tracing.host_knows(o) and _is_tame(o)):
         # On a CPU torch gives rows that see nothing 0 by itself, but for NaN elsewhere; its CUDA
         # kernels do not all agree.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
@@ -79,7 +79,7 @@ _WIDEST_VECTOR = 64
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     """o with NaN in the rows whose query, or a key that they see, holds NaN: torch has 0 there."""
-    if _may_look(o) and torch.count_nonzero(o.detach()) == o.numel():
+    if tracing.host_knows(o) and torch.count_nonzero(o.detach()) == o.numel():
         return o
     in_keys = k.isnan().any(-1)
     if is_causal:
@@ -160,14 +160,9 @@ def _harmless(x: Tensor, exists: Tensor) -> Tensor:
 
     Zeroing them costs a copy. Eagerly on a CPU it is cheaper to look first.
     """
-    if _may_look(x) and _is_tame(x):
+    if tracing.host_knows(x) and _is_tame(x):
         return x
     return torch.where(exists[:, None, :, None], x, 0.0)
-
-
-def _may_look(x: Tensor) -> bool:
-    """Whether to read a value costs no wait for a device, and nothing traces."""
-    return x.device.type == "cpu" and not tracing.may_be_traced(x)
 
 
 def _is_tame(x: Tensor) -> bool:

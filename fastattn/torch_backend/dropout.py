@@ -8,6 +8,8 @@ place of a weight, so that forward and backward draw the same bits in any order.
 import torch
 from torch import Tensor
 
+from .. import checks
+
 # The fewest that pass every test of randomness in that paper.
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -43,11 +45,17 @@ def keep_mask(
     Args:
         seed: int64 [2], the dropout_seed of the call.
         dropout: probability in [0, 1) to drop a weight.
+        B, H_q, T_q, T_k: the call's sizes.
         first_row: b of the first batch row; not 0 for a part of a batch.
         positions: the call's, which take the place of i and j: int32 [B or 1, T_q] and
             [B or 1, T_k], of keys at least 0.
         heads: the call's, (first, total): first + h and total take the place of h and H_q.
+
+    Raises:
+        TypeError, ValueError: a seed of another dtype or shape, or no such probability.
     """
+    checks.check_seed("seed", seed)
+    dropout = checks.check_fraction("dropout", dropout)
     device = seed.device
 
     def count(n: int, dims: int) -> Tensor:

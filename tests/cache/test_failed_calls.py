@@ -91,6 +91,8 @@ def calls_of_dense() -> Iterator[tuple[str, dict[str, Any], Any]]:
     yield "append", {"k": k, "v": v, "new_lengths": torch.tensor([1, 2])}, ValueError
     yield "append", {"k": k, "v": v, "batch_index": index}, ValueError
     yield "append", {"k": k, "v": v, "batch_index": -index}, ValueError
+    yield "append", {"k": k, "v": v, "batch_index": 0 * index}, ValueError
+    yield "append", {"k": k, "v": v, "batch_index": index.tolist()}, TypeError
     yield "append", {"k": k, "v": v, "batch_index": index.float()}, TypeError
     yield "view", {"batch_index": index}, ValueError
     yield "view", {"batch_index": index.float()}, TypeError

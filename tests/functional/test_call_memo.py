@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from fastattn import attention
+from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
 from fastattn.bench.time import overhead
 from fastattn.functional import call_memo, call_options
 from fastattn.kernels.launch import launches as plan
@@ -305,6 +305,26 @@ def test_the_host_does_little_for_a_known_call(compile_pool: CompilePool) -> Non
     assert max(map(max, tables.values())) < 90, tables
     for row in ("plain", "decode"):
         assert len(found[row][0][1]) <= 8, found[row][0][1]  # the first is without gradients
+
+
+def test_the_environment_is_asked_at_each_call(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its variable names the backend of calls that leave it open, known ones too."""
+    q, k, v = inputs(device, requires_grad=False)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    offsets = torch.tensor([0, 9], device=device)
+    view = view_of_tensors(k, v, torch.tensor([9], dtype=torch.int32, device=device))
+    for call in (
+        lambda: attention(q, k, v),
+        lambda: attention_varlen(*packed, offsets),
+        lambda: decode_attention(q, view),
+    ):
+        monkeypatch.setenv("FASTATTN_BACKEND", "triton")
+        call()
+        monkeypatch.setenv("FASTATTN_BACKEND", "none")
+        with pytest.raises(ValueError, match="FASTATTN_BACKEND must be one of"):
+            call()
 
 
 def test_users_functions_are_launched_anew() -> None:

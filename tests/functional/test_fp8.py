@@ -287,6 +287,10 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
         ({"backend": "cudnn"}, ValueError, "backend must be one of auto, hopper"),
         ({"sinks": torch.zeros(4, requires_grad=True)}, RuntimeError, "has no gradients, but an"),
         ({"q_scale": torch.ones(1, 4, requires_grad=True)}, RuntimeError, "has no gradients"),
+        ({"q_scale": -torch.ones(1, 4)}, ValueError, "q_scale must be positive and .* got -1"),
+        ({"k_scale": torch.tensor([[1, 0.0]])}, ValueError, "k_scale must be positive .* got 0.0"),
+        ({"v_scale": torch.tensor([[math.nan, 1]])}, ValueError, "v_scale must be .* got nan"),
+        ({"v_scale": torch.tensor([[math.inf, 1]])}, ValueError, "v_scale must be .* got inf"),
     ],
 )
 def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
@@ -308,6 +312,12 @@ def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
             "x must be a float",
         ),
         (quantize_fp8, (torch.zeros(2, 3, 4),), ValueError, r"x must have 4 dimensions \[B, H, T"),
+        (
+            quantize_fp8,
+            (torch.zeros(1, 1, 4, 64, requires_grad=True),),
+            RuntimeError,
+            "quantize_fp8 has no gradient, but x requires one",
+        ),
         (
             quantize_fp8,
             (torch.zeros(2, 3, 4, 5), torch.zeros(3).int()),

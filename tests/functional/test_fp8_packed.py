@@ -196,6 +196,7 @@ def test_compiled_calls_give_the_same():
         ({"query_offset": 3}, TypeError, "attention_varlen_fp8 takes no query_offset"),
         ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
         ({"v_scale": torch.ones(2, 2, requires_grad=True)}, RuntimeError, "has no gradients"),
+        ({"q_scale": torch.tensor([[1, 1], [1, 0.0]])}, ValueError, "q_scale must be positive"),
     ],
 )
 def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):

@@ -109,6 +109,25 @@ def test_no_queries_or_no_keys(sizes) -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_no_sequences_have_gradients(backend: str, return_lse: bool, device: str) -> None:
+    """Of nothing; a training step whose batch is empty on one rank goes on."""
+    q, k, v = (torch.zeros(0, 2, D, device=device, requires_grad=True) for D in (8, 8, 12))
+    sinks = torch.zeros(2, device=device, requires_grad=True)
+    found = fastattn.attention_varlen(
+        q, k, v, torch.zeros(1, dtype=torch.int32, device=device), sinks=sinks,
+        return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+    o, *rest = found if return_lse else (found,)
+    assert o.shape == (0, 2, 12) and [x.shape for x in rest] == [(2, 0)] * return_lse
+    leaves = (q, k, v, sinks)
+    for grad, x in zip(
+        torch.autograd.grad(sum(x.sum() for x in (o, *rest)), leaves), leaves, strict=True
+    ):
+        assert grad.shape == x.shape and (grad == 0).all()
+
+
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_asking_for_lse_changes_no_output(case: str) -> None:
     """The path with lse shares its formula with the oracle: torch's own attention judges it."""

@@ -17,6 +17,7 @@ a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The
 that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -123,7 +124,8 @@ def attention_fp8(
         q: [B, H_q, T_q, D] float8_e4m3fn, any strides.
         k: [B, H_k, T_k, D] float8_e4m3fn.
         v: [B, H_k, T_k, D_v] float8_e4m3fn, or `PackedValues`.
-        q_scale: fp32 [B, H_q], positive; default 1. `quantize_fp8` makes codes and scales.
+        q_scale: fp32 [B, H_q], positive; default 1. `quantize_fp8` makes codes and scales. Values
+            are checked on a CPU only.
         k_scale, v_scale: fp32 [B, H_k], likewise.
         out_dtype: bfloat16, float16 or float32.
         return_lse: also return the log of the softmax denominators.
@@ -189,7 +191,8 @@ def attention_varlen_fp8(
         v: [total_k, H_k, D_v] float8_e4m3fn, or `PackedValues` of the same cu_seqlens_k.
         cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
-        q_scale: fp32 [N, H_q], positive; default 1. `quantize_fp8` makes codes and scales.
+        q_scale: fp32 [N, H_q], positive; default 1. `quantize_fp8` makes codes and scales. Values
+            are checked on a CPU only.
         k_scale, v_scale: fp32 [N, H_k], likewise.
         out_dtype, return_lse, backend: as for `attention_fp8`.
         options: those of `attention_fp8` except query_offset; key_lengths and prefix_lengths [N].
@@ -329,6 +332,10 @@ def _check_scale(name: str, scale: object, shape: tuple[int, int], q: Tensor) ->
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
     checks.check_placement(name, scale, shape, q)
+    if tracing.host_knows(scale):
+        wrong = scale[~((scale > 0) & (scale < math.inf))]
+        if wrong.numel():
+            raise ValueError(f"{name} must be positive and finite, got {wrong[0].item()}")
 
 
 def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:

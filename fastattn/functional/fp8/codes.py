@@ -62,11 +62,13 @@ def quantize_fp8(
     Returns:
         codes, float8_e4m3fn in x's shape and memory order, or `PackedValues`, and scale fp32 [B, H]
         or [N, H]: the largest magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale /
-        1024). A head that holds inf or NaN gets the scale NaN; without any row all scales are 1.
+        1024). A head that holds inf or NaN gets the scale NaN, which `attention_fp8` refuses where
+        it looks; without any row all scales are 1.
 
     Raises:
         TypeError, ValueError: x is no float tensor of four dimensions, or of three with cu_seqlens,
             or lengths or cu_seqlens do not fit it.
+        RuntimeError: x requires grad while grad mode is on.
     """
     checks.check_floats("x", x)
     packed = checks.check_flag("packed", packed)
@@ -77,6 +79,11 @@ def quantize_fp8(
         checks.check_placement("lengths", lengths, (rows,), x)
     if packed:
         _check_packed_head_dim("x", x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError(
+            "quantize_fp8 has no gradient, but x requires one: call it under torch.no_grad(), or "
+            "pass x.detach()"
+        )
     x = x.detach()
     if fp8.has_kernel(x):
         batch = _batch(x, cu_seqlens)
