@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import triton
 
 from fastattn.bench.cases.case import FAMILIES
 from fastattn.bench.time import overhead
+from fastattn.testing.gpt import make_gpt
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 # One of each kind: the rest of a family differs in its sizes.
@@ -56,6 +58,21 @@ def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tm
     cost = found["test_host_cost_of_a_call[decode, paged]"]["extra_info"]
     assert set(cost["us"]) == {"bare launch", "fastattn"} and "us_over_bare_launch" in cost
     assert found["test_import_over_torch_and_triton"]["extra_info"]["import_ms"] > 0
+
+
+@pytest.mark.usefixtures("one_thread", "on_torch")
+def test_both_ways_of_generation_give_the_same_and_read_what_they_say():
+    torch.manual_seed(0)
+    model, read, texts = make_gpt(context=40), {}, {}
+    for method, generate in runpy.run_path(str(BENCH / "bench_generate.py"))["METHODS"].items():
+        lengths = read[method] = []
+        hook = model.register_forward_pre_hook(
+            lambda _, args, lengths=lengths: lengths.append(args[0].shape[1])
+        )
+        texts[method] = list(generate(model, [1, 2, 3], 30))
+        hook.remove()
+    assert texts["cache"] == texts["no-cache"]
+    assert read == {"cache": [3] + [1] * 29, "no-cache": list(range(3, 33))}
 
 
 class Observer:

@@ -9,8 +9,6 @@ exactly the pairs that the mask lets through.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .case import Case
@@ -119,15 +117,3 @@ def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:
     Instructions", throughput of base-2 exponentials for compute capabilities 8.0 to 9.0).
     """
     return 4.0 * D * 16 * sm_count * clock_mhz / 1e6
-
-
-def ratio(results: list[dict[str, Any]], case: str, ours: str, theirs: str) -> float | None:
-    """How many times faster `ours` was than `theirs` on a case; None if either was not timed."""
-    found = {
-        record["implementation"]: record["ms"]["median"]
-        for record in results
-        if record.get("case", {}).get("name") == case and record["status"] == "timed"
-    }
-    if ours not in found or theirs not in found:
-        return None
-    return float(found[theirs] / found[ours])

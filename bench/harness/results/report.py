@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ...files.replace import replacing
-from ..cases.figures import ratio
 from ..cases.registry import OURS, TORCH_PEERS
 from ..time.attention import TIMED
 
@@ -21,8 +20,8 @@ class Report:
     """The results of a run, in memory and in a JSON file.
 
     `data` holds format, command, started, environment (see `environment.collect`), ceilings, tests,
-    jobs (name to status and seconds), results (records of what was measured), broken (kind of job
-    to implementation to how it ended the process, see `jobs.Job`) and tuning.
+    jobs (name to status and seconds), results (records of what was measured), and broken (kind of
+    job to implementation to how it ended the process, see `jobs.Job`).
     """
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
@@ -44,7 +43,6 @@ class Report:
             "jobs": {},
             "results": [],
             "broken": {},
-            "tuning": {},
         }
         report = cls(path, empty)
         report.save()
@@ -106,7 +104,7 @@ def write_whole(path: Path, text: str) -> None:
 def markdown(data: Mapping[str, Any]) -> str:
     """A report as Markdown: environment, a table for each family, ratios, what was not measured."""
     blocks = [_heading(data), *_attention_tables(data["results"]), _ratios(data["results"])]
-    blocks += [_others(data["results"]), _tuning(data), _unmeasured(data)]
+    blocks += [_others(data["results"]), _unmeasured(data)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -153,18 +151,18 @@ def _attention_tables(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def _ratios(results: list[dict[str, Any]]) -> str:
     """The table of speed-ups of the Triton kernels over torch's fused kernels."""
-    cases = dict.fromkeys(
-        r["case"]["name"] for r in timed(results) if r["implementation"] == OURS and "tflops" in r
-    )
-    rows = []
-    for case in cases:
-        found = [ratio(results, case, OURS, peer) for peer in TORCH_PEERS]
-        if any(found):
-            rows.append([case, *("" if x is None else f"{x:.2f}" for x in found)])
-    if not rows:
-        return ""
+    ms = {
+        (record["case"]["name"], record["implementation"]): record["ms"]["median"]
+        for record in timed(results)
+        if "tflops" in record
+    }
+    cells = [
+        ((case,), peer, f"{theirs / ms[case, OURS]:.2f}")
+        for (case, peer), theirs in ms.items()
+        if peer in TORCH_PEERS and (case, OURS) in ms
+    ]
     head = f"Speed of {OURS} as a multiple of a peer's, same run:\n\n"
-    return head + table(["case", *TORCH_PEERS], rows)
+    return head + pivot(("case",), cells, {peer: peer for peer in TORCH_PEERS}) if cells else ""
 
 
 def _others(results: list[dict[str, Any]]) -> str:
@@ -179,15 +177,6 @@ def _others(results: list[dict[str, Any]]) -> str:
             figures.insert(0, f"{record['ms']['median']} ms")
         rows.append([record["case"]["name"], record["implementation"], ", ".join(figures)])
     return table(["measurement", "of", "figures"], rows) if rows else ""
-
-
-def _tuning(data: Mapping[str, Any]) -> str:
-    rows = data["tuning"].get("rows", [])
-    if not rows:
-        return ""
-    sizes = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    keys = ("kernel", "element_size", "BLOCK_D", *sizes, "ms")
-    return "Fastest tiles found:\n\n" + table(keys, ([row[key] for key in keys] for row in rows))
 
 
 def _unmeasured(data: Mapping[str, Any]) -> str:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...kernels.launch import tiles
-from ...tuned import findings
 from ...tuned.store import CACHE_DIR
 from ..results import charts
 from ..results.report import DONE, Report, markdown, write_whole
@@ -103,22 +101,12 @@ def run_all(
             while process.poll() is None and budget.left(_RESERVE) > 0:
                 sleep(0.2)
             process.kill()
-    report.data["tuning"] = tuned_tiles(out / "tuned.json") or report.data["tuning"]
-    report.save()
     write_whole(out / "results.md", markdown(report.data))
     try:
         charts.write(charts.measured(report.data), out)
     except Exception as error:  # the figures are safe; a picture can be drawn again from them
         say(f"no pictures: {error}")
     return report
-
-
-def tuned_tiles(path: Path) -> dict[str, Any]:
-    """The tiles in a file of findings, as a report has them; nothing without the file."""
-    if not path.exists():
-        return {}
-    rows = findings.read(path).rows.get("tiles", [])
-    return {"rows": [row for row in rows if row["kernel"] not in tiles.HOPPER]}
 
 
 def _variables() -> dict[str, str]:
@@ -133,7 +121,7 @@ def _variables() -> dict[str, str]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """A few lines for the end of a log: how tests, measurements and tuning ended."""
+    """A few lines for the end of a log: how tests and measurements ended."""
     jobs = data["jobs"].values()
     done = sum(job["status"] == DONE for job in jobs)
     tests = data["tests"]
@@ -142,5 +130,4 @@ def summary(data: dict[str, Any]) -> str:
         lines = [f"tests: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"]
         lines += [f"  {name}" for name in tests["failures"][:10]]
     lines.append(f"suite: {data.get('suite', 'not run')}; {done} of {len(jobs)} jobs done")
-    lines.append(f"tiles: {len(data['tuning'].get('rows', []))} rows measured")
     return "\n".join(lines)

@@ -8,7 +8,6 @@ import pytest
 
 from fastattn.bench.results import page, tuned
 from fastattn.bench.results.report import Report
-from fastattn.bench.time.full_run import tuned_tiles
 from fastattn.bench.tune import tables
 from fastattn.kernels.hopper.tile_table import backward_config, forward_config, fp8_config
 from fastattn.kernels.launch import tiles
@@ -153,13 +152,6 @@ def test_findings_of_the_interpreter_are_not_taken(folders, tmp_path):
     findings.write(tmp_path / "sent.json", made)
     with pytest.raises(ValueError, match="has no findings of a GPU"):
         tuned.add(tmp_path / "sent.json", results, shipped)
-
-
-def test_a_report_has_the_tiles_that_were_found(folders, tmp_path):
-    sent, *_ = folders
-    assert tuned_tiles(tmp_path / "none.json") == {}
-    kernels = [row["kernel"] for row in tuned_tiles(sent)["rows"]]
-    assert kernels == ["forward", "forward", "decode"]
 
 
 @pytest.mark.parametrize(

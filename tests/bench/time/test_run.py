@@ -428,7 +428,7 @@ def test_a_run_tunes_for_what_is_left_and_ends_what_hangs(tmp_path):
     assert folder == str(out / "findings")
     assert process.heard == ["kill"] and clock.now == pytest.approx(80, abs=1)
     assert {p.name for p in out.iterdir()} == {"results.json", "results.md"}
-    assert "suite: not run; 0 of 0 jobs done\ntiles: 0 rows" in full_run.summary(report.data)
+    assert full_run.summary(report.data) == "suite: not run; 0 of 0 jobs done"
 
 
 def test_shares_leave_most_of_the_time_to_the_measurements():

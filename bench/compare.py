@@ -1,0 +1,214 @@
+"""Train small GPTs that differ in one thing, and record their losses as JSON and as a picture.
+
+python bench/compare.py layers                      # docs/recorded/layers.json and layers.png
+python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
+
+layers: the order of norm and sublayers (post-LN, pre-LN, parallel), all without warm-up, and which
+keys are seen (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
+ranks; every run is the `fastattn train` of a user, under torchrun where there are several, on the
+CPU with gloo. The text is the standard library's source, a token a character.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import torch
+
+from fastattn.models.gpt import GPTConfig
+from fastattn.training.data.text import fingerprint, standard_library_text
+from fastattn.training.metrics import read_metrics
+from fastattn.training.run import Options, train
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "recorded"
+TEXT_CHARACTERS = 300_000
+MODEL = {"num_layers": 6, "num_heads": 2, "embed_dim": 32, "context_length": 64}
+SPARSE = {"window": 8, "stride": 8}
+GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "order of norm and sublayers": {
+        "post-LN": {"block": "post"},
+        "pre-LN": {"block": "pre"},
+        "parallel": {"block": "parallel"},
+    },
+    "keys that are seen": {
+        "dense": {},
+        "sparse, alternating": {**SPARSE, "sparse": "alternate"},
+        "sparse, merged": {**SPARSE, "sparse": "merge"},
+    },
+}
+SHAPE = "--layers 2 --heads 2 --embed-dim 32 --context 64 --batch 4"
+SPLITS: Mapping[str, tuple[int, str]] = {
+    "1 rank": (1, ""),
+    "2 ranks: cp 2": (2, "--context-parallel 2"),
+    "2 ranks: fsdp 2": (2, "--fsdp 2"),
+    "4 ranks: fsdp 2 x tp 2": (4, "--fsdp 2 --tensor-parallel 2"),
+}
+# Okabe and Ito's colours, which the colour-blind can tell apart, on lines that cover each other.
+STYLES = (
+    {"color": "#000000", "linewidth": 3.5, "alpha": 0.35},
+    {"color": "#0072B2", "linestyle": "-"},
+    {"color": "#E69F00", "linestyle": "--"},
+    {"color": "#009E73", "linestyle": ":", "linewidth": 2.0},
+)
+Record = dict[str, Any]
+
+
+def layers(steps: int, text: Path, folder: Path) -> Record:
+    """Trains every variant from the same seed on the same batches; losses in nats a token."""
+    training = {
+        "steps": steps,
+        "batch_size": 4,
+        "learning_rate": 3e-3,
+        "warmup_steps": 0,
+        "log_interval": max(1, steps // 30),
+        "eval_interval": steps,
+        "seed": 0,
+        "device": "cpu",
+        "checkpoint_interval": steps,
+    }
+    found: Record = {}
+    trained: Record = {}
+    for group, variants in GROUPS.items():
+        for name, changes in variants.items():
+            model = {**MODEL, **changes}
+            key = json.dumps(GPTConfig(vocab_size=1, **model).to_dict())
+            if key not in trained:
+                out = folder / f"run-{len(trained)}"
+                result = train(Options(model, training, {"text": (str(text),)}), out)
+                records = [record for record in read_metrics(out) if "loss" in record]
+                trained[key] = {
+                    "model": model,
+                    "loss": [[record["step"], round(record["loss"], 4)] for record in records],
+                    "validation_loss": round(result.validation_loss or 0.0, 4),
+                }
+            found[f"{group}: {name}"] = trained[key]
+    return {"training": training, "runs": found}
+
+
+def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+    """A panel a group: training loss over steps, with each run's validation loss in the legend."""
+    groups = list(dict.fromkeys(name.split(": ")[0] for name in record["runs"]))
+    panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+    for group, axes in zip(groups, panels, strict=True):
+        for name, run in record["runs"].items():
+            if name.startswith(f"{group}: "):
+                title = name.removeprefix(f"{group}: ")
+                label = f"{title} (validation {run['validation_loss']:.2f})"
+                axes.plot(*zip(*run["loss"], strict=True), label=label)
+        axes.set(title=group, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    panels[0].set_ylabel("cross-entropy (nats per token)")
+
+
+def command(ranks: int, split: str, steps: int) -> str:
+    """What a user types, but for the text and the run's folder."""
+    launch = f"torchrun --nproc-per-node {ranks} -m fastattn" if ranks > 1 else "fastattn"
+    often = f"--steps {steps} --eval-every {steps} --save-every {steps} --log-every 1"
+    return " ".join(f"{launch} train {SHAPE} {often} --seed 0 --device cpu {split}".split())
+
+
+def trained_by(line: str, text: Path, out: Path) -> Record:
+    """What a command's metrics say, in nats a token: "loss" step by step.
+
+    Raises:
+        CalledProcessError: it failed; what it said is on the terminal.
+    """
+    run, *words = shlex.split(line)
+    module = "torch.distributed.run" if run == "torchrun" else "fastattn"
+    port = ["--standalone"] if run == "torchrun" else []
+    whole = [sys.executable, "-m", module, *port, *words, "--text", str(text), "--out", str(out)]
+    # Models too small to share among threads.
+    subprocess.run(whole, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    records = read_metrics(out)
+    return {
+        "command": line,
+        "loss": [round(x["loss"], 8) for x in records if "loss" in x],
+        "validation_loss": round(records[-1]["validation_loss"], 8),
+    }
+
+
+def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """By run, how far its losses are from those of the first, step by step, in nats a token."""
+    alone, *others = runs
+    return {
+        name: [abs(a - b) for a, b in zip(runs[name]["loss"], runs[alone]["loss"], strict=True)]
+        for name in others
+    }
+
+
+def splits(steps: int, text: Path, folder: Path) -> Record:
+    """Trains on every split from the same seed on the same batches."""
+    runs = {
+        name: trained_by(command(*split, steps), text, folder / f"run-{i}")
+        for i, (name, split) in enumerate(SPLITS.items())
+    }
+    largest = {name: float(f"{max(found):.2g}") for name, found in differences(runs).items()}
+    return {"largest_difference": largest, "runs": runs}
+
+
+def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+    """Training loss over steps, and its distance from that of one rank, of every 10 steps."""
+    losses, apart = figure.subplots(1, 2)
+    for (name, run), style in zip(record["runs"].items(), STYLES, strict=True):
+        tens = by_tens(run["loss"], statistics.fmean)
+        losses.plot(list(tens), list(tens.values()), label=name, **style)
+    for found, style in zip(differences(record["runs"]).values(), STYLES[1:], strict=True):
+        tens = by_tens(found, max)
+        # Where there is no difference a logarithm has no place for it.
+        apart.plot(list(tens), [x or float("nan") for x in tens.values()], **style)
+    losses.set(title="training loss, mean of 10 steps", ylabel="cross-entropy (nats per token)")
+    apart.set(title="distance from 1 rank, largest of 10 steps", ylabel="nats per token")
+    apart.set_yscale("log")
+    for axes in (losses, apart):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3, which="both")
+    figure.legend(loc="outside lower center", ncols=len(STYLES))
+
+
+def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[int, float]:
+    """What `kind` makes of every 10 values in turn, by the last step of them."""
+    stretches = [values[i : i + 10] for i in range(0, len(values), 10)]
+    return {10 * i + len(found): kind(found) for i, found in enumerate(stretches)}
+
+
+COMPARED = {"layers": (layers, draw_layers, 4.0), "splits": (splits, draw_splits, 4.4)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=COMPARED)
+    parser.add_argument("--steps", type=int, default=300, help="of every run (300)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder (docs/recorded)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # models too small to share
+    run, draw, height = COMPARED[options.what]
+    text = standard_library_text(TEXT_CHARACTERS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "text.py"
+        path.write_text(text, encoding="utf-8")
+        found = run(options.steps, path, Path(folder))
+    source = {"of": "the standard library's source", "characters": len(text)}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    record = {"text": source | {"sha256": fingerprint(text)}, "versions": versions, **found}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / options.what
+    file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    figure = matplotlib.figure.Figure(figsize=(11, height), layout="constrained")
+    draw(record, figure)
+    figure.savefig(file.with_suffix(".png"), dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

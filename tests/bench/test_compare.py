@@ -1,0 +1,117 @@
+"""bench/compare.py: it writes the recorded files, and their page agrees with them."""
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fastattn.cli.main import build_parser
+from fastattn.models.gpt import GPTConfig
+from fastattn.training.metrics import append_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+FOLDER = CHECKOUT / "docs" / "recorded"
+
+
+def recorded(name):
+    assert (FOLDER / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    path = CHECKOUT / "bench" / "compare.py"
+    spec = importlib.util.spec_from_file_location("compare", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "TEXT_CHARACTERS", 20_000)
+    return module
+
+
+def test_the_record_of_layers_is_of_the_script_s_own_variants(script):
+    wanted = {
+        f"{group}: {name}": GPTConfig(vocab_size=1, **script.MODEL, **changes)
+        for group, variants in script.GROUPS.items()
+        for name, changes in variants.items()
+    }
+    runs = recorded("layers")["runs"].items()
+    assert {name: GPTConfig(vocab_size=1, **run["model"]) for name, run in runs} == wanted
+
+
+def test_the_record_of_layers_shows_what_its_page_says():
+    runs = recorded("layers")["runs"]
+
+    def later(name: str) -> float:
+        """Mean training loss over the second third of the run."""
+        losses = [loss for _, loss in runs[name]["loss"]]
+        third = len(losses) // 3
+        return sum(losses[third : 2 * third]) / third
+
+    order, keys = "order of norm and sublayers: ", "keys that are seen: "
+    assert later(order + "post-LN") > later(order + "pre-LN") + 0.1
+    assert later(order + "parallel") < later(order + "pre-LN") + 0.05
+    dense = runs[keys + "dense"]["validation_loss"]
+    for name in ("sparse, alternating", "sparse, merged"):
+        assert runs[keys + name]["validation_loss"] < dense + 0.01
+
+
+def test_the_record_of_splits_is_of_the_script_s_own_commands(script):
+    record = recorded("splits")
+    wanted = {name: script.command(*split, 300) for name, split in script.SPLITS.items()}
+    assert {name: run["command"] for name, run in record["runs"].items()} == wanted
+    for line in wanted.values():
+        words = shlex.split(line)
+        build_parser().parse_args(words[words.index("train") :])
+    assert all(len(run["loss"]) == 300 for run in record["runs"].values())
+    found = {name: max(losses) for name, losses in script.differences(record["runs"]).items()}
+    largest = {name: float(f"{x:.2g}") for name, x in found.items()}
+    assert largest == record["largest_difference"] and max(largest.values()) < 1e-4
+    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"no loss of any split is further than (\S+) nats", page)
+    assert float(said) == max(largest.values())
+
+
+def written(script, what, steps, folder):
+    assert script.main([what, "--steps", str(steps), "--out", str(folder / "runs")]) == 0
+    assert (folder / "runs" / f"{what}.png").stat().st_size > 1000
+    return json.loads((folder / "runs" / f"{what}.json").read_text())
+
+
+def test_the_script_trains_layers(script, tmp_path, monkeypatch):
+    model = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "context_length": 32}
+    monkeypatch.setattr(script, "MODEL", model)
+    groups = {"a": {"one": {}, "same": {"block": "pre"}}, "b": {"other": {"block": "post"}}}
+    monkeypatch.setattr(script, "GROUPS", groups)
+    runs = written(script, "layers", 2, tmp_path)["runs"]
+    assert list(runs) == ["a: one", "a: same", "b: other"]
+    assert runs["a: one"] == runs["a: same"]
+    assert runs["a: one"]["loss"] != runs["b: other"]["loss"]
+    assert [step for step, _ in runs["b: other"]["loss"]] == [1, 2]
+
+
+def test_the_script_starts_splits(script, tmp_path, monkeypatch):
+    """Of runs that metrics.jsonl alone is left of; tests/training has torchrun."""
+    started = []
+
+    def run(words, **options):
+        assert options["check"]
+        started.append(words)
+        out = Path(words[words.index("--out") + 1])
+        out.mkdir()
+        for step in range(1, 13):
+            append_metrics(out, {"step": step, "loss": 1.0 / step + 0.25 * (len(started) - 1)})
+        append_metrics(out, {"step": 12, "validation_loss": 0.5})
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    record = written(script, "splits", 12, tmp_path)
+    modules = [words[words.index("-m") + 1] for words in started]
+    assert modules == ["fastattn", *["torch.distributed.run"] * 3]
+    assert list(record["largest_difference"].values()) == [0.25, 0.5, 0.75]
+    losses = record["runs"]["1 rank"]["loss"]
+    assert losses[:2] == [1.0, 0.5]
+    assert script.by_tens(losses, min) == {10: 0.1, 12: 0.08333333}
