@@ -12,7 +12,12 @@ from nightly import gate_cases
 
 from fastattn.testing.compiling import cross_compile, kept
 from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError
-from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
+from fastattn.testing.compiling.cross_compile import (
+    TARGETS,
+    CompiledFacts,
+    compiling_for,
+    count_compilations,
+)
 from fastattn.testing.compiling.sass import Loop
 
 HERE = str(Path(__file__).resolve())
@@ -324,3 +329,23 @@ def test_the_environment_of_this_process_is_left_alone(compile_pool: CompilePool
     before = dict(os.environ)
     compile_pool.facts(f"{HERE}:launch_matmul", "sm_80")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "reloads", "little", "in_loops"),
+    [
+        (0, None, True, False),
+        (4, None, False, True),  # where no loop is known
+        (64, 0, True, False),
+        (68, 0, False, False),
+        (4, 4, False, True),
+        (400, 3, False, False),  # of a hundred instructions one may
+    ],
+)
+def test_spills_are_weighed(stored: int, reloads: int | None, little: bool, in_loops: bool) -> None:
+    """Bytes a thread, and how many of about 300 instructions of a loop move them."""
+    found = CompiledFacts(
+        "f", "sm_90", 8, 2, 1000, True, 100, stored, 0, frozenset(), 0, (), code=None
+    )
+    vars(found)["loops"] = () if reloads is None else (Loop(0, {"FFMA": 300, "LDL": reloads}),)
+    assert (found.spills_little, found.spills_in_loops) == (little, in_loops)

@@ -93,7 +93,6 @@ class CompiledFacts:
     wgmma_register_a: int  # wgmma instructions whose A operand is in registers
     warnings: tuple[str, ...]  # ptxas C75xx
     code: str | None  # where Triton's cache keeps the machine code; AMD's as assembly
-    tensor_columns: int = 0  # of tensor memory, which has 512
 
     @property
     def spills(self) -> bool:
@@ -254,7 +253,6 @@ def describe(kernel: Any) -> CompiledFacts:
         wgmma_register_a=wgmma_with_register_a(assembly),
         warnings=report.warnings,
         code=_code(kernel),
-        tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
     )
 
 
