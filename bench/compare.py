@@ -112,14 +112,14 @@ def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
 
 
 def command(ranks: int, split: str, steps: int) -> str:
-    """What a user types, but for the text and the run's folder."""
+    """Command of a user, without the text and the run's folder."""
     launch = f"torchrun --nproc-per-node {ranks} -m fastattn" if ranks > 1 else "fastattn"
     often = f"--steps {steps} --eval-every {steps} --save-every {steps} --log-every 1"
     return " ".join(f"{launch} train {SHAPE} {often} --seed 0 --device cpu {split}".split())
 
 
 def trained_by(line: str, text: Path, out: Path) -> Record:
-    """What a command's metrics say, in nats a token: "loss" step by step.
+    """Run a command and read its metrics, in nats a token: "loss" step by step.
 
     Raises:
         CalledProcessError: it failed; what it said is on the terminal.
@@ -139,7 +139,7 @@ def trained_by(line: str, text: Path, out: Path) -> Record:
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
-    """By run, how far its losses are from those of the first, step by step, in nats a token."""
+    """Distance of each run's losses from those of the first, step by step, in nats a token."""
     alone, *others = runs
     return {
         name: [abs(a - b) for a, b in zip(runs[name]["loss"], runs[alone]["loss"], strict=True)]
@@ -177,7 +177,7 @@ def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
 
 
 def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[int, float]:
-    """What `kind` makes of every 10 values in turn, by the last step of them."""
+    """Reduce every 10 values in turn by `kind`, keyed by the last step of them."""
     stretches = [values[i : i + 10] for i in range(0, len(values), 10)]
     return {10 * i + len(found): kind(found) for i, found in enumerate(stretches)}
 

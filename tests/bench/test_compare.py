@@ -95,7 +95,7 @@ def test_the_script_trains_layers(script, tmp_path, monkeypatch):
 
 
 def test_the_script_starts_splits(script, tmp_path, monkeypatch):
-    """Of runs that metrics.jsonl alone is left of; tests/training has torchrun."""
+    """Runs are fakes that leave metrics.jsonl alone; tests/training has torchrun."""
     started = []
 
     def run(words, **options):

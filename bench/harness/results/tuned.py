@@ -1,4 +1,4 @@
-"""What `fastattn tune` found on GPUs: files of findings in bench/results/tuned, as tables."""
+"""Findings of `fastattn tune` on GPUs: the files of bench/results/tuned, as tables."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def smi(run: Run = _run) -> dict[str, Any]:
 
 
 def query(run: Run, *fields: str) -> list[str]:
-    """What nvidia-smi says of the first GPU."""
+    """Ask nvidia-smi for fields of the first GPU."""
     names = f"--query-gpu={','.join(fields)}"
     said = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", names])
     return said.splitlines()[0].split(", ")

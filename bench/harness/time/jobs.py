@@ -75,7 +75,7 @@ def gpu_jobs(which: str) -> list[Job]:
 
 
 def kinds(case: Case) -> tuple[str, ...]:
-    """What a case runs of an implementation: a backward runs the forward before it."""
+    """Kinds of work in a case: a backward runs the forward before it."""
     if case.family == "decode":
         return ("decode",)
     return ("forward",) if case.direction == "forward" else ("forward", "backward")

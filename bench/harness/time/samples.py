@@ -64,7 +64,7 @@ class Timing:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest samples."""
+    """Interpolate linearly between the two nearest samples."""
     position = share * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -268,10 +268,10 @@ class Bench:
             due = {n: s for n, (s, count) in starts.items() if turn < count and n not in found}
             for name, ms in self._turn(turn, due, found, who):
                 samples[name].append(ms)
-        return {name: found.get(name) or samples[name] for name in functions}
+        return {n: found[n] if n in found else samples[n] for n in functions}
 
     def _warm_up(self, name: str, function: Function, announce: Announce) -> tuple[Start, int]:
-        """What issues samples of a function, and how many are due."""
+        """Issuer of samples of a function, and how many are due."""
         announce(name, PREPARES)
         for _ in range(self.effort.warm_up):
             function()

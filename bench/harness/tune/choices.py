@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen among candidates.
+    """Candidates to choose from, and the calls that decide.
 
     Args:
         kind: of findings, as in `tuned.findings.KEYS`.
@@ -137,7 +137,7 @@ def tile_choice(
 
 
 def _family(kernel: str) -> str:
-    """That of `fastattn verify`."""
+    """Family of `fastattn verify` that a kernel belongs to."""
     if kernel.startswith("decode"):
         return "decode"
     if "one_pass" in kernel:

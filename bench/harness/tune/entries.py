@@ -45,7 +45,7 @@ def usual_shape(D: int, dtype: str = "bfloat16") -> Shape:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """What a row of a tuning table is for: kernel, bytes of an element, padded head dim, calls.
+    """Key of a row of a tuning table: kernel, bytes of an element, padded head dim, calls.
 
     calls: one of CALLS.
     """

@@ -45,7 +45,7 @@ _MOST_TOKENS = 8192
 
 
 class Gpu(NamedTuple):
-    """What a plan depends on.
+    """Properties of a GPU that a plan depends on.
 
     arch: name of the architecture. shared_bytes: of shared memory that a program may take. hopper:
     whether the kernels for Hopper serve calls here.

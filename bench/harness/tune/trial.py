@@ -148,7 +148,7 @@ def _halves(samples: Samples) -> tuple[Samples, Samples]:
 
 
 class Outcome:
-    """What came of a choice.
+    """Outcome of a choice.
 
     times: of all candidates on the first case, in the order in which they were tried. finals: of
     the finalists on all cases.

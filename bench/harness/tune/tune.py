@@ -34,7 +34,7 @@ QUICK_SECONDS = 600.0
 
 
 class Tuning(NamedTuple):
-    """What a run came to.
+    """Results of a run.
 
     steps: what became of each step of the plan. rows: what was stored, kinds and rows. tried: every
     candidate with its time or its reason. folder: where the findings are.
@@ -172,7 +172,7 @@ def _verify(
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """What a plan depends on, of a CUDA device that is the current one."""
+    """Properties of the current CUDA device that a plan depends on."""
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     hopper = attend.on_hopper(device) and not attend.uncompiled

@@ -79,7 +79,7 @@ class Tuner:
         self._best: dict[tuple[str, int], dict[str, Any]] = {}
 
     def run(self, plan: Sequence[Step]) -> list[Record]:
-        """What came of each step."""
+        """Take the steps in their order, and record the outcome of each."""
         for choice in plan if self.left() > 0 else ():
             if isinstance(choice, Choice):
                 self._compile(choice)

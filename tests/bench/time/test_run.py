@@ -297,7 +297,7 @@ CASES = [
 
 
 class Worker:
-    """What measures, with a device and implementations that are made up."""
+    """The measuring process, with a device and implementations that are made up."""
 
     def __init__(self, path):
         self.path, self.lost, self.calls = path, False, {}

@@ -114,7 +114,7 @@ def test_rows_are_timed_on_calls_of_their_sizes():
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_calls_of_a_class_are_of_the_class_of_their_kernels(calls):
-    """By the option or window with which they are timed."""
+    """The option or window with which they are timed decides it."""
     for arguments in CALLS[calls]:
         options = Options(
             left=arguments["window"][0] if "window" in arguments else None,

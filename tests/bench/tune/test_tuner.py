@@ -251,7 +251,7 @@ def imaginary_gpu(monkeypatch):
 
 
 def test_on_a_gpu_it_verifies_times_and_stores(imaginary_gpu, lookups_alone, tmp_path, monkeypatch):
-    """What is known counts for nothing meanwhile, and is read again afterwards."""
+    """Earlier findings count for nothing meanwhile, and are read again afterwards."""
     device = torch.device("cuda", 0)
     key = {"backend": "triton", "dtype": "float32", "head_dim": 64}
     rows = {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]}
