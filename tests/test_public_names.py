@@ -22,6 +22,7 @@ MODULES = (
     "fastattn",
     "fastattn.cache",
     "fastattn.compat.flash_attn",
+    "fastattn.compat.flex_attention",
     "fastattn.compat.llama",
     "fastattn.compat.multihead",
     "fastattn.compat.patch",

@@ -1,0 +1,148 @@
+"""torch's FlexAttention by its own signature: what is served is what torch computes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+
+from fastattn.compat.flex_attention import flex_attention
+
+B, H, H_K, T, D = 2, 4, 2, 24, 8
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 20 + [2] * 4])
+SLOPES = torch.linspace(0.1, 0.8, H, requires_grad=True)
+TABLE = torch.randn(B, T, T, generator=torch.Generator().manual_seed(1), requires_grad=True)
+SCORES: dict[str, Callable[..., Any]] = {
+    "alibi": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
+    "table": lambda s, b, h, i, j: TABLE[b][i, j] + s,
+    "softcap": lambda s, b, h, i, j: 3.0 * torch.tanh(s / 1.5) + SLOPES[h],
+    "factors": lambda s, b, h, i, j: (torch.mul(s + 2 * (i - j), 0.5) - 1.0 * (i == j)) / 4,
+    "hidden": lambda s, b, h, i, j: torch.where(i >= j, s * 0.5, -math.inf) * 2.0,
+    "other side": lambda s, b, h, i, j: torch.where(j - i > 3, -math.inf, s - 0.25),
+    "two": lambda s, b, h, i, j: torch.where(
+        i > j, s + SLOPES[h], torch.where(j < i + 6, s.to(torch.float32), -math.inf)
+    ),
+}
+
+
+def document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (DOCUMENTS[b, i] == DOCUMENTS[b, j]) & ((j <= i) | (h > 1)) & (i != 5)
+
+
+def block_mask(mask_mod: Any = document) -> torchs.BlockMask:
+    return torchs.create_block_mask(mask_mod, B, H, T, T, device="cpu", BLOCK_SIZE=8)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, T, D, generator=made) for heads in (H, H_K, H_K))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def formula(score_mod: Any, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With gradients, which torch's has none of on a CPU."""
+    place = [torch.arange(n) for n in (B, H, T, T)]
+    x = q @ k.repeat_interleave(2, 1).mT * D**-0.5
+    for function, first in ((score_mod, (0,)), (mask, ())):
+        for n in (3, 2, 1, 0):
+            own = tuple(0 if at == n else None for at in range(4))
+            function = function and torch.vmap(function, in_dims=(*first, *own))
+        if function is not None:
+            x = function(x, *place) if first else x.masked_fill(~function(*place), -math.inf)
+    blind = x.isneginf().all(-1, keepdim=True)
+    weights = x.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return weights @ v.repeat_interleave(2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated", "ignore:flex_attention called with")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("score_mod", [None, *SCORES.values()], ids=["none", *SCORES])
+def test_as_torch_computes(score_mod: Any, masked: bool) -> None:
+    q, k, v = inputs()
+    mask = block_mask() if masked else None
+    how = {"score_mod": score_mod, "block_mask": mask, "scale": 0.3, "enable_gqa": True}
+    with torch.no_grad():
+        expected = torchs.flex_attention(*(x.detach() for x in (q, k, v)), **how, return_lse=True)
+        torch.testing.assert_close(flex_attention(q, k, v, **how, return_lse=True), expected)
+    o = flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+    plain = formula(score_mod, document if masked else None, q, k, v)
+    torch.testing.assert_close(o, plain)
+    leaves = [q, k, v, SLOPES, TABLE]
+    found, wanted = (
+        torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
+        for y in (o, plain)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_lists_of_blocks_hold() -> None:
+    """Those of partial blocks beside the function, those of full ones without it."""
+    q, k, v = inputs()
+    counts, lists = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0, 1, 2], [2, 0, 1], [1, 0, 0]]]])
+    full_counts, full_lists = torch.tensor([[[0, 1, 1]]]), lists.flip(-1)
+    mask = torchs.BlockMask.from_kv_blocks(
+        counts.int(), lists.int(), full_counts.int(), full_lists.int(), 8, lambda b, h, i, j: j != 3
+    )
+    seen = torch.zeros(3, 8, 3, 8, dtype=torch.bool)
+    for row, column in ((0, 0), (1, 2), (2, 1)):
+        seen[row, :, column] = True
+    seen = seen.view(T, T) & (torch.arange(T) != 3)
+    for row, column in ((1, 1), (2, 0)):
+        seen[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = True
+    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    expected = formula(None, lambda b, h, i, j: seen[i, j], q, k, v)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_returned() -> None:
+    q, k, v = inputs()
+    o, lse = flex_attention(q, k[:, :1], v[:, :1], None, None, None, True, True, {"BLOCK_M": 32})
+    found, aux = flex_attention(
+        q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=torchs.AuxRequest(lse=True)
+    )
+    assert torch.equal(found, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
+    assert flex_attention(q, q, q, return_aux=torchs.AuxRequest())[1].lse is None
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "message"),
+    [
+        (lambda s, b, h, i, j: s * SLOPES[h], "multiplies the score by what is no number above 0"),
+        (lambda s, b, h, i, j: SLOPES[h] * s, "multiplies the score by what is no number above 0"),
+        (lambda s, b, h, i, j: -1.0 * s, "multiplies the score by what is no number above 0"),
+        (lambda s, b, h, i, j: s / (i + 1), "multiplies the score by what is no number above 0"),
+        (lambda s, b, h, i, j: s + s, "adds scores to one another"),
+        (lambda s, b, h, i, j: torch.exp(s), "calls exp with the score"),
+        (lambda s, b, h, i, j: s.exp(), r"calls \.exp of the score"),
+        (lambda s, b, h, i, j: i - s, "calls r?sub with the score"),
+        (lambda s, b, h, i, j: torch.tanh(s + i), "tanh of a score that something was added to"),
+        (lambda s, b, h, i, j: torch.where(i > j, s, 0.0), "by what is not -inf"),
+        (lambda s, b, h, i, j: torch.where(i > j, s, s * 2), "scales the score in some places"),
+        (lambda s, b, h, i, j: torch.where(s > 0, s, -math.inf), "compares the score"),
+        (lambda s, b, h, i, j: torch.where(i > j, s, s == 0), "compares the score"),
+        (lambda s, b, h, i, j: s if s else s + 1, "branches on the score"),
+        (lambda s, b, h, i, j: 1 - s, "multiplies the score by what is no number above 0"),
+        (lambda s, b, h, i, j: s**2, "raises the score to a power"),
+        (lambda s, b, h, i, j: i * 1.0, "returns what is not made of the score"),
+    ],
+)
+def test_other_scores_are_refused(score_mod: Any, message: str) -> None:
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=f"score_mod .*{message}"):
+        flex_attention(q, k, v, score_mod, enable_gqa=True)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="enable_gqa must be True for 4 heads of query and 2"):
+        flex_attention(q, k, v)
+    with pytest.raises(ValueError, match=r"of 23 queries and 23 keys, got \(24, 24\)"):
+        flex_attention(*(x[:, :, 1:] for x in (q, k, v)), None, block_mask(), enable_gqa=True)
+    both = {"return_lse": True, "return_aux": torchs.AuxRequest(lse=True)}
+    with pytest.raises(ValueError, match="give one of them"):
+        flex_attention(q, q, q, **both)
+    with pytest.raises(NotImplementedError, match=r"return_aux\.max_scores"):
+        flex_attention(q, q, q, return_aux=torchs.AuxRequest(max_scores=True))
