@@ -13,6 +13,9 @@ TEST_WORKERS ?= auto
 PYTHON_DIRS ?=
 ROWS ?=
 GPU_MINUTES ?= 30
+SECONDS ?= 60
+SEED ?=
+BACKEND ?=
 export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
 DEMO_OUT ?= runs/demo
@@ -31,11 +34,12 @@ contained_test := gpt
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-nightly test-versions lint format links typecheck docs dist test-wheel gpu clean
+.PHONY: help demo test fuzz test-nightly test-versions lint format links typecheck docs dist test-wheel gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
 	@echo "make test-nightly   the suite with what the gate leaves out: more GPUs, head dims, dtypes, splits"
+	@echo "make fuzz   random calls of every function against the oracle, for SECONDS"
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
 	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
 	@echo "make format rewrite the sources with ruff"
@@ -56,6 +60,11 @@ test: $(VENV)/.installed-test
 
 test-nightly: $(VENV)/.installed-test
 	FASTATTN_NIGHTLY=1 $(run_tests) $(PYTEST_ARGS)
+
+# Random legal calls against the oracle for SECONDS, or one SEED again; BACKEND: torch, triton, hopper.
+fuzz: $(VENV)/.installed-test
+	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && "$$bin/python" -m fuzz \
+		--seconds "$(SECONDS)" $(if $(SEED),--seed "$(SEED)") $(if $(BACKEND),--backend "$(BACKEND)")
 
 # Each row of tests/versions.py has an environment of its own; ROWS picks some.
 test-versions:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -146,12 +146,20 @@ def sets_that_cover_pairs(
         both = options[a].keys() | options[b].keys()
         return not twice and not any(pair <= both for pair in _APART)
 
-    missing = {pair for pair in itertools.combinations(options, 2) if compatible(*pair)}
+    return cover_pairs(options, compatible, largest)
+
+
+def cover_pairs(
+    names: Iterable[str], compatible: Callable[[str, str], bool], largest: int
+) -> list[tuple[str, ...]]:
+    """Sets of at most `largest` names that contain every compatible pair, chosen greedily."""
+    names = list(names)
+    missing = {pair for pair in itertools.combinations(names, 2) if compatible(*pair)}
     sets = []
     while missing:
         chosen = list(min(missing))
         while len(chosen) < largest:
-            more = [x for x in options if x not in chosen and all(compatible(x, y) for y in chosen)]
+            more = [x for x in names if x not in chosen and all(compatible(x, y) for y in chosen)]
             gain = {x: sum((x, y) in missing or (y, x) in missing for y in chosen) for x in more}
             if not gain or not max(gain.values()):
                 break

@@ -1,0 +1,114 @@
+"""The list of planted faults, and which tests of the gate look at each file.
+
+A fault of planted/*.txt is a paragraph: its name, its file, a line (or part of one) that stands
+there once, and what replaces it. `after` names a line above it where it stands more than once;
+`tests` names those that are meant to see it:
+
+    [name]
+    kernels/rules/mask.py
+    tests tests/kernels/test_mask.py
+    after def _near(ahead, k_pos, mask):
+    - near = near & (ahead <= value(mask.right))
+    + near = near & (ahead < value(mask.right))
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+_FOLDER = Path(__file__).resolve().parent / "planted"
+_GENERATED = "tests/functional/test_generated_calls.py"
+# From the start of a file's name to the backend whose generated calls meet it, and what else looks
+# at it, the likeliest first.
+_AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kernels/hopper/": ("hopper", ("tests/kernels/test_hopper_*.py", "tests/ops")),
+    "kernels/append": ("triton", ("tests/cache",)),
+    "kernels/fp8": ("triton", ("tests/functional/test_fp8*.py", "tests/test_quantization.py")),
+    "kernels/": ("triton", ("tests/functional", "tests/cache", "tests/kernels", "tests/ops")),
+    "fastattn/cache": ("torch or triton", ("tests/cache", "tests/functional/test_decode*.py",
+                                           "tests/generation", "tests/modules")),
+    "fastattn/torch_backend/": ("torch", ("tests/torch_backend", "tests/functional")),
+    "fastattn/functional/": ("torch or triton", ("tests/functional", "tests/cache",
+                                                 "tests/test_options.py")),
+    "fastattn/ops/": ("triton", ("tests/ops", "tests/functional")),
+    "fastattn/dispatch.py": ("torch or triton", ("tests/test_dispatch.py", "tests/tuned",
+                                                 "tests/functional")),
+    "fastattn/tuned/": ("", ("tests/tuned", "tests/test_dispatch.py")),
+    "fastattn/parallel/": ("", ("tests/parallel", "tests/models/test_context_parallel.py")),
+    "fastattn/training/": ("", ("tests/training",)),
+    "fastattn/models/": ("", ("tests/models", "tests/generation")),
+    "fastattn/generation/": ("", ("tests/generation",)),
+    "fastattn/modules/": ("", ("tests/modules", "tests/compat")),
+    "fastattn/compat/": ("", ("tests/compat",)),
+    "fastattn/cli/": ("", ("tests/cli",)),
+    "fastattn/": ("torch or triton", ("tests/test_*.py", "tests/functional")),
+}  # fmt: skip
+
+
+class Fault(NamedTuple):
+    """One line of one file, and what replaces it. after: a line above it; "": it stands once."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    after: str = ""
+    meant: tuple[str, ...] = ()
+
+
+def read() -> list[Fault]:
+    """All planted faults, in the order of their files.
+
+    Raises:
+        ValueError: a paragraph is not one of a fault, or two have one name.
+    """
+    faults: list[Fault] = []
+    for path in sorted(_FOLDER.glob("*.txt")):
+        for paragraph in path.read_text(encoding="utf-8").strip().split("\n\n"):
+            faults.append(_fault(paragraph))
+    names = [x.name for x in faults]
+    if twice := {x for x in names if names.count(x) > 1}:
+        raise ValueError(f"two faults have the name {', '.join(sorted(twice))}")
+    return faults
+
+
+def _fault(paragraph: str) -> Fault:
+    head, file, *lines = paragraph.splitlines()
+    parts = dict(line.split(" ", 1) for line in lines)
+    if not (
+        head[0] + head[-1] == "[]" and {"-", "+"} <= parts.keys() <= {"-", "+", "after", "tests"}
+    ):
+        raise ValueError(f"not a fault:\n{paragraph}")
+    meant = tuple(parts.get("tests", "").split())
+    return Fault(head[1:-1], file, parts["-"], parts["+"], parts.get("after", ""), meant)
+
+
+def changed(text: str, fault: Fault) -> str:
+    """The text of the fault's file with the fault in it.
+
+    Raises:
+        ValueError: the line stands there never, or more than once and `after` does not say which.
+    """
+    start = 0
+    if fault.after:
+        if text.count(fault.after) != 1:
+            raise ValueError(f"{fault.name}: not once in {fault.file}: {fault.after}")
+        start = text.index(fault.after) + len(fault.after)
+    count = text.count(fault.old, start)
+    if count == 0 or (count > 1 and not fault.after):
+        raise ValueError(f"{fault.name}: {count} times in {fault.file}: {fault.old}")
+    place = text.index(fault.old, start)
+    return text[:place] + fault.new + text[place + len(fault.old) :]
+
+
+def areas_of(fault: Fault, root: Path) -> list[list[str]]:
+    """What pytest is given for the area of the fault's file: generated calls, then all else."""
+    longest = max((x for x in _AREAS if fault.file.startswith(x)), key=len)
+    backend, names = _AREAS[longest]
+    paths = [path for name in names for path in sorted(root.glob(name))]
+    files = [
+        str(file.relative_to(root))
+        for path in paths
+        for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    ]
+    others = [x for x in dict.fromkeys(files) if x not in (*fault.meant, _GENERATED)]
+    return [[_GENERATED, "-k", backend], others] if backend else [others]

@@ -1,0 +1,72 @@
+"""Generated calls of every public function, and every two options together, against the oracle.
+
+`make fuzz SECONDS=600` draws others. FASTATTN_FUZZ_SEED draws others here.
+"""
+
+import itertools
+import os
+import sys
+from types import FunctionType
+
+import fuzz
+import pytest
+from fuzz.cases import TAKES, pair_cases
+from fuzz.values import VALUES
+
+import fastattn
+from fastattn.options import ROWS
+
+FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
+# Backends by how many tests there are, and calls in each.
+BUDGET = {"torch": (8, 24), "triton": (8, 4), "hopper": (2, 1)}
+PAIRS = {backend: pair_cases(backend, 6) for backend in ("torch", "triton")}
+# Functions that compute no attention, and those that a test of their own compares with another.
+ELSEWHERE = {
+    "alibi_slopes", "document_ids", "dropout_keep_mask", "explain", "explain_decode", "explain_fp8",
+    "pack_values", "patch_sdpa", "swap", "t5_relative_bias", "unpatch_sdpa", "view_of_tensors",
+    "warmup", "tune", "verify",
+}  # fmt: skip
+# By the name of the case that calls them.
+CALLED_WITHIN = {
+    "attention_block_forward": "attention_block", "attention_block_backward": "attention_block",
+    "attention_weights": "attention_statistics", "quantize_fp8": "attention_fp8",
+}  # fmt: skip
+
+
+def test_every_option_and_every_function_is_generated() -> None:
+    assert VALUES.keys() == ROWS.keys()
+    exported = {name: getattr(fastattn, name) for name in fastattn.__all__}
+    functions = {name for name, x in exported.items() if isinstance(x, FunctionType)}
+    generated = {name for name in functions if CALLED_WITHIN.get(name, name) in TAKES}
+    assert functions - generated == ELSEWHERE & functions
+
+
+@pytest.mark.parametrize(
+    ("backend", "turn"),
+    [(backend, turn) for backend, (turns, _) in BUDGET.items() for turn in range(turns)],
+)
+def test_generated_calls(backend: str, turn: int, one_thread: None, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("calls are drawn on a CPU, for the interpreter and the emulator")
+    count = BUDGET[backend][1]
+    for seed in range(FIRST + turn * count, FIRST + (turn + 1) * count):
+        sys.stdout.write(f"make fuzz SEED={seed} BACKEND={backend}\n")
+        fuzz.check(fuzz.drawn(seed, backend))
+
+
+@pytest.mark.parametrize("backend", PAIRS)
+def test_every_pair_of_options_is_in_a_case(backend: str) -> None:
+    met = {pair for case in PAIRS[backend] for pair in itertools.combinations(case.options, 2)}
+    missing = set(itertools.combinations(ROWS, 2)) - met
+    assert missing == {("query_offset", "positions")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for cases in PAIRS.values() for case in cases],
+    ids=lambda case: f"{case.backend}-{'+'.join(case.options)}",
+)
+def test_options_that_meet(case: fuzz.Case, one_thread: None, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("calls are drawn on a CPU, for the interpreter")
+    fuzz.check(case)

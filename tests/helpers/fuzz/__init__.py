@@ -1,0 +1,14 @@
+"""Random legal calls of every public function, judged by the oracle and the error budget.
+
+    make fuzz SECONDS=600                        until the time is up, by torch and by the kernels
+    make fuzz SEED=1234 BACKEND=triton           one case again, and its smallest relative
+
+`cases` draws a case from a seed, `values` an option of it, `tensors` its inputs; `judges` calls the
+function and compares. What a case holds follows from its seed and its fields alone, so that a case
+with an option less has the other options as they were.
+"""
+
+from .cases import Case as Case
+from .cases import drawn as drawn
+from .judges import check as check
+from .shrink import smallest as smallest

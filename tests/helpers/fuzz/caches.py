@@ -1,0 +1,149 @@
+"""Judges of calls on caches: decoding from every kind, shared prefixes, and appending."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import reference
+from fastattn.rotary import rotary_tables
+from fastattn.testing.budget import assert_all_within_budget
+from fastattn.testing.decoding import KINDS, Filled, fill
+from fastattn.testing.orders import worst_naive
+
+from .cases import Case, Draw
+from .tensors import inputs
+from .values import drawn_options
+
+# What a ring has of its own.
+_OF_RINGS = ("window", "keep_first", "stride")
+_SLOTS = 24
+
+
+def decode(case: Case, how: dict[str, Any]) -> None:
+    """o and lse of the newest tokens of every row."""
+    draw = case.random("decode")
+    kind = draw.choice(*KINDS)
+    ring = "window" in KINDS[kind]
+    T_q = min(case.T_q, 3 if ring else draw.choice(1, 1, 2, 3, 17))
+    options = drawn_options(case, case.B)
+    if ring:
+        options = {name: x for name, x in options.items() if name not in _OF_RINGS}
+    for name in ("attn_mask", "attn_bias"):
+        if name in options and options[name].shape[-2] not in (1, T_q):
+            options[name] = options[name][..., :T_q, :]
+    q, k, v = inputs(case)
+    q = q[:, :, :T_q]
+    lengths = _lengths(case, draw)
+    filled = fill(kind, k, v, lengths)
+    counts = torch.full((case.B,), T_q)
+    if draw.chance(0.3):
+        counts = draw.integers(-1, T_q + 1, case.B)
+        how = {**how, "new_lengths": counts}
+    splits = draw.choice(
+        {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)}, {"batch_invariant": True}
+    )
+    o, lse = fastattn.decode_attention(q, filled.view, return_lse=True, **how, **splits, **options)
+    _judge(case, (o, lse), q, filled, counts.clamp(0, T_q), options)
+
+
+def _lengths(case: Case, draw: Draw, least: int = 0) -> Tensor:
+    lengths = [draw.choice(least, case.T_k, draw.integer(least, case.T_k)) for _ in range(case.B)]
+    return torch.tensor(lengths, dtype=torch.int32).clamp(min=least)
+
+
+def _judge(
+    case: Case, found: tuple[Tensor, Tensor], q: Tensor, filled: Filled, counts: Tensor,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    T_k = filled.k.shape[2]
+    arguments = {
+        "causal": True,
+        "key_lengths": filled.lengths,
+        "query_offset": filled.lengths - counts,
+        **filled.masks,
+        **options,
+    }
+    for name in ("attn_mask", "attn_bias"):
+        if name in arguments:
+            arguments[name] = arguments[name][..., :T_k]
+
+    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = (x.to(dtype) for x in (q, filled.k, filled.v))
+        return reference.attention(*rows, return_lse=True, **arguments)
+
+    exact = oracle(torch.float64)
+    naive = worst_naive(exact, lambda: oracle(case.dtype))
+    real = (torch.arange(q.shape[2]) < counts[:, None])[:, None]
+    assert found[0].isfinite().all(), "what is unspecified has to be finite"
+    known = [
+        torch.where(real[..., None] if x.dim() == 4 else real, x, like.to(x.dtype))
+        for x, like in zip(found, exact, strict=True)
+    ]
+    assert_all_within_budget(("o", "lse"), known, exact, naive)
+
+
+def cascade(case: Case, how: dict[str, Any]) -> None:
+    """A prefix that all rows share, and their own tokens behind it."""
+    draw = case.random("cascade")
+    kinds = [kind for kind, made in KINDS.items() if "window" not in made and "starts" not in made]
+    T_q = min(case.T_q, case.T_k, 3)
+    options = drawn_options(case, case.B)
+    q, k, v = inputs(case)
+    q = q[:, :, :T_q]
+    lengths = _lengths(case, draw, T_q)
+    own = fill(draw.choice(*kinds), k, v, lengths)
+    P = draw.integer(1, 20)
+    shape = (1, case.H_k, P)
+    start = [draw.normal(*shape, width).to(case.dtype) for width in (case.D, case.D_v)]
+    prefix = fill(draw.choice("contiguous", "pages-of-3"), *start, torch.tensor([P]))
+    found = fastattn.cascade_attention(q, prefix.view, own.view, return_lse=True, **how, **options)
+    keys, values = (
+        torch.cat((x.to(y.dtype).expand(case.B, -1, -1, -1), y), 2)
+        for x, y in ((prefix.k, own.k), (prefix.v, own.v))
+    )
+    both = Filled(own.view, keys, values, lengths + P, {})
+    _judge(case, found, q, both, torch.full((case.B,), T_q), options)
+
+
+def append(case: Case, how: dict[str, Any]) -> None:
+    """Steps of tokens: both backends leave the same bits, and hold what was given."""
+    draw = case.random("append")
+    dtype = torch.float32 if case.dtype is torch.float64 else case.dtype
+    quantize = draw.choice(None, None, "int8", "fp8")
+    window = draw.choice({}, {}, {"window": 5, "keep_first": draw.choice(0, 2)})
+    sizes = (case.B, case.H_k, _SLOTS if not window else 9, case.D)
+    kind = {"value_dim": case.D_v, "quantize": quantize, "dtype": dtype, **window}
+    ours, theirs = (fastattn.KVCache(*sizes, **kind) for _ in range(2))
+    rotary = rotary_tables(_SLOTS, 2 * (case.D // 4)) if case.D >= 4 and draw.chance(0.5) else None
+    style = draw.choice("half", "interleaved")
+    held = [0] * case.B
+    for _ in range(draw.integer(1, 4)):
+        T = draw.integer(1, 6)
+        some = draw.some(list(range(case.B)), draw.integer(1, case.B))
+        index = draw.choice(None, torch.tensor(some))
+        rows = list(range(case.B)) if index is None else index.tolist()
+        counts = draw.choice(None, draw.integers(-1, T + 1, len(rows)))
+        new = [T if counts is None else min(max(int(counts[i]), 0), T) for i in range(len(rows))]
+        if not window and max(held[row] + T for row in rows) > _SLOTS:
+            continue
+        q, k, v = (
+            draw.normal(len(rows), T, H, width).to(dtype).transpose(1, 2)
+            for H, width in ((case.H_q, case.D), (case.H_k, case.D), (case.H_k, case.D_v))
+        )
+        given = {"batch_index": index, "rotary": rotary, "rotary_style": style}
+        given |= {"q": q} if rotary is not None else {}
+        turned = [
+            cache.append(k, v, counts, backend=backend, **given)
+            for cache, backend in ((ours, case.backend), (theirs, "torch"))
+        ]
+        for i, row in enumerate(rows):
+            held[row] += new[i]
+            if rotary is not None:
+                assert torch.equal(turned[0][i, :, : new[i]], turned[1][i, :, : new[i]])
+    assert ours.lengths.tolist() == held, "lengths"
+    assert ours.uniform_length is None or held == [ours.uniform_length] * case.B, "uniform_length"
+    views = ours.view().gather(), theirs.view().gather()
+    for name, x, y in zip(("k", "v", "positions"), *views, strict=True):
+        assert torch.equal(x, y), f"{name}: {int((x != y).sum())} numbers differ"

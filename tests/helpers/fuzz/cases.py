@@ -1,0 +1,292 @@
+"""A case: a call of a public function, drawn from a seed."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from fastattn.functional import call_options
+from fastattn.kernels.hopper import host
+from fastattn.options import ROWS, Options
+from fastattn.testing.option_examples import cover_pairs
+
+# Functions by the options that they take.
+TAKES: dict[str, frozenset[str]] = {
+    name: frozenset(callee.arguments.__annotations__)
+    for name, callee in {
+        "attention": call_options.DENSE,
+        "attention_varlen": call_options.PACKED,
+        "decode_attention": call_options.CACHE,
+        "attention_fp8": call_options.FP8,
+        "attention_varlen_fp8": call_options.PACKED_FP8,
+        "additive_attention": call_options.ADDITIVE,
+    }.items()
+}
+_DENSE = TAKES["attention"]
+TAKES |= {
+    "dot_product_attention": _DENSE - {"scale"},
+    "multiplicative_attention": _DENSE - {"scale"},
+    "attention_statistics": _DENSE - {"dropout", "dropout_seed"},
+    "attention_block": _DENSE,
+    "merge": frozenset(),
+    "cascade_attention": frozenset(("scale", "softcap", "sinks")),
+    "append": frozenset(),
+}
+# How often each is called.
+_OFTEN = {
+    "attention": 10, "attention_varlen": 4, "decode_attention": 4, "attention_statistics": 2,
+    "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
+    "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
+    "multiplicative_attention": 1,
+}  # fmt: skip
+# Gradients are asked of these.
+LEARNING = frozenset(
+    ("attention", "attention_varlen", "attention_block", "dot_product_attention",
+     "multiplicative_attention")
+)  # fmt: skip
+# An option that means nothing without one of others, the likeliest first.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "keep_first": ("window", "stride"),
+    "mod_tensors": ("mask_mod", "score_mod"),
+    "prefix_lengths": ("causal",),
+    "score_mod_grad": ("score_mod",),
+    "relative_query": ("relative_keys",),
+    "dropout_seed": ("dropout",),
+}
+# Codes come back in 32 bits at most, and a part's lse goes with its gradients.
+_WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
+_HIDING = frozenset(
+    ("window", "stride", "mask_mod", "key_lengths", "query_offset", "attn_mask", "attn_bias",
+     "key_padding_mask", "documents", "positions")
+)  # fmt: skip
+_APART = (frozenset(("positions", "query_offset")),)
+# Batch rows times heads that the interpreter has time for.
+_HEADS = 6
+LAYOUTS = (
+    "plain", "plain", "bthd", "wide", "shifted", "every-second", "columns", "one-row", "one-head",
+    "one-token",
+)  # fmt: skip
+TRAITS = {
+    "hot": 0.08,  # scores of up to 10^4
+    "nan": 0.4,  # keys and values that no query may see are NaN
+    "forward": 0.35,  # no gradients
+    "split": 0.5,  # few queries split their keys
+    "again": 0.25,  # a second call of other numbers, which the memo may know
+    "environment": 0.15,  # FASTATTN_BACKEND names the backend
+    "parts": 0.3,  # heads of dK and dV are dealt out to programs
+}
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. tile: BLOCK_M and BLOCK_N of the kernels. options, traits: names."""
+
+    seed: int
+    call: str
+    backend: str
+    B: int
+    H_k: int
+    G: int
+    T_q: int
+    T_k: int
+    D: int
+    D_v: int
+    dtype: torch.dtype
+    layouts: tuple[str, str, str]
+    tile: tuple[int, int]
+    options: tuple[str, ...]
+    traits: frozenset[str]
+
+    @property
+    def H_q(self) -> int:
+        return self.H_k * self.G
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients are asked for."""
+        return self.call in LEARNING and "forward" not in self.traits
+
+    def random(self, name: str) -> "Draw":
+        """The numbers of one part of the case, the same whatever other parts there are."""
+        return Draw(f"{self.seed}/{name}")
+
+
+class Draw:
+    """Random numbers and choices from a seed."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._tensors = torch.Generator().manual_seed(self._random.getrandbits(62))
+
+    def choice(self, *among: Any) -> Any:
+        return self._random.choice(among)
+
+    def chance(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def integer(self, least: int, most: int) -> int:
+        return self._random.randint(least, max(least, most))
+
+    def uniform(self, least: float, most: float) -> float:
+        return self._random.uniform(least, most)
+
+    def some(self, among: list[str], count: int) -> list[str]:
+        return self._random.sample(among, min(count, len(among)))
+
+    def weighted(self, weights: dict[Any, float]) -> Any:
+        return self._random.choices(list(weights), list(weights.values()))[0]
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._tensors)
+
+    def integers(self, least: int, most: int, *shape: int) -> torch.Tensor:
+        """In int32 or int64."""
+        x = torch.randint(least, max(least, most) + 1, shape, generator=self._tensors)
+        return x.to(self.choice(torch.int32, torch.int64))
+
+    def bools(self, share: float, *shape: int) -> torch.Tensor:
+        """True with this chance each."""
+        return torch.rand(shape, generator=self._tensors) < share
+
+
+def drawn(seed: int, backend: str) -> Case:
+    """The case of a seed, by one backend."""
+    draw = Draw(f"{seed}/case")
+    call = draw.weighted(_OFTEN)
+    tile = draw.choice((16, 16), (32, 16), (16, 32))
+    T_q, T_k = (_length(draw, block) for block in tile)
+    if draw.chance(0.15):
+        T_q = T_k
+    D = draw.choice(8, 16, 16, 24, 32, 5, 64)
+    case = Case(
+        seed=seed,
+        call=call,
+        backend=backend,
+        B=draw.choice(1, 1, 2, 2, 3),
+        H_k=draw.choice(1, 1, 2, 3),
+        G=draw.choice(1, 1, 2, 3, 4, 5),
+        T_q=T_q,
+        T_k=T_k,
+        D=D,
+        D_v=draw.choice(D, D, 8, 16, 3, 40),
+        dtype=draw.choice(*DTYPES),
+        layouts=(draw.choice(*LAYOUTS), draw.choice(*LAYOUTS), draw.choice(*LAYOUTS)),
+        tile=tile,
+        options=tuple(
+            draw.some(sorted(TAKES[call]), draw.choice(0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 5, 7))
+        ),
+        traits=frozenset(name for name, share in TRAITS.items() if draw.chance(share)),
+    )
+    return legal(case)
+
+
+def _length(draw: Draw, block: int) -> int:
+    """Around whole blocks, and beside them; two blocks and a remainder most of all."""
+    near = draw.choice(1, 2, 2, 2, 2, 3) * block + draw.integer(-1, 1)
+    return int(
+        draw.choice(1, 2, draw.integer(3, block), near, near, 2 * block + draw.integer(2, 9))
+    )
+
+
+def legal(case: Case) -> Case:
+    """The case with the options that its own need, and without those that contradict them."""
+    if case.backend != "torch" and case.dtype is torch.float64:
+        case = replace(case, dtype=torch.float32)
+    if case.call in _WITHOUT_FP64 and case.dtype is torch.float64:
+        case = replace(case, dtype=torch.float32)
+    if case.backend == "hopper":
+        case = _for_hopper(case)
+    if case.backend == "triton":
+        # The interpreter takes its time for every head.
+        H_k = min(case.H_k, max(1, _HEADS // case.G))
+        case = replace(case, H_k=H_k, B=min(case.B, max(1, _HEADS // (case.G * H_k))))
+    options = [x for x in case.options if x in TAKES[case.call]]
+    for name in options:
+        needs = [x for x in _NEEDS.get(name, ()) if x in TAKES[case.call]]
+        if needs and not set(needs) & set(options):
+            options.append(needs[case.seed % len(needs)])
+    if "score_mod" in options and case.learns and "score_mod_grad" not in options:
+        options.append("score_mod_grad")
+    # A seed that is drawn in the call would be another one for each sequence, or part.
+    if "dropout" in options and case.call in ("attention_varlen", "attention_block"):
+        options.append("dropout_seed")
+    for pair in _APART:
+        if pair <= set(options):
+            options.remove(max(pair, key=options.index))
+    if case.call in ("attention_statistics", "additive_attention") or case.T_k < 8:
+        # A weight that even fp64 has as 0 looks like that of a hidden key, and tanh is 1. Of few
+        # keys one has all the weight: exactly, in the formula alone.
+        case = replace(case, traits=case.traits - {"hot"})
+    # Where rows see a key or two, what is left of dQ is the rounding of o, by which fused kernels
+    # take delta and the formula does not.
+    few = case.T_k < 8 or set(options) & _HIDING
+    if few and "dropout" in options and case.dtype in (torch.float16, torch.bfloat16):
+        case = replace(case, traits=case.traits | {"forward"})
+    # The checks go through the table in its order, and so do the values here.
+    return replace(case, options=tuple(name for name in ROWS if name in options))
+
+
+def _for_hopper(case: Case) -> Case:
+    """The case in sizes, dtypes and options that the kernels for Hopper know."""
+    draw = case.random("hopper")
+    call = case.call if case.call in ("attention", "attention_varlen") else "attention"
+    D = draw.choice(64, 64, 64, 128)
+    lengths = (1, 2, 63, 65, 128, 129, draw.integer(130, 200))
+    return replace(
+        case, call=call, B=draw.choice(1, 1, 2), H_k=draw.choice(1, 1, 2), G=draw.choice(1, 2, 3),
+        T_q=draw.choice(*lengths), T_k=draw.choice(*lengths), D=D, D_v=D,
+        dtype=draw.choice(torch.bfloat16, torch.float16),
+        options=tuple(name for name in case.options if _hopper_knows(name)),
+        traits=case.traits - {"again"},
+    )  # fmt: skip
+
+
+@cache
+def _hopper_knows(name: str) -> bool:
+    x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
+    fields: dict[str, Any] = {field: object() for field in ROWS[name].fields or (name,)}
+    return host.why_not_hopper(x, x, x, Options(**fields)) is None
+
+
+def pair_cases(backend: str, largest: int) -> list[Case]:
+    """Cases in which every two options that `attention` takes together meet.
+
+    Each has two blocks and a remainder of queries and of keys, two batch rows or two heads that
+    share keys, and gradients of all that learns.
+    """
+    names = cover_pairs(ROWS, lambda a, b: {a, b} not in _APART, largest)
+    like = Case(
+        seed=0, call="attention", backend=backend, B=1, H_k=1, G=1, T_q=37, T_k=39, D=8, D_v=8,
+        dtype=torch.float32, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(),
+    )  # fmt: skip
+    return [
+        legal(replace(like, seed=seed, B=1 + seed % 2, G=2 - seed % 2, options=options))
+        for seed, options in enumerate(names)
+    ]
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases with one thing less, the largest first."""
+    for name in case.options:
+        yield legal(replace(case, options=tuple(x for x in case.options if x != name)))
+    for trait in sorted(case.traits):
+        yield replace(case, traits=case.traits - {trait})
+    if case.backend == "hopper":
+        return
+    for name, least in (("B", 1), ("H_k", 1), ("G", 1), ("G", 2), ("T_q", 1), ("T_k", 1)):
+        if getattr(case, name) > least:
+            yield replace(case, **{name: least})
+    if case.layouts != ("plain",) * 3:
+        yield replace(case, layouts=("plain",) * 3)
+    if case.dtype not in (torch.float32, torch.float64):
+        yield replace(case, dtype=torch.float32)
+    for name in ("T_q", "T_k"):
+        if getattr(case, name) > 2:
+            yield replace(case, **{name: getattr(case, name) // 2})
+            yield replace(case, **{name: getattr(case, name) - 1})
+    if case.D > 8 or case.D_v > 8:
+        yield replace(case, D=8, D_v=8)

@@ -1,0 +1,210 @@
+"""What a case's results are held to: the oracle, within the error budget."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import dispatch, reference
+from fastattn.kernels import backward_dkv
+from fastattn.kernels.launch import decode_splits, launches, tiles
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.testing import assert_matches_reference
+from fastattn.testing.hopper import emulate_hopper, grid_of
+from fastattn.testing.inputs import nan_filled_empty
+
+from . import caches, others
+from .block import attention_block
+from .cases import Case
+from .tensors import inputs, offsets, poisoned
+from .values import drawn_options
+
+# Of thousands of cases some have results of a handful of numbers.
+ORDERS = 40
+
+
+def check(case: Case) -> None:
+    """Make the call and judge all that it returns, and its gradients.
+
+    Raises:
+        AssertionError: a result that is wrong. Any other error is one too: the call is legal.
+    """
+    with _setting(case), nan_filled_empty():
+        _JUDGES[case.call](case)
+
+
+@contextlib.contextmanager
+def _setting(case: Case) -> Iterator[None]:
+    """Small tiles, and what the case's traits change."""
+    with contextlib.ExitStack() as stack:
+        if "environment" in case.traits:
+            stack.enter_context(mock.patch.dict(os.environ, {dispatch.ENVIRONMENT: case.backend}))
+        if case.backend == "hopper":
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            emulate_hopper(patch, str(case.seed))
+            stack.enter_context(grid_of(case.random("grid").choice(1, 3, 132)))
+        if case.backend == "triton":
+            wide, long = TileConfig(*case.tile), TileConfig(*case.tile[::-1])
+            stack.enter_context(
+                tiles.forced(
+                    forward=wide,
+                    backward_dq=long,
+                    backward_dkv=long,
+                    backward_one_pass=wide,
+                    relative=long,
+                    decode=TileConfig(16, 16),
+                    decode_chunk=TileConfig(16, 16),
+                )
+            )
+            if "split" in case.traits:
+                stack.enter_context(mock.patch.object(decode_splits, "MANY_KEYS", 1))
+            if "parts" in case.traits:
+                parts = case.random("parts").integer(1, case.G)
+                launches.forget()
+                stack.callback(launches.forget)
+                dealt = mock.patch.object(backward_dkv, "head_parts", lambda *sizes: parts)
+                stack.enter_context(dealt)
+        yield
+
+
+def _how(case: Case) -> dict[str, Any]:
+    return {} if "environment" in case.traits else {"backend": case.backend}
+
+
+def _compare(
+    case: Case,
+    function: Callable[..., Any],
+    oracle: Callable[..., Any],
+    starts: tuple[Tensor, ...] = (),
+) -> None:
+    rows = case.B if not starts else starts[0].shape[0] - 1
+    options = drawn_options(case, rows)
+    own, without = partial(function, **_how(case)), case.backend == "torch" and case.seed % 2 == 0
+    ours, theirs = (_seeded(case, x) for x in (_without_lse(own) if without else own, oracle))
+    for turn in range(3 if "again" in case.traits else 1):
+        clean = _packed(inputs(case, f"/{turn}"), starts)
+        tested = _with_poison(case, clean, options, bool(starts))
+        backward = case.learns and turn == 0
+        assert_matches_reference(
+            ours,
+            *tested,
+            *starts,
+            clean=clean,
+            oracle=theirs,
+            backward=backward,
+            orders=ORDERS,
+            **options,
+        )
+        # The memo knows the next call by its layouts. The one after has other numbers.
+        if turn == 1:
+            options |= _other_numbers(drawn_options(case, rows, "/again"), options)
+
+
+def _other_numbers(fresh: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor, and no function of one, in either."""
+
+    def plain(x: Any) -> bool:
+        parts = x if isinstance(x, tuple) else (x,)
+        return all(part is None or isinstance(part, (bool, int, float)) for part in parts)
+
+    return {name: x for name, x in fresh.items() if plain(x) and plain(options[name])}
+
+
+def _seeded(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, drawing the same seed of dropout at each call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(case.seed)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _without_lse(function: Callable[..., Any]) -> Callable[..., Any]:
+    """o as a call without lse gives it, which may come from another kernel."""
+
+    def call(*args: Any, return_lse: bool, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        _, lse = function(*args, return_lse=True, **kwargs)
+        torch.set_rng_state(state)
+        return function(*args, **kwargs), lse
+
+    return call
+
+
+def _packed(rows: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x[0].transpose(0, 1) for x in rows) if starts else rows
+
+
+def _with_poison(
+    case: Case, clean: tuple[Tensor, ...], options: dict[str, Any], packed: bool
+) -> tuple[Tensor, ...]:
+    """q, k and v with NaN or inf in keys and values that no query may see."""
+    if "nan" not in case.traits or packed:
+        return clean
+    documents = options.get("documents")
+    exists = reference.existing_keys(
+        case.B, case.T_k, options.get("key_padding_mask"), options.get("key_lengths"),
+        documents=documents[1] if isinstance(documents, tuple) else documents,
+    )  # fmt: skip
+    if exists.all():
+        return clean
+    q, k, v = clean
+    draw = case.random("poison")
+    return q, poisoned(k, exists, case.layouts[1], draw), poisoned(v, exists, case.layouts[2], draw)
+
+
+def _attention(case: Case) -> None:
+    _compare(case, fastattn.attention, reference.attention)
+
+
+def _varlen(case: Case) -> None:
+    one = replace(case, B=1)
+    _compare(one, fastattn.attention_varlen, reference.attention_varlen, offsets(one))
+
+
+def _block(case: Case) -> None:
+    _compare(case, attention_block, reference.attention)
+
+
+def _dot_product(case: Case) -> None:
+    _compare(case, fastattn.dot_product_attention, partial(reference.attention, scale=1.0))
+
+
+def _multiplicative(case: Case) -> None:
+    draw = case.random("weight")
+    shape = draw.choice((case.D, case.D), (case.H_q, case.D, case.D))
+    weight = (draw.normal(*shape) / case.D**0.5).to(case.dtype)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return fastattn.multiplicative_attention(q, k, v, weight, **options)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return reference.attention(q @ weight.to(q.dtype).mT, k, v, scale=1.0, **options)
+
+    _compare(case, ours, oracle)
+
+
+_JUDGES: dict[str, Callable[[Case], None]] = {
+    "attention": _attention,
+    "attention_varlen": _varlen,
+    "attention_block": _block,
+    "dot_product_attention": _dot_product,
+    "multiplicative_attention": _multiplicative,
+    "attention_statistics": lambda case: others.statistics(case, _how(case)),
+    "additive_attention": lambda case: others.additive(case, _how(case)),
+    "attention_fp8": lambda case: others.fp8(case, _how(case)),
+    "attention_varlen_fp8": lambda case: others.varlen_fp8(case, _how(case)),
+    "merge": lambda case: others.merge(case, _how(case)),
+    "decode_attention": lambda case: caches.decode(case, _how(case)),
+    "cascade_attention": lambda case: caches.cascade(case, _how(case)),
+    "append": lambda case: caches.append(case, _how(case)),
+}

@@ -1,0 +1,65 @@
+"""Users' functions of generated calls: masks and scores, alone and with tensors to read.
+
+Tables have TABLE entries, which positions and heads wrap around, so that any position is legal.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+TABLE = tl.constexpr(16)
+
+
+@triton.jit
+def striped(b, h, q_pos, k_pos):
+    return (k_pos // 3) % 2 == b % 2
+
+
+@triton.jit
+def ahead_or_near(b, h, q_pos, k_pos):
+    return (k_pos <= q_pos) | (tl.abs(q_pos - k_pos) <= h % 4)
+
+
+@triton.jit
+def within_table(b, h, q_pos, k_pos, floats, integers):
+    reach = tl.load(integers + h % TABLE)
+    return (tl.abs(q_pos - k_pos) <= reach) | (tl.load(integers + k_pos % TABLE) % 3 == 0)
+
+
+@triton.jit
+def halved(x, b, h, q_pos, k_pos):
+    return tl.where(k_pos % 2 == 0, 0.5 * x, x) + 0.1 * (h % 3)
+
+
+@triton.jit
+def halved_grad(dx, x, b, h, q_pos, k_pos):
+    return tl.where(k_pos % 2 == 0, 0.5 * dx, dx)
+
+
+@triton.jit
+def bent(x, b, h, q_pos, k_pos):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def bent_grad(dx, x, b, h, q_pos, k_pos):
+    s = tl.sigmoid(x)
+    return dx * (s + x * s * (1 - s))
+
+
+@triton.jit
+def by_table(x, b, h, q_pos, k_pos, floats, integers):
+    return x * tl.load(floats + h % TABLE) + tl.load(floats + k_pos % TABLE)
+
+
+@triton.jit
+def by_table_grad(dx, x, b, h, q_pos, k_pos, floats, integers):
+    return dx * tl.load(floats + h % TABLE)
+
+
+# (function, whether b matters, whether h does)
+MASKS: list[tuple[Any, bool, bool]] = [(striped, True, False), (ahead_or_near, False, True)]
+MASKS_OF_TENSORS: list[tuple[Any, bool, bool]] = [(within_table, False, True)]
+SCORES: list[tuple[Any, Any]] = [(halved, halved_grad), (bent, bent_grad)]
+SCORES_OF_TENSORS: list[tuple[Any, Any]] = [(by_table, by_table_grad)]

@@ -1,0 +1,122 @@
+"""Judges of statistics, additive attention, attention in 8 bits, and merging."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import reference
+from fastattn.testing.budget import assert_all_within_budget
+from fastattn.testing.fp8 import dequantized
+from fastattn.testing.orders import worst_naive
+from fastattn.testing.verify.scoring import additive_formula, assert_additive, assert_statistics
+from fastattn.torch_backend import triton_language
+
+from .cases import Case
+from .tensors import inputs, offsets
+from .values import drawn_options
+
+
+def statistics(case: Case, how: dict[str, Any]) -> None:
+    """Entropy, weight received, the largest weights and all of them."""
+    q, k, _ = inputs(case)
+    assert_statistics(q, k, how.get("backend"), drawn_options(case, case.B))
+
+
+def additive(case: Case, how: dict[str, Any]) -> None:
+    """o, lse and the gradients of q, k, v, u and both projections."""
+    draw, hidden = case.random("weights"), case.random("hidden").choice(1, 3, 4)
+    q, k, v = inputs(case)
+
+    def weight(H: int) -> Tensor:
+        shape = draw.choice((hidden, case.D), (H, hidden, case.D))
+        return (draw.normal(*shape) / case.D**0.5).to(case.dtype)
+
+    u = draw.normal(*draw.choice((hidden,), (case.H_q, hidden))).to(case.dtype)
+    tensors = [q, k, v, u, weight(case.H_q), weight(case.H_k)]
+    assert_additive(tensors, how.get("backend"), drawn_options(case, case.B), _additive_formula)
+
+
+def _additive_formula(*tensors: Tensor, **masks: Any) -> tuple[Tensor, Tensor]:
+    """`additive_formula`, which takes no documents and no functions, with these as a mask."""
+    q, k = tensors[:2]
+    offset, heads = masks.get("query_offset"), masks.pop("heads", None)
+    places = reference.torch_places(*q.shape[:3], k.shape[2], offset, q.device, heads=heads)
+    keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool))
+    mod, read = masks.pop("mask_mod", None), masks.pop("mod_tensors", ())
+    if mod is not None:
+        keep = keep & triton_language.mask_mod(mod, places, read)
+    ids = masks.pop("documents", None)
+    if ids is not None:
+        q_ids, k_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        keep = keep & ((q_ids[:, :, None] == k_ids[:, None]) & (k_ids >= 0)[:, None])[:, None]
+    return additive_formula(*tensors, attn_mask=keep, **masks)
+
+
+def fp8(case: Case, how: dict[str, Any]) -> None:
+    """o and lse against the oracle on the numbers that the codes stand for."""
+    options = drawn_options(case, case.B)
+    codes = [fastattn.quantize_fp8(x) for x in inputs(case)]
+    scales = {f"{name}_scale": scale for name, (_, scale) in zip("qkv", codes, strict=True)}
+    found = fastattn.attention_fp8(
+        *(x for x, _ in codes), **scales, out_dtype=case.dtype, return_lse=True, **how, **options
+    )
+    numbers = [dequantized(x, scale) for x, scale in codes]
+    _judge(case, found, numbers, lambda *x: reference.attention(*x, return_lse=True, **options))
+
+
+def varlen_fp8(case: Case, how: dict[str, Any]) -> None:
+    """As `fp8`, of packed sequences."""
+    starts = offsets(case)
+    of = (starts[0], starts[1], starts[1])
+    options = drawn_options(case, starts[0].shape[0] - 1)
+    packed = [x[0].transpose(0, 1) for x in inputs(case)]
+    codes = [fastattn.quantize_fp8(x, cu_seqlens=cu) for x, cu in zip(packed, of, strict=True)]
+    scales = {f"{name}_scale": scale for name, (_, scale) in zip("qkv", codes, strict=True)}
+    found = fastattn.attention_varlen_fp8(
+        *(x for x, _ in codes), *starts, **scales, out_dtype=case.dtype, return_lse=True, **how,
+        **options,
+    )  # fmt: skip
+    numbers = [dequantized(x, scale, cu) for (x, scale), cu in zip(codes, of, strict=True)]
+
+    def oracle(*x: Tensor) -> Any:
+        return reference.attention_varlen(*x, *starts, return_lse=True, **options)
+
+    _judge(case, found, numbers, oracle)
+
+
+def _judge(case: Case, found: Any, numbers: list[Tensor], oracle: Any) -> None:
+    """Numbers are read back in the dtype of the output, and attention takes those."""
+    rounded = [x.to(case.dtype) for x in numbers]
+    exact = oracle(*(x.double() for x in rounded))
+    naive = worst_naive(exact, lambda: oracle(*rounded))
+    assert_all_within_budget(("o", "lse"), found, exact, naive)
+
+
+def merge(case: Case, how: dict[str, Any]) -> None:
+    """Two parts, each of which may have seen nothing, some of it NaN then."""
+    draw = case.random("merge")
+    shape = (case.B, case.H_q, case.T_q)
+    lse_dtype = torch.float64 if case.dtype is torch.float64 else torch.float32
+    parts = []
+    for _ in range(2):
+        o = draw.normal(*shape, case.D_v).to(case.dtype)
+        lse = draw.normal(*shape).to(lse_dtype) * draw.choice(1.0, 50.0)
+        blind = draw.bools(0.2, *shape)
+        parts.append((o, lse.masked_fill(blind, -torch.inf), blind))
+    given = []
+    for o, lse, blind in parts:
+        given += [o.masked_fill(blind[..., None], torch.nan) if "nan" in case.traits else o, lse]
+    found = fastattn.merge(*given, **how)
+
+    def formula(*x: Tensor) -> tuple[Tensor, Tensor]:
+        o1, lse1, o2, lse2 = x
+        lse = torch.logaddexp(lse1, lse2)
+        shares = [(y - lse).exp().nan_to_num(0.0)[..., None].to(o1.dtype) for y in (lse1, lse2)]
+        return o1 * shares[0] + o2 * shares[1], lse
+
+    plain = [x for o, lse, _ in parts for x in (o, lse)]
+    exact = formula(*(x.double() for x in plain))
+    naive = worst_naive(exact, lambda: formula(*plain))
+    assert_all_within_budget(("o", "lse"), found, exact, naive)

@@ -1,0 +1,80 @@
+"""Inputs of a case: numbers, and where they lie in memory."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .cases import Case, Draw
+
+# Scores of so much leave fp16 room for a product that is not scaled yet.
+_HOT = {torch.float16: 200.0}
+
+
+def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] in the case's dtype and layouts.
+
+    salt: of other numbers in the same layouts.
+    """
+    found = []
+    of_keys = (case.H_k, case.T_k)
+    sizes = ((case.H_q, case.T_q, case.D), (*of_keys, case.D), (*of_keys, case.D_v))
+    for name, layout, (H, T, width) in zip("qkv", case.layouts, sizes, strict=True):
+        draw = case.random(name + salt)
+        shape = [case.B, H, T, width]
+        if layout in _EXPANDED:
+            shape[_EXPANDED[layout]] = 1
+        x = draw.normal(*shape)
+        if name == "q" and "hot" in case.traits:
+            x = x * _HOT.get(case.dtype, 1e4 / math.sqrt(case.D))
+        x = x.to(case.dtype).expand(case.B, H, T, width)
+        found.append(laid(x, layout))
+    q, k, v = found
+    return q, k, v
+
+
+_EXPANDED = {"one-row": 0, "one-head": 1, "one-token": 2}
+
+
+def laid(x: Tensor, layout: str) -> Tensor:
+    """x [B, H, T, D] in another layout; of `_EXPANDED` it is expanded already."""
+    if layout == "bthd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "wide":
+        return pad(x, (0, 8))[..., : x.shape[-1]]
+    if layout == "shifted":
+        memory = x.new_zeros(x.numel() + 1)
+        return memory[1:].view(x.shape).copy_(x)
+    if layout == "every-second":
+        return torch.stack((x, x), 3).flatten(2, 3)[:, :, ::2]
+    if layout == "columns":
+        return x.mT.contiguous().mT
+    return x if layout in _EXPANDED else x.contiguous()
+
+
+def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
+    """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, T]."""
+    if layout in _EXPANDED:
+        return x
+    poison = draw.choice(math.nan, math.inf, -math.inf)
+    return laid(x.masked_fill(~exists[:, None, :, None], poison), layout)
+
+
+def offsets(case: Case) -> tuple[Tensor, Tensor]:
+    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty."""
+    draw = case.random("sequences")
+    inner = draw.integer(0, 3)
+
+    def ends(T: int) -> Tensor:
+        cuts = sorted(draw.integer(0, T) for _ in range(inner))
+        return torch.tensor([0, *cuts, T], dtype=draw.choice(torch.int32, torch.int64))
+
+    both = ends(case.T_q), ends(case.T_k)
+    return both[0].to(both[1].dtype), both[1]
+
+
+def longest(starts: Tensor) -> int:
+    """The longest of packed sequences."""
+    return max((b - a for a, b in itertools.pairwise(starts.tolist())), default=0)
