@@ -30,7 +30,7 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
         if name == "q" and "hot" in case.traits:
             x = x * _HOT.get(case.dtype, 1e4 / math.sqrt(case.D))
         x = x.to(case.dtype).expand(case.B, H, T, width)
-        found.append(laid(x, layout))
+        found.append(laid(x.to(case.device), layout))
     q, k, v = found
     return q, k, v
 

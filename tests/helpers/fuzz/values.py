@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import BlockMask
+from fastattn.testing.inputs import to_device
 
 from . import mods
 from .cases import Case, Draw
@@ -23,7 +24,7 @@ def drawn_options(case: Case, rows: int, salt: str = "") -> dict[str, Any]:
     found = {}
     for name in case.options:
         found[name] = VALUES[name](_Sizes(case, rows), case.random(name + salt))
-    return found
+    return to_device(found, case.device)
 
 
 class _Sizes:
