@@ -75,7 +75,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
                     say=say,
                 )
             except KeyboardInterrupt:
-                say("interrupted: the same command goes on from here")
+                say("interrupted: the same command goes on")
                 return INTERRUPTED
     sys.stdout.write(
         f"{made.tokens:,} tokens of {made.documents:,} documents in {made.folder}, {made.dtype}\n"

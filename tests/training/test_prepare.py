@@ -230,6 +230,38 @@ def test_a_call_that_goes_on_reads_only_the_rest(lines, tmp_path, monkeypatch):
     assert (out / "tokens.bin").stat().st_mtime_ns == before
 
 
+def test_an_interrupt_within_a_batch_leaves_the_mark_before_it(lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    monkeypatch.setattr(preparing, "_BATCH_BYTES", 150)
+    real = preparing._Writer.end_document
+    left = [0 if len(lines) == 1 else 70]
+
+    def end_document(writer: preparing._Writer) -> None:
+        real(writer)
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparing._Writer, "end_document", end_document)
+        prepare(lines, tmp_path / "out", tokenizer="char")
+    found = prepare(lines, tmp_path / "out", tokenizer="char")
+    assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
+    assert found.fingerprint == prepare(lines, tmp_path / "new", tokenizer="char").fingerprint
+
+
+def test_a_text_that_changes_meanwhile_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
+    text = write(tmp_path / "text", "a line\n" * 100)
+
+    def change_it(done: int, total: int) -> None:
+        os.utime(text, ns=(0, done))
+
+    with pytest.raises(DataError, match="text changed while it was prepared"):
+        prepare([text], tmp_path / "out", tokenizer="char", progress=change_it)
+
+
 def test_marks_come_by_bytes_of_all_files(lines, tmp_path, monkeypatch):
     """A call that is killed loses a bounded part, of however many files; a file counts as some."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
