@@ -75,12 +75,12 @@ def _distributed() -> int:
         return 0
     able = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
     lines = [f"torch.distributed: {backend}, of {', '.join(able)}", *measured.lines()]
-    for name, (_, H_q, H_k, D) in MODELS.items():
+    for name, (H_q, H_k, D) in MODELS.items():
         chosen = [
             f"{choice(Shape(T, H_q, H_k, D), world, measured.rates)} for {T} tokens"
             for T in (1 << 13, 1 << 17, 1 << 20)
         ]
-        lines.append(f"{name} on {world} ranks, by the model of the cost: {', '.join(chosen)}")
+        lines.append(f"{name} on {world} ranks, modelled: {', '.join(chosen)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

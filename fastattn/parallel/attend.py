@@ -10,7 +10,7 @@ from ..functional import call_options, inputs
 from ..functional.attend import attention
 from ..options import LEARNED, ROWS, along
 from ..torch_backend import dropout
-from . import heads
+from . import heads, hops
 from .choose import MethodExplanation, choose, explanation
 from .gather import gather_backward, gather_forward
 from .parts import Whole, sinks_gradient
@@ -214,7 +214,9 @@ def _signature(
 
     tensors = tuple(seen(x) for x in (q, k, v))
     named = tuple((name, seen(given[name])) for name in sorted(given) if name != "mod_tensors")
-    return (method, plan.hash, *tensors, *named)
+    # What a ring sends goes by it.
+    known = hops.marked(given.get("documents")) is not None
+    return (method, plan.hash, known, *tensors, *named)
 
 
 def _spread(
@@ -225,6 +227,8 @@ def _spread(
     for name in ("documents", "key_padding_mask"):
         if name in found:
             found[name] = gather_sequence(found[name], 1, plan, ranks)
+    if (known := hops.marked(given.get("documents"))) is not None:
+        hops.remember(found["documents"], known)
     if "dropout" in found and "dropout_seed" not in found:
         found["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
     behind = along("T_q")

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cost import METHODS, Rates, Shape, cost
-from .hops import hops_by_positions
+from .cost import METHODS, Shape, cost
 from .pieces import COUNTING, Options
 from .plan import ContextPlan, visible_keys
 from .ranks import Ranks
@@ -20,8 +19,8 @@ class MethodExplanation(NamedTuple):
     Attributes:
         method: None if none does.
         reasons: by name, why a method cannot serve the call.
-        seconds: by name, what the model of `cost` says that forward and backward take by one that
-            can.
+        seconds: by name, modelled, not measured: what the model of `cost` says that forward and
+            backward take by a method that can.
     """
 
     method: str | None
@@ -29,7 +28,7 @@ class MethodExplanation(NamedTuple):
     seconds: dict[str, float]
 
     def __str__(self) -> str:
-        able = [f"  {name}: {x * 1e3:.3g} ms by the model" for name, x in self.seconds.items()]
+        able = [f"  {name}: {x * 1e3:.3g} ms, modelled" for name, x in self.seconds.items()]
         unable = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join([f"method: {self.method}", *able, *unable])
 
@@ -43,13 +42,16 @@ def explanation(
     found = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
     reasons = {name: reason for name, reason in found.items() if reason is not None}
     B, H_q, _, D = q.shape
-    shape = Shape(plan.T, H_q, k.shape[1], D, B, _share(plan.T, options))
-    rates = Rates()._replace(node=_gpus_of_a_node(ranks.size))
+    share = _share(plan.T, options)
+    if "documents" in options and plan.documents is not None:
+        share = min(share, plan.share)
+    shape = Shape(plan.T, H_q, k.shape[1], D, B, share)
+    rates = plan.rates._replace(node=_gpus_of_a_node(ranks.size))
     seconds = {}
     for name in METHODS:
         if name not in reasons:
-            around = hops_by_positions(plan, _degree(name, ranks), options)
-            of_method = shape._replace(hops=sum(around))
+            imbalance, around = plan.around(_degree(name, ranks), options)
+            of_method = shape._replace(imbalance=imbalance, around=around)
             seconds[name] = cost(name, of_method, ranks.size, rates, ranks.degree).seconds
     if method == "auto":
         return MethodExplanation(
@@ -98,7 +100,7 @@ def _degree(method: str, ranks: Ranks) -> int:
 
 
 def _share(T: int, options: Options) -> float:
-    """Of all pairs, those that causal order and window leave; others are beside the model."""
+    """Of all pairs, those that causal order and window leave."""
     if options.get("stride") is not None:
         return 0.5 if options.get("causal") else 1.0
     return _share_of_window(T, options.get("causal", False), options.get("window"))

@@ -1,28 +1,40 @@
-"""Whose keys a rank's queries may see, and so how far keys have to go around a ring.
+"""Which keys each rank's queries may see: how far keys go around a ring, and which of them.
 
-Positions say it at once, from the plan, the window and causal order. Documents are looked at where
-each rank holds one stretch of tokens: the ids of two ranks that have no range in common hide them
-from each other. All ranks come to the same answer, as they have the same plan, options and ids.
+Causal order and window bound the keys of a query by its position, documents by where their tokens
+begin and end. All ranks come to the same answer, as they have the same plan, options and ids.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .pieces import Options, may_see
-from .plan import ContextPlan
+from .. import checks
+from .pieces import Options, Run, Runs
 
-# [r][s]: whether rank r's queries may see a key of rank s.
-Seen = tuple[tuple[bool, ...], ...]
-# What `may_see` reads. Of prefixes it asks whether there are any.
+# What bounds read. Of prefixes they ask whether there are any.
 _READ = ("causal", "window", "stride", "keep_first")
-# Runs of a rank, on average, up to which pairs of them are looked at.
-_MOST_RUNS = 4
-# Ids are gathered for one call, which has one plan.
-_by_documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Runs of a rank, on average, up to which a GPU is waited for to see its documents.
+_FEW_RUNS = 2
+# Of ids of whole sequences what is known of them; for a backward, and where a plan knows it.
+_documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Of a rank's ids, in which version of them they are those that a plan was made for.
+_marked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class Dealt(NamedTuple):
+    """Which tokens of a sequence of T each rank holds, without padding.
+
+    grain: keys are sent in blocks of so many, counted from the start of a run.
+    """
+
+    T: int
+    runs: tuple[Runs, ...]
+    grain: int
 
 
 class Hops(NamedTuple):
@@ -40,75 +52,239 @@ class Hops(NamedTuple):
         return [*range(self.after + 1), *range(-1, -self.before - 1, -1)]
 
 
-def seen(plan: ContextPlan, options: Options) -> Seen:
-    """Of the checked options of a call, with the documents of the whole sequence."""
-    found = _seen_by_positions(plan, *_mask(options))
-    ids = options.get("documents")
-    if ids is None or any(len(plan.runs(rank)) > 1 for rank in range(plan.ranks)):
+class Bounds(NamedTuple):
+    """The first and the last key [T] that each query may see in any batch row, by position.
+
+    A query that sees none has a first key behind its last one. keep_first: how many first keys are
+    seen beside these, where documents do not hide them.
+    """
+
+    first: Tensor
+    last: Tensor
+    keep_first: int = 0
+
+
+def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
+    """Of the checked options of a call, whose documents are known."""
+    at = torch.arange(T)
+    left, right = checks.check_window(options.get("window"))
+    left = None if options.get("stride") is not None else left
+    causal = options.get("causal") and options.get("prefix_lengths") is None
+    right = 0 if causal and (right is None or right > 0) else right
+    right = None if options.get("stride") is not None and not causal else right
+    first = torch.zeros_like(at) if left is None else (at - left).clamp(min=0)
+    last = torch.full_like(at, T - 1) if right is None else (at + right).clamp(max=T - 1)
+    if documents is not None:
+        first = torch.maximum(first, documents.first)
+        last = torch.minimum(last, documents.last)
+    return Bounds(first, last, 0 if left is None else options.get("keep_first", 0))
+
+
+class Documents:
+    """Where documents begin and end: the first and the last token [T] of each token's, on the host.
+
+    Of several batch rows, all that the document of any of them spans. A token that is padding in
+    every row has its first token behind its last one.
+
+    Args:
+        ids: [B, T]. On a GPU it is waited for.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        B, T = ids.shape
+        at = torch.arange(T, device=ids.device).expand(B, T).flatten()
+        values, number = torch.unique(ids.long(), return_inverse=True)
+        number = (number + torch.arange(B, device=ids.device)[:, None] * len(values)).flatten()
+        size = B * len(values)
+        begin = number.new_full((size,), T).scatter_reduce(0, number, at, "amin")[number]
+        end = number.new_full((size,), -1).scatter_reduce(0, number, at, "amax")[number]
+        padding = ids < 0
+        self.first = begin.view(B, T).masked_fill(padding, T).amin(0).cpu()
+        self.last = end.view(B, T).masked_fill(padding, -1).amax(0).cpu()
+        self._needs: dict[Any, Needs] = {}
+
+    def needs(self, dealt: Dealt, options: Options) -> "Needs":
+        """Of the checked options of a call."""
+        key = (dealt, mask_of(options))
+        if key not in self._needs:
+            self._needs[key] = Needs(dealt, bounds(dealt.T, options, self))
+        return self._needs[key]
+
+
+def mark(own: Tensor, documents: Documents) -> None:
+    """Notes that a rank's ids, as they are now, belong to a sequence of which these are known.
+
+    Then no call looks at them on a device. Every rank does it alike.
+    """
+    if not own.is_inference():
+        _marked[own] = own._version, documents
+
+
+def marked(own: Tensor | None) -> Documents | None:
+    """What `mark` has noted of a rank's ids, if they are still the same."""
+    if own is None or own.is_inference():
+        return None
+    version, documents = _marked.get(own, (None, None))  # type: ignore[no-untyped-call]
+    found: Documents | None = documents if version == own._version else None
+    return found
+
+
+def remember(ids: Tensor, documents: Documents) -> None:
+    """Notes what is known of the ids [B, T] of a whole sequence."""
+    _documents[ids] = documents
+
+
+class Needs:
+    """Which keys of which rank the queries of each rank may see, by blocks of keys."""
+
+    def __init__(self, dealt: Dealt, found: Bounds) -> None:
+        self.dealt = dealt
+        grain, T = dealt.grain, dealt.T
+        ends = [0, *accumulate(map(len, dealt.runs))]
+        # Numbers of a rank's runs, which are counted through all ranks.
+        self._numbers = [slice(*both) for both in pairwise(ends)]
+        pieces = sorted(
+            (start, min(start + grain, run[1]), rank, ends[rank] + n)
+            for rank, runs in enumerate(dealt.runs)
+            for n, run in enumerate(runs)
+            for start in range(*run, grain)
+        )
+        columns = torch.tensor(pieces).view(-1, 4).mT.contiguous()
+        self._starts, self._stops, self._owners, self._run_of = columns
+        # Of a piece's queries: the pieces cover the sequence in order.
+        piece = torch.repeat_interleave(torch.arange(len(pieces)), self._stops - self._starts)
+        first = torch.full_like(self._starts, T).scatter_reduce(0, piece, found.first, "amin")
+        last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, found.last, "amax")
+        self._needed = self._marked(first, last)
+        if found.keep_first:
+            # Documents, which the bounds have met, may hide these keys too: that is not looked at.
+            some = first <= last
+            end = torch.minimum(last, torch.full_like(last, found.keep_first - 1))
+            zero = torch.zeros_like(first).masked_fill(~some, T)
+            self._needed |= self._marked(zero, end)
+
+    def _marked(self, first: Tensor, last: Tensor) -> Tensor:
+        """[ranks, pieces]: whether some piece of a rank's queries sees a piece's keys."""
+        some = first <= last
+        begin = torch.searchsorted(self._stops, first, right=True)[some]
+        end = torch.searchsorted(self._starts, last, right=True)[some]
+        edges = torch.zeros(len(self.dealt.runs), len(self._starts) + 1, dtype=torch.int32)
+        one = torch.ones_like(begin, dtype=torch.int32)
+        edges.index_put_((self._owners[some], begin), one, accumulate=True)
+        edges.index_put_((self._owners[some], end), -one, accumulate=True)
+        return edges.cumsum(1)[:, :-1] > 0
+
+    @cached_property
+    def seen(self) -> tuple[tuple[bool, ...], ...]:
+        """[r][s]: whether rank r's queries may see a key of rank s."""
+        ranks = len(self.dealt.runs)
+        found = torch.zeros(ranks, ranks, dtype=torch.int64)
+        found.index_add_(1, self._owners, self._needed.long())
+        return tuple(map(tuple, (found > 0).tolist()))
+
+    @cached_property
+    def hops(self) -> Hops:
+        """The fewest hops in all that bring every rank what it may see."""
+        ranks = len(self.dealt.runs)
+        seen = torch.tensor(self.seen)
+        r, s = seen.nonzero(as_tuple=True)
+        # Ranks s with keys for rank r stand (r - s) behind it.
+        needed = sorted({*((r - s) % ranks).tolist()})
+        ways = [
+            Hops(max((n for n in needed if n < split), default=0),
+                 max((ranks - n for n in needed if n >= split), default=0))
+            for split in range(1, ranks + 1)
+        ]  # fmt: skip
+        return min(reversed(ways), key=sum)
+
+    def runs(self, rank: int, step: int) -> Runs:
+        """Which of a rank's keys go to the rank that stands `step` behind it, in runs.
+
+        Those that this one or a rank beyond it on the way may see; of each run one stretch.
+        """
+        if step == 0:
+            return self.dealt.runs[rank]
+        first, stop = (x[self._numbers[rank]].tolist() for x in self._sent[step])
+        return tuple(run for run in zip(first, stop, strict=True) if run[0] < run[1])
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By step, where in each run begin and end what its rank's keys are sent of: nothing, 0."""
+        found = {}
+        ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
+        runs = sum(map(len, self.dealt.runs))
+        for way in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
+            some = torch.zeros_like(self._starts, dtype=torch.bool)
+            for step in way:
+                some = some | self._needed[(self._owners + step) % ranks, every]
+                number = self._run_of[some]
+                first = torch.full((runs,), self.dealt.T)
+                first.scatter_reduce_(0, number, self._starts[some], "amin")
+                stop = torch.zeros(runs, dtype=torch.int64)
+                stop.scatter_reduce_(0, number, self._stops[some], "amax")
+                found[step] = torch.minimum(first, stop), stop
         return found
-    together = _with_documents_in_common(ids, plan)
-    ranks = range(plan.ranks)
-    return tuple(tuple(found[r][s] and together[r][s] for s in ranks) for r in ranks)
+
+    @cached_property
+    def way(self) -> "Way":
+        """What goes around: of each hop, the most that a rank passes on."""
+        most = max(map(total, self.dealt.runs))
+        owner = torch.tensor([rank for rank, runs in enumerate(self.dealt.runs) for _ in runs])
+        share = {}
+        for step, (first, stop) in self._sent.items():
+            of_rank = torch.zeros(len(self.dealt.runs), dtype=torch.int64)
+            share[step] = int(of_rank.index_add_(0, owner, stop - first).max()) / most
+        after, before = self.hops
+        # Gradients go as far as keys do, each time of all that its rank had sent.
+        behind = after * share.get(1, 0.0) + before * share.get(-1, 0.0)
+        return Way(after + before, sum(share.values()), behind)
 
 
-def _mask(options: Options) -> tuple[Any, ...]:
+class Way(NamedTuple):
+    """What goes around a ring: hops, and sums over them of the shares of a rank's keys.
+
+    keys: that are sent on. gradients: of keys, that follow them and go home.
+    """
+
+    hops: int
+    keys: float
+    gradients: float
+
+
+def total(runs: Sequence[Run]) -> int:
+    """Tokens of runs."""
+    return sum(stop - start for start, stop in runs)
+
+
+def needs(dealt: Dealt, options: Options) -> Needs:
+    """Of the checked options of a call, with the documents of the whole sequence.
+
+    A look at documents on a GPU waits for it, once a call: where ranks hold many short runs, which
+    all see each other more often than not, nobody looks, nor while a CUDA graph is captured.
+    """
+    ids = options.get("documents")
+    if ids is None:
+        return _needs_by_positions(dealt, *mask_of(options))
+    if ids not in _documents:
+        if ids.is_cuda and not _may_look(dealt):
+            return _needs_by_positions(dealt, *mask_of(options))
+        remember(ids, Documents(ids))
+    found: Documents = _documents[ids]
+    return found.needs(dealt, options)
+
+
+def _may_look(dealt: Dealt) -> bool:
+    few = sum(map(len, dealt.runs)) <= _FEW_RUNS * len(dealt.runs)
+    return few and not torch.cuda.is_current_stream_capturing()
+
+
+def mask_of(options: Options) -> tuple[Any, ...]:
+    """What bounds read of a call's options, but documents."""
     return options.get("prefix_lengths") is not None, *(options.get(name) for name in _READ)
 
 
 @lru_cache(maxsize=64)
-def _seen_by_positions(plan: ContextPlan, prefix: bool, *values: Any) -> Seen:
+def _needs_by_positions(dealt: Dealt, prefix: bool, *values: Any) -> Needs:
     options = {name: x for name, x in zip(_READ, values, strict=True) if x is not None}
     options |= {"prefix_lengths": 0} if prefix else {}
-    runs = [plan.runs(rank) for rank in range(plan.ranks)]
-    if sum(map(len, runs)) > _MOST_RUNS * plan.ranks:
-        return ((True,) * plan.ranks,) * plan.ranks
-    return tuple(
-        tuple(any(may_see(q, k, options) for q in queries for k in keys) for keys in runs)
-        for queries in runs
-    )
-
-
-def hops_by_positions(plan: ContextPlan, degree: int, options: Options) -> Hops:
-    """`hops` without a look at documents, of groups of `degree` ranks that follow each other."""
-    return _hops_by_positions(plan, degree, *_mask(options))
-
-
-@lru_cache(maxsize=64)
-def _hops_by_positions(plan: ContextPlan, degree: int, *mask: Any) -> Hops:
-    return hops(_seen_by_positions(plan.merged(degree), *mask))
-
-
-@lru_cache(maxsize=64)
-def hops(found: Seen) -> Hops:
-    """The fewest in all that bring every rank what it may see."""
-    ranks = len(found)
-    # Ranks s with keys for rank r stand (r - s) behind it.
-    needed = {(r - s) % ranks for r in range(ranks) for s in range(ranks) if found[r][s]}
-    ways = [
-        Hops(max((n for n in needed if n < split), default=0),
-             max((ranks - n for n in needed if n >= split), default=0))
-        for split in range(1, ranks + 1)
-    ]  # fmt: skip
-    return min(reversed(ways), key=sum)
-
-
-def _with_documents_in_common(ids: Tensor, plan: ContextPlan) -> list[list[bool]]:
-    """[r][s]: whether ids [B, T] of ranks r and s overlap, each rank holding one stretch.
-
-    A call waits once for the device, and its backward finds the answer again. While a CUDA graph
-    is captured nothing can be read: then all might.
-    """
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return [[True] * plan.ranks] * plan.ranks
-    known = _by_documents.get(ids)  # type: ignore[no-untyped-call]
-    if known is None:
-        at = torch.cat([plan.indices(rank) for rank in range(plan.ranks)]).to(ids.device)
-        own = ids.index_select(1, at.clamp(max=plan.T - 1)).masked_fill(at >= plan.T, -1)
-        own = own.reshape(len(ids), plan.ranks, -1)
-        last = own.amax(-1)  # [B, ranks]
-        first = own.masked_fill(own < 0, torch.iinfo(own.dtype).max).amin(-1)
-        meet = first[:, :, None] <= last[:, None, :]
-        known = (meet & meet.mT).any(0).tolist()
-        _by_documents[ids] = known
-    found: list[list[bool]] = known
-    return found
+    return Needs(dealt, bounds(dealt.T, options))

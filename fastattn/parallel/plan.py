@@ -1,45 +1,62 @@
-"""Which tokens each rank holds: blocks dealt out so that every rank computes as many scores."""
+"""Which tokens each rank holds: dealt out so that least time goes by, computing and sending."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from .pieces import aligned
+from ..score_checks import POSITIONS_BLOCK
+from .cost import Rates, Shape, cost
+from .hops import Dealt, Documents, Way, mark, mask_of, needs
+from .pieces import Options, Run, Runs, aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
-# "auto" prefers fewer, longer runs of tokens to less imbalance than this.
+# "auto" prefers fewer, longer runs of tokens to less modelled time than this.
 _TOLERATED = 0.05
+# Kernels want the positions of a run to begin at a multiple of this.
+_ALIGNED = 4
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """A sequence of T tokens cut into blocks, and each rank's blocks. Made by `ContextPlan.make`.
+    """Which tokens of a sequence of T each rank holds. Made by `ContextPlan.make`.
 
     A rank holds `length` tokens in rising order, the same number on every rank; positions from T on
     are padding, which lies behind a rank's other tokens.
 
     Args:
         T: tokens of the sequence, without padding.
-        blocks: for each rank the numbers of its blocks, rising.
-        block: tokens of a block.
-        balance: how blocks were dealt out.
+        stretches: for each rank (start, stop) of what it holds, rising, padding included.
+        block: tokens that stay together where tokens are dealt out.
+        balance: how they were.
         imbalance: the most pairs of query and key that a rank sees, over the mean of all ranks.
+        pairs: for each rank, those that its queries see.
+        share: pairs that are seen, of all that there are in all rows.
+        documents: of a plan made for documents, where they begin and end.
+        rates: by which the modelled times are made, here and where a method is chosen.
+        modelled: (balance, seconds) of each way to deal out tokens that was considered: modelled,
+            not measured, of the forward and backward of one layer.
     """
 
     T: int
-    blocks: tuple[tuple[int, ...], ...]
+    stretches: tuple[Runs, ...]
     block: int
     balance: str
     imbalance: float
+    pairs: tuple[int, ...] = ()
+    share: float = 1.0
+    documents: Documents | None = field(default=None, compare=False, repr=False)
+    rates: Rates = field(default_factory=Rates)
+    modelled: tuple[tuple[str, float], ...] = ()
 
     @staticmethod
     def make(
@@ -51,11 +68,14 @@ class ContextPlan:
         documents: Tensor | None = None,
         block: int = 128,
         balance: str = "auto",
+        heads: tuple[int, int] = (32, 8),
+        head_dim: int = 128,
+        rates: Rates | None = None,
     ) -> ContextPlan:
         """A plan for `ranks` ranks, from the pairs of query and key that a mask lets through.
 
         Args:
-            T: tokens, of any number: the plan pads.
+            T: tokens, of any number: the plan pads, by fewer than 4 tokens a rank.
             ranks: how many ranks share the sequence.
             causal, window: as of `fastattn.attention`.
             documents: ids [B, T] of the whole sequence, as of `fastattn.attention`.
@@ -63,7 +83,11 @@ class ContextPlan:
             balance: "contiguous" keeps a rank's tokens together. "zigzag" gives rank r the r-th
                 stretch from the start and the r-th from the end. "longest_first" gives the block
                 with the most work left to the rank with the least so far. "auto" takes the first of
-                these that has at most 0.05 more imbalance than the best of them.
+                these whose modelled time is within 5 % of the least: of computing what the busiest
+                rank sees, and of the keys that are sent for it, by a ring or a gather.
+            heads, head_dim: of q and of k and v, for that model.
+            rates: for that model, and for the choice of a method; default `cost.Rates()`, those of
+                a DGX H100. They have to be the same on every rank.
 
         Raises:
             TypeError, ValueError: an argument that is none of these.
@@ -71,58 +95,80 @@ class ContextPlan:
         T = checks.check_count("T", T, 1)
         ranks = checks.check_count("ranks", ranks, 1)
         block = checks.check_count("block", block, 1)
+        head_dim = checks.check_count("head_dim", head_dim, 1)
+        H_q, H_k = (checks.check_count("heads", n, 1) for n in heads)
         if balance != "auto" and balance not in BALANCES:
             raise ValueError(f"balance must be one of auto, {', '.join(BALANCES)}, got {balance!r}")
-        each = -(-T // (block * ranks))
         seen = visible_keys(T, causal=causal, window=window, documents=documents)
-        padded = torch.zeros(each * ranks * block, dtype=torch.int64)
-        padded[:T] = seen
-        work: list[int] = padded.view(-1, block).sum(1).tolist()
-        names = BALANCES if balance == "auto" else (balance,)
-        plans = [ContextPlan._dealt(T, work, ranks, block, name) for name in names]
-        best = min(plan.imbalance for plan in plans)
-        return next(plan for plan in plans if plan.imbalance <= best + _TOLERATED)
+        before = torch.cat((torch.zeros(1, dtype=torch.int64), seen.cumsum(0)))
+        found = None if documents is None else Documents(documents)
+        B = 1 if documents is None else len(documents)
+        shape = Shape(T, H_q, H_k, head_dim, B, int(before[-1]) / (B * T * T))
+        rates = Rates() if rates is None else rates
+        plans = []
+        for name in BALANCES if balance == "auto" else (balance,):
+            stretches = _DEAL[name](T, ranks, block, before)
+            plan = ContextPlan(
+                T, stretches, block, name, 1.0, _pairs(stretches, before), shape.share, found, rates
+            )
+            plans.append(replace(plan, imbalance=_imbalance(plan.pairs)))
+        options = {"causal": causal, "window": window, "documents": documents}
+        seconds = [plan._modelled(shape, options) for plan in plans] if len(plans) > 1 else [0.0]
+        best = next(n for n, x in enumerate(seconds) if x <= min(seconds) * (1 + _TOLERATED))
+        modelled = tuple((x.balance, y) for x, y in zip(plans, seconds, strict=True))
+        return replace(plans[best], modelled=modelled if len(plans) > 1 else ())
 
-    @staticmethod
-    def _dealt(T: int, work: Sequence[int], ranks: int, block: int, balance: str) -> ContextPlan:
-        blocks = _DEAL[balance](work, ranks)
-        loads = [sum(work[n] for n in own) for own in blocks]
-        mean = sum(loads) / ranks
-        return ContextPlan(T, blocks, block, balance, max(loads) / mean if mean else 1.0)
+    def _modelled(self, shape: Shape, options: Options) -> float:
+        """Seconds of the method that takes the fewest, of those that any mesh of one dim has."""
+        imbalance, around = self.around(1, options)
+        shape = shape._replace(imbalance=imbalance, around=around)
+        methods = ("gather", "ring")
+        return min(cost(name, shape, self.ranks, self.rates).seconds for name in methods)
+
+    def mark(self, documents: Tensor) -> None:
+        """Notes that these ids of a rank's tokens are those that the plan was made for.
+
+        A ring then knows which keys to send without a look at them, which on a GPU would wait for
+        it in each call. Every rank does it alike; ids that are changed later are looked at.
+        """
+        if self.documents is None:
+            raise ValueError("the plan was made without documents")
+        mark(documents, self.documents)
 
     @property
     def ranks(self) -> int:
         """How many ranks share the sequence."""
-        return len(self.blocks)
+        return len(self.stretches)
 
     @property
     def length(self) -> int:
         """Tokens that each rank holds, padding included."""
-        return len(self.blocks[0]) * self.block
+        return sum(stop - start for start, stop in self.stretches[0])
 
     def indices(self, rank: int) -> Tensor:
         """int64 [length]: where a rank's tokens stand in the sequence; from T on, padding."""
-        starts = torch.tensor(self.blocks[rank]) * self.block
-        return (starts[:, None] + torch.arange(self.block)).flatten()
+        return torch.cat([torch.arange(*stretch) for stretch in self.stretches[rank]])
 
     def positions(self, rank: int) -> Tensor:
         """int32 [1, length]: `indices` as `positions` of `fastattn.attention` takes them."""
         return self.indices(rank).to(torch.int32)[None]
 
-    def runs(self, rank: int) -> list[tuple[int, int]]:
+    def runs(self, rank: int) -> list[Run]:
         """The stretches [start, stop) of tokens without a gap that a rank holds, in order.
 
         Padding is left out.
         """
-        found: list[tuple[int, int]] = []
-        for n in self.blocks[rank]:
-            start, stop = n * self.block, min((n + 1) * self.block, self.T)
-            if start >= stop:
-                break
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, stop))
-        return found
+        return list(self.dealt.runs[rank])
+
+    @cached_property
+    def dealt(self) -> Dealt:
+        """The runs of all ranks, and how finely keys may be cut where only some are sent.
+
+        Cut so, runs that kernels can tell the positions of stay so.
+        """
+        whole = self.block % POSITIONS_BLOCK == 0
+        grain = POSITIONS_BLOCK if whole else math.lcm(self.block, _ALIGNED)
+        return Dealt(self.T, tuple(_runs(own, self.T) for own in self.stretches), grain)
 
     def real(self, rank: int) -> int:
         """How many of a rank's tokens are no padding: they come first."""
@@ -131,13 +177,34 @@ class ContextPlan:
     @cached_property
     def aligned(self) -> bool:
         """Whether kernels can tell each token's position: blocks are a multiple of 128, or runs."""
-        return all(aligned(self.runs(rank)) for rank in range(self.ranks))
+        return all(map(aligned, self.dealt.runs))
 
     def merged(self, degree: int) -> ContextPlan:
         """The plan of groups of `degree` ranks that follow each other, each group one rank."""
-        groups = (self.blocks[r : r + degree] for r in range(0, self.ranks, degree))
-        blocks = tuple(tuple(sorted(n for own in group for n in own)) for group in groups)
-        return ContextPlan(self.T, blocks, self.block, self.balance, self.imbalance)
+        starts = range(0, self.ranks, degree)
+        groups = (self.stretches[r : r + degree] for r in starts)
+        stretches = tuple(tuple(sorted(x for own in group for x in own)) for group in groups)
+        pairs = tuple(sum(self.pairs[r : r + degree]) for r in starts) if self.pairs else ()
+        return replace(self, stretches=stretches, pairs=pairs, imbalance=_imbalance(pairs))
+
+    def around(self, degree: int, options: Options) -> tuple[float, Way]:
+        """Of a ring of groups of `degree` ranks: the imbalance, and what goes around.
+
+        Documents count where the plan was made for them; others are not looked at.
+        """
+        known = self.documents if options.get("documents") is not None else None
+        masks = {name: x for name, x in options.items() if name != "documents"}
+        key = degree, known is not None, *mask_of(masks)
+        if key not in self._arounds:
+            groups = self.merged(degree)
+            dealt = groups.dealt
+            found = needs(dealt, masks) if known is None else known.needs(dealt, masks)
+            self._arounds[key] = groups.imbalance, found.way
+        return self._arounds[key]
+
+    @cached_property
+    def _arounds(self) -> dict[Any, tuple[float, Way]]:
+        return {}
 
     @cached_property
     def order(self) -> Tensor:
@@ -148,8 +215,34 @@ class ContextPlan:
     @cached_property
     def hash(self) -> str:
         """Equal for plans that deal out the same tokens, in every process."""
-        text = repr((self.T, self.block, self.blocks))
+        text = repr((self.T, self.dealt.grain, self.stretches))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _runs(stretches: Runs, T: int) -> Runs:
+    """Stretches that touch are one run; without padding."""
+    found: list[Run] = []
+    for start, stop in stretches:
+        stop = min(stop, T)
+        if start >= stop:
+            break
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
+
+
+def _pairs(stretches: Sequence[Runs], before: Tensor) -> tuple[int, ...]:
+    """Of each rank, from the pairs of all queries before each."""
+    T = len(before) - 1
+    return tuple(
+        sum(int(before[min(stop, T)] - before[min(start, T)]) for start, stop in own)
+        for own in stretches
+    )
+
+
+def _imbalance(pairs: Sequence[int]) -> float:
+    return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
 
 def visible_keys(
@@ -180,38 +273,48 @@ def visible_keys(
     return total
 
 
-Blocks = tuple[tuple[int, ...], ...]
+def _length(T: int, ranks: int) -> int:
+    return -(-T // (ranks * _ALIGNED)) * _ALIGNED
 
 
-def _contiguous(work: Sequence[int], ranks: int) -> Blocks:
-    each = len(work) // ranks
-    return tuple(tuple(range(r * each, (r + 1) * each)) for r in range(ranks))
+def _contiguous(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
+    length = _length(T, ranks)
+    return tuple(((r * length, (r + 1) * length),) for r in range(ranks))
 
 
-def _zigzag(work: Sequence[int], ranks: int) -> Blocks:
-    count = len(work)
-    late = count // ranks // 2
-    early = count // ranks - late
+def _zigzag(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
+    """The early stretches are whole blocks, the late ones what a rank has left."""
+    length = _length(T, ranks)
+    early = (length // 2 + block // 2) // block * block
+    late, end = length - early, length * ranks
+    if early == 0 or late <= 0:
+        return _contiguous(T, ranks, block, before)
     return tuple(
-        (*range(r * early, (r + 1) * early), *range(count - (r + 1) * late, count - r * late))
-        for r in range(ranks)
+        ((r * early, (r + 1) * early), (end - (r + 1) * late, end - r * late)) for r in range(ranks)
     )
 
 
-def _longest_first(work: Sequence[int], ranks: int) -> Blocks:
-    """Graham's rule of 1969, "Bounds on multiprocessing timing anomalies", with equal counts."""
-    each = len(work) // ranks
-    own: list[list[int]] = [[] for _ in range(ranks)]
-    with_room = [(0, rank) for rank in range(ranks)]  # a heap of loads
+def _longest_first(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
+    """Graham's rule of 1969, "Bounds on multiprocessing timing anomalies", with equal counts.
+
+    The end of the sequence, which is not a whole block for everyone, is shared out in stretches.
+    """
+    each = T // (block * ranks)
+    main, tail = each * block * ranks, _length(T, ranks) - each * block
+    own = [[(main + r * tail, main + (r + 1) * tail)] if tail else [] for r in range(ranks)]
+    # A heap of loads; those without blocks have no room.
+    with_room = [(load, rank) for rank, load in enumerate(_pairs([tuple(x) for x in own], before))]
+    heapify(with_room)
+    work = before[: main + 1 : block].diff().tolist()
     for n in sorted(range(len(work)), key=lambda n: (-work[n], n)):
         load, rank = heappop(with_room)
-        own[rank].append(n)
-        if len(own[rank]) < each:
+        own[rank].append((n * block, (n + 1) * block))
+        if len(own[rank]) < each + (tail > 0):
             heappush(with_room, (load + work[n], rank))
-    return tuple(tuple(sorted(blocks)) for blocks in own)
+    return tuple(tuple(sorted(stretches)) for stretches in own)
 
 
-_DEAL: dict[str, Callable[[Sequence[int], int], Blocks]] = {
+_DEAL: dict[str, Callable[[int, int, int, Tensor], tuple[Runs, ...]]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "longest_first": _longest_first,

@@ -25,8 +25,9 @@ from .plan import ContextPlan
 Mesh: TypeAlias = DeviceMesh | ProcessGroup
 # torch 2.13 has it under a new name.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Groups of the same ranks that send from host to host. A group that nobody else holds ends.
-_on_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+# Groups of the same ranks that send from host to host; None: the group does so itself. A group that
+# nobody else holds ends.
+_on_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup | None] = WeakKeyDictionary()
 # How many calls the ranks of a group have made alike.
 _agreed: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
@@ -170,19 +171,23 @@ def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) ->
 def _on_host(group: ProcessGroup) -> ProcessGroup:
     """The group, or one of its ranks beside it where it sends what lies on GPUs alone.
 
-    The first call starts that one, on all ranks of the group.
+    The first call starts that one, on all ranks of the group. It starts NCCL too, which all ranks
+    do together: the first message of a ring may be one between some of them.
     """
-    if "cpu" in dist.get_backend_config(group):
-        return group
     if group not in _on_hosts:
-        own = group._get_backend(torch.device("cuda")).options
-        _on_hosts[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=own._timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    return _on_hosts[group]
+        config, beside = dist.get_backend_config(group), None
+        if "cpu" not in config:
+            own = group._get_backend(torch.device(config.partition(":")[0])).options
+            beside = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=own._timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        if "nccl" in config:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        _on_hosts[group] = beside
+    return _on_hosts[group] or group
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -278,11 +283,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return all_to_all(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else exchange(grad, ctx.group), None
 
 
 class _Replicated(torch.autograd.Function):

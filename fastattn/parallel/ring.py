@@ -2,9 +2,9 @@
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, arXiv
 2310.01889. The next keys are on their way while those at hand are computed. Keys go no farther than
-some rank may see them: where they are needed on both sides, first one way round and then the other.
-Backward the gradients of the keys travel behind them, are added up in fp32 in that order, and go
-home from where the keys have ended.
+some rank may see them, and none that nobody there may see: where they are needed on both sides,
+first one way round and then the other. Backward the gradients of the keys travel behind them, are
+added up in fp32 in that order, and go home from where the keys have ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .hops import Hops, hops, seen
+from .hops import Needs, needs, total
 from .parts import (
     Gradients,
     Whole,
@@ -25,9 +25,9 @@ from .parts import (
     wide_dtype,
     zeros_for,
 )
-from .pieces import Options, blank
+from .pieces import Options, Run, blank
 from .plan import ContextPlan
-from .ranks import ordered_sum, rank_in, size_of
+from .ranks import rank_in, size_of
 
 
 def ring_forward(
@@ -35,16 +35,17 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """o in q's dtype, and lse. Arguments as of `gather_forward`."""
     rank = rank_in(group)
-    found = seen(plan, options)
+    needed = needs(plan.dealt, options)
     runs = plan.runs(rank)
     options = dict(options)
     sinks = options.pop("sinks", None)
     o, lse = blank(q, v, wide_dtype(q))
-    for _, source, held in _around((k.contiguous(), v.contiguous()), hops(found), group):
-        if found[rank][source]:
-            keys, values = (x[:, :, : plan.real(source)] for x in held)
-            part_forward(o, lse, q, keys, values, runs, plan.runs(source), options)
-            del keys, values  # they hold what has been sent on
+    for step, source, held in _around((k, v), needed, group):
+        if needed.seen[rank][source]:
+            keys, values = held
+            part_forward(o, lse, q, keys, values, runs, needed.runs(source, step), options)
+            del keys, values
+        del held  # it is what has been sent on
     o, lse = add_sinks(o, lse, sinks)
     return o.to(q.dtype), lse
 
@@ -55,45 +56,92 @@ def ring_backward(
 ) -> Gradients:  # fmt: skip
     """All gradients, k's and v's with their padding."""
     rank = rank_in(group)
-    found = seen(plan, options)
-    way = hops(found)
+    needed = needs(plan.dealt, options)
+    after, before = needed.hops
     runs = plan.runs(rank)
     dq, *learned = zeros_for(q, *leaves)
-    home: list[_Passing] = []
+    dk, dv = zeros_for(k, v)
+    home: list[tuple[int, _Passing]] = []
     behind: _Passing | None = None
-    for step, source, held in _around((k.contiguous(), v.contiguous()), way, group):
-        dk, dv = zeros_for(*held)
-        if found[rank][source]:
-            keys, values, dkeys, dvalues = (x[:, :, : plan.real(source)] for x in (*held, dk, dv))
-            total = Gradients(dq, dkeys, dvalues, learned)
-            there = plan.runs(source)
-            part_backward(total, q, keys, values, runs, there, options, leaves, whole)
-            del keys, values, dkeys, dvalues, total  # they hold what has been sent on
+    for step, source, held in _around((k, v), needed, group):
+        there = needed.runs(source, step)
+        # Gradients of this rank's own keys stay.
+        real = plan.real(rank)
+        own = [dk[:, :, :real], dv[:, :, :real]] if step == 0 else zeros_for(*held)
+        if needed.seen[rank][source]:
+            part = Gradients(dq, own[0], own[1], learned)
+            keys, values = held
+            part_backward(part, q, keys, values, runs, there, options, leaves, whole)
+            del part, keys, values
+        del held  # it is what has been sent on
+        if step == 0:
+            continue
+        toward = 1 if step > 0 else -1
         if behind is not None:
-            dk, dv = (ordered_sum(both) for both in zip(behind.wait(), (dk, dv), strict=True))
-        if step == way.after or step == -way.before < 0:
-            home.append(_pass_on((dk, dv), group, -step))
-            behind = None
-        else:
-            behind = _pass_on((dk, dv), group, 1 if step >= 0 else -1)
-    dk, dv = (ordered_sum(parts) for parts in zip(*(part.wait() for part in home), strict=True))
+            earlier = behind.wait()
+            for x, more in zip(earlier, own, strict=True):
+                _add(x, needed.runs(source, toward), more, there)
+            own, behind = [*earlier], None
+        ends = step in (after, -before)
+        by = -step if ends else toward
+        # What comes in: from where this rank's keys have ended, or of the next rank's on the way.
+        coming = needed.runs(rank if ends else (source - toward) % size_of(group), toward)
+        passing = _pass_on(own, group, by, total(coming))
+        behind = None if ends else passing
+        if ends:
+            home.append((toward, passing))
+    for toward, passing in home:
+        for x, more in zip((dk, dv), passing.wait(), strict=True):
+            _add(x, runs, more, needed.runs(rank, toward))
     return Gradients(dq, dk, dv, learned)
 
 
 def _around(
-    own: Sequence[Tensor], way: Hops, group: ProcessGroup
+    own: Sequence[Tensor], needed: Needs, group: ProcessGroup
 ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-    """(step, rank, tensors of that rank) for each step of the way, the next ones being sent for."""
-    held = own
-    steps = way.steps
+    """(step, rank, keys of that rank) for each step of the way, the next ones being sent for."""
+    rank, size = rank_in(group), size_of(group)
+    own = [_taken(x, needed.runs(rank, 0), needed.runs(rank, 0)) for x in own]
+    held, before = own, 0
+    steps = needed.hops.steps
     for step, following in zip(steps, [*steps[1:], 0], strict=True):
         coming = None
         if following:
             start = own if following == -1 else held
-            coming = _pass_on(start, group, 1 if following > 0 else -1)
-        yield step, (rank_in(group) - step) % size_of(group), held
+            before = 0 if following == -1 else step
+            toward = 1 if following > 0 else -1
+            source = (rank - before) % size
+            kept, sent = needed.runs(source, before), needed.runs(source, following)
+            length = total(needed.runs((rank - following) % size, following))
+            coming = _pass_on([_taken(x, kept, sent) for x in start], group, toward, length)
+        yield step, (rank - step) % size, held
         if coming is not None:
-            held = coming.wait()
+            held = [*coming.wait()]
+
+
+def _places(held: Sequence[Run], some: Sequence[Run]) -> Iterator[slice]:
+    """Where runs lie among others behind one another, of which they are parts."""
+    for start, stop in some:
+        row = 0
+        for first, last in held:
+            if first <= start and stop <= last:
+                yield slice(row + start - first, row + stop - first)
+            row += last - first
+
+
+def _taken(x: Tensor, held: Sequence[Run], some: Sequence[Run]) -> Tensor:
+    """The tokens of some runs, of x [B, H, T, D] with those of others and padding behind them."""
+    if x.shape[2] == total(some):
+        return x.contiguous()
+    return torch.cat([x[:, :, at] for at in _places(held, some)] or [x[:, :, :0]], 2).contiguous()
+
+
+def _add(x: Tensor, held: Sequence[Run], more: Tensor, some: Sequence[Run]) -> None:
+    """Adds what belongs to some runs to x, which has more of them, in place."""
+    row = 0
+    for at in _places(held, some):
+        x[:, :, at] += more[:, :, row : row + at.stop - at.start]
+        row += at.stop - at.start
 
 
 class _Passing(NamedTuple):
@@ -109,13 +157,17 @@ class _Passing(NamedTuple):
         return self.received
 
 
-def _pass_on(tensors: Sequence[Tensor], group: ProcessGroup, by: int) -> _Passing:
-    """Sends tensors to the rank that many further on, and receives as many from the other side."""
+def _pass_on(tensors: Sequence[Tensor], group: ProcessGroup, by: int, length: int) -> _Passing:
+    """Sends tensors to the rank that many further on, and receives from the other side.
+
+    length: tokens of what is received. Where there are none, nothing is sent.
+    """
     rank, size = rank_in(group), size_of(group)
     if by % size == 0:
         return _Passing(tensors, tensors, ())
-    received = [torch.empty_like(x) for x in tensors]
+    received = [x.new_empty(*x.shape[:2], length, x.shape[3]) for x in tensors]
     there, whence = (rank + by) % size, (rank - by) % size
-    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=there) for x in tensors]
-    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=whence) for x in received]
-    return _Passing(tensors, received, dist.batch_isend_irecv([*sends, *receives]))
+    moves = [dist.P2POp(dist.isend, x, group=group, group_peer=there) for x in tensors]
+    moves += [dist.P2POp(dist.irecv, x, group=group, group_peer=whence) for x in received]
+    moves = [move for move in moves if move.tensor.numel()]
+    return _Passing(tensors, received, dist.batch_isend_irecv(moves) if moves else ())

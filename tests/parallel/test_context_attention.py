@@ -142,6 +142,7 @@ def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], 
     q, k, v = make_qkv(**sizes, dtype=dtype)
     if dtype == torch.float64:  # what is as coarse as fp32 is then far past the budget
         v = (v.detach() * 2**20).requires_grad_()
+        options = {key: x.double() if key in LEARNED else x for key, x in options.items()}
     return (q, k, v), options
 
 
@@ -196,14 +197,14 @@ COUNTED = Shape(T=256, H_q=8, H_k=2, D=16, B=3)
 
 def sent(method: str, mesh: Any) -> list[tuple[int, int]]:
     """Messages and bytes of forward and backward of a call, by dim of the mesh."""
-    plan = ContextPlan.make(COUNTED.T, mesh.size(), causal=True, block=8)
+    plan = ContextPlan.make(COUNTED.T, mesh.size(), block=8)
     sizes = {"B": COUNTED.B, "H_q": COUNTED.H_q, "H_k": COUNTED.H_k, "D": COUNTED.D}
     own = make_qkv(T_q=plan.length, **sizes, dtype=torch.bfloat16)
     counted = CountMessages()
     # What hosts compare is no message of the method.
     with pytest.MonkeyPatch.context() as patch, counted:
         patch.setattr(attend, "agree", lambda *_: 0)
-        o = context_attention(*own, mesh=mesh, plan=plan, method=method, causal=True)
+        o = context_attention(*own, mesh=mesh, plan=plan, method=method)
         o.sum().backward()
     groups = [tuple(dist.get_process_group_ranks(mesh.get_group(n))) for n in range(mesh.ndim)]
     assert set(counted.calls) == set(groups)

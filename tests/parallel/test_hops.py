@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastattn import reference
-from fastattn.parallel import ContextPlan, explain_context, ring
-from fastattn.parallel.hops import Hops, hops, hops_by_positions, seen
+from fastattn.parallel import ContextPlan, explain_context, hops, ring
+from fastattn.parallel.hops import Dealt, Documents, Hops, needs
 from fastattn.parallel.parts import Whole
 from fastattn.testing import make_qkv
 
@@ -43,7 +43,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], Hops]] = {
     "documents": ("contiguous", documents(16), Hops(0, 0)),
     "long-documents": ("contiguous", documents(40), Hops(2, 2)),
     "causal-documents": ("contiguous", {"causal": True, **documents(40)}, Hops(2, 0)),
-    "scattered-documents": ("zigzag", documents(16), Hops(FAR, 0)),
+    "scattered-documents": ("zigzag", documents(16), Hops(1, 1)),
+    "dealt-out-documents": ("longest_first", documents(16), Hops(1, 1)),
 }
 
 
@@ -55,37 +56,81 @@ def case(name: str) -> tuple[ContextPlan, dict[str, Any], Hops]:
 @pytest.mark.parametrize("name", WAYS)
 def test_keys_go_as_far_as_they_are_seen(name: str) -> None:
     plan, options, way = case(name)
-    assert hops(seen(plan, options)) == way
-    without = {key: x for key, x in options.items() if key != "documents"}
-    assert hops_by_positions(plan, 1, without) == hops(seen(plan, without))
-    assert hops_by_positions(plan, RANKS, without) == Hops(0, 0)
+    assert needs(plan.dealt, options).hops == way
+    assert needs(plan.merged(RANKS).dealt, options).hops == Hops(0, 0)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_no_pair_that_sees_each_other_is_left_out(name: str) -> None:
-    """Where ranks hold one stretch each, and no keys are shown apart, every other pair is."""
+def test_no_key_is_left_out_and_none_is_sent_that_nobody_sees(name: str) -> None:
+    """Where ranks hold one stretch each, and no keys are shown apart, every other one is left."""
     plan, options, _ = case(name)
     ids = options.get("documents")
-    options = {key: x for key, x in options.items() if key != "documents"}
-    mask = reference.visible_mask(T, T, **options)[0, 0]
+    masks = {key: x for key, x in options.items() if key != "documents"}
+    mask = reference.visible_mask(T, T, **masks)[0, 0]
     mask = mask if ids is None else mask & (ids[0, :, None] == ids[0])
-    found = seen(plan, WAYS[name][1])
-    for r in range(RANKS):
-        for s in range(RANKS):
+    found = needs(plan.dealt, options)
+    exact = plan.balance == "contiguous" and not masks.keys() & {"stride", "prefix_lengths"}
+    ways = [range(1, found.hops.after + 1), range(-1, -found.hops.before - 1, -1)]
+    for s in range(RANKS):
+        for r in range(RANKS):
             rows, keys = (plan.indices(n)[: plan.real(n)] for n in (r, s))
             shown = bool(mask[rows][:, keys].any())
-            exact = plan.balance == "contiguous" and not options.keys() & {
-                "stride",
-                "prefix_lengths",
-            }
-            assert found[r][s] == shown if exact else found[r][s] >= shown
+            assert found.seen[r][s] == shown if exact else found.seen[r][s] >= shown
+        for way in ways:
+            for step in way:
+                beyond = [(s + n) % RANKS for n in way if abs(n) >= abs(step)]
+                rows = torch.cat([plan.indices(r)[: plan.real(r)] for r in beyond])
+                wanted = mask[rows].any(0)
+                sent = torch.zeros(T, dtype=torch.bool)
+                for run in found.runs(s, step):
+                    sent[slice(*run)] = True
+                own = torch.zeros(T, dtype=torch.bool)
+                own[plan.indices(s)[: plan.real(s)]] = True
+                assert not (wanted & own & ~sent).any() and not (sent & ~own).any()
+                if exact and "keep_first" not in masks:  # but for the rest of a block, and gaps
+                    ends = (wanted & own).nonzero()
+                    extent = int(ends[-1] - ends[0]) + 1 if len(ends) else 0
+                    assert int(sent.sum()) < extent + 2 * BLOCK if extent else not sent.any()
+
+
+def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
+    plan = ContextPlan.make(4 * 16384, 4, causal=True, window=4096, balance="contiguous")
+    found = needs(plan.dealt, {"causal": True, "window": 4096})
+    assert found.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
+    assert found.way == (1, 0.25, 0.25)
+
+
+def test_a_document_is_found_wherever_it_goes_on() -> None:
+    ids = torch.tensor([[0] * 8 + [1] * 8 + [-1] * 8 + [0] * 8, [3] * 8 + [-1] * 16 + [4] * 8])
+    dealt = Dealt(32, tuple(((8 * r, 8 * r + 8),) for r in range(4)), 8)
+    found = Documents(ids).needs(dealt, {})
+    assert found.seen[0][3] and found.seen[3][0] and not any(found.seen[2])
+    assert Documents(ids[1:]).needs(dealt, {}).hops == Hops(0, 0)
+
+
+def test_ids_that_a_plan_was_made_for_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = documents(16)["documents"]
+    plan = ContextPlan.make(T, RANKS, block=BLOCK, balance="contiguous", documents=ids)
+    own = ids[:, :16].clone()
+    monkeypatch.setattr(hops, "Documents", None)
+    assert hops.marked(own) is None
+    plan.mark(own)
+    found, whole = hops.marked(own), ids.clone()
+    assert found is plan.documents
+    hops.remember(whole, found)
+    assert needs(plan.dealt, {"documents": whole}).hops == Hops(0, 0)
+    own += 1
+    assert hops.marked(own) is None
+    with pytest.raises(ValueError, match="the plan was made without documents"):
+        case("all")[0].mark(own)
 
 
 def test_padding_and_ranks_without_tokens_are_seen_by_nobody() -> None:
     plan = ContextPlan.make(20, 4, block=8, balance="contiguous")
     ids = torch.full((1, 20), -1)
-    assert not any(map(any, seen(plan, {"documents": ids})))
-    assert [any(row) for row in seen(plan, {})] == [True, True, True, False]
+    assert not any(map(any, needs(plan.dealt, {"documents": ids}).seen))
+    few = Dealt(20, (((0, 8),), ((8, 16),), ((16, 20),), ()), 8)
+    assert [any(row) for row in needs(few, {}).seen] == [True, True, True, False]
 
 
 @contextmanager
@@ -99,18 +144,18 @@ def group_without_messages(rank: int, size: int) -> Iterator[None]:
 
 # Of rank 3, to whom it sends and whose keys it computes with: forward, then backward.
 MESSAGES: dict[str, list[list[int]]] = {
-    "all": [[4] * 7, [3, 2, 1, 0, 7, 6, 5, 4], [4] * 15, [3, 2, 1, 0, 7, 6, 5, 4]],
-    "wider": [[4, 4], [3, 2, 1], [4, 4, 4, 4, 1], [3, 2, 1]],
+    "all": [[4] * 7, [3, 2, 1, 0, 7, 6, 5, 4], [4] * 14, [3, 2, 1, 0, 7, 6, 5, 4]],
+    "wider": [[4, 4], [3, 2, 1], [4, 4, 4, 1], [3, 2, 1]],
     "both-sides": [
         [4, 4, 4, 2],
         [3, 2, 1, 0, 4],
         # The gradients of the keys follow, and go home from where these have ended.
-        [4, 4, 4, 4, 4, 4, 2, 0, 4],
+        [4, 4, 4, 4, 4, 2, 0, 4],
         [3, 2, 1, 0, 4],
     ],
     "documents": [[], [3], [], [3]],
     # What only other ranks see passes, and is not computed with.
-    "causal-documents": [[4, 4], [3, 2], [4, 4, 4, 4, 1], [3, 2]],
+    "causal-documents": [[4, 4], [3, 2], [4, 4, 4, 1], [3, 2]],
 }
 
 
@@ -120,16 +165,18 @@ def test_nothing_is_sent_or_computed_that_is_hidden(
 ) -> None:
     plan, options, _ = case(name)
     q, k, v = make_qkv(1, 2, 2, plan.length, D=8, requires_grad=False)
-    rank_of = {tuple(plan.runs(rank)): rank for rank in range(RANKS)}
+    rank_of = {n: r for r in range(RANKS) for run in plan.runs(r) for n in range(*run)}
     found: list[list[int]] = []
     batch = dist.batch_isend_irecv
 
     def send(ops: list[dist.P2POp]) -> Any:
         found[-2] += {op.group_peer for op in ops if op.op is dist.isend}
+        sizes = {op.tensor.numel() for op in ops}
+        assert 0 not in sizes
         return batch(ops)
 
     def compute(k_runs: list[tuple[int, int]]) -> None:
-        found[-1].append(rank_of[tuple(k_runs)])
+        found[-1].append(rank_of[k_runs[0][0]])
 
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
     monkeypatch.setattr(ring, "part_forward", lambda *given: compute(given[6]))
@@ -155,11 +202,29 @@ def test_the_model_of_costs_knows_how_far_keys_go() -> None:
     assert near["gather"] == pytest.approx(far["gather"], rel=0.1)
 
 
-@pytest.mark.parametrize(("blocks", "served"), [((0, 1, 2, 3), True), ((0, 2, 1, 3), False)])
+def test_the_model_of_costs_knows_the_documents_that_a_plan_was_made_for() -> None:
+    ids = documents(16)["documents"]
+    found = {}
+    for name, given in (("made", ids), ("other", None)):
+        plan = ContextPlan.make(T, RANKS, block=BLOCK, balance="contiguous", documents=given)
+        own = make_qkv(2, 8, 8, plan.length, D=8, requires_grad=False)
+        spread = ids[:, : plan.length].contiguous()
+        with group_without_messages(0, RANKS):
+            explained = explain_context(*own, mesh=dist.group.WORLD, plan=plan, documents=spread)
+            without = explain_context(*own, mesh=dist.group.WORLD, plan=plan)
+        found[name] = explained.seconds
+        assert without.seconds == found["other"] if given is None else without.method is not None
+    assert found["made"]["ring"] < found["other"]["ring"] / 5
+    assert found["made"]["gather"] < found["other"]["gather"]
+    # Without messages; what is left is the work of 16 keys a query.
+    assert found["made"]["ulysses"] < found["other"]["ulysses"]
+
+
+@pytest.mark.parametrize(("starts", "served"), [((0, 8, 16, 24), True), ((0, 16, 8, 24), False)])
 def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
-    blocks: tuple[int, ...], served: bool
+    starts: tuple[int, ...], served: bool
 ) -> None:
-    plan = ContextPlan(32, tuple((n,) for n in blocks), 8, "contiguous", 1.0)
+    plan = ContextPlan(32, tuple(((n, n + 8),) for n in starts), 8, "contiguous", 1.0)
     own = make_qkv(1, 2, 2, 8, D=8, requires_grad=False)
     with group_without_messages(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))

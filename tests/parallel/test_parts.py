@@ -103,6 +103,7 @@ class Live(TorchDispatchMode):
 def peak_of_a_ring(T: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that a rank of a group without messages holds at most, beside its own q, k and v."""
     plan = ContextPlan.make(T, ranks, block=16)
+    plan.around(1, {})  # which keys go where is worked out once
     sizes = {"B": 1, "H_q": 2, "H_k": 2, "T_q": plan.length, "D": 16, "requires_grad": False}
     q, k, v = make_qkv(**sizes)
     # What a kernel holds is its own affair: here parts are computed by nobody.

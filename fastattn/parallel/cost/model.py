@@ -1,15 +1,15 @@
-"""How long attention over several GPUs takes by each method, from a model of messages and compute.
+"""Modelled seconds of attention over several GPUs by each method: messages and compute.
 
 A message takes a latency and its bytes over a bandwidth, both other between nodes than inside one.
 Compute takes its floating-point operations over a rate. Of what overlaps, the longer one counts.
+All constants are in `Rates`, which plans are made by; `measure` has those of the machine at hand.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from ..gather import heads_at_once
 
 BACKWARD = 2.5  # operations of the backward, over those of the forward: five products to two
 METHODS = ("gather", "ring", "ulysses", "usp")
@@ -35,8 +35,9 @@ class Rates(NamedTuple):
 class Shape(NamedTuple):
     """Attention of one layer to a whole sequence.
 
-    share: of all pairs, those that are visible. hops: how often a ring passes keys on; default, as
-    often as brings them to all.
+    share: of all pairs, those that are visible. imbalance: pairs of the rank that has most, over
+    the mean. around: of a ring (or of its groups of ranks), the hops, and the sums over them of the
+    shares of a rank's keys that are sent, and whose gradients are; default: all keys go to all.
     """
 
     T: int
@@ -45,7 +46,8 @@ class Shape(NamedTuple):
     D: int
     B: int = 1
     share: float = 0.5
-    hops: int | None = None
+    imbalance: float = 1.0
+    around: tuple[int, float, float] | None = None
 
 
 class Cost(NamedTuple):
@@ -56,10 +58,10 @@ class Cost(NamedTuple):
     held: float
 
 
-MODELS = {  # layers, H_q, H_k, D, from their published configurations
-    "llama-8b": (32, 32, 8, 128),
-    "llama-70b": (80, 64, 8, 128),
-    "gpt-oss-120b": (36, 64, 8, 64),
+MODELS = {  # H_q, H_k, D, from their published configurations
+    "llama-8b": (32, 8, 128),
+    "llama-70b": (64, 8, 128),
+    "gpt-oss-120b": (64, 8, 64),
 }
 
 
@@ -89,6 +91,15 @@ def serves(method: str, shape: Shape, gpus: int, rates: Rates) -> bool:
     return shape.H_q % degree == 0 and gpus % degree == 0
 
 
+def heads_at_once(H_k: int, ranks: int) -> int:
+    """K/V heads that `gather` takes together: a divisor of H_k, of about 4 H_k / ranks.
+
+    So what is gathered stays within a few times what a rank holds.
+    """
+    most = max(1, 4 * H_k // ranks)
+    return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
+
+
 class Messages(NamedTuple):
     """What one GPU sends in a dim of the mesh, forward and backward: messages, and their bytes."""
 
@@ -111,29 +122,23 @@ def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> 
         sent = local * (gpus - 1) * (2 + SUMMED / STORED)
         return {"sequence": Messages(3 * groups, sent), "heads": Messages()}
     degree = _degree(method, gpus, inner)
-    hops, share = _hops(shape, gpus, degree), (degree - 1) / degree
+    (hops, keys, gradients), share = _around(shape, gpus, degree), (degree - 1) / degree
     # q, k, v and o go once forward, do, dq, dk and dv backward, and lse in fp32.
     heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
     numbers = shape.B * shape.T // gpus
     exchanged = (2 * numbers * shape.D * heads * STORED + numbers * shape.H_q * SUMMED) * share
     # Keys go around twice; their gradients behind them, and home.
-    around = _passed(shape, gpus, degree) * (2 * hops + (hops + 1) * SUMMED / STORED)
+    around = _passed(shape, gpus, degree) * (2 * keys + gradients * SUMMED / STORED)
     return {
-        "sequence": Messages(2 * (3 * hops + 1), around) if hops else Messages(),
+        "sequence": Messages(2 * 3 * hops, around) if hops else Messages(),
         "heads": Messages(9, exchanged) if degree > 1 else Messages(),
     }
 
 
-def costs(shape: Shape, gpus: int, rates: Rates) -> dict[str, Cost]:
-    """Of every method that can be had, by name."""
-    able = (name for name in METHODS if serves(name, shape, gpus, rates))
-    return {name: cost(name, shape, gpus, rates) for name in able}
-
-
-def choice(shape: Shape, gpus: int, rates: Rates) -> str:
-    """The method that takes the least time."""
-    found = costs(shape, gpus, rates)
-    return min(found, key=lambda name: found[name].seconds)
+def choice(shape: Shape, gpus: int, rates: Rates, methods: Sequence[str] = METHODS) -> str:
+    """Of some methods the one of least modelled time, if it can be had."""
+    able = [name for name in methods if serves(name, shape, gpus, rates)]
+    return min(able, key=lambda name: cost(name, shape, gpus, rates).seconds)
 
 
 def _degree(method: str, gpus: int, inner: int | None) -> int:
@@ -141,9 +146,10 @@ def _degree(method: str, gpus: int, inner: int | None) -> int:
     return {"ring": 1, "ulysses": gpus}.get(method, inner or gpus)
 
 
-def _hops(shape: Shape, gpus: int, degree: int) -> int:
-    """How often keys are passed on in a ring of groups of GPUs."""
-    return gpus // degree - 1 if shape.hops is None else shape.hops
+def _around(shape: Shape, gpus: int, degree: int) -> tuple[int, float, float]:
+    """Of a ring of groups of GPUs; see `Shape`."""
+    every = gpus // degree - 1
+    return (every, every, every) if shape.around is None else shape.around
 
 
 def _repeated(shape: Shape, degree: int) -> int:
@@ -181,7 +187,7 @@ def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
     # Gradients go straight to their owners, most of them in other nodes.
     outside = max(0.0, 1 - rates.node / gpus)
     back = (sent - 2 * keys) * (outside / rates.inter + (1 - outside) / rates.intra)
-    compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
+    compute = ideal_seconds(shape, gpus, rates) * shape.imbalance / (1 + BACKWARD)
     start = groups * latency
     forward = overlapped(groups, compute, start + keys / bandwidth)
     backward = overlapped(groups, BACKWARD * compute, 2 * start + keys / bandwidth + back)
@@ -191,20 +197,19 @@ def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
 
 def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent: float) -> Cost:
     """Tokens for heads among `degree` GPUs, and a ring of the groups of these."""
-    hops, inside = _hops(shape, gpus, degree), min(degree, rates.node)
+    (hops, keys, gradients), inside = _around(shape, gpus, degree), min(degree, rates.node)
     passed = _passed(shape, gpus, degree)
-    around = passed * (2 * hops + (hops + 1) * SUMMED / STORED) if hops else 0.0
+    around = passed * (2 * keys + gradients * SUMMED / STORED)
     outside = 1 - inside / degree
     exchange = (sent - around) * (outside / rates.inter + (1 - outside) / rates.intra)
     exchange += 9 * (degree > 1) * _link(degree, rates)[0]
     latency, bandwidth = _link(gpus, rates)
-    compute = ideal_seconds(shape, gpus, rates) / (1 + BACKWARD)
-    hop = latency + passed / bandwidth
-    forward = overlapped(hops + 1, compute, hops * hop)
+    compute = ideal_seconds(shape, gpus, rates) * shape.imbalance / (1 + BACKWARD)
+    there = hops * latency + passed * keys / bandwidth
+    forward = overlapped(hops + 1, compute, there)
     # Keys go around, and their gradients behind them, and home.
-    behind = latency + passed * SUMMED / STORED / bandwidth
-    messages_back = hops * hop + (hops + 1) * behind if hops else 0.0
-    backward = overlapped(hops + 1, BACKWARD * compute, messages_back)
+    behind = hops * latency + passed * gradients * SUMMED / STORED / bandwidth
+    backward = overlapped(hops + 1, BACKWARD * compute, there + behind)
     tokens = shape.B * shape.D * shape.T / gpus * STORED
     heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
     held = 2 * passed * (hops > 0) + tokens * heads * (degree > 1)

@@ -13,9 +13,6 @@ from ...parallel.shard import own_tokens
 from ..data.rows import IGNORED
 from ..tasks.task import Batch
 
-# Kernels and dropout want whole blocks of so many tokens.
-_BLOCK = 128
-
 
 class Part(NamedTuple):
     """What a rank computes of a batch.
@@ -72,11 +69,11 @@ def place(B: int, part: int, parts: int, plan: ContextPlan | None = None, rank: 
     return Place(torch.arange(part * each, (part + 1) * each), B, plan, rank)
 
 
-def plan_rows(T: int, ranks: int, *, window: int | None = None) -> ContextPlan:
-    """Which rank holds which tokens of causal rows.
-
-    Short rows are cut into a stretch a rank, so that nobody has more padding than tokens.
-    """
-    if _BLOCK * ranks > T:
-        return ContextPlan.make(T, ranks, causal=True, window=window, block=-(-T // ranks))
-    return ContextPlan.make(T, ranks, causal=True, window=window, block=_BLOCK)
+def plan_rows(
+    T: int, ranks: int, *, window: int | None = None, documents: Tensor | None = None,
+    heads: tuple[int, int] = (32, 8), head_dim: int = 128,
+) -> ContextPlan:  # fmt: skip
+    """Which rank holds which tokens of causal rows; arguments as of `ContextPlan.make`."""
+    return ContextPlan.make(
+        T, ranks, causal=True, window=window, documents=documents, heads=heads, head_dim=head_dim
+    )

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ..train_config import TrainConfig
 
 REST = "auto"
+# Seconds that ranks wait for each other: as long as a first compilation may take, or a slow disk.
+TIMEOUT = 600.0
 NAMES = ("dp", "fsdp", "cp", "tp")
 
 
@@ -44,6 +46,15 @@ class Split(NamedTuple):
         """How many parts the rows of a batch are dealt out in."""
         return self.dp * self.fsdp
 
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Replicas of the parameters, and ranks that share out each.
+
+        Ranks of cp see other tokens: for parameters they are data ranks. They shard the parameters
+        too where those are sharded, as torchtitan has it, else replicate.
+        """
+        return (self.dp, self.fsdp * self.cp) if self.fsdp > 1 else (self.dp * self.cp, 1)
+
     def __str__(self) -> str:
         return " x ".join(f"{name} {n}" for name, n in zip(NAMES, self, strict=True) if n > 1)
 
@@ -57,24 +68,31 @@ class Degrees:
             to fsdp.
         fsdp: of `Split.fsdp`; "auto" = the ranks that the others leave.
         context_parallel, tensor_parallel: of `Split.cp` and `Split.tp`.
+        timeout: seconds that a rank waits for another before it gives up.
 
     Raises:
-        SplitError: a degree is not positive.
+        SplitError: a degree or the timeout is not positive.
     """
 
     data_parallel: int | str = REST
     fsdp: int | str = 1
     context_parallel: int = 1
     tensor_parallel: int = 1
+    timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
-        for name, degree in vars(self).items():
+        if not 0 < self.timeout < math.inf:
+            raise SplitError(f"timeout must be positive and finite, got {self.timeout}")
+        for name, degree in self._degrees().items():
             may_rest = name in ("data_parallel", "fsdp")
             if degree == REST and may_rest:
                 continue
             if not isinstance(degree, int) or degree < 1:
                 wanted = f"at least 1{f' or {REST}' if may_rest else ''}"
                 raise SplitError(f"{name} must be {wanted}, got {degree}")
+
+    def _degrees(self) -> dict[str, int | str]:
+        return {name: x for name, x in vars(self).items() if name != "timeout"}
 
     def split(self, ranks: int) -> Split:
         """The arrangement of so many ranks.
@@ -95,7 +113,7 @@ class Degrees:
             self.tensor_parallel,
         )
         if found.size != ranks:
-            product = " x ".join(f"{name} {degree}" for name, degree in vars(self).items())
+            product = " x ".join(f"{name} {degree}" for name, degree in self._degrees().items())
             hint = "" if ranks > 1 else ": torchrun --nproc-per-node N -m fastattn train starts N"
             raise SplitError(
                 f"the degrees must multiply to the {ranks} rank{'s' * (ranks > 1)} that there "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,14 +20,13 @@ from torch.distributed.rendezvous import rendezvous
 from ...models.context_parallel import ContextParallel
 from ...modules.layer import AttentionLayer
 from ...parallel import ContextPlan
-from ...parallel.cost import data_ranks
 from .. import sharded
 from ..checkpoint import Checkpoint
 from ..tasks.prepared import PreparedTask
 from ..tasks.task import Batch, Task
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part, place, plan_rows
-from .degrees import NAMES, Degrees, Split, SplitError
+from .degrees import NAMES, TIMEOUT, Degrees, Split, SplitError
 from .dropout import SplitDropout
 from .gradients import clip_gradients
 from .launcher import attempt
@@ -40,13 +40,16 @@ class Together:
 
     Args:
         split: how they are arranged.
+        timeout: seconds that they wait for each other.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, timeout: float = TIMEOUT) -> None:
         self.split = split
+        self._patience = timedelta(seconds=timeout)
         self.first = dist.get_rank() == 0
         self._plans: dict[int, ContextPlan] = {}
-        self._window: int | None = None
+        # What plans go by, of the model.
+        self._attention: dict[str, Any] = {}
         self._writer: sharded.ShardedWriter | None = None
 
     def device(self, name: str) -> torch.device:
@@ -70,15 +73,33 @@ class Together:
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
         fields: Any = model.config
+        heads = fields.num_heads
+        own = heads, getattr(fields, "num_kv_heads", None) or heads
+        self._attention = {
+            "heads": tuple(max(1, n // self.split.tp) for n in own),
+            "head_dim": fields.embed_dim // heads,
+        }
         if getattr(fields, "sparse", None) is None and getattr(fields, "stride", None) is None:
-            self._window = fields.window
+            self._attention["window"] = fields.window
         device = next(model.parameters()).device
-        self.mesh = init_device_mesh(device.type, tuple(self.split), mesh_dim_names=NAMES)
+        self.mesh = self._started(device.type, tuple(self.split), NAMES)
         for layer in model.modules():
             if isinstance(layer, AttentionLayer):
                 layer.first_row = self._part * (config.batch_size // self.split.parts)
-        shard_model(model, _parameter_mesh(self.split, device.type), self.split, config, device)
+        # Dimensions of `Split.data_ranks` and `Split.tp`.
+        sizes = (*self.split.data_ranks, self.split.tp)
+        mesh = self._started(device.type, sizes, ("dp", "fsdp", "tp"))
+        shard_model(model, mesh, self.split, config, device)
         return model
+
+    def _started(
+        self, device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]
+    ) -> DeviceMesh:
+        """A mesh whose groups, which torch gives a timeout of its own, wait as long as all do."""
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            group.set_timeout(self._patience)
+        return mesh
 
     def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
         each, left = divmod(batch_size, self.split.parts)
@@ -90,13 +111,18 @@ class Together:
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
         rows, T = batch.targets.shape
-        plan = self._plan(T)
-        own = place(batch.whole_rows or rows, self._part, self.split.parts, plan, self._cp)
+        own = place(batch.whole_rows or rows, self._part, self.split.parts)
+        if self.split.cp > 1:
+            plan = self._plan(T, own.batch(batch).documents)
+            own = own._replace(plan=plan, rank=self._cp)
         with ExitStack() as stack:
             stack.enter_context(SplitDropout(own))
-            if plan is not None:
-                stack.enter_context(ContextParallel(self.mesh["cp"], plan))
-            yield Part(own.batch(batch).to(device), self._targets(batch))
+            if own.plan is not None:
+                stack.enter_context(ContextParallel(self.mesh["cp"], own.plan))
+            part = Part(own.batch(batch).to(device), self._targets(batch))
+            if own.plan is not None and part.batch.documents is not None:
+                own.plan.mark(part.batch.documents)
+            yield part
 
     def _targets(self, batch: Batch) -> int:
         """Those of all rows, of which each rank may have read its own alone."""
@@ -184,18 +210,13 @@ class Together:
             raise error
         return cast(_Value, found)
 
-    def _plan(self, T: int) -> ContextPlan | None:
-        if self.split.cp == 1:
-            return None
+    def _plan(self, T: int, documents: Tensor | None) -> ContextPlan:
+        """Of rows of T tokens, which the ranks of cp share, and the documents [rows, T] in them."""
+        if documents is not None:
+            return plan_rows(T, self.split.cp, documents=documents, **self._attention)
         if T not in self._plans:
-            self._plans[T] = plan_rows(T, self.split.cp, window=self._window)
+            self._plans[T] = plan_rows(T, self.split.cp, **self._attention)
         return self._plans[T]
-
-
-def _parameter_mesh(split: Split, device_type: str) -> DeviceMesh:
-    """Dimensions dp, fsdp, tp, of `data_ranks` and `Split.tp`."""
-    sizes = (*data_ranks(split), split.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "fsdp", "tp"))
 
 
 @contextmanager
@@ -210,8 +231,9 @@ def started(degrees: Degrees) -> Iterator[Together]:
     store, rank, size = next(rendezvous("env://"))
     # torchrun's store outlives a restart, and so would the addresses of ranks that have ended.
     store = PrefixStore(f"attempt {attempt()}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    wait = timedelta(seconds=degrees.timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     try:
-        yield Together(degrees.split(dist.get_world_size()))
+        yield Together(degrees.split(dist.get_world_size()), degrees.timeout)
     finally:
         dist.destroy_process_group()

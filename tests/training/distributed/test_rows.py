@@ -11,10 +11,12 @@ from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing.ranks import run_ranks
 from fastattn.training.data.prepare import prepare
 from fastattn.training.data.prepared import PreparedText
+from fastattn.training.distributed import batches, together
 from fastattn.training.distributed.degrees import Split
 from fastattn.training.distributed.ranks import Ranks
 from fastattn.training.distributed.together import Together
 from fastattn.training.tasks.prepared import PreparedTask
+from fastattn.training.tasks.task import Batch
 from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer
@@ -57,7 +59,31 @@ def trained(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:
 
 def world(folder: str) -> dict[str, Any]:
     os.environ["FASTATTN_BACKEND"] = "torch"
-    return {name: trained(Path(folder), Together(split)) for name, split in SPLITS.items()}
+    found = {name: trained(Path(folder), Together(split)) for name, split in SPLITS.items()}
+    found["plans"] = planned(Path(folder))
+    return found
+
+
+def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
+    """Of passes: documents of this rank's rows, those that the plan was made for, and its heads."""
+    given: list[Any] = []
+
+    def plan_rows(*sizes: int, **options: Any) -> Any:
+        given.append(options)
+        return batches.plan_rows(*sizes, **options)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "plan_rows", plan_rows)
+        ranks = Together(SPLITS["fsdp2 cp2"])
+        draw = ranks.draw
+        drawn: list[Batch] = []
+        patch.setattr(ranks, "draw", lambda *x: drawn.append(draw(*x)) or drawn[-1])
+        trained(folder, ranks)
+    for batch, options in zip(drawn, given, strict=False):
+        same = options["heads"] == (2, 2) and options["head_dim"] == 8
+        found.append((batch.documents.tolist(), options["documents"].tolist(), same))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +98,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_rank(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(f"{__file__}:world", 4, folder=str(folder))
+
+
+def test_plans_are_made_for_the_documents_of_each_batch(by_rank: list) -> None:
+    """Which are those of this rank's rows, and so the same on both ranks of cp."""
+    for found in (rank["plans"] for rank in by_rank):
+        assert len(found) >= STEPS * PASSES
+        assert all(own == given and same for own, given, same in found)
+        assert len({str(given) for _, given, _ in found}) > 1
+    assert by_rank[0]["plans"] == by_rank[1]["plans"] != by_rank[2]["plans"]
 
 
 @pytest.mark.parametrize("name", SPLITS)
