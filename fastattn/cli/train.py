@@ -206,6 +206,10 @@ def _add_parallel_options(group: Any) -> None:
     add("--context-parallel", "context_parallel", "ranks that share the tokens of a row; gpt (1)")
     text = "ranks that share heads and hidden features (1)"
     add("--tensor-parallel", "tensor_parallel", text)
+    text = "how long a rank waits for one that has stopped, before all end (600)"
+    group.add_argument(
+        "--timeout", dest="parallel.timeout", type=float, metavar="SECONDS", help=text
+    )
 
 
 def _degree(text: str) -> int | str:

@@ -6,21 +6,29 @@ torchrun keeps a store of keys that outlives the processes it starts.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 # Errors of the user, which all ranks find at about the same time.
 EXPECTED = (ValueError, OSError, FloatingPointError, ModuleNotFoundError)
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # Seconds that others leave rank 0 to speak for all, and that they wait for torchrun's signal.
 _FOR_FIRST, _FOR_END = 2.0, 3.0
+# Seconds until all ranks that wait for a silent one have given up too.
+_FOR_OTHERS = 5.0
 
 
 def shown_once(call: Callable[[], int]) -> int:
     """Calls on every rank, and raises on the one whose error came first.
+
+    An error of torch.distributed that a wait has ended in becomes a TimeoutError, which names the
+    ranks that have said nothing.
 
     torchrun is told of an error that is no user's, for its report. The other ranks, whose errors
     follow from the first or repeat it, stay quiet until torchrun ends them.
@@ -31,8 +39,11 @@ def shown_once(call: Callable[[], int]) -> int:
     try:
         return call()
     except Exception as error:
-        expected = isinstance(error, EXPECTED)
+        silent = _silent(error)
+        expected = silent is not None or isinstance(error, EXPECTED)
         if _speaks(expected):
+            if silent is not None:
+                raise silent from error
             if not expected:
                 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -57,6 +68,29 @@ def begun(out_dir: str) -> None:
 def restarted(out_dir: str) -> bool:
     """Whether torchrun has started a run anew that has begun in this folder."""
     return attempt() > 0 and bool(_store("begun").check([out_dir]))
+
+
+def _silent(error: Exception) -> TimeoutError | None:
+    """What to say of the ranks that an error waited for in vain; None: it is another error.
+
+    Every rank notes that it has failed, so that the others do not take it for one that is silent.
+    """
+    try:
+        store = _store(f"failed after {attempt()} restarts")
+        store.set(os.environ["RANK"], "yes")
+        if not isinstance(error, RuntimeError) or not _TIMED_OUT.search(str(error)):
+            return None
+        ranks = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+        with suppress(RuntimeError):  # some have not
+            store.wait(ranks, timedelta(seconds=_FOR_OTHERS))
+        missing = [rank for rank in ranks if not store.check([rank])]
+    except (RuntimeError, OSError):
+        return None  # the process that kept the store is gone
+    who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "a rank"
+    return TimeoutError(
+        f"{who} did not answer in time: stopped, ended or very slow; --timeout says how many "
+        "seconds ranks wait for each other"
+    )
 
 
 def _raiser(error: Exception) -> Callable[[], None]:

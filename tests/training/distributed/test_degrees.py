@@ -40,6 +40,7 @@ def test_eight_ranks_are_split(asked, expected):
         ({"fsdp": 2}, 1, "the 1 rank that there is, .*: torchrun --nproc-per-node N -m fastattn"),
         ({"fsdp": 0}, 8, "fsdp must be at least 1 or auto, got 0"),
         ({"context_parallel": "auto"}, 8, "context_parallel must be at least 1, got auto"),
+        ({"timeout": 0.0}, 8, "timeout must be positive and finite, got 0"),
     ],
 )
 def test_degrees_that_make_no_split_are_named(asked, ranks, message):

@@ -33,7 +33,8 @@ def world() -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True) if first else None
     port = [0 if store is None else store.port]
     dist.broadcast_object_list(port)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), "RANK": str(dist.get_rank())}
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0])}
+    given |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
             patch.setenv(name, value)

@@ -15,10 +15,11 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 SMALL = """
     --steps 6 --batch 4 --layers 1 --heads 2 --embed-dim 16 --context 16 --device cpu
     --log-every 1 --eval-every 2 --save-every 3 --save-in-background
+    --timeout 20
 """
-# The command, whose rank 1 fails once, after a checkpoint.
+# The command, whose rank 1 fails after a checkpoint, and, when it is started again, is stopped.
 DRIVER = """
-import os, sys
+import os, signal, sys
 from fastattn.cli.main import main
 from fastattn.training.trainer import Trainer
 
@@ -28,6 +29,9 @@ def failing(self):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and os.environ["RANK"] == "1" and self.step == 4:
         raise RuntimeError("planted in rank 1")
+    again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+    if again and os.environ["RANK"] == "1" and self.step == 4:
+        os.kill(os.getpid(), signal.SIGSTOP)
     train_step(self)
 
 Trainer._train_step = failing
@@ -51,7 +55,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     at = words.index("-m")
     assert words[at : at + 2] == ["-m", "fastattn"]
     words[at : at + 2] = [str(folder / "driver.py")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
+    launch += ["--shutdown-timeout", "1"]
     environment = {**os.environ, "FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
     command = [*launch, *words[1:], "--text", str(folder / "text"), *SMALL.split()]
     run = subprocess.run(
@@ -75,8 +80,14 @@ def test_the_first_cause_is_shown_once(ended):
     assert "Connection closed by peer" not in run.stderr
 
 
+def test_a_rank_that_has_stopped_is_named(ended):
+    run, _ = ended
+    (line,) = re.findall("^.*did not answer in time.*$", run.stderr, re.MULTILINE)
+    assert "rank 1 did not answer in time: stopped, ended or very slow; --timeout says" in line
+
+
 def test_one_rank_speaks(ended):
     run, _ = ended
     assert "of 2 ranks: cp 2" in run.stderr
-    assert len(re.findall("^training a GPT in", run.stderr, re.MULTILINE)) == 2  # a restart each
+    assert len(re.findall("^training a GPT in", run.stderr, re.MULTILINE)) == 3  # a restart each
     assert run.stdout.count("validation loss") == 1
