@@ -34,11 +34,12 @@ if _foreign := list(foreign(_CHECKOUT)):
     )
 # Files that take longest. They start first: else workers would wait for the last of them.
 _COSTLY = (
+    "training/distributed/test_splits.py",
+    "test_rehearsal.py",
     "docs/test_documents.py",
     "parallel/test_context_attention.py",
     "kernels/test_decode_compile.py",
     "kernels/test_compile.py",
-    "training/distributed/test_splits.py",
     "functional/test_few_queries.py",
     "kernels/test_hopper_compile.py",
     "functional/test_attention.py",
@@ -47,7 +48,7 @@ _COSTLY = (
     "compat/test_training_libraries.py",
     "ops/test_tracing.py",
     "kernels/test_feature_loops.py",
-    "test_rehearsal.py",
+    "functional/test_warmup.py",
 )
 
 # Workers of one machine share its cores.

@@ -95,7 +95,7 @@ COUNTED = (
 )
 SCORED = ("dp2 fsdp2", "fsdp2 tp2")
 TRAINED = {"dropout": 0.1, "attention_dropout": 0.1, "bias": True}
-STEPS, STOP = 20, 10
+STEPS, STOP = 12, 6
 
 
 class Packed(LanguageTask):
