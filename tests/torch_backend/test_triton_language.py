@@ -167,17 +167,22 @@ def test_reads_as_triton_does(dtype: torch.dtype, device: str) -> None:
 
 
 @triton.jit
-def by_row(b, h, q_pos, k_pos):
-    if b == 1:
+def by_row_and_head(b, h, q_pos, k_pos):
+    if b == 2:
         return k_pos < 6
+    if h == 2:
+        return k_pos > 0
     return k_pos <= q_pos
 
 
-def test_a_row_that_is_branched_on_keeps_its_own_positions() -> None:
-    at = places(2, 1, 3)
+def test_a_row_and_head_that_are_branched_on_keep_their_places() -> None:
+    """In a part of a whole: rows 1 and 2 with positions of their own, heads 1 and 2."""
+    at = places(2, 2, 3)
     k_pos = torch.cat((at.k_pos, at.k_pos + 5))
-    expected = torch.cat((k_pos[:1] <= at.q_pos, (k_pos[1:] < 6).expand(1, 1, 3, 3)))
-    assert torch.equal(triton_language.mask_mod(by_row, at._replace(k_pos=k_pos), ()), expected)
+    first = torch.cat((k_pos[:1] <= at.q_pos, (k_pos[:1] > 0).expand(1, 1, 3, 3)), 1)
+    expected = torch.cat((first, (k_pos[1:] < 6).expand(1, 2, 3, 3)))
+    at = at._replace(first_row=1, first_head=1, k_pos=k_pos)
+    assert torch.equal(triton_language.mask_mod(by_row_and_head, at, ()), expected)
 
 
 @triton.jit
