@@ -91,7 +91,7 @@ COUNTED = (
     *(("dp4", n, 4) for n in (1, 3)),
     *(("fsdp4", n, 4) for n in (1, 3)),
     *(("dp2 fsdp2", n, 4) for n in (1, 3)),
-    *(("tp4", 1, stored) for stored in (2, 4)),
+    *(("fsdp2 tp2", 1, stored) for stored in (2, 4)),
 )
 SCORED = ("dp2 fsdp2", "fsdp2 tp2")
 TRAINED = {"dropout": 0.1, "attention_dropout": 0.1, "bias": True}
@@ -344,10 +344,12 @@ def test_accumulated_passes_sum_gradients_over_replicas_once_a_step(
 
 
 def test_messages_of_half_precision_are_half_as_long(by_rank: list) -> None:
-    """Parameters are gathered in bf16, and of tensor parallelism activations summed in it."""
+    """Of tensor parallelism but for the loss; of parameters, not of their gradients."""
     for found in by_rank:
-        (calls, wide), (same, narrow) = (found["sent"]["tp4", 1, n]["tp"] for n in (4, 2))
-        assert calls == same and wide / 2 <= narrow < 0.6 * wide
+        wide, narrow = (found["sent"]["fsdp2 tp2", 1, stored] for stored in (4, 2))
+        for dim, most in (("tp", 0.55), ("fsdp", 0.75)):
+            assert wide[dim][0] == narrow[dim][0]
+            assert 0.5 * wide[dim][1] <= narrow[dim][1] < most * wide[dim][1]
 
 
 def test_one_process_sends_nothing(tmp_path: Path) -> None:
