@@ -12,7 +12,7 @@ from ..functional import attend, call_options, statistics
 from ..functional.inputs import autocast
 from ..options import Options
 from ..torch_backend import formula
-from .fused_block import Calls
+from .calls import Calls
 from .sdpa import bounded_bias
 
 
@@ -153,15 +153,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         numbers of ours, but no methods, and no parts that can be called.
         """
         calls: Calls | None = getattr(self, "calls", None)
-        if calls is not None:
-            calls.count_served()
         if query.is_nested or key.is_nested or value.is_nested:
             plain = key_padding_mask is None and attn_mask is None and not need_weights
             if plain and query is key and key is value and query.layout is torch.strided:
+                if calls is not None:
+                    calls.count_served()
                 return _nested(self, query), None, False
             fits = False
         else:
             fits = _fits(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+        if calls is not None:
+            calls.count_served() if fits else calls.count_passed("torch refuses the arguments")
         if not fits:
             out, weights = nn.MultiheadAttention.forward(
                 self,

@@ -6,13 +6,16 @@ from types import TracebackType
 from torch import Tensor
 
 from . import torch_sdpa
-from .sdpa import by_torch, scaled_dot_product_attention
+from .calls import running
+from .sdpa import by_torch, scaled_dot_product_attention, served_attention
 
 _lock = threading.RLock()
 # Patches in force, each with how many `with` blocks are inside it.
 _open: dict["SdpaPatch", int] = {}
+# Swaps in force, each of which has calls served while a module of its model runs.
+_swaps: set[object] = set()
 # What compiled code guards on: a graph that was traced with or without the patch is not mistaken.
-_active = False
+_active = _swapped = False
 
 
 def _patched_attention(
@@ -26,11 +29,17 @@ def _patched_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    calls = running.innermost() if _swapped else None
+    if calls is not None:
+        served = served_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        if not isinstance(served, str):
+            calls.count_served()
+            return served
+        calls.count_passed(served)
     # Not active where someone took hold of this function and kept it after the patch was undone.
-    serve = scaled_dot_product_attention if _active else by_torch
-    return serve(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    serve = scaled_dot_product_attention if _active and calls is None else by_torch
+    return serve(*given, scale=scale, enable_gqa=enable_gqa)
 
 
 class SdpaPatch:
@@ -96,11 +105,25 @@ def unpatch_sdpa() -> None:
         _apply()
 
 
+def serve_running(swap: object) -> None:
+    """Serve calls of torch's function while modules run that tell `calls.running` so."""
+    with _lock:
+        _swaps.add(swap)
+        _apply()
+
+
+def stop_serving(swap: object) -> None:
+    """End what `serve_running` began for a swap."""
+    with _lock:
+        _swaps.discard(swap)
+        _apply()
+
+
 def _apply() -> None:
-    """Make torch's module say what _open says."""
-    global _active
-    _active = bool(_open)
-    if _active:
+    """Make torch's module say what _open and _swaps say."""
+    global _active, _swapped
+    _active, _swapped = bool(_open), bool(_swaps)
+    if _active or _swapped:
         torch_sdpa.put(_patched_attention)
     else:
         torch_sdpa.take_away()

@@ -69,18 +69,30 @@ def scaled_dot_product_attention(
     Raises:
         Exception: what torch raises.
     """
-    if torch.compiler.is_compiling():
-        # Comparisons of sizes are symbols, and torch's function takes none.
-        is_causal, enable_gqa = (
-            decided(x) if isinstance(x, (bool, torch.SymBool)) else x
-            for x in (is_causal, enable_gqa)
-        )
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    served = served_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    if isinstance(served, str):
+        return by_torch(*given, scale=scale, enable_gqa=enable_gqa)
+    return served
+
+
+def served_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | str:
+    """What `scaled_dot_product_attention` computes by the kernels, or why they do not serve."""
+    is_causal, enable_gqa = _decided(is_causal, enable_gqa)
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not isinstance(call, str):
-        return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
-    return by_torch(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    if isinstance(call, str):
+        return call
+    return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
 def by_torch(
@@ -98,6 +110,7 @@ def by_torch(
 
     Args: those of `scaled_dot_product_attention`, and so its result and errors.
     """
+    is_causal, enable_gqa = _decided(is_causal, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if overridden(query, key, value, _without_causal_bias(attn_mask)):
@@ -107,6 +120,17 @@ def by_torch(
         expanded: Tensor = type(attn_mask)._dispatch(*given, **options)  # type: ignore[union-attr]
         return expanded
     return torch_attention(*given, **options)
+
+
+def _decided(is_causal: bool, enable_gqa: bool) -> tuple[bool, bool]:
+    """Comparisons of sizes, symbols under torch.compile, as the bools that torch takes."""
+    if not torch.compiler.is_compiling():
+        return is_causal, enable_gqa
+    found = (
+        decided(x) if isinstance(x, (bool, torch.SymBool)) else x for x in (is_causal, enable_gqa)
+    )
+    is_causal, enable_gqa = found
+    return is_causal, enable_gqa
 
 
 def explain(

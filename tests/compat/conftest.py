@@ -1,11 +1,13 @@
 """What tests of several interfaces share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fastattn
 from fastattn import dispatch
 from fastattn.functional import attend as functional
 from fastattn.functional import call_memo
@@ -29,3 +31,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(dispatch, "why_not_triton", why_not)
     monkeypatch.setattr(functional.ops, "attend", attend)
     return calls
+
+
+@pytest.fixture
+def swap(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`fastattn.swap`, undone when the test ends."""
+
+    def swapped(model: nn.Module, **options: Any) -> Any:
+        done = fastattn.swap(model, **options)
+        request.addfinalizer(done.undo)
+        return done
+
+    return swapped

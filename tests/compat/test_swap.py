@@ -1,355 +1,533 @@
-"""`fastattn.swap`: which modules of a model it takes, what it leaves, and that it can be undone."""
+"""`fastattn.swap`: attention is served where it stands, and what changes after the swap counts."""
 
 import copy
-import math
+import functools
 import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_blocks import BLOCKS, LENGTHS, Attend, C, Diffusers, LoRA, Mixer, Timm
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.modules import Block
 
-pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
+    # torch.compile asks whatever a graph takes for its .grad.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
-C, H, T = 32, 4, 7
-
-
-class CausalSelfAttention(nn.Module):
-    """As nanoGPT has it: one projection, a mask in a buffer."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.c_attn = nn.Linear(C, 3 * C)
-        self.c_proj = nn.Linear(C, C)
-        self.attn_dropout = nn.Dropout(dropout)
-        self.resid_dropout = nn.Dropout(dropout)
-        self.n_head = H
-        self.dropout = dropout
-        self.register_buffer("bias", torch.ones(64, 64).tril().view(1, 1, 64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, length, _ = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q, k, v = (y.view(B, length, H, -1).transpose(1, 2) for y in (q, k, v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(k.shape[-1])
-        scores = scores.masked_fill(self.bias[:, :, :length, :length] == 0, float("-inf"))
-        y = self.attn_dropout(scores.softmax(-1)) @ v
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, length, C)))
-
-
-class VisionAttention(nn.Module):
-    """As timm's vision transformers have it: all tokens see all, and a mask may be given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = H
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.q_norm = nn.Identity()
-        self.attn_drop = nn.Dropout(0.0)
-        self.proj = nn.Linear(C, C)
-
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        B, length, _ = x.shape
-        qkv = self.qkv(x).reshape(B, length, 3, H, C // H).permute(2, 0, 3, 1, 4)
-        p = self.attn_drop.p if self.training else 0.0
-        o = F.scaled_dot_product_attention(*qkv.unbind(0), attn_mask, p, is_causal)
-        return self.proj(o.transpose(1, 2).reshape(B, length, C))
-
-
-class LlamaAttention(nn.Module):
-    """Three projections, grouped heads, rotary positions; `pair` and `form` as models differ."""
-
-    def __init__(self, style: str = "half") -> None:
-        super().__init__()
-        self.num_heads, self.style = H, style
-        self.q_proj = nn.Linear(C, C, bias=False)
-        self.k_proj = nn.Linear(C, C // 2, bias=False)
-        self.v_proj = nn.Linear(C, C // 2, bias=False)
-        self.o_proj = nn.Linear(C, C, bias=False)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(-1, (-1, C // H)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (apply_rotary(y, cos, sin, style=self.style) for y in (q, k))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(o.transpose(1, 2).flatten(2))
-
-
-class Halves(LlamaAttention):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.attend(x, cos, sin)
-
-
-class Doubled(LlamaAttention):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[-1] // 2
-        return self.attend(x, cos[:, :half], sin[:, half:])
-
-
-class Complex(LlamaAttention):
-    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        return self.attend(x, freqs_cis.real, freqs_cis.imag)
-
-
-class Pairs(LlamaAttention):
-    def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
-        return self.attend(x, freqs[..., 0], freqs[..., 1])
-
-
-COS, SIN = rotary_tables(T, C // H)
-
-BLOCKS: dict[str, tuple[nn.Module, tuple[Tensor, ...], str]] = {
-    "nanogpt": (CausalSelfAttention(), (), "causal attention, 4 query and 4 key/value heads"),
-    "vision": (VisionAttention(), (), "bidirectional attention, 4 query and 4 key/value heads"),
-    "halves": (Halves(), (COS, SIN), "4 query and 2 key/value heads, rotary positions (half)"),
-    "interleaved": (Halves("interleaved"), (COS, SIN), "rotary positions (interleaved)"),
-    "doubled": (Doubled(), (torch.cat((COS, COS), -1), torch.cat((SIN, SIN), -1)), "(half)"),
-    "complex": (Complex("interleaved"), (torch.complex(COS, SIN),), "(interleaved)"),
-    "pairs": (Pairs("interleaved"), (torch.stack((COS, SIN), -1),), "(interleaved)"),
-}
-
-
-class Model(nn.Module):
-    """Two layers, each a block under the name `attn`."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"attn": copy.deepcopy(block)}) for _ in range(2))
-
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        for layer in self.layers:
-            x = x + layer["attn"](x, *rest)
-        return x
+torch_attention = F.scaled_dot_product_attention
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often blocks called `attention`."""
-    calls: list[int] = []
-    from fastattn.compat import fused_block
+def no_graphs_before() -> Any:
+    torch._dynamo.reset()
+    yield
+    assert F.scaled_dot_product_attention is torch_attention, "a swap was not undone"
 
-    def counting(*args, **kwargs):
-        calls.append(1)
-        return fastattn.attention(*args, **kwargs)
 
-    monkeypatch.setattr(fused_block, "attention", counting)
-    return calls
+def tokens(name: str = "", T: int = 7, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, LENGTHS.get(name, T), C, generator=generator)
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output, and gradients of the input and of every parameter that has one."""
+    x = x.detach().clone().requires_grad_()
+    out = model(x)
+    wanted = [x, *model.parameters()]
+    grads = torch.autograd.grad(out.square().sum(), wanted, allow_unused=True)
+    return [out, *(g for g in grads if g is not None)]
+
+
+def assert_equal(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """A swapped model gives what its twin gives that was not swapped."""
+    ref = results(copy.deepcopy(plain).double(), x.double())
+    naive = worst_naive(ref, lambda: results(plain, x))
+    for i, triple in enumerate(zip(results(model, x), ref, naive, strict=True)):
+        assert_within_budget(f"result {i}", *triple)
+
+
+def total(done: Any) -> int:
+    return sum(calls.served for calls in done.calls.values())
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(counted, name):
-    block, rest, described = BLOCKS[name]
-    model = Model(block)
-    x = torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
-    exact = copy.deepcopy(model).double()
-    ref = exact(x.double(), *(y.to(torch.complex128 if y.is_complex() else y.dtype) for y in rest))
-    naive = worst_naive(ref, lambda: model(x, *rest))
-    before = model(x, *rest)
-    done = fastattn.swap(model)
-    assert list(done.replaced) == ["layers.0.attn", "layers.1.attn"]
-    assert all(described in what for what in done.replaced.values())
-    assert done.left == {}
-    counted.clear()
-    assert_within_budget("o", model(x, *rest), ref, naive)
-    assert len(counted) == 2
+def test_blocks_as_libraries_write_them(swap, name):
+    model = nn.Sequential(BLOCKS[name](), BLOCKS[name]())
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens(name))
+    assert total(done) == 2, str(done)
+    assert len(done.replaced) == 2 and not done.left, str(done)
+    assert "(1 calls served, 0 not)" in str(done)
+    before = total(done)
     done.undo()
-    assert torch.equal(model(x, *rest), before)
-    assert len(counted) == 2
+    assert torch.equal(model(tokens(name)), plain(tokens(name)))
+    assert total(done) == before
+    assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
+    assert all(not x._forward_hooks and not x._forward_pre_hooks for x in model.modules())
 
 
-class Normalised(CausalSelfAttention):
+def scale(block: nn.Module) -> None:
+    block.scale *= 3
+
+
+def mask(block: nn.Module) -> None:
+    block.bias[..., :3] = 1 - block.bias[..., :3]
+
+
+def mask_replaced(block: nn.Module) -> None:
+    block.bias = torch.ones(64, 64).tril().flip(0, 1).view(1, 1, 64, 64).contiguous()
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "scale": ("timm-eager", scale),
+    "scale-vit": ("vit-pytorch", scale),
+    "scale-diffusers": ("diffusers", scale),
+    "scale-config": ("litgpt", lambda block: setattr(block.config, "scale", 0.9)),
+    "causal": ("x-transformers-flash", lambda block: setattr(block.attend, "causal", False)),
+    "window": ("mixer", lambda block: setattr(block, "window", 2)),
+    "bias": ("mixer", lambda block: setattr(block, "slope", -0.7)),
+    "mask": ("mingpt", mask),
+    "mask-replaced": ("mingpt", mask_replaced),
+    "learned-scale": ("swin-v2", lambda block: block.logit_scale.data.neg_()),
+    "fused": ("timm", lambda block: setattr(block, "fused_attn", False)),
+    "heads": (
+        "timm",
+        lambda block: (
+            setattr(block, "num_heads", 2),
+            setattr(block, "head_dim", 16),
+            setattr(block, "q_norm", nn.Identity()),
+        ),
+    ),
+    "weights": ("books", lambda block: setattr(block, "W_key", nn.Linear(C, C, bias=False))),
+    "function": (
+        "torchtune",
+        lambda block: setattr(
+            block,
+            "attention_call",
+            lambda q, k, v, mask, p: F.scaled_dot_product_attention(q, k, v),
+        ),
+    ),
+    "processor": (
+        "diffusers",
+        lambda block: setattr(block, "processor", lambda attn, x: attn.to_out[0](attn.to_q(x))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_the_swap_counts(swap, name):
+    kind, change = CHANGES[name]
+    model = nn.Sequential(BLOCKS[kind]())
+    plain = copy.deepcopy(model)
+    swap(model, eager=True)
+    assert_equal(model, plain, tokens(kind))
+    for block in (model[0], plain[0]):
+        torch.manual_seed(0)
+        change(block)
+    assert_equal(model, plain, tokens(kind))
+    assert not torch.equal(plain(tokens(kind)), BLOCKS[kind]()(tokens(kind)))
+
+
+def test_dropout_changed_after_the_swap(swap):
+    for fused in (True, False):
+        model = Timm(fused)
+        done = swap(model, eager=True)
+        model(tokens())
+        model.attn_drop.p = 0.5
+        assert not torch.equal(model(tokens()), model(tokens()))
+        model.eval()
+        assert torch.equal(model(tokens()), model(tokens()))
+        assert done.calls[""].passed == 0, str(done)
+        assert done.calls[""].served >= 5
+        done.undo()
+
+
+def reading(seen: list[Tensor]) -> Callable[..., None]:
+    return lambda module, args, output: seen.append(output.detach())
+
+
+def editing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a call"])
+@pytest.mark.parametrize("kind", ["timm-eager", "mingpt", "vit-pytorch"])
+def test_hooks_of_parts(swap, kind, when):
+    model = nn.Sequential(BLOCKS[kind]())
+    drop = next(x for x in model.modules() if isinstance(x, nn.Dropout))
+    plain, x = copy.deepcopy(model), tokens()
+    if when != "before":
+        done = swap(model, eager=True)
+    if when == "after a call":
+        model(x)
+    seen: list[Tensor] = []
+    drop.register_forward_hook(reading(seen))
+    if when == "before":
+        done = swap(model, eager=True)
+    assert torch.equal(model(x), plain(x))
+    assert [weights.shape for weights in seen] == [(2, 4, 7, 7)]
+    assert "a hook, or a forward of its own, is on a part of it" in str(done)
+    drop.register_forward_hook(editing)
+    assert not torch.equal(model(x), plain(x))
+    drop._forward_hooks.clear()
+    before = total(done)
+    model(x)
+    assert total(done) == before + 1
+
+
+@dataclass(slots=True)
+class Slots:
+    window: int = 4
+
+
+class WindowOf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 4
+
+
+def deep() -> Any:
+    return SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(window=4))))
+
+
+def in_closure(width: int) -> Callable[[], int]:
+    return lambda: width
+
+
+# What holds a window of 4, and how it becomes one of 2.
+WINDOWS: dict[str, tuple[Callable[[], Any], Callable[[Any], int], Callable[[Any], Any]]] = {
+    "product": (
+        lambda: SimpleNamespace(block=2, blocks=2),
+        lambda w: w.block * w.blocks,
+        lambda w: setattr(w, "blocks", 1),
+    ),
+    "power": (
+        lambda: SimpleNamespace(log2=2),
+        lambda w: 2**w.log2,
+        lambda w: setattr(w, "log2", 1),
+    ),
+    "float": (
+        lambda: SimpleNamespace(share=0.5),
+        lambda w: int(8 * w.share),
+        lambda w: setattr(w, "share", 0.25),
+    ),
+    "string": (lambda: {"window": "4"}, lambda w: int(w["window"]), lambda w: w.update(window="2")),
+    "list": (lambda: [4], lambda w: w[0], lambda w: w.__setitem__(0, 2)),
+    "tensor": (lambda: torch.tensor(4), lambda w: w, lambda w: w.fill_(2)),
+    "module": (WindowOf, lambda w: w.width, lambda w: setattr(w, "width", 2)),
+    "slots": (Slots, lambda w: w.window, lambda w: setattr(w, "window", 2)),
+    "config": (deep, lambda w: w.a.b.c.window, lambda w: setattr(w.a.b.c, "window", 2)),
+    "partial": (
+        lambda: SimpleNamespace(of=functools.partial(min, 4)),
+        lambda w: w.of(100),
+        lambda w: setattr(w, "of", functools.partial(min, 2)),
+    ),
+    "closure": (
+        lambda: SimpleNamespace(of=in_closure(4)),
+        lambda w: w.of(),
+        lambda w: setattr(w, "of", in_closure(2)),
+    ),
+}
+
+
+class Windowed(Block):
+    """A window that a holder holds, in whatever way."""
+
+    def scores(self, scores: Tensor) -> Tensor:
+        steps = torch.arange(scores.shape[-1])
+        width = WINDOWS[self.kind][1](self.holder)
+        return scores.masked_fill((steps[:, None] - steps).abs() >= width, float("-inf"))
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_wherever_they_are_held(swap, kind):
+    make, _, change = WINDOWS[kind]
+    model = Windowed(holder=make(), kind=kind)
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens(T=12))
+    for block in (model, plain):
+        change(block.holder)
+    assert_equal(model, plain, tokens(T=12))
+    assert_equal(model, plain, tokens(T=20))
+    assert total(done) == 3, str(done)
+
+
+class SelfMade(nn.Module):
+    """What no pattern is: softmax of something else, weights that are returned, odd masks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(C, 3 * C)
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.normalize(x, dim=-1))
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT * (-0.3 if self.kind == "negative" else 0.3)
+        if self.kind == "softcap":
+            scores = 2 * torch.tanh(scores / 2)
+        if self.kind == "fill":
+            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e4)
+        if self.kind == "other-dim":
+            scores = scores.softmax(-2)
+        if self.kind == "in-place":
+            k.clone().mul_(2)
+        with torch.set_grad_enabled(self.kind != "no-grad"):
+            weights = scores.softmax(-1) if self.kind != "other-dim" else scores
+        if self.kind == "gate":
+            weights = weights * 0.5
+        out = (weights @ v).transpose(1, 2).flatten(2)
+        return out + weights.sum() if self.kind == "returned" else out
 
 
-class Raising(CausalSelfAttention):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("no such device")
-
-
-class Subclass(nn.MultiheadAttention):
-    pass
-
-
-class OwnAttention(nn.Module):
-    pass
-
-
-def left_blocks() -> dict[str, tuple[nn.Module, str]]:
-    unknown_part, parameter, overridden, no_heads = (CausalSelfAttention() for _ in range(4))
-    unknown_part.q_norm = nn.LayerNorm(C)
-    parameter.sink = nn.Parameter(torch.zeros(H))
-    overridden.forward = overridden.forward
-    del no_heads.n_head
-    odd_heads, no_output = CausalSelfAttention(), LlamaAttention()
-    odd_heads.n_head = 5
-    del no_output.o_proj
-    sizes = CausalSelfAttention()
-    sizes.c_attn = nn.Linear(C, 3 * C + 1)
-    other = CausalSelfAttention()
-    other.c_attn = nn.Conv1d(C, 3 * C, 1)
-    many = Halves()
-    many.__class__ = type("Many", (LlamaAttention,), {"forward": lambda self, x, a, b, c: x})
-    return {
-        "computes-more": (Normalised(), "it computes something else"),
-        "raises": (Raising(), "trying it out failed: no such device"),
-        "unknown-part": (unknown_part, "it has a part that is not known: q_norm"),
-        "parameter": (parameter, "it has parameters of its own: sink"),
-        "overridden": (overridden, "its forward was replaced on the object"),
-        "meta": (CausalSelfAttention().to("meta"), "on the meta device"),
-        "no-heads": (no_heads, "its number of heads is not found under n_head"),
-        "heads": (odd_heads, "c_proj takes 32 channels, which 5 heads do not divide"),
-        "no-output": (no_output, "it has q_proj, k_proj, v_proj, but no o_proj"),
-        "sizes": (sizes, "the sizes of its projections fit no number of heads"),
-        "no-linear": (other, "its projections are not all nn.Linear"),
-        "arguments": (many, "forward takes x, a, b, c"),
-        "subclass": (Subclass(C, H), "Subclass is a subclass of nn.MultiheadAttention"),
-        "unknown": (OwnAttention(), "its parts have no names that are known"),
-    }
-
-
-@pytest.mark.parametrize("name", left_blocks())
-def test_what_is_left_and_why(name):
-    block, why = left_blocks()[name]
-    before = type(block), vars(block).get("forward")
-    done = fastattn.swap(nn.Sequential(block))
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    {
+        "softcap": "scores are changed by <built-in method tanh",
+        "fill": "scores are filled with -10000.0, and not with -inf",
+        "other-dim": "a softmax is not of the last of 3 or 4 dims",
+        "no-grad": "stands between the products",
+        "negative": "scores are multiplied by -0.3",
+        "gate": "attention weights are changed by <built-in function mul>",
+        "in-place": "mul_ stands between the products",
+        "returned": "attention weights have other uses than their product with values",
+    }.items(),
+)
+def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
+    model = SelfMade(kind)
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens())
     assert done.replaced == {}
-    assert list(done.left) == ["0"]
-    assert why in done.left["0"]
-    assert f"test_swap.{type(block).__qualname__}: " in done.left["0"]
-    assert "fastattn.patch_sdpa" in done.left["0"]
-    assert (type(block), vars(block).get("forward")) == before
     assert why in str(done)
-
-
-def test_a_call_with_more_is_the_blocks_own(counted):
-    block = VisionAttention()
-    x, mask = torch.randn(2, T, C), torch.ones(T, T, dtype=torch.bool).tril()
-    expected = block(x, mask), block(x, is_causal=True)
-    done = fastattn.swap(block)
-    counted.clear()
-    assert torch.equal(block(x, mask), expected[0])
-    assert torch.equal(block(x, attn_mask=mask), expected[0])
-    assert torch.equal(block(x, None, True), expected[1])
-    assert counted == []
-    assert (done.calls[""].served, done.calls[""].passed) == (0, 3)
-    assert str(done).endswith("(0 calls served, 3 not)")
-    # As timm's blocks call it: what is given is what is the default anyway.
-    block(x, attn_mask=None, is_causal=False)
-    block(x=x)
-    assert counted == [1, 1]
-    assert (done.calls[""].served, done.calls[""].passed) == (2, 3)
-    with pytest.raises(TypeError, match="multiple values"):
-        block(x, x=x)
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        block(x, window=3)
-
-
-class Tempered(CausalSelfAttention):
-    def forward(self, x: Tensor, temperature: float = 1.5, *, mode: str = "plain") -> Tensor:
-        return super().forward(x * temperature / 1.5)
-
-
-def test_arguments_equal_to_the_defaults_are_absent(counted):
-    block = Tempered()
-    done = fastattn.swap(block)
-    counted.clear()
-    x = torch.randn(2, T, C)
-    block(x, float("1.5"), mode="".join(("pl", "ain")))
-    block(x, temperature=torch.tensor(1.5))
-    block(x, 3.0)
-    assert counted == [1]
-    assert (done.calls[""].served, done.calls[""].passed) == (1, 2)
-
-
-def test_calls_are_counted_where_they_are_traced():
-    torch._dynamo.reset()
-    model = nn.Sequential(VisionAttention(), nn.TransformerEncoderLayer(C, H, batch_first=True))
-    done = fastattn.swap(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for _ in range(3):
-        compiled(torch.randn(2, T, C))
-    assert {name: calls.served for name, calls in done.calls.items()} == {"0": 1, "1.self_attn": 1}
-    model.eval()(torch.randn(2, T, C))
-    assert {name: calls.served for name, calls in done.calls.items()} == {"0": 2, "1.self_attn": 2}
-    twin = pickle.loads(pickle.dumps(model))
-    twin(torch.randn(2, T, C))
-    assert done.calls["0"].served == 2
-
-
-def test_tables_of_another_shape_are_the_blocks_own(counted):
-    block = Halves()
-    done = fastattn.swap(block)
-    counted.clear()
-    with pytest.raises(ValueError, match="cos and sin must have shape"):
-        block(torch.randn(2, T, C), COS.expand(1, 1, T, -1), SIN.expand(1, 1, T, -1))
-    assert counted == []
     assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
 
 
-def test_tables_of_a_batch(counted):
-    block = Halves()
-    x = torch.randn(2, T, C)
-    rows = rotary_tables(torch.arange(T) + torch.tensor([[0], [9]]), C // H)
-    ref = copy.deepcopy(block).double()(x.double(), *rows)
-    naive = worst_naive(ref, lambda: block(x, *rows))
-    fastattn.swap(block)
-    counted.clear()
-    assert_within_budget("o", block(x, *rows), ref, naive)
-    assert counted == [1]
+@pytest.mark.parametrize("kind", ["timm", "timm-eager", "diffusers"])
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "pickle", "replica"])
+def test_copies_have_their_own_parts(swap, kind, how):
+    model = BLOCKS[kind]()
+    done = swap(model, eager=True)
+    model(tokens())
+    if how == "replica":
+        twin = model._replicate_for_data_parallel()
+        twin._parameters = dict(model._parameters)
+    else:
+        twin = {"copy": copy.copy, "deepcopy": copy.deepcopy}.get(
+            how, lambda x: pickle.loads(pickle.dumps(x))
+        )(model)
+        twin._modules = dict(twin._modules)
+    part = "to_q" if kind == "diffusers" else "qkv"
+    setattr(twin, part, nn.Linear(C, getattr(model, part).out_features))
+    plain = copy.deepcopy(BLOCKS[kind]())
+    plain.load_state_dict(twin.state_dict(), strict=False)
+    if kind == "diffusers":
+        plain.to_q = twin.to_q
+    before = total(done)
+    assert_equal(twin, plain, tokens())
+    # Those that share their attributes share the counts.
+    assert total(done) == before + (how in ("copy", "replica"))
 
 
-def test_dropout_in_training_alone():
-    block = CausalSelfAttention(dropout=0.5)
-    fastattn.swap(block)
-    x = torch.randn(2, T, C)
-    torch.manual_seed(0)
-    assert not torch.equal(block(x), block(x))
-    block.resid_dropout.p = 0.0
-    assert not torch.equal(block(x), block(x))
-    block.eval()
-    assert torch.equal(block(x), block(x))
+def test_other_models_and_calls_keep_torchs_function(swap, served):
+    swapped, other = Timm(), Timm()
+    done = swap(swapped)
+    other(tokens())
+    F.scaled_dot_product_attention(*(torch.randn(1, 1, 2, 4) for _ in range(3)))
+    assert served == []
+    swapped(tokens())
+    with pytest.raises(RuntimeError):
+        swapped(tokens(), attn_mask=torch.ones(3, 3))
+    other(tokens())
+    assert len(served) == 1 and total(done) == 1
+    thread = threading.Thread(target=lambda: [swapped(tokens()), other(tokens())])
+    thread.start()
+    thread.join()
+    assert len(served) == 2
+    again = swap(other)
+    done.undo()
+    swapped(tokens())
+    other(tokens())
+    assert len(served) == 3 and total(again) == 1
 
 
-def test_trial_disturbs_nothing():
-    block = CausalSelfAttention(dropout=0.5)
-    seen = []
-    block.c_attn.register_forward_hook(lambda *_: seen.append(1))
-    block.register_forward_pre_hook(lambda *_: seen.append(1))
-    before = {name: x.clone() for name, x in block.state_dict().items()}
-    state = torch.get_rng_state()
-    fastattn.swap(block)
-    assert seen == []
-    assert torch.equal(torch.get_rng_state(), state)
-    assert block.training
-    assert all(torch.equal(x, before[name]) for name, x in block.state_dict().items())
-    block(torch.randn(1, T, C))
-    assert seen == [1, 1]
+def test_checkpoints_recompute_what_was_served(swap):
+    model = nn.Sequential(Timm(), Diffusers())
+    plain, x = copy.deepcopy(model), tokens().requires_grad_()
+    done = swap(model)
+    out = x
+    for block in model:
+        out = checkpoint(block, out, use_reentrant=False)
+    ours = torch.autograd.grad(out.sum(), x)[0]
+    theirs = torch.autograd.grad(plain(x).sum(), x)[0]
+    exact = copy.deepcopy(plain).double()
+    x_exact = x.detach().double().requires_grad_()
+    ref = torch.autograd.grad(exact(x_exact).sum(), x_exact)[0]
+    assert_within_budget("dx", ours, ref, theirs)
+    assert total(done) == 4
 
 
-def test_swapped_blocks_copy_pickle_and_compile():
-    block = CausalSelfAttention()
-    x = torch.randn(2, T, C)
-    fastattn.swap(block)
-    expected = block(x)
-    twin = copy.deepcopy(block)
-    assert torch.equal(twin(x), expected)
+def test_report_of_classes_whose_names_say_nothing(swap):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Mixer(), Attend(flash=True), nn.Linear(2, 2)
+
+    done = swap(Model())
+    assert "test_swap" not in str(done.replaced)
+    assert list(done.replaced) == ["b"] and list(done.left) == ["a"]
+    assert "replaced b: attention_blocks.Attend: its own forward; calls of torch's" in str(done)
+    assert "left a: attention_blocks.Mixer: its code names softmax" in str(done)
+    assert "eager=True" in str(done)
+    nothing = swap(nn.Linear(2, 2))
+    assert str(nothing) == "no attention was found in the code of the model's modules"
+
+
+def test_nothing_is_replaced_where_no_call_is_served(swap):
+    model = nn.Sequential(Timm()).double()
+    done = swap(model)
+    model(tokens().double())
+    assert done.replaced == {}
+    assert "None was: float64" in done.left["0"]
+
+
+class Hidden(nn.Module):
+    """Its code does not name torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = "scaled_dot_product" + "_attention"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(F, self.function)(x, x, x)
+
+
+def test_calls_that_no_name_tells_of_are_served_and_reported(swap):
+    model = nn.Sequential(Hidden())
+    done = swap(model)
+    assert done.replaced == {}
+    model(tokens())
+    assert list(done.replaced) == ["0"] and total(done) == 1
+
+
+def test_pruned_weights_and_heads(swap):
+    model = nn.Sequential(Timm(), BLOCKS["mingpt"]())
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    for blocks in (model, plain):
+        prune.l1_unstructured(blocks[0].qkv, "weight", amount=0.5)
+        blocks[1].n_head = 2
+    # What pruning leaves of a call with gradients cannot be copied.
     with torch.no_grad():
-        twin.c_proj.weight.zero_()
-    assert not torch.equal(twin(x), expected)
-    assert torch.equal(block(x), expected)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected)
+        plain(tokens())
+    assert_equal(model, plain, tokens())
+    assert total(done) == 2, str(done)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripts_of_swapped_models_are_refused_by_name(swap):
+    done = swap(nn.Sequential(Timm()))
+    model = nn.Sequential(Timm())
+    done = swap(model)
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.script .* fastattn\.swap: end the swap"):
+        torch.jit.script(model)
+    done.undo()
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(C, C), 2.0
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        return self.inner(x) * self.factor
+
+
+def doubling(module: Own, x: Tensor, flag: bool = False) -> Any:
+    return NotImplemented if flag else x * module.factor
+
+
+def test_adapters(swap):
+    model = nn.Sequential(Own(), Own(), Timm())
+    seen: list[int] = []
+    hook = model[0].register_forward_hook(lambda *_: seen.append(1))
+    x = tokens()
+    done = swap(model, adapters={Own: doubling})
+    assert torch.equal(model[0](x), 2 * x) and seen == [1]
+    hook.remove()
+    model[0].factor = 3.0
+    for twin in (model[0], copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
+        assert torch.equal(twin(x), 3 * x) and type(twin).__name__ == "Own"
+    assert torch.equal(torch.compile(model[0], backend="eager", fullgraph=True)(x), 3 * x)
+    model[1](x, flag=True)
+    assert done.calls["1"].reason == "the adapter leaves the call"
+    assert "an adapter computes its calls" in done.replaced["0"]
+    assert done.left["1"].endswith("None was: the adapter leaves the call")
+    done.undo()
+    assert type(model[0]) is Own and "fastattn_calls" not in vars(model[0])
+
+
+@pytest.mark.parametrize("adapters", [[Own], {"Own": doubling}, {Own: 3}, {Tensor: doubling}])
+def test_adapters_are_checked(adapters):
+    with pytest.raises(TypeError, match=r"adapters must map classes of torch\.nn\.Module to func"):
+        fastattn.swap(nn.Linear(2, 2), adapters=adapters)
+
+
+def test_low_rank_layers_before_and_after(swap):
+    for fused in (True, False):
+        model = Timm(fused)
+        model.qkv = LoRA(model.qkv)
+        plain = copy.deepcopy(model)
+        done = swap(model, eager=True)
+        assert_equal(model, plain, tokens())
+        for block in (model, plain):
+            torch.manual_seed(0)
+            block.proj = LoRA(block.proj)
+        assert_equal(model, plain, tokens())
+        assert total(done) == 2
+        done.undo()
+
+
+def test_calls_are_counted_where_they_are_traced(swap, monkeypatch):
+    monkeypatch.undo()  # the list of calls served would have each call traced
+    model = nn.Sequential(Timm(), nn.TransformerEncoderLayer(C, 4, batch_first=True))
+    done = swap(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(3):
+        compiled(tokens())
+    served = {name: calls.served for name, calls in done.calls.items()}
+    assert served == {"0": 1, "1.self_attn": 1}
+    model.eval()(tokens())
+    assert {name: calls.served for name, calls in done.calls.items()} == dict.fromkeys(served, 2)
+
+
+@pytest.mark.parametrize("kind", ["timm", "mingpt", "sam", "x-transformers"])
+def test_backend_of_torch_compile(kind, served):
+    model, x = BLOCKS[kind](), tokens(kind)
+    compiled = torch.compile(model, backend=_backend(), options={"inner": "eager"})
+    assert_equal(compiled, model, x)
+    # The model in fp64 and fp32, and the compiled one.
+    assert len(served) == 1
+
+
+def _backend() -> Any:
+    from importlib.metadata import EntryPoint
+
+    name = "fastattn.compat.swap.eager:backend"
+    return EntryPoint("fastattn", name, "torch_dynamo_backends").load()
 
 
 def tiny_llama() -> nn.Module:
@@ -360,21 +538,21 @@ def tiny_llama() -> nn.Module:
     return build(transformers.AutoModel, transformers.LlamaConfig(**GQA), "cpu")
 
 
-def test_models_of_transformers_by_name():
+def test_models_of_transformers_by_name(swap):
     model = nn.Sequential(tiny_llama())
-    done = fastattn.swap(model)
+    done = swap(model)
     assert done.replaced == {"0": 'attn_implementation="fastattn"'} and done.left == {}
     assert model[0].config._attn_implementation == "fastattn"
     done.undo()
     assert model[0].config._attn_implementation == "eager"
 
 
-def test_without_transformers_its_models_are_left(monkeypatch):
+def test_without_transformers_its_models_are_left(swap, monkeypatch):
     import sys
 
     model = tiny_llama()
     monkeypatch.setitem(sys.modules, "fastattn.compat.transformers.attend", None)
-    done = fastattn.swap(model)
+    done = swap(model)
     assert done.replaced == {}
     assert "cannot be registered with transformers" in done.left[""]
 

@@ -1,31 +1,94 @@
-"""`fastattn.swap`: serve a model's attention modules by this library, in place and undoable."""
+"""`fastattn.swap`: serve a model's attention by this library, in place and undoable."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...modules.layer import AttentionLayer
-from ..fused_block import Calls, FusedForward
+from .. import patch
+from ..calls import Calls
 from ..multihead import MultiheadAttention, stay_on_path
-from . import blocks
+from .adapted import Adapter, adapt
+from .eager import CapturedForward
+from .scope import watch
+from .source import names_in
+
+_SDPA = "scaled_dot_product_attention"
+_SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
+_BY_TORCHS_FUNCTION = f"its own forward; calls of torch's {_SDPA} in it are served"
+
+_BY_CAPTURE = "torch.compile captures its forward; attention in the graph is served"
 
 
 class Swap:
     """What `swap` did to a model.
 
     Attributes:
-        replaced: names of modules ("" is the model itself), and what they are served as.
-        left: names of modules that look like attention and were not replaced, and why.
-        calls: of each replaced module, how many of its calls this library has served, and how many
-            went to its own forward; see `Calls`. A model of transformers has no count.
+        calls: of each module ("" is the model itself) that is served, how many of its calls this
+            library has computed, and how many went to its own forward or to torch's function; see
+            `Calls`. A module without attention of its own is here with 0 calls. A model of
+            transformers has no count.
     """
 
     def __init__(self) -> None:
-        self.replaced: dict[str, str] = {}
-        self.left: dict[str, str] = {}
         self.calls: dict[str, Calls] = {}
+        # How modules are served, by what was done to them and by what their code names.
+        self._ways: dict[str, str] = {}
+        self._watched: dict[str, type[nn.Module]] = {}
+        # Of a model of transformers `left` tells what no registered function reaches.
+        self._of_transformers: set[str] = set()
+        self._left: dict[str, str] = {}
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        """Names of modules that are served, and how.
+
+        Modules that keep their forward are among them from the start if their code names torch's
+        function, and others once they have called it. Where calls were made and none was served, a
+        module is in `left`.
+        """
+        return {name: way for name, way in self._served().items() if not self._in_vain(name)}
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Names of modules that are attention, or may be, and are not served, and why."""
+        served = self._served()
+        left = {
+            name: f"{_class_name(kind)}: {_why_left(kind)}"
+            for name, kind in self._watched.items()
+            if name not in served and name not in self._of_transformers and _may_attend(kind)
+        }
+        in_vain = {
+            name: f"{way}. None was: {self.calls[name].reason}"
+            for name, way in served.items()
+            if self._in_vain(name)
+        }
+        # A class that is only named as attention may hold what is.
+        known = served | left | self._left
+        left = {
+            name: why
+            for name, why in left.items()
+            if not _SOFTMAX.isdisjoint(names_in(self._watched[name]))
+            or not any(_is_inside(other, name) for other in known)
+        }
+        left |= {name: why for name, why in self._left.items() if name not in served}
+        return left | in_vain
+
+    def _served(self) -> dict[str, str]:
+        watched = {
+            name: f"{_class_name(kind)}: {_BY_TORCHS_FUNCTION}"
+            for name, kind in self._watched.items()
+            if self.calls[name].counted or _calls_torch(kind)
+        }
+        return watched | self._ways
+
+    def _in_vain(self, name: str) -> bool:
+        calls = self.calls.get(name)
+        return calls is not None and calls.passed > 0 and calls.served == 0
 
     def undo(self) -> None:
         """Make every module what it was. The objects, their weights and hooks are the same."""
@@ -33,106 +96,170 @@ class Swap:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        lines = []
-        for name, what in self.replaced.items():
-            calls = self.calls.get(name)
-            counted = "" if calls is None else f" ({calls.served} calls served, {calls.passed} not)"
-            lines.append(f"replaced {_shown(name)}: {what}{counted}")
-        return "\n".join(lines + [f"left {_shown(name)}: {why}" for name, why in self.left.items()])
+        lines = [
+            f"replaced {_shown(name)}: {what}{self._counted(name)}"
+            for name, what in self.replaced.items()
+        ]
+        lines += [f"left {_shown(name)}: {why}" for name, why in self.left.items()]
+        return "\n".join(lines) or "no attention was found in the code of the model's modules"
+
+    def _counted(self, name: str) -> str:
+        calls = self.calls.get(name)
+        if calls is None:
+            return ""
+        why = f"; the last of these: {calls.reason}" if calls.passed else ""
+        return f" ({calls.served} calls served, {calls.passed} not{why})"
 
 
 def _shown(name: str) -> str:
     return name or "the model"
 
 
-def swap(model: nn.Module) -> Swap:
-    """Serve the attention modules of a model by `fastattn`, as far as they are known.
+def _class_name(kind: type[nn.Module]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
-    No module is exchanged for another one: `torch.nn.MultiheadAttention` objects get the class
-    `fastattn.MultiheadAttention`, blocks of the kinds below another `forward`. Weights, hooks,
-    training mode, device and dtype stay as they are, and so does whatever refers to the modules.
-    Known are
 
-    - `torch.nn.MultiheadAttention` itself; a subclass may do anything and is left;
-    - blocks with one projection for queries, keys and values, such as nanoGPT's CausalSelfAttention
-      and vision transformers', and blocks with three, such as Llama's, causal or not, with grouped
-      heads or not, whose `forward` takes x alone or x and rotary tables. A block has to give, in a
-      trial on random weights and inputs, what attention over its projections gives, in training
-      too; where a trial cannot tell, it is left;
-    - models of Hugging Face transformers, by `set_attn_implementation`.
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and name.startswith(f"{other}." if other else "")
 
-    A block that is called with more, such as a mask or a cache, computes that call by itself; an
-    argument that is its default is no more. `Swap.calls` counts both. What is left has its reason
-    in `Swap.left`; `fastattn.patch_sdpa` serves it if it calls torch's own attention function.
+
+def _calls_torch(kind: type[nn.Module]) -> bool:
+    return _SDPA in names_in(kind) or issubclass(kind, nn.MultiheadAttention)
+
+
+def _may_attend(kind: type[nn.Module]) -> bool:
+    name = kind.__name__.lower()
+    return "attention" in name or "attn" in name or not _SOFTMAX.isdisjoint(names_in(kind))
+
+
+def _why_left(kind: type[nn.Module]) -> str:
+    if _SOFTMAX.isdisjoint(names_in(kind)):
+        return f"its code names neither {_SDPA} nor softmax, and no call of either was seen"
+    return "its code names softmax: fastattn.swap(model, eager=True) or adapters= may serve it"
+
+
+def swap(
+    model: nn.Module,
+    *,
+    eager: bool = False,
+    adapters: Mapping[type[nn.Module], Adapter] | None = None,
+) -> Swap:
+    """Serve the attention of a model by `fastattn`, where it stands.
+
+    No module is exchanged for another one, and nothing of a module is copied: weights, hooks,
+    training mode, device and dtype stay as they are, and what is changed later counts.
+
+    - `torch.nn.MultiheadAttention` objects get the class `fastattn.MultiheadAttention`. A subclass
+      may do anything and keeps its forward.
+    - Models of Hugging Face transformers get `set_attn_implementation("fastattn")`.
+    - Every other module keeps its forward, whatever it computes. While it runs, torch's
+      `scaled_dot_product_attention` is the one of `fastattn.compat.sdpa`, which passes on what the
+      kernels cannot serve. Code that took torch's function by name before keeps torch's.
+
+    `Swap.calls` counts, and `print(swap(model))` tells what becomes of which module.
 
     Args:
         model: any module. Swap before torch.compile, FSDP and other wrappers.
+        eager: also serve modules that multiply, take a softmax and multiply by themselves: their
+            forward is captured by torch.compile, which guards on whatever it reads, attention is
+            found in the graph, and the rest of the graph runs as it stands. A forward that
+            cannot be captured, has a hook inside or no attention in its graph runs as it is.
+        adapters: of classes of modules, by identity, functions
+            `adapter(module, *args, **kwargs)` that give the output of a call of the module, or
+            NotImplemented to have its own forward compute it.
 
     Returns:
         A `Swap`: what was done, and how to undo it.
 
     Raises:
-        TypeError: model is no torch.nn.Module.
+        TypeError: model is no torch.nn.Module, adapters are no dict from classes of modules to
+            functions.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    adapters = _checked(adapters)
     done = Swap()
-    tried: blocks.Tried = []
-    for name, module in list(_candidates(model, "", done, set())):
-        if type(module) is nn.MultiheadAttention:
-            _swap_multihead(name, module, done)
-        else:
-            _swap_block(name, module, done, tried)
+    for name, module in list(_found(model, "", done, set(), adapters)):
+        kind = type(module)
+        if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
+            _swap_multihead(name, module, done)  # type: ignore[arg-type]
+            continue
+        if kind.__module__.startswith("torch.nn.") and kind not in (
+            nn.MultiheadAttention,
+            *adapters,
+        ):
+            continue
+        _watch(name, module, done)
+        if kind in adapters:
+            _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
+        elif eager and not _SOFTMAX.isdisjoint(names_in(kind)):
+            _adapt(name, module, CapturedForward(kind), _BY_CAPTURE, done)
+    if done._watched:
+        # Not the swap itself, whose undo holds the model: it ends with the model.
+        token = object()
+        patch.serve_running(token)
+        done._undo.append(weakref.finalize(model, patch.stop_serving, token))
     return done
 
 
-def _candidates(
-    module: nn.Module, name: str, done: Swap, seen: set[int]
+def _checked(adapters: Any) -> Mapping[type[nn.Module], Adapter]:
+    adapters = {} if adapters is None else adapters
+    expected = "adapters must map classes of torch.nn.Module to functions"
+    if not isinstance(adapters, Mapping):
+        raise TypeError(f"{expected}, got {type(adapters).__name__}")
+    for kind, adapter in adapters.items():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module) and callable(adapter)):
+            raise TypeError(f"{expected}, got {kind!r}: {adapter!r}")
+    return adapters
+
+
+def _found(
+    module: nn.Module,
+    name: str,
+    done: Swap,
+    seen: set[int],
+    adapters: Mapping[Any, Any],
+    registered: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that may be attention, each once, under its first name; parts of them not."""
+    """Modules that may be attention or hold some, each once, under its first name.
+
+    registered: it is in a model of transformers, which takes its attention by name.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
     if isinstance(module, (MultiheadAttention, AttentionLayer)):
-        done.left[name] = "it is fastattn's already"
+        done._left[name] = "it is fastattn's already"
         return
-    if hasattr(module, "set_attn_implementation"):
-        _swap_transformers(name, module, done)
+    if isinstance(module, torch.jit.ScriptModule):
+        done._left[name] = "torch.jit has compiled it, and calls no function of Python's"
         return
-    if type(module) is nn.MultiheadAttention or not isinstance(blocks.parts(module), str):
-        yield name, module
+    if hasattr(module, "set_attn_implementation") and not registered:
+        registered = _swap_transformers(name, module, done, seen)
+    if registered:
+        done._of_transformers.add(name)
+    yield name, module
+    if type(module) in adapters or type(module) is nn.MultiheadAttention:
         return
-    if _looks_like_attention(module):
-        _leave(name, module, _why_left(module), done)
     for child_name, child in module.named_children():
-        yield from _candidates(child, f"{name}.{child_name}" if name else child_name, done, seen)
+        full = f"{name}.{child_name}" if name else child_name
+        yield from _found(child, full, done, seen, adapters, registered)
 
 
-def _looks_like_attention(module: nn.Module) -> bool:
-    kind = type(module).__name__.lower()
-    return isinstance(module, nn.MultiheadAttention) or "attention" in kind or "attn" in kind
+def _watch(name: str, module: nn.Module, done: Swap) -> None:
+    done.calls[name] = Calls()
+    done._watched[name] = type(module)
+    done._undo.append(watch(module, done.calls[name]))
 
 
-def _why_left(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return f"{type(module).__name__} is a subclass of nn.MultiheadAttention"
-    reason = blocks.parts(module)
-    assert isinstance(reason, str), "blocks with known parts are candidates"
-    return reason
-
-
-def _leave(name: str, module: nn.Module, reason: str, done: Swap) -> None:
-    kind = type(module)
-    done.left[name] = (
-        f"{kind.__module__}.{kind.__qualname__}: {reason}. If it calls torch's "
-        "scaled_dot_product_attention, fastattn.patch_sdpa serves that"
-    )
+def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:
+    if "forward" in vars(module):
+        return
+    done._ways[name] = f"{_class_name(type(module))}: {way}"
+    done._undo.append(adapt(module, adapter, done.calls[name]))
 
 
 def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> None:
-    if "forward" in vars(module):
-        _leave(name, module, "its forward was replaced on the object", done)
-        return
     module.__class__ = MultiheadAttention
     served = module
     assert isinstance(served, MultiheadAttention)
@@ -144,41 +271,32 @@ def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> Non
         del served.calls
         module.__class__ = nn.MultiheadAttention
 
-    done.replaced[name] = "fastattn.MultiheadAttention"
+    done._ways[name] = "fastattn.MultiheadAttention"
     done._undo.append(undo)
 
 
-def _swap_block(name: str, module: nn.Module, done: Swap, tried: blocks.Tried) -> None:
-    plan = blocks.recognise(module, tried)
-    if isinstance(plan, str):
-        _leave(name, module, plan, done)
-        return
-    forward = FusedForward(module, plan)
-    module.forward = forward
-    done.calls[name] = forward.calls
-    done.replaced[name] = str(plan)
-    done._undo.append(lambda: delattr(module, "forward"))
+def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> bool:
+    """Have a model of transformers take its attention by name, of all its layers at once.
 
-
-def _swap_transformers(name: str, model: Any, done: Swap) -> None:
-    """A model of transformers takes its attention by name, of all its layers at once."""
+    What does so is `seen`; the rest of the model, its own modules included, is swapped as others.
+    """
     try:
         from ..transformers.attend import NAME, register
         from ..transformers.models import looks_up, restorer, unserved
     except ImportError as error:
-        done.left[name] = f"fastattn cannot be registered with transformers: {error}"
-        return
+        done._left[name] = f"fastattn cannot be registered with transformers: {error}"
+        return False
     register()
-    if any(looks_up(type(module)) for module in model.modules()):
+    by_name = [module for module in model.modules() if looks_up(type(module))]
+    if by_name:
         done._undo.append(restorer(model))
         model.set_attn_implementation(NAME)
     served, left = unserved(model, NAME)
     if served:
-        done.replaced[name] = f'attn_implementation="{NAME}"'
+        done._ways[name] = f'attn_implementation="{NAME}"'
     elif not left:
         left[""] = "no module of it is attention by transformers' AttentionInterface"
     for inner, reason in left.items():
-        done.left[".".join(filter(None, (name, inner)))] = reason
-    for inner, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention:
-            _swap_multihead(".".join(filter(None, (name, inner))), module, done)
+        done._left[".".join(filter(None, (name, inner)))] = reason
+    seen.update(id(part) for module in by_name for part in module.modules())
+    return True

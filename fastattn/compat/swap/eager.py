@@ -1,0 +1,132 @@
+"""torch.compile finds attention in code that computes it by itself, and guards what the code reads.
+
+`backend` is for whole models: `torch.compile(model, backend="fastattn")`. `CapturedForward` is for
+the modules of `swap(model, eager=True)`.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as torch_module
+
+from ..calls import Calls, running
+from ..sdpa import scaled_dot_product_attention, torch_attention
+from .adapted import REASON, REFUSED
+from .graph import rewrite
+from .scope import is_of_swap
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def backend(
+    graph: fx.GraphModule,
+    example_inputs: list[Tensor],
+    *,
+    options: dict[str, Any] | None = None,
+    **rest: Any,
+) -> Any:
+    """A backend of torch.compile that puts `fastattn.attention` where a graph computes attention.
+
+    By product, softmax and product, or by torch's scaled_dot_product_attention. The rest of the
+    graph goes to another backend.
+
+    Args:
+        graph, example_inputs: as torch.compile gives them.
+        options: {"inner": name of the other backend}; default "inductor".
+        rest: for the other backend.
+
+    Raises:
+        torch._dynamo.exc.InvalidBackend: there is no other backend of the name.
+    """
+    import torch._dynamo
+
+    rewrite(graph)
+    for part in [x for x in graph.modules() if isinstance(x, fx.GraphModule)]:
+        for node in part.graph.nodes:
+            if node.op == "call_function" and node.target is torch_attention:
+                node.target = scaled_dot_product_attention
+        part.recompile()
+    inner = torch._dynamo.lookup_backend((options or {}).get("inner", "inductor"))
+    return inner(graph, example_inputs, **rest)
+
+
+class _NoAttention(Exception):
+    """Why nothing in a captured forward is served."""
+
+
+def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    count, reasons = rewrite(graph)
+    if not count:
+        raise _NoAttention("; ".join(reasons) or "no softmax is in its graph")
+    return graph.forward
+
+
+def _limit() -> dict[str, Any]:
+    """As many graphs of a class as the modules of a deep model need, where torch can be told."""
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    return {"recompile_limit": 64} if known else {}
+
+
+class CapturedForward:
+    """An adapter that runs a class's forward as torch.compile captures it, its attention served."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.kind = kind
+        self._forward: Any = None
+        self._compiled: Any = None
+        self._captured = Calls()
+
+    def __reduce__(self) -> Any:
+        return CapturedForward, (self.kind,)
+
+    def __deepcopy__(self, memo: Any) -> "CapturedForward":
+        return self
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        import torch._dynamo.exc as errors
+
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return NotImplemented
+        if REFUSED in vars(module):
+            return NotImplemented
+        if _has_hooks_inside(module):
+            setattr(module, REASON, "a hook, or a forward of its own, is on a part of it")
+            return NotImplemented
+        if self._forward is not self.kind.forward:
+            self._forward = self.kind.forward
+            self._compiled = torch.compile(
+                self._forward, backend=_attention_alone, fullgraph=True, **_limit()
+            )
+        # Calls of torch's function count where the forward runs, not where it is captured.
+        running.begin(self._captured)
+        try:
+            return self._compiled(module, *args, **kwargs)
+        except (errors.TorchDynamoException, errors.FailOnRecompileLimitHit) as error:
+            # Nothing has run: the whole forward is one graph, or none.
+            setattr(module, REASON, _why(error))
+            setattr(module, REFUSED, True)
+            return NotImplemented
+        finally:
+            running.end(self._captured)
+
+
+def _why(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", None)
+    reason = str(inner if isinstance(inner, _NoAttention) else error).strip()
+    return reason.partition("\n")[0]
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    """Whether a part of a module does more than its class says: hooks, or another forward."""
+    for part in module.modules():
+        if part is module:
+            continue
+        if "forward" in vars(part):
+            return True
+        for name in _HOOKS:
+            hooks = getattr(part, name)
+            if hooks and not all(map(is_of_swap, hooks.values())):
+                return True
+    return bool(torch_module._has_any_global_hook())  # type: ignore[no-untyped-call]

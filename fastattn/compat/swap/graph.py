@@ -1,0 +1,398 @@
+"""Attention in a graph that torch.compile captured: product, softmax, product, as one call.
+
+Scale, mask and bias are those that the code computed itself, nodes of the graph. A softmax around
+which anything else happens stays as it is, with the reason.
+"""
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ...functional.attend import attention
+from ..sdpa import bounded_bias
+
+# A finite number below this is a mask: whatever is added to it in fp32 leaves it.
+_LOWEST = -1e30
+_FUNCTIONS: dict[Any, str] = {
+    **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm), "matmul"),
+    **dict.fromkeys((torch.mul, torch.multiply, operator.mul), "mul"),
+    **dict.fromkeys((torch.div, torch.true_divide, operator.truediv), "div"),
+    **dict.fromkeys((torch.add, operator.add), "add"),
+    **dict.fromkeys((torch.softmax, F.softmax), "softmax"),
+    **dict.fromkeys((torch.dropout, F.dropout), "dropout"),
+    torch.masked_fill: "masked_fill",
+    torch.where: "where",
+    torch.einsum: "einsum",
+    torch.baddbmm: "baddbmm",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.iadd: "add_",
+}
+_METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div"}
+_CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous")
+# What makes a new tensor, so that nothing else is a view of it.
+_FRESH = ("matmul", "mul", "div", "add", "masked_fill", "where", "einsum", "baddbmm")
+
+
+class Unmatched(Exception):
+    """Why a softmax stays as it is."""
+
+
+@dataclass
+class _Found:
+    """A softmax of scores, and what is known of it on the way up to the product.
+
+    scale: of what is found above. factors: of the queries, tensors. biases: added, with the scale
+    below them. hidden: True = hidden. shown: True = attend.
+    """
+
+    chain: list[fx.Node]
+    dropout: Any = 0.0
+    scale: float = 1.0
+    factors: list[fx.Node] = field(default_factory=list)
+    biases: list[tuple[fx.Node, float]] = field(default_factory=list)
+    fills: list[tuple[fx.Node, float]] = field(default_factory=list)
+    hidden: list[fx.Node] = field(default_factory=list)
+    shown: list[fx.Node] = field(default_factory=list)
+
+
+def rewrite(module: fx.GraphModule) -> tuple[int, list[str]]:
+    """Put calls of attention into a graph and those inside it.
+
+    Returns:
+        How many there are, and of each softmax that stayed the reason.
+    """
+    count, reasons = 0, []
+    for part in [x for x in module.modules() if isinstance(x, fx.GraphModule)]:
+        _without_in_place(part.graph)
+        for node in [x for x in part.graph.nodes if _name(x) == "softmax"]:
+            try:
+                _replace(part.graph, node)
+                count += 1
+            except Unmatched as reason:
+                reasons.append(str(reason))
+        part.recompile()
+    return count, reasons
+
+
+def _name(node: Any) -> str:
+    """The operation of a node by one name for function, method and operator; "" for others."""
+    if not isinstance(node, fx.Node):
+        return ""
+    if node.op == "call_function":
+        return _FUNCTIONS.get(node.target, "")
+    return _METHODS.get(str(node.target), str(node.target)) if node.op == "call_method" else ""
+
+
+def _value(node: Any) -> Tensor:
+    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(found, Tensor):
+        raise Unmatched(f"{node} is no tensor")
+    return found
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _without_in_place(graph: fx.Graph) -> None:
+    """Let what follows a change in place use its result, where nothing else sees the change."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        x: Any = node.args[0] if node.args else None
+        name = _name(node)
+        if name not in ("mul_", "div_", "add_", "masked_fill_") or _name(x) not in _FRESH:
+            continue
+        if all(order[user] >= order[node] for user in x.users):
+            x.replace_all_uses_with(node, delete_user_cb=lambda user, kept=node: user is not kept)
+
+
+def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
+    found = _Found([softmax])
+    scores = softmax.args[0] if softmax.args else softmax.kwargs["input"]
+    rank = _value(scores).dim()
+    if _argument(softmax, 1, "dim") not in (-1, rank - 1) or rank not in (3, 4):
+        raise Unmatched("a softmax is not of the last of 3 or 4 dims")
+    product = _product_of_weights(softmax, found)
+    q, k = _product_of_scores(scores, found)
+    _check_between(graph, found)
+    with graph.inserting_before(product):
+        v, order = _values(graph, product, rank)
+        _check_sizes(q, k, v)
+        if not 0 < found.scale < math.inf:
+            raise Unmatched(f"scores are multiplied by {found.scale}")
+        lists = (found.factors, found.biases, found.fills, found.hidden, found.shown)
+        out = graph.call_function(fused, (q, k, v, found.scale, found.dropout, *lists))
+        if order is not None:
+            out = graph.call_method("permute", (out, order))
+    out.meta = dict(product.meta)
+    product.replace_all_uses_with(out)
+    for node in sorted({*found.chain, product}, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _product_of_weights(softmax: fx.Node, found: _Found) -> fx.Node:
+    """The node that multiplies the weights by the values."""
+    node = softmax
+    while True:
+        if len(node.users) != 1:
+            raise Unmatched("attention weights have other uses than their product with values")
+        (user,) = node.users
+        name = _name(user)
+        if name in ("matmul", "einsum") and user.args[name == "einsum"] is node:
+            return user
+        if name in _CASTS and user.args[0] is node:
+            pass
+        elif name == "dropout" and user.args[0] is node:
+            p, training = _argument(user, 1, "p", 0.5), _argument(user, 2, "training", True)
+            training = user.kwargs.get("train", training)
+            if not isinstance(training, bool) or user.kwargs.get("inplace"):
+                raise Unmatched("dropout is decided by a tensor, or in place")
+            if training and p != 0:
+                if found.dropout != 0 or p == 1:
+                    raise Unmatched("weights are dropped twice, or all of them")
+                found.dropout = p
+        else:
+            raise Unmatched(f"attention weights are changed by {user.target}")
+        found.chain.append(user)
+        node = user
+
+
+def _product_of_scores(node: Any, found: _Found) -> tuple[fx.Node, fx.Node]:
+    """Queries [..., T_q, D] and keys [..., D, T_k], whose product the scores are made of."""
+    while True:
+        if not isinstance(node, fx.Node) or len(node.users) != 1:
+            raise Unmatched("scores have other uses than their softmax")
+        found.chain.append(node)
+        name = _name(node).removesuffix("_")
+        if name == "matmul":
+            q, k = node.args[:2]
+            return q, k  # type: ignore[return-value]
+        if name == "einsum":
+            return _einsum_scores(node)
+        if name == "baddbmm":
+            return _biased_product(node, found)
+        node = _step(node, name, found)
+
+
+def _step(node: fx.Node, name: str, found: _Found) -> Any:
+    """The scores that a node takes; what it does with them is noted."""
+    if name in _CASTS:
+        return node.args[0]
+    if name in ("mul", "div", "add"):
+        scores, other = node.args[:2]
+        if name != "div" and (not isinstance(scores, fx.Node) or not _same(scores, node)):
+            scores, other = other, scores
+        if name == "add":
+            _add(scores, other, node, found)
+        else:
+            _multiply(scores, other, node, name, found)
+        return scores
+    if name == "masked_fill":
+        scores, mask, value = (
+            _argument(node, place, key) for place, key in enumerate(("self", "mask", "value"))
+        )
+        _fill(mask, value, found, hides=True)
+    elif name == "where":
+        method = node.op == "call_method"
+        first, second, third = node.args
+        condition, chosen, other = (second, first, third) if method else (first, second, third)
+        hides = _is_number(chosen)
+        scores, value = (other, chosen) if hides else (chosen, other)
+        _fill(condition, value, found, hides)
+    else:
+        raise Unmatched(f"scores are changed by {node.target}")
+    if not _same(scores, node):
+        raise Unmatched("a mask makes the scores larger")
+    return scores
+
+
+def _same(x: Any, node: fx.Node) -> bool:
+    return isinstance(x, fx.Node) and _value(x).shape == _value(node).shape
+
+
+def _multiply(scores: Any, other: Any, node: fx.Node, name: str, found: _Found) -> None:
+    if node.kwargs or not _same(scores, node):
+        raise Unmatched(f"scores are changed by {node.target}")
+    if _is_number(other):
+        found.scale *= 1 / other if name == "div" and other else other
+    elif _is_of_rows(other):
+        if name == "div":
+            with node.graph.inserting_before(node):
+                other = node.graph.call_function(operator.truediv, (1.0, other))
+        found.factors.append(other)
+    else:
+        raise Unmatched("scores are multiplied by a tensor, another for each key")
+
+
+def _is_of_rows(x: Any) -> bool:
+    """Whether a node is one number, which torch.compile left open, or one for each query."""
+    value = x.meta.get("example_value") if isinstance(x, fx.Node) else None
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and (value.dim() == 0 or value.shape[-1] == 1)
+    return isinstance(value, (torch.SymFloat, torch.SymInt))
+
+
+def _add(scores: Any, other: Any, node: fx.Node, found: _Found) -> None:
+    fits = not node.kwargs and _same(scores, node) and isinstance(other, fx.Node)
+    if not fits or not _value(other).is_floating_point() or found.factors:
+        raise Unmatched("something else than a bias is added to scores")
+    # Of two tensors of one shape, the scores are what a product leads to.
+    found.biases.append((other, found.scale))
+
+
+def _fill(mask: Any, value: Any, found: _Found, hides: bool) -> None:
+    if not _is_number(value) or _value(mask).dtype != torch.bool or found.factors:
+        raise Unmatched("scores are filled by a tensor, or scaled by one later")
+    if value == -math.inf:
+        (found.hidden if hides else found.shown).append(mask)
+    elif value * found.scale <= _LOWEST and hides:
+        found.fills.append((mask, value * found.scale))
+    else:
+        raise Unmatched(f"scores are filled with {value}, and not with -inf")
+
+
+def _biased_product(node: fx.Node, found: _Found) -> tuple[fx.Node, fx.Node]:
+    bias: Any
+    bias, q, k = node.args[:3]
+    beta: Any = node.kwargs.get("beta", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if not _is_number(beta) or not _is_number(alpha) or (found.factors and beta):
+        raise Unmatched("a product is scaled by a tensor")
+    if beta:
+        found.biases.append((bias, found.scale * beta))
+    found.scale *= alpha
+    return q, k  # type: ignore[return-value]
+
+
+def _letters(node: fx.Node) -> tuple[str, str, str]:
+    """Operands and result of a product by torch.einsum."""
+    equation = node.args[0]
+    if not isinstance(equation, str) or len(node.args) != 3 or "." in equation:
+        raise Unmatched("torch.einsum is called in another way")
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    if not arrow or any(len(set(x)) < len(x) for x in (first, second, result)):
+        raise Unmatched("torch.einsum repeats an index or has no result")
+    return first, second, result
+
+
+def _einsum_scores(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    first, second, result = _letters(node)
+    batch, i, j = result[:-2], result[-2], result[-1]
+    inner = set(first) & set(second) - set(result)
+    if len(inner) != 1 or i in second or j in first:
+        raise Unmatched("torch.einsum of scores is not queries by keys")
+    (d,) = inner
+    with node.graph.inserting_before(node):
+        q = _permuted(node.args[1], first, batch + i + d)
+        return q, _permuted(node.args[2], second, batch + d + j)
+
+
+def _values(graph: fx.Graph, product: fx.Node, rank: int) -> tuple[fx.Node, list[int] | None]:
+    """Values [..., T_k, D_v], and the order of dims of the result if it is another."""
+    if _name(product) == "matmul":
+        v: Any = product.args[1]
+        return v, None
+    first, second, result = _letters(product)
+    batch, i, j = first[:-2], first[-2], first[-1]
+    inner = [x for x in second if x not in first]
+    if len(inner) != 1 or j not in second or j in result or i in second:
+        raise Unmatched("torch.einsum of weights is not weights by values")
+    v = _permuted(product.args[2], second, batch + j + inner[0])
+    plain = batch + i + inner[0]
+    if set(result) != set(plain):
+        raise Unmatched("torch.einsum of weights is not weights by values")
+    return v, None if result == plain else [plain.index(x) for x in result]
+
+
+def _permuted(x: Any, letters: str, wanted: str) -> fx.Node:
+    """A node whose dims are in the wanted order; of a batch that it lacks, it gets a 1."""
+    if not set(letters) <= set(wanted):
+        raise Unmatched("torch.einsum sums over an index of one operand")
+    shape = _value(x)
+    order = [letters.index(name) for name in wanted if name in letters]
+    node: fx.Node = x.graph.call_method("permute", (x, order))
+    value = shape.permute(order)
+    for place, name in enumerate(wanted):
+        if name not in letters:
+            node = x.graph.call_method("unsqueeze", (node, place))
+            value = value.unsqueeze(place)
+        node.meta["example_value"] = value
+    return node
+
+
+def _check_sizes(q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+    sizes = [_value(x).shape for x in (q, k, v)]
+    ranks = {len(x) for x in sizes}
+    if not ranks <= {3, 4} or len(ranks) > 1:
+        raise Unmatched("queries, keys and values differ in dims")
+    if any(not _value(x).is_floating_point() for x in (q, k, v)):
+        raise Unmatched("queries, keys and values are no floats")
+    (B, H), (B_k, H_k), (B_v, H_v) = ((1, *x)[-4:-2] for x in sizes)
+    if not (B == B_k == B_v and H_k == H_v and H_k in (1, H)):
+        raise Unmatched("queries, keys and values broadcast")
+
+
+def _check_between(graph: fx.Graph, found: _Found) -> None:
+    """Refuse where anything between the products changes a tensor, or how the rest is computed."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    places = [order[node] for node in found.chain]
+    for node in list(graph.nodes)[min(places) : max(places) + 1]:
+        if node in found.chain or node.op not in ("call_function", "call_method"):
+            continue
+        name = str(getattr(node.target, "__name__", node.target))
+        in_place = name.endswith("_") or name in ("setitem", "iadd", "imul", "isub", "itruediv")
+        mode = "autocast" in name or name.startswith("_set_") or "out" in node.kwargs
+        if in_place or mode or node.kwargs.get("inplace"):
+            raise Unmatched(f"{name} stands between the products")
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout: float,
+    factors: list[Tensor],
+    biases: list[tuple[Tensor, float]],
+    fills: list[tuple[Tensor, float]],
+    hidden: list[Tensor],
+    shown: list[Tensor],
+) -> Tensor:
+    """Attention of q [..., T_q, D] and k [..., D, T_k], in place of product, softmax, product."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    for factor in factors:
+        q = q * factor
+    k = k.transpose(-2, -1)
+    options: dict[str, Any] = {}
+    masks = [~mask for mask in hidden] + shown
+    if masks:
+        mask = masks[0]
+        for other in masks[1:]:
+            mask = mask & other
+        options["attn_mask"] = _at_least_two_dims(mask)
+    added = [bias if factor == 1 else bias * factor for bias, factor in biases]
+    added += [torch.zeros_like(m, dtype=torch.float32).masked_fill(m, x) for m, x in fills]
+    if added:
+        options["attn_bias"] = _at_least_two_dims(sum(map(bounded_bias, added)))
+    if dropout >= 1:  # a number that the graph does not hold
+        return F.dropout(q @ k.mT @ v, 1.0)
+    four = q.dim() == 4
+    q, k, v_wide = ((x if four else x[None]).to(dtype) for x in (q, k, v))
+    o = attention(q, k, v_wide, scale=scale, dropout=dropout, **options)
+    return (o if four else o[0]).to(v.dtype)
+
+
+def _at_least_two_dims(x: Any) -> Tensor:
+    return x if x.dim() >= 2 else x.reshape(1, -1)

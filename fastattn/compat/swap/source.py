@@ -1,0 +1,46 @@
+"""Names in the code of a class of modules, for reports: nothing is decided by them."""
+
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+def names_in(kind: type[nn.Module]) -> frozenset[str]:
+    """What the functions of a class name, and those of its package that these call, but torch's."""
+    of: Any = kind
+    return _names_in(of)
+
+
+@cache
+def _names_in(kind: Any) -> frozenset[str]:
+    package = kind.__module__.partition(".")[0]
+    waiting: list[Any] = [
+        member
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.") and base is not object
+        for member in vars(base).values()
+    ]
+    found: set[str] = set()
+    seen: set[CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function.__code__ in seen:
+            continue
+        for code in _codes(function.__code__):
+            seen.add(code)
+            found.update(code.co_names)
+            named = (function.__globals__.get(name) for name in code.co_names)
+            waiting += [
+                x for x in named if str(getattr(x, "__module__", "")).partition(".")[0] == package
+            ]
+    return frozenset(found)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

@@ -1,0 +1,293 @@
+"""Small blocks of attention as libraries write them, for tests of `fastattn.swap`."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+C, H = 32, 4
+D = C // H
+
+
+class Timm(nn.Module):
+    """timm: torch's function or its own, by a flag."""
+
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale, self.fused_attn = H, D, D**-0.5, fused
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.q_norm, self.k_norm = nn.LayerNorm(D), nn.Identity()
+        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.fused_attn:
+            p = self.attn_drop.p if self.training else 0.0
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=p)
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)
+            if attn_mask is not None:
+                attn = attn + attn_mask
+            x = self.attn_drop(attn.softmax(dim=-1)) @ v
+        return self.proj_drop(self.proj(x.transpose(1, 2).reshape(B, N, C)))
+
+
+class MinGPT(nn.Module):
+    """minGPT: one projection, a mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.n_head = H
+        self.register_buffer("bias", torch.ones(64, 64).tril().view(1, 1, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.size()
+        q, k, v = (
+            y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(C, dim=2)
+        )
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        y = self.attn_dropout(F.softmax(att, dim=-1)) @ v
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, -1)))
+
+
+class Books(nn.Module):
+    """Books and courses: scores are masked in place, and scaled after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("W_query", "W_key", "W_value", "out_proj"):
+            setattr(self, name, nn.Linear(C, C))
+        self.dropout = nn.Dropout(0.0)
+        self.register_buffer("mask", torch.ones(64, 64).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (H, -1)).transpose(1, 2)
+            for p in (self.W_query, self.W_key, self.W_value)
+        )
+        scores = q @ k.transpose(2, 3)
+        scores.masked_fill_(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
+        weights = self.dropout(torch.softmax(scores / k.shape[-1] ** 0.5, dim=-1))
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class VitPytorch(nn.Module):
+    """vit-pytorch: einops, a softmax module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.scale = H, D**-0.5
+        self.norm, self.attend, self.dropout = nn.LayerNorm(C), nn.Softmax(dim=-1), nn.Dropout(0.0)
+        self.to_qkv = nn.Linear(C, 3 * C, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(C, C), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            rearrange(y, "b n (h d) -> b h n d", h=self.heads)
+            for y in self.to_qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        dots = torch.matmul(q, k.transpose(-1, -2)) * self.scale
+        out = torch.matmul(self.dropout(self.attend(dots)), v)
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+
+
+class Attend(nn.Module):
+    """x-transformers: attention in a part of its own; flash or einsum, one head of keys."""
+
+    def __init__(self, flash: bool) -> None:
+        super().__init__()
+        self.flash, self.scale, self.causal = flash, D**-0.5, True
+        self.attn_drop = nn.Dropout(0.0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.flash:
+            k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        sim = torch.einsum("b h i d, b j d -> b h i j", q, k) * self.scale
+        i, j = sim.shape[-2:]
+        hidden = torch.ones((i, j), dtype=torch.bool, device=q.device).triu(j - i + 1)
+        sim = sim.masked_fill(hidden, -torch.finfo(sim.dtype).max)
+        attn = self.attn_drop(F.softmax(sim, dim=-1, dtype=torch.float32).type(sim.dtype))
+        return torch.einsum("b h i j, b j d -> b h i d", attn, v)
+
+
+class XTransformers(nn.Module):
+    def __init__(self, flash: bool = False) -> None:
+        super().__init__()
+        self.to_q, self.to_kv = nn.Linear(C, C, bias=False), nn.Linear(C, 2 * D, bias=False)
+        self.attend, self.to_out = Attend(flash), nn.Linear(C, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = rearrange(self.to_q(x), "b n (h d) -> b h n d", h=H)
+        out = self.attend(q, *self.to_kv(x).chunk(2, dim=-1))
+        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+
+
+class Sam(nn.Module):
+    """Segment Anything: relative positions of both axes added, heads in the batch."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.size, self.scale = nn.Linear(C, 3 * C), nn.Linear(C, C), size, 0.3
+        self.rel_pos_h = nn.Parameter(torch.randn(2 * size - 1, D))
+        self.rel_pos_w = nn.Parameter(torch.randn(2 * size - 1, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, size = x.shape[0], self.size
+        qkv = self.qkv(x).reshape(B, size * size, 3, H, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, B * H, size * size, -1).unbind(0)
+        attn = (q * self.scale) @ k.transpose(-2, -1)
+        steps = torch.arange(size, device=x.device)
+        distances = steps[:, None] - steps + size - 1
+        r_q = q.reshape(B * H, size, size, -1)
+        rel_h = torch.einsum("bhwc,hkc->bhwk", r_q, self.rel_pos_h[distances])
+        rel_w = torch.einsum("bhwc,wkc->bhwk", r_q, self.rel_pos_w[distances])
+        bias = (rel_h[..., :, None] + rel_w[..., None, :]).reshape(B * H, size * size, size * size)
+        x = (attn + bias).softmax(dim=-1) @ v
+        return self.proj(x.view(B, H, size * size, -1).permute(0, 2, 1, 3).reshape(B, -1, C))
+
+
+class Swin(nn.Module):
+    """Swin v2: cosine attention with a learned scale of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.logit_scale = nn.Parameter(torch.full((H, 1, 1), 2.0))
+        self.softmax = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (s h d) -> s b h t d", s=3, h=H)
+        attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        attn = attn * torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
+        out = self.softmax(attn) @ v
+        return self.proj(out.transpose(1, 2).reshape(*x.shape))
+
+
+class LitGPT(nn.Module):
+    """litgpt: sizes in a config, grouped heads expanded, torch's function in a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(n_head=H, n_query_groups=2, head_size=D, scale=None)
+        self.qkv, self.proj = nn.Linear(C, 2 * C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        size, groups = self.config.head_size, self.config.n_query_groups
+        q, k, v = self.qkv(x).split((H * size, groups * size, groups * size), -1)
+        q, k, v = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in (q, k, v))
+        k, v = (y.repeat_interleave(H // groups, 1) for y in (k, v))
+        return self.proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.config.scale
+        )
+
+
+def sdpa_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask, p, is_causal=mask is None)
+
+
+class TorchTune(nn.Module):
+    """torchtune: a function on the object, grouped heads expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.output_proj = (
+            nn.Linear(C, width, bias=False) for width in (C, C // 2, C // 2, C)
+        )
+        self.attn_dropout, self.attention_call = 0.0, sdpa_call
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (-1, D)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (y.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2) for y in (k, v))
+        p = self.attn_dropout if self.training else 0.0
+        return self.output_proj(self.attention_call(q, k, v, mask, p).transpose(1, 2).flatten(2))
+
+
+class Processor:
+    """diffusers: what computes attention is no module, and can be exchanged."""
+
+    def __call__(self, attn: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for p in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, scale=attn.scale)
+        return attn.to_out[1](attn.to_out[0](o.transpose(1, 2).flatten(2)))
+
+
+class Diffusers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(C, C, bias=False) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(C, C), nn.Dropout(0.0)])
+        self.heads, self.scale, self.processor = H, D**-0.5, Processor()
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.processor(self, x, **kwargs)
+
+
+class LoRA(nn.Module):
+    """PEFT: a layer around a linear one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Mixer(nn.Module):
+    """A name that says nothing of attention; heads in the batch, scores by baddbmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.window, self.slope = nn.Linear(C, 3 * C), nn.Linear(C, C), 3, 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.a(x), "b t (s h d) -> s (b h) t d", s=3, h=H)
+        steps = torch.arange(x.shape[1], device=x.device)
+        distances = (steps[:, None] - steps).abs()
+        bias = (-self.slope * distances).to(q.dtype).expand(len(q), -1, -1)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5)
+        scores = torch.where(distances < self.window, scores, -torch.inf)
+        out = torch.bmm(scores.softmax(-1), v)
+        return self.b(rearrange(out, "(b h) t d -> b t (h d)", h=H))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "timm": Timm,
+    "timm-eager": lambda: Timm(fused=False),
+    "mingpt": MinGPT,
+    "books": Books,
+    "vit-pytorch": VitPytorch,
+    "x-transformers": XTransformers,
+    "x-transformers-flash": lambda: XTransformers(flash=True),
+    "sam": Sam,
+    "swin-v2": Swin,
+    "litgpt": LitGPT,
+    "torchtune": TorchTune,
+    "diffusers": Diffusers,
+    "mixer": Mixer,
+}
+# Where the block takes this number of tokens alone.
+LENGTHS = {"sam": 9}
