@@ -1,0 +1,260 @@
+"""torch's registry of flash attention: torch's own flash operators, computed by this library.
+
+    fastattn.compat.torch_flash.register()
+    torch.nn.attention.activate_flash_attention_impl("fastattn")
+    ...
+    torch.nn.attention.restore_flash_attention_impl()
+
+Nothing of torch is patched: `torch.nn.attention.varlen.varlen_attn`, torch's context parallelism,
+C++ and whatever else calls the operators reaches them. `F.scaled_dot_product_attention` calls them
+where torch chooses its flash backend: never with a mask, and on GPUs of sm_90 and sm_100 after
+cuDNN, unless `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` or the environment
+variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 says otherwise. `fastattn.patch_sdpa` serves more calls.
+
+The operators' contract: torch/nn/attention/_fa4.py and aten/src/ATen/native/native_functions.yaml.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from ..functional.block import attention_block_backward, attention_block_forward
+from ..torch_backend import dropout
+
+NAME = "fastattn"
+
+
+class _Registration:
+    """Operators in force; `remove` gives torch's own back."""
+
+    def __init__(self, library: Library) -> None:
+        self.library: Library | None = library
+
+    def remove(self) -> None:
+        # torch takes the operators back when the last reference ends.
+        self.library = None
+
+
+def register(key: str = "CUDA") -> None:
+    """Make "fastattn" known to `torch.nn.attention.activate_flash_attention_impl`.
+
+    It is not active before it is activated, and any other implementation that is active ends then.
+
+    Args:
+        key: dispatch key of the operators: "CUDA", or "CPU", where torch has none of them.
+    """
+    from torch.nn.attention import register_flash_attention_impl
+
+    register_flash_attention_impl(NAME, register_fn=lambda: _registered(key))
+
+
+def _registered(key: str) -> _Registration:
+    library = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+    for name, function in _OPERATORS.items():
+        library.impl(name, function, key)  # type: ignore[no-untyped-call]
+    return _Registration(library)
+
+
+def _refuse(**unserved: Any) -> None:
+    given = [name for name, value in unserved.items() if value is not None and value is not False]
+    if given:
+        raise NotImplementedError(
+            f"{', '.join(given)} of torch's flash operators not served by fastattn: call "
+            "fastattn.attention_varlen or fastattn.decode_attention, or restore torch's own by "
+            "torch.nn.attention.restore_flash_attention_impl()"
+        )
+
+
+def _options(
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+) -> dict[str, Any]:
+    """Options of `fastattn.attention`. Causal masks are aligned bottom-right in both."""
+    options: dict[str, Any] = {"causal": is_causal}
+    window = tuple(None if x is None or x < 0 else x for x in (left, right))
+    if is_causal and window[1] == 0:
+        window = (window[0], None)
+    if window != (None, None):
+        options["window"] = window
+    if scale is not None:
+        options["scale"] = scale
+    if dropout_p:
+        options["dropout"] = dropout_p
+    return options
+
+
+def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operators return beside o and lse: two states of a generator, an empty mask."""
+    return (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.zeros((), dtype=torch.uint64, device=q.device),
+        torch.empty(0, dtype=q.dtype, device=q.device),
+    )
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, options: Any
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """o, lse and the rest of q [B, H, T, D], or packed [total, H, D]."""
+    state, unused, mask = _no_rng(q)
+    if "dropout" in options:
+        seed = dropout.draw_seed(q.device)
+        state = seed.view(torch.uint64)
+        options["dropout_seed"] = seed
+    packed = () if cu_q is None else (cu_q, cu_k)
+    o, lse = attention_block_forward(q, k, v, *packed, **options)
+    return o, lse.contiguous(), (state, unused, mask)
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    state: Tensor,
+    options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if "dropout" in options:
+        options["dropout_seed"] = state.view(torch.int64)
+    packed = () if cu_q is None else (cu_q, cu_k)
+    # The gradient of a sum has strides of 0.
+    given = (grad.contiguous(), q, k, v, out, lse.contiguous())
+    with _autograd():
+        found = attention_block_backward(*given, *packed, **options)
+    return found[0], found[1], found[2]
+
+
+def _autograd() -> Any:
+    """Autograd, which torch keeps out of operators: the torch backend differentiates."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradCPU):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Of query [B, T, H, D], or packed [total, H, D] with cum_seq_q; num_splits changes nothing."""
+    _refuse(return_debug_mask=return_debug_mask, seqused_k=seqused_k, block_table=block_table)
+    options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if cum_seq_q is not None:
+        o, lse, rest = _forward(query, key, value, cum_seq_q, cum_seq_k, options)
+        return o.contiguous(), lse, *rest
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    o, lse, rest = _forward(q, k, v, None, None, options)
+    return o.transpose(1, 2).contiguous(), lse, *rest
+
+
+def _flash_attention_forward_in_place(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    o, lse, *_ = _flash_attention_forward(*args, **kwargs)
+    out.copy_(o)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
+    given = (grad_out, query, key, value, out)
+    if cum_seq_q is not None:
+        return _backward(*given, logsumexp, cum_seq_q, cum_seq_k, rng_state, options)
+    do, q, k, v, o = (x.transpose(1, 2) for x in given)
+    found = _backward(do, q, k, v, o, logsumexp, None, None, rng_state, options)
+    return tuple(x.transpose(1, 2) for x in found)
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Of query [B, H, T, D]; the output has its memory layout, as torch's fake promises."""
+    _refuse(return_debug_mask=return_debug_mask)
+    options = _options(dropout_p, is_causal, scale, None, None)
+    o, lse, (state, unused, mask) = _forward(query, key, value, None, None, options)
+    out = torch.empty_like(query).copy_(o)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    options = _options(dropout_p, is_causal, scale, None, None)
+    given = (grad_out, query, key, value, out, logsumexp)
+    return _backward(*given, None, None, philox_seed, options)
+
+
+_OPERATORS = {
+    "_flash_attention_forward": _flash_attention_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_attention_forward_in_place,
+    "_flash_attention_backward": _flash_attention_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+}

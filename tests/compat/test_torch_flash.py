@@ -1,0 +1,169 @@
+"""torch's flash operators by `fastattn.compat.torch_flash`."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+
+from fastattn import reference
+from fastattn.compat import torch_flash
+from fastattn.testing import assert_within_budget, worst_naive
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+OFFSETS = (0, 5, 12)
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    """On the CPU, where torch has none of these operators of its own."""
+    torch_flash.register("CPU")
+    activate_flash_attention_impl("fastattn")
+    assert current_flash_attention_impl() == "fastattn"
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def by_parts(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    """Each sequence of packed ones by the reference."""
+    parts = []
+    for begin, end in itertools.pairwise(OFFSETS):
+        part = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(reference.attention(*part, **options)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def results(function, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*inputs)
+    return [out, *torch.autograd.grad(out.sum(), inputs)]
+
+
+WINDOWS = {(-1, -1): {}, (-1, 0): {"causal": True}, (3, 0): {"causal": True, "window": 4},
+           (2, 1): {"window": (2, 1)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_sequences(active, window, compiled):
+    if compiled and window != (-1, 0):
+        pytest.skip("what torch.compile sees is the same for all windows")
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attn(q, k, v, offsets, offsets, 7, 7, scale=0.3, window_size=window)
+
+    def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by_parts(q, k, v, scale=0.3, **WINDOWS[window])
+
+    torch._dynamo.reset()
+    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    x = tensors(OFFSETS[-1], 2, 8)
+    ref = results(naive, *(y.double() for y in x))
+    for i, triple in enumerate(
+        zip(results(call, *x), ref, worst_naive(ref, lambda: results(naive, *x)), strict=True)
+    ):
+        assert_within_budget(f"result {i}", *triple)
+
+
+def test_an_output_that_is_given(active):
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    x = [y.detach() for y in tensors(OFFSETS[-1], 2, 8)]
+    out = torch.full_like(x[0], torch.nan)
+    varlen_attn_out(out, *x, offsets, offsets, 7, 7)
+    assert torch.equal(out, varlen_attn(*x, offsets, offsets, 7, 7))
+
+
+OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_operator(active, causal):
+    q, k, v = (x.transpose(1, 2) for x in tensors(2, 5, 3, 8))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return OPERATOR(q, k, v, 0.0, causal, scale=0.3)[0]
+
+    def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, causal=causal, scale=0.3)
+
+    ref = results(naive, *(x.double() for x in (q, k, v)))
+    expected = worst_naive(ref, lambda: results(naive, q, k, v))
+    for i, triple in enumerate(zip(results(ours, q, k, v), ref, expected, strict=True)):
+        assert_within_budget(f"result {i}", *triple)
+    # What torch's fake promises.
+    fake = OPERATOR(*(x.detach().to("meta") for x in (q, k, v)), 0.0, causal)
+    for got, promised in zip(OPERATOR(q, k, v, 0.0, causal), fake, strict=True):
+        if isinstance(got, Tensor):
+            assert (got.shape, got.dtype, got.stride()) == (
+                promised.shape, promised.dtype, promised.stride())  # fmt: skip
+
+
+def test_a_ring_of_two_chunks(active):
+    """As torch's context parallelism: chunks merged by lse, their backward with the whole's."""
+    q, k, v = (x.detach() for x in tensors(1, 2, 6, 8))
+    whole, lse, *_, state, unused, _ = OPERATOR(q, k, v)
+    outs = [OPERATOR(q, a, b) for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)]
+    logs = torch.stack([found[1] for found in outs])
+    merged = sum(
+        found[0] * (log - logs.logsumexp(0)).exp()[..., None]
+        for found, log in zip(outs, logs, strict=True)
+    )
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(logs.logsumexp(0), lse)
+    rest = (None, None, 6, 3, 0.0, False, state, unused)
+    grad = torch.ones(1, 2, 6, 8)
+    expected = BACKWARD(grad, q, k, v, whole, lse, None, None, 6, 6, 0.0, False, state, unused)
+    parts = [
+        BACKWARD(grad, q, a, b, whole, lse, *rest)
+        for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)
+    ]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], expected[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), expected[i])
+
+
+def test_dropout_has_the_forwards_bits_in_the_backward(active):
+    q, k, v = tensors(1, 2, 6, 8)
+    torch.manual_seed(0)
+    o = OPERATOR(q, k, v, 0.5)[0]
+    (dv,) = torch.autograd.grad(o.sum(), v)
+    # o is linear in the values: o.sum() = (dv * v).sum() for the same dropped weights.
+    torch.testing.assert_close((dv * v).sum(), o.sum())
+    assert not torch.equal(OPERATOR(q, k, v, 0.5)[0], o)
+
+
+def test_what_is_not_served_is_refused_and_restored(active):
+    x = [y.detach() for y in tensors(12, 2, 8)]
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    used = torch.tensor([5, 7], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="seqused_k of torch's flash operators not"):
+        varlen_attn(*x, offsets, offsets, 7, 7, seqused_k=used)
+    restore_flash_attention_impl()
+    with pytest.raises(NotImplementedError, match="Could not run"):
+        varlen_attn(*x, offsets, offsets, 7, 7)
+
+
+def test_registered_for_cuda():
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    q, k, v = (x.detach() for x in tensors(1, 2, 4, 8))
+    torch_flash.register()
+    activate_flash_attention_impl("fastattn")
+    try:
+        assert OPERATOR.redispatch(keys, q, k, v)[0].shape == q.shape
+    finally:
+        restore_flash_attention_impl()
