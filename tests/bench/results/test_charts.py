@@ -40,6 +40,10 @@ def test_a_chart_names_its_gpu_and_date(report: Any) -> None:
 
 def test_bars_are_as_long_as_their_figures_and_no_wrong_one_is_drawn(report: Any) -> None:
     """The figures of our kernel in a graph were found wrong in this run."""
+    wrong = [x for x in report["results"] if x["status"] == "wrong"]
+    assert wrong and {x["implementation"] for x in wrong} == {"fastattn-triton"}
+    for record in wrong:
+        record["kv_gbps"] = record["tflops"] = 4600.0
     chart = charts.measured(report)["measured-decode"]
     lengths = [float(x) for x in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
     shown = [int(x) for x in words(chart) if x.isdigit()]
