@@ -13,7 +13,7 @@ from ...functional.additive import additive_attention
 from ...functional.statistics import attention_statistics, attention_weights
 from ..budget import assert_all_within_budget, assert_within_budget
 from ..inputs import to_device
-from ..orders import worst_naive
+from ..orders import RUNS, worst_naive
 
 ADDITIVE_RESULTS = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
 
@@ -109,10 +109,11 @@ def assert_additive(
     backend: str | None,
     masks: dict[str, Any],
     formula: Callable[..., tuple[Tensor, Tensor]] = additive_formula,
+    orders: int = RUNS,
 ) -> float:
     """Check o, lse and gradients of `additive_attention` against its formula.
 
-    formula: another one, that knows more masks.
+    formula: another one, that knows more masks. orders: of summation, see `worst_naive`.
 
     Returns:
         The worst error as a share of its budget.
@@ -120,5 +121,5 @@ def assert_additive(
     masks = to_device(masks, tensors[0].device)
     ours = additive_results(additive_attention, tensors, return_lse=True, backend=backend, **masks)
     ref = additive_results(formula, [x.double() for x in tensors], **masks)
-    plain = worst_naive(ref, lambda: additive_results(formula, tensors, **masks))
+    plain = worst_naive(ref, lambda: additive_results(formula, tensors, **masks), orders)
     return assert_all_within_budget(ADDITIVE_RESULTS, ours, ref, plain)

@@ -12,7 +12,7 @@ from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.decoding import KINDS, Filled, fill
 from fastattn.testing.orders import worst_naive
 
-from .cases import Case, Draw
+from .cases import ORDERS, Case, Draw
 from .tensors import inputs
 from .values import drawn_options
 
@@ -74,7 +74,7 @@ def _judge(
         return reference.attention(*rows, return_lse=True, **arguments)
 
     exact = oracle(torch.float64)
-    naive = worst_naive(exact, lambda: oracle(case.dtype))
+    naive = worst_naive(exact, lambda: oracle(case.dtype), ORDERS)
     real = (torch.arange(q.shape[2]) < counts[:, None])[:, None]
     assert found[0].isfinite().all(), "what is unspecified has to be finite"
     known = [

@@ -23,12 +23,9 @@ from fastattn.testing.inputs import nan_filled_empty
 
 from . import caches, others
 from .block import attention_block
-from .cases import Case
+from .cases import ORDERS, Case
 from .tensors import inputs, offsets, poisoned
 from .values import drawn_options
-
-# Of thousands of cases some have results of a handful of numbers.
-ORDERS = 40
 
 
 def check(case: Case) -> None:

@@ -13,7 +13,7 @@ from fastattn.testing.orders import worst_naive
 from fastattn.testing.verify.scoring import additive_formula, assert_additive, assert_statistics
 from fastattn.torch_backend import triton_language
 
-from .cases import Case
+from .cases import ORDERS, Case
 from .tensors import inputs, offsets
 from .values import drawn_options
 
@@ -35,7 +35,8 @@ def additive(case: Case, how: dict[str, Any]) -> None:
 
     u = draw.normal(*draw.choice((hidden,), (case.H_q, hidden))).to(case.dtype)
     tensors = [q, k, v, u, weight(case.H_q), weight(case.H_k)]
-    assert_additive(tensors, how.get("backend"), drawn_options(case, case.B), _additive_formula)
+    options = drawn_options(case, case.B)
+    assert_additive(tensors, how.get("backend"), options, _additive_formula, ORDERS)
 
 
 def _additive_formula(*tensors: Tensor, **masks: Any) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def _judge(case: Case, found: Any, numbers: list[Tensor], oracle: Any) -> None:
     """Numbers are read back in the dtype of the output, and attention takes those."""
     rounded = [x.to(case.dtype) for x in numbers]
     exact = oracle(*(x.double() for x in rounded))
-    naive = worst_naive(exact, lambda: oracle(*rounded))
+    naive = worst_naive(exact, lambda: oracle(*rounded), ORDERS)
     assert_all_within_budget(("o", "lse"), found, exact, naive)
 
 
@@ -118,5 +119,5 @@ def merge(case: Case, how: dict[str, Any]) -> None:
 
     plain = [x for o, lse, _ in parts for x in (o, lse)]
     exact = formula(*(x.double() for x in plain))
-    naive = worst_naive(exact, lambda: formula(*plain))
+    naive = worst_naive(exact, lambda: formula(*plain), ORDERS)
     assert_all_within_budget(("o", "lse"), found, exact, naive)
