@@ -97,6 +97,7 @@ def gpu(direct: bool) -> Iterator[None]:
     ]
     if direct:
         patches.append(mock.patch.object(tracing, "may_be_traced", lambda x: False))
+        patches.append(mock.patch("fastattn.ops.attend.is_in_torch_dispatch_mode", lambda: False))
     # The mode would try a device that is there when it is made.
     with FakeTensorMode(), ExitStack() as stack:
         for patch in patches:
