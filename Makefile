@@ -63,7 +63,7 @@ test-nightly: $(VENV)/.installed-test
 
 # Random legal calls against the oracle for SECONDS, or one SEED again; BACKEND: torch, triton, hopper.
 fuzz: $(VENV)/.installed-test
-	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && "$$bin/python" -m fuzz \
+	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && PYTHONPATH=../tools "$$bin/python" -m fuzz \
 		--seconds "$(SECONDS)" $(if $(SEED),--seed "$(SEED)") $(if $(BACKEND),--backend "$(BACKEND)")
 
 # Each row of tests/versions.py has an environment of its own; ROWS picks some.
@@ -90,7 +90,7 @@ links:
 typecheck: $(VENV)/.installed-dev links
 	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/mypy" \
 		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		fastattn ../../tests/typing/user_program.py
+		fastattn ../../tests/typing/user_program.py ../../tests/tools
 	@$(bin)/basedpyright --pythonpath $(bin)/python -p tests/typing
 
 docs: $(VENV)/.installed-docs links

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from small_gpt import make_gpt
 
 from fastattn.bench.cases.case import FAMILIES
 from fastattn.bench.time import overhead
-from fastattn.testing.gpt import make_gpt
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 # One of each kind: the rest of a family differs in its sizes.

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from calls_of_flash_attn import CASES, case, check, offsets, oracle
 
 from fastattn import document_ids, reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.flash_attn import CASES, case, check, offsets, oracle
 
 pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from calls_of_flash_attn import CASES, case, check, offsets
 
 from fastattn.compat import flash_attn
 from fastattn.rotary import apply_rotary, rotary_tables
-from fastattn.testing.flash_attn import CASES, case, check, offsets
 
 pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
 

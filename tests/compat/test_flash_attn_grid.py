@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from calls_of_flash_attn import check
 
 from fastattn.compat.flash_attn import flash_attn_with_kvcache
 from fastattn.rotary import apply_rotary
 from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.flash_attn import check
 from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
 # What differs from a call that reads 16-bit rows of 32 in order, by axis of the grid.

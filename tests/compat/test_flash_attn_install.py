@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from calls_of_flash_attn import check, offsets
 
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import (
@@ -21,7 +22,6 @@ from fastattn.compat.flash_attn import (
     version_4,
 )
 from fastattn.rotary import rotary_tables
-from fastattn.testing.flash_attn import check, offsets
 
 pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
 

@@ -4,12 +4,12 @@ import inspect
 
 import pytest
 import torch
+from calls_of_flash_attn import offsets, oracle
 
 from fastattn import reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import passes
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.flash_attn import offsets, oracle
 
 pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
 

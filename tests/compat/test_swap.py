@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_blocks import BLOCKS, LENGTHS, Attend, C, Diffusers, LoRA, Mixer, Timm
+from naive_layers import Block
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.modules import Block
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
@@ -532,8 +532,7 @@ def _backend() -> Any:
 
 def tiny_llama() -> nn.Module:
     import transformers
-
-    from fastattn.testing.transformers_models import GQA, build
+    from transformers_models import GQA, build
 
     return build(transformers.AutoModel, transformers.LlamaConfig(**GQA), "cpu")
 

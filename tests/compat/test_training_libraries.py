@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from programs_on_ranks import as_by_torchrun
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastattn.models.gpt import GPT
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

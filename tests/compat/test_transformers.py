@@ -1,6 +1,6 @@
 """Models of transformers with attn_implementation="fastattn" against the same models with "eager".
 
-The models are tiny and random: see `fastattn.testing.transformers_models`.
+The models are tiny and random: see `transformers_models`.
 """
 
 import builtins
@@ -11,11 +11,7 @@ import warnings
 import pytest
 import torch
 import transformers as tr
-
-from fastattn.compat.transformers import attend
-from fastattn.testing import worst_naive
-from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.transformers_models import (
+from transformers_models import (
     DECODERS,
     GQA,
     MIXED,
@@ -27,6 +23,10 @@ from fastattn.testing.transformers_models import (
     softmax_in_fp64,
     tokens,
 )
+
+from fastattn.compat.transformers import attend
+from fastattn.testing import worst_naive
+from fastattn.testing.budget import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 

@@ -7,9 +7,9 @@ import torch
 import transformers as tr
 from transformers import modeling_flash_attention_utils as flash
 from transformers.utils import import_utils
+from transformers_models import build, decoder_config, padded, tokens
 
 from fastattn.compat import flash_attn
-from fastattn.testing.transformers_models import build, decoder_config, padded, tokens
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 

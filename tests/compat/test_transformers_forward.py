@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers as tr
+from transformers_models import GQA, SIZES, build, heads, layer, tokens
 
 from fastattn import decode_attention
 from fastattn.compat.transformers import attend
-from fastattn.testing.transformers_models import GQA, SIZES, build, heads, layer, tokens
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 

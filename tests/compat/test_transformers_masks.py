@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from transformers_models import heads, layer
 
 from fastattn.compat.transformers import attend, lazy_mask, masks
-from fastattn.testing.transformers_models import heads, layer
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tr
+from transformers_models import GQA, SIZES, build, compare, padded, tokens
 
 import fastattn
 from fastattn.compat.transformers import attend
 from fastattn.compat.transformers import models as families
-from fastattn.testing.transformers_models import GQA, SIZES, build, compare, padded, tokens
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 

@@ -3,11 +3,7 @@
 import pytest
 import torch
 import transformers as tr
-
-from fastattn.compat.transformers import attend
-from fastattn.testing import worst_naive
-from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.transformers_models import (
+from transformers_models import (
     build,
     compare,
     decoder_config,
@@ -16,6 +12,10 @@ from fastattn.testing.transformers_models import (
     softmax_in_fp64,
     tokens,
 )
+
+from fastattn.compat.transformers import attend
+from fastattn.testing import worst_naive
+from fastattn.testing.budget import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -19,7 +20,6 @@ from fastattn import KVCache, decode_attention, reference
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
 from fastattn.testing.option_examples import option_examples
-from fastattn.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_tokens
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.testing.gpt import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation import Engine, Sampling, generate_tokens
-from fastattn.testing.gpt import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

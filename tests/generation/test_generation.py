@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation.generate import (
     generate_batch,
@@ -17,7 +18,6 @@ from fastattn.generation.request import Tally
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.cli.main import main
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_texts, generate_tokens
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.testing.gpt import make_gpt
 from fastattn.training.checkpoint import Checkpoint, save_checkpoint
 from fastattn.training.tokenizers import CharacterTokenizer
 

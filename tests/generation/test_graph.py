@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.generation.graph import GraphWindow
 from fastattn.generation.window import Window
 from fastattn.models.sampling import Sampling
 from fastattn.testing import assert_within_budget
-from fastattn.testing.gpt import make_gpt
 
 # Rows of several lengths; idle rows, also full ones; windows that start anew, one row or all.
 PLANS = {

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation.search import Beam, beam_search, length_divisor
 from fastattn.models.gpt import GPT
-from fastattn.testing.gpt import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_gpt import make_gpt
 
 from fastattn.generation.generate import generate_tokens
 from fastattn.generation.request import Tally, make_request
@@ -15,7 +16,6 @@ from fastattn.generation.speculative import (
 )
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.testing.gpt import make_gpt
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")

@@ -5,6 +5,7 @@ Where a row starts a new window beside fuller ones, the caches ask for their len
 
 import pytest
 import torch
+from small_gpt import make_gpt
 from torch.overrides import TorchFunctionMode
 
 from fastattn.generation import Engine, Sampling
@@ -12,7 +13,6 @@ from fastattn.generation.generate import Batch
 from fastattn.generation.request import make_request
 from fastattn.models.sampling import choose_rows
 from fastattn.models.transfer import to_device
-from fastattn.testing.gpt import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

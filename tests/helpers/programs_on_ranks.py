@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch.distributed as dist
-
-from fastattn.testing.ranks import run_ranks
+from gloo_ranks import run_ranks
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreted_ptx import assembly_interpreted, run
 
 from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import integers, tile
-from fastattn.testing.compiling.ptx import assembly_interpreted, run
 
 interpreter.mend()
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from interpreted_ptx import assembly_interpreted, run
 
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import codes
-from fastattn.testing.compiling.ptx import assembly_interpreted, run
 
 interpreter.mend()
 # What assembly makes of the codes of one kind: the numbers, and what is added to them.

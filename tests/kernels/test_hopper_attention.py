@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_hopper import check_on_hopper, emulate_hopper, forget, grid_of, order_events
+from gluon_emulator import machine, memory, products
 from torch import Tensor
 
 import fastattn
@@ -17,8 +19,6 @@ from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.launch import tiles
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.gluon_emulator import machine, memory, products
-from fastattn.testing.hopper import check_on_hopper, emulate_hopper, forget, grid_of, order_events
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")

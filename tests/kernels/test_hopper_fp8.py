@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from emulated_hopper import forget
+from gluon_emulator import Emulated, IllegalError, launch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,8 +36,6 @@ from fastattn.testing.fp8 import (
     assert_within_fp8_bounds,
     dequantized,
 )
-from fastattn.testing.gluon_emulator import Emulated, IllegalError, launch
-from fastattn.testing.hopper import forget
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")

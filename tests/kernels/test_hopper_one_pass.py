@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from emulated_hopper import check_on_hopper, emulate_hopper, forget, grid_of
 from torch import Tensor
 
 import fastattn
@@ -15,7 +16,6 @@ from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward
 from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.hopper import check_on_hopper, emulate_hopper, forget, grid_of
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")

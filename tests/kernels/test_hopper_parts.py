@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_hopper import check_on_hopper, emulate_hopper, forget, grid_of
 from torch import Tensor
 
 import fastattn
@@ -12,7 +13,6 @@ from fastattn import attention_block_backward, attention_block_forward, referenc
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
-from fastattn.testing.hopper import check_on_hopper, emulate_hopper, forget, grid_of
 
 # Tiles are too small to share between threads.
 pytestmark = pytest.mark.usefixtures("one_thread")

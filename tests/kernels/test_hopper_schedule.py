@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gluon_emulator import Emulated
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +21,6 @@ from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.arguments import kernel_mask
 from fastattn.options import Options
-from fastattn.testing.gluon_emulator import Emulated
 
 interpreter.mend()
 

@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from emulated_hopper import any_factor, emulate_hopper, forget
+from gluon_emulator import assembly
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -15,8 +17,6 @@ from fastattn.kernels.hopper import forward
 from fastattn.kernels.hopper.fp8 import weight_slack
 from fastattn.kernels.hopper.pipeline import ANY_FACTOR
 from fastattn.testing import assert_matches_reference
-from fastattn.testing.gluon_emulator import assembly
-from fastattn.testing.hopper import any_factor, emulate_hopper, forget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 128  # keys, and queries of a tile

@@ -10,20 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as tr
+from gloo_ranks import run_ranks
+from small_gpt import make_gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-
-from fastattn import CausalGQAttention, KVCache, MultiheadAttention, patch_sdpa
-from fastattn.compat.transformers import attend
-from fastattn.compat.transformers.context_parallel import check_model
-from fastattn.models.context_parallel import ContextParallel
-from fastattn.parallel import ContextPlan, roll, shard
-from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.gpt import make_gpt
-from fastattn.testing.inputs import draw
-from fastattn.testing.ranks import run_ranks
-from fastattn.testing.transformers_models import (
+from transformers_models import (
     GQA,
     SIZES,
     build,
@@ -32,6 +24,14 @@ from fastattn.testing.transformers_models import (
     softmax_in_fp64,
     tokens,
 )
+
+from fastattn import CausalGQAttention, KVCache, MultiheadAttention, patch_sdpa
+from fastattn.compat.transformers import attend
+from fastattn.compat.transformers.context_parallel import check_model
+from fastattn.models.context_parallel import ContextParallel
+from fastattn.parallel import ContextPlan, roll, shard
+from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing.inputs import draw
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
 

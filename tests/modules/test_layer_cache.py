@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from naive_layers import WIDTH, exact_and_naive, make_layer
 
 from fastattn import KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
 from fastattn.modules import layer_cache, projection, self_attention
 from fastattn.modules.layer_cache import decodes
 from fastattn.testing import assert_within_budget
-from fastattn.testing.modules import WIDTH, exact_and_naive, make_layer
 
 
 def test_few_queries_and_caches_that_hold_no_plain_keys_are_decoded() -> None:

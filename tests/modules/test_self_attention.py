@@ -4,13 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
-import fastattn.modules
-from fastattn import CausalGQAttention
-from fastattn.rotary import rotary_tables
-from fastattn.testing import assert_within_budget
-from fastattn.testing.modules import (
+from naive_layers import (
     LAYER_CASES,
     TRITON_LAYER_CASES,
     WIDTH,
@@ -19,6 +13,12 @@ from fastattn.testing.modules import (
     exact_and_naive,
     make_layer,
 )
+from torch import nn
+
+import fastattn.modules
+from fastattn import CausalGQAttention
+from fastattn.rotary import rotary_tables
+from fastattn.testing import assert_within_budget
 
 
 @pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)

@@ -4,11 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
-
-from fastattn import CausalGQAttention, KVCache
-from fastattn.testing import assert_within_budget
-from fastattn.testing.modules import (
+from naive_layers import (
     LAYER_CASES,
     TRITON_LAYER_CASES,
     WIDTH,
@@ -16,6 +12,10 @@ from fastattn.testing.modules import (
     make_layer,
     naive_layer,
 )
+from torch import Tensor
+
+from fastattn import CausalGQAttention, KVCache
+from fastattn.testing import assert_within_budget
 
 # keep_first counts from the start of a row, so that padding on the left takes the place of tokens.
 COUNTED_FROM_QUERIES = {

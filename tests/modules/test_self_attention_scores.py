@@ -4,17 +4,17 @@ import copy
 
 import pytest
 import torch
-
-import fastattn.modules
-from fastattn import CausalGQAttention, alibi_slopes
-from fastattn.testing import assert_within_budget
-from fastattn.testing.modules import (
+from naive_layers import (
     WIDTH,
     assert_checkpointing_changes_nothing,
     assert_layer_equals_naive,
     exact_and_naive,
     make_layer,
 )
+
+import fastattn.modules
+from fastattn import CausalGQAttention, alibi_slopes
+from fastattn.testing import assert_within_budget
 
 ALL_SCORES = {
     "num_heads": 4,

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from naive_layers import WIDTH, exact_and_naive, make_layer
+from small_gpt import make_gpt
 
 from fastattn import (
     CausalGQAttention,
@@ -18,8 +20,6 @@ from fastattn.models.model_config import TransformerConfig
 from fastattn.models.positions import RelativeContent
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.testing import assert_within_budget
-from fastattn.testing.gpt import make_gpt
-from fastattn.testing.modules import WIDTH, exact_and_naive, make_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

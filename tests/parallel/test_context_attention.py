@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import CountMessages, run_ranks
 from nightly import gate_cases
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,7 +22,6 @@ from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import option_examples, together
-from fastattn.testing.ranks import CountMessages, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

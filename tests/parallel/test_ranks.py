@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
+from gloo_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import KVCache, reference
@@ -26,7 +27,6 @@ from fastattn.parallel import (
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import squash
-from fastattn.testing.ranks import run_ranks
 
 T = 90
 METHODS = ("gather", "ring", "ulysses")

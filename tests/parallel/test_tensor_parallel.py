@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,7 +27,6 @@ from fastattn.models.layers import MLP
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.models.tensor_parallel import tp_plan
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 

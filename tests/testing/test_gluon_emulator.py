@@ -5,10 +5,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gluon_emulator
 import pytest
 import torch
 import triton
 import triton.language as tl
+from gluon_emulator import EmulationError, launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,9 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from fastattn.testing import gluon_emulator
-from fastattn.testing.gluon_emulator import EmulationError, launch
 
 ROWS, KEYS, WIDTH, STAGES = 64, 32, 64, 2
 

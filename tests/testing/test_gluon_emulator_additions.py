@@ -4,16 +4,16 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import gluon_emulator
 import pytest
 import torch
+from gluon_emulator import launch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastattn.kernels.hopper.gluon_names import async_atomic_add, async_load, async_store
-from fastattn.testing import gluon_emulator
-from fastattn.testing.gluon_emulator import launch
 
 
 @gluon.jit

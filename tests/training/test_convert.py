@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers as tr
+from small_gpt import make_gpt
 from torch import nn
 
 from fastattn.cli.main import main
@@ -14,7 +15,6 @@ from fastattn.models import gpt2
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
-from fastattn.testing.gpt import make_gpt
 from fastattn.training.checkpoint import (
     Checkpoint,
     CheckpointError,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from gloo_ranks import run_ranks
 from torch import nn
 
 from fastattn import CausalGQAttention
-from fastattn.testing.ranks import run_ranks
 
 
 def layer_and_batch() -> tuple[CausalGQAttention, torch.Tensor]:

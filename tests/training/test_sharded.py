@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import full_disk, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 
 from fastattn.cli.main import main
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import full_disk, run_ranks
 from fastattn.training.checkpoint import (
     Checkpoint,
     CheckpointError,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import full_disk, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import full_disk, run_ranks
 from fastattn.training.checkpoint import Checkpoint, CheckpointError
 from fastattn.training.sharded import (
     ShardedWriter,

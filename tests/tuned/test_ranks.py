@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 
 from fastattn import explain
 from fastattn.testing import make_qkv
-from fastattn.testing.ranks import run_ranks
 from fastattn.tuned import choices, share
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store

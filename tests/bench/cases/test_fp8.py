@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_emulator import Emulated
 
 from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.correctness import expect
@@ -12,7 +13,6 @@ from fastattn.bench.cases.inputs import make_inputs
 from fastattn.bench.time.attention import prepare
 from fastattn.kernels.hopper import forward
 from fastattn.ops import attend, fp8
-from fastattn.testing.gluon_emulator import Emulated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bfloat16", device="cpu")

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from emulated_hopper import emulate_hopper, grid_of
 from torch import Tensor
 
 import fastattn
@@ -18,7 +19,6 @@ from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference
-from fastattn.testing.hopper import emulate_hopper, grid_of
 from fastattn.testing.inputs import nan_filled_empty
 
 from . import caches, others

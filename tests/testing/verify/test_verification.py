@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_hopper import forget
 from triton import TritonError
 
 import fastattn
@@ -25,7 +26,6 @@ from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.ops import attend
 from fastattn.options import Options
 from fastattn.testing.budget import PastBudget, assert_within_budget
-from fastattn.testing.hopper import forget
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import attention, child, verification
 from fastattn.testing.verify.case import Case, Setting, Subject

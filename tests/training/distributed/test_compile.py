@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import run_ranks
 from fastattn.training.data.text import TextDataset
 from fastattn.training.distributed.degrees import Split
 from fastattn.training.distributed.ranks import Ranks

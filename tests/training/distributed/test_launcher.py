@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from gloo_ranks import run_ranks
 
-from fastattn.testing.ranks import run_ranks
 from fastattn.training.distributed import launcher
 from fastattn.training.distributed.degrees import SplitError
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.testing.ranks import run_ranks
 from fastattn.training.data.prepare import prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.distributed import batches, together

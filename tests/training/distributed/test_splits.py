@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import CountMessages, run_ranks
 from nightly import gate_cases
 from torch import nn
 
@@ -17,7 +18,6 @@ from fastattn.models.encoder import EncoderConfig, MaskedLM
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.testing import assert_within_budget, worst_naive
-from fastattn.testing.ranks import CountMessages, run_ranks
 from fastattn.training.checkpoint import latest_checkpoint
 from fastattn.training.data.text import TextDataset
 from fastattn.training.distributed import together

@@ -11,9 +11,9 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..modules.self_attention import CausalGQAttention
-from .budget import assert_within_budget
-from .orders import worst_naive
+from fastattn.modules.self_attention import CausalGQAttention
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.orders import worst_naive
 
 WIDTH = 32
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..models.gpt import GPT, GPTConfig
+from fastattn.models.gpt import GPT, GPTConfig
 
 
 def make_gpt(vocab_size: int = 20, context: int = 12, std: float = 0.5, **changes: Any) -> GPT:

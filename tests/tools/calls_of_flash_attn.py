@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from .budget import assert_within_budget
-from .inputs import to_device
-from .orders import worst_naive
+from fastattn import reference
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.inputs import to_device
+from fastattn.testing.orders import worst_naive
 
 _SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 _IGNORED = {"num_splits": 3, "pack_gqa": True, "qv": None, "attention_chunk": 0}

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compiling.named_functions import load_function
+from fastattn.testing.compiling.named_functions import load_function
 
 # Ranks that wait for one that has failed wait no longer.
 _TIMEOUT = timedelta(minutes=3)

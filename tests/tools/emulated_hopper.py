@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from gluon_emulator import Emulated, assembly
+from gluon_emulator.values import Tensor, elementwise
 
-from ..functional import call_memo
-from ..kernels.hopper import backward, forward, host
-from ..kernels.hopper.pipeline import ANY_FACTOR, times_factors
-from ..kernels.hopper.tile_table import HEAD_DIMS
-from ..kernels.launch import launches
-from ..ops import attend as ops
-from ..ops import call
-from .compare import assert_matches_reference
-from .gluon_emulator import Emulated, assembly
-from .gluon_emulator.values import Tensor, elementwise
-from .inputs import make_qkv
+from fastattn.functional import call_memo
+from fastattn.kernels.hopper import backward, forward, host
+from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
+from fastattn.kernels.hopper.tile_table import HEAD_DIMS
+from fastattn.kernels.launch import launches
+from fastattn.ops import attend as ops
+from fastattn.ops import call
+from fastattn.testing.compare import assert_matches_reference
+from fastattn.testing.inputs import make_qkv
 
 if TYPE_CHECKING:
     import pytest

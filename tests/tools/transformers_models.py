@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .budget import assert_within_budget
-from .orders import worst_naive
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.orders import worst_naive
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -94,7 +94,7 @@ def decoder_config(name: str) -> Any:
 
 def build(auto: Any, config: Any, device: str) -> Any:
     """An fp32 model in eval mode with fixed random weights, by a transformers Auto class."""
-    from ..compat.transformers.attend import register
+    from fastattn.compat.transformers.attend import register
 
     register()
     torch.manual_seed(0)
