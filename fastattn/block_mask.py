@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .capture import may_keep
+from .tracing import may_keep
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The table of options: one row for each option of a call, and the record of a checked call.
 
-Two classes say all there is to an option. In the first a row stands among those that the same calls
-take: its type, its default, its check, and why another call refuses it. In the second, `Options`,
-stands what backends read once it is checked, and what they have to know of that.
+`ROWS` and `Options` say all there is to an option: the first its type, the calls that take it, its
+default, its check, and why another call refuses it; the second what backends read once it is
+checked, and what they have to know of that. `arguments.py` is written from the rows.
 """
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -16,16 +16,35 @@ from .score_checks import Checking
 
 Window = int | tuple[int | None, int | None] | None
 
+# Functions that take options, each of them some.
+CALLS = (
+    "attention",
+    "attention_varlen",
+    "decode_attention",
+    "attention_fp8",
+    "attention_varlen_fp8",
+    "additive_attention",
+)
+_DENSE, _PACKED, _CACHE, _FP8, _PACKED_FP8, _ADDITIVE = (frozenset((call,)) for call in CALLS)
+_EVERY = frozenset(CALLS)
+_ALL_BUT_FP8 = _EVERY - _FP8 - _PACKED_FP8
+_ALL_BUT_ADDITIVE = _EVERY - _ADDITIVE
+_TRAINED = _DENSE | _PACKED
+
 
 class Row(NamedTuple):
     """One option.
 
+    type: of the argument.
+    calls: names of the functions that take it.
     check: the value for the record's field; raises what `attention` raises.
     default: its value where it is not given, which is not checked.
     fields: names of the fields, if not one of the option's own name; check makes as many values.
     packed: why `attention_varlen` refuses it. cache: why `decode_attention` does.
     """
 
+    type: Any
+    calls: frozenset[str]
     check: Callable[[Any, Checking], Any]
     default: Any = None
     fields: tuple[str, ...] = ()
@@ -40,186 +59,112 @@ def _prefix_lengths(x: Any, call: Checking) -> Tensor:
 _NO_TRAINING = "there is no training from a cache"
 _NO_GRADIENTS = "there are no gradients"
 
-
-# The classes say in their names which calls take their options: an option moves to another class
-# when one more call takes it. They are in an order in which what an option needs stands before it.
-class OfAllCalls(TypedDict, total=False):
-    """Options of `attention`, `attention_varlen`, `decode_attention`, `attention_fp8` and
-    `additive_attention`.
-    """
-
-    causal: Annotated[bool, Row(lambda x, call: checks.check_flag("causal", x), False)]
-    window: Annotated[Window, Row(lambda x, call: checks.check_window(x), fields=("left", "right"))]
-    keep_first: Annotated[int, Row(lambda x, call: checks.check_keep_first(x, call.windowed), 0)]
-
-
-class OfAllButFp8(TypedDict, total=False):
-    stride: Annotated[int | None, Row(lambda x, call: checks.check_stride(x))]
-    mod_tensors: Annotated[tuple[Tensor, ...], Row(score_checks.check_mod_tensors, ())]
-    mask_mod: Annotated[Any, Row(score_checks.check_mask_mod)]
-    heads: Annotated[
-        tuple[int, int] | None, Row(score_checks.check_heads, fields=("first_head", "all_heads"))
-    ]
-
-
-class OfAllButCaches(TypedDict, total=False):
-    prefix_lengths: Annotated[
-        int | Tensor | None, Row(_prefix_lengths, cache="new tokens stand behind every prefix")
-    ]
-    key_lengths: Annotated[
-        Tensor | None,
-        Row(
-            lambda x, call: checks.check_key_lengths(x, call.B, call.q),
-            cache="the cache knows the lengths of its rows",
-        ),
-    ]
-
-
-class OfDenseFp8AndAdditive(TypedDict, total=False):
-    query_offset: Annotated[
-        int | Tensor | None,
-        Row(
-            lambda x, call: checks.check_query_offset(x, call.q),
-            fields=("query_offset", "query_offsets"),
-            packed="the last query of each sequence stands at its last key",
-            cache="the last query of each row stands at its last key",
-        ),
-    ]
-
-
-class OfDenseCachesAndAdditive(TypedDict, total=False):
-    attn_mask: Annotated[
-        Tensor | None,
-        Row(
-            score_checks.check_mask_or_bias,
-            fields=("attn_mask", "attn_bias"),
-            packed="mask_mod computes a mask inside the kernels",
-        ),
-    ]
-
-
-class OfDenseAndAdditive(TypedDict, total=False):
-    key_padding_mask: Annotated[
-        Tensor | None,
-        Row(
-            lambda x, call: checks.check_key_padding_mask(x, call.k),
-            packed="key_lengths [N] says how many keys of each sequence exist",
-            cache="the cache's starts say where rows are padded",
-        ),
-    ]
-    documents: Annotated[
-        Tensor | tuple[Tensor, Tensor] | None,
-        Row(
-            lambda x, call: checks.check_documents(x, call.q, call.k),
-            fields=("q_documents", "k_documents"),
-            packed="cu_seqlens separates the sequences",
-            cache="a row of a cache is one document; attn_mask and mask_mod hide parts of it",
-        ),
-    ]
-
-
-class OfDense(TypedDict, total=False):
-    positions: Annotated[
-        tuple[Tensor, Tensor] | None,
-        Row(
-            score_checks.check_positions,
-            fields=("q_positions", "k_positions"),
-            packed="queries and keys of a sequence stand where they lie",
-            cache="the cache knows where its keys stand",
-        ),
-    ]
-
-
-class OfAllButAdditive(TypedDict, total=False):
-    scale: Annotated[float | None, Row(lambda x, call: checks.check_positive("scale", x))]
-    softcap: Annotated[float | None, Row(lambda x, call: checks.check_positive("softcap", x))]
-    sinks: Annotated[Tensor | None, Row(score_checks.check_sinks)]
-
-
-class OfDenseAndCaches(TypedDict, total=False):
-    attn_bias: Annotated[
-        Tensor | None,
-        Row(
-            score_checks.check_attn_bias,
-            packed="relative_bias and score_mod compute a bias inside the kernels",
-        ),
-    ]
-
-
-class OfDenseAndPacked(TypedDict, total=False):
-    relative_keys: Annotated[
-        Tensor | None,
-        Row(score_checks.check_relative_keys, cache="there is no kernel for them"),
-    ]
-    relative_query: Annotated[
-        Tensor | None,
-        Row(score_checks.check_relative_query, cache="there is no kernel for relative keys"),
-    ]
-    score_mod_grad: Annotated[Any, Row(score_checks.check_score_mod_grad, cache=_NO_GRADIENTS)]
-    # An int: torch.compile would make a default that is a float dynamic.
-    dropout: Annotated[float, Row(score_checks.check_dropout, 0, cache=_NO_TRAINING)]
-    dropout_seed: Annotated[Tensor | None, Row(score_checks.check_dropout_seed, cache=_NO_TRAINING)]
-    deterministic: Annotated[
-        bool,
-        Row(
-            lambda x, call: (not checks.check_flag("deterministic", x),),
-            True,
-            ("atomic_dq",),
-            cache=_NO_GRADIENTS,
-        ),
-    ]
-
-
-class OfDensePackedAndCaches(TypedDict, total=False):
-    alibi_slopes: Annotated[Tensor | None, Row(score_checks.check_alibi_slopes)]
-    relative_bias: Annotated[Tensor | None, Row(score_checks.check_relative_bias)]
-    score_mod: Annotated[Any, Row(score_checks.check_score_mod)]
-
-
-class AttentionArguments(
-    OfAllCalls, OfAllButFp8, OfAllButCaches, OfDenseFp8AndAdditive, OfDenseCachesAndAdditive,
-    OfDenseAndAdditive, OfDense, OfAllButAdditive, OfDenseAndCaches, OfDenseAndPacked,
-    OfDensePackedAndCaches,
-    total=False,
-):  # fmt: skip
-    """Keyword arguments of `attention` that say what is computed; see there."""
-
-
-class ScoreArguments(
-    OfAllCalls, OfAllButFp8, OfAllButCaches, OfAllButAdditive, OfDenseAndPacked,
-    OfDensePackedAndCaches,
-    total=False,
-):  # fmt: skip
-    """Those of `attention_varlen`."""
-
-
-class DecodeArguments(
-    OfAllCalls, OfAllButFp8, OfDenseCachesAndAdditive, OfAllButAdditive, OfDenseAndCaches,
-    OfDensePackedAndCaches,
-    total=False,
-):  # fmt: skip
-    """Those of `decode_attention`."""
-
-
-class PackedFp8Arguments(OfAllCalls, OfAllButCaches, OfAllButAdditive, total=False):
-    """Those of `attention_varlen_fp8`."""
-
-
-class Fp8Arguments(PackedFp8Arguments, OfDenseFp8AndAdditive, total=False):
-    """Those of `attention_fp8`."""
-
-
-class MaskArguments(
-    OfAllCalls, OfAllButFp8, OfAllButCaches, OfDenseFp8AndAdditive, OfDenseCachesAndAdditive,
-    OfDenseAndAdditive,
-    total=False,
-):  # fmt: skip
-    """Those of `additive_attention`."""
-
-
+# In an order in which what an option needs comes before it.
 ROWS: dict[str, Row] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(AttentionArguments, include_extras=True).items()
+    "causal": Row(bool, _EVERY, lambda x, call: checks.check_flag("causal", x), False),
+    "window": Row(Window, _EVERY, lambda x, call: checks.check_window(x), fields=("left", "right")),
+    "keep_first": Row(int, _EVERY, lambda x, call: checks.check_keep_first(x, call.windowed), 0),
+    "stride": Row(int | None, _ALL_BUT_FP8, lambda x, call: checks.check_stride(x)),
+    "mod_tensors": Row(tuple[Tensor, ...], _ALL_BUT_FP8, score_checks.check_mod_tensors, ()),
+    "mask_mod": Row(Any, _ALL_BUT_FP8, score_checks.check_mask_mod),
+    "heads": Row(
+        tuple[int, int] | None,
+        _ALL_BUT_FP8,
+        score_checks.check_heads,
+        fields=("first_head", "all_heads"),
+    ),
+    "prefix_lengths": Row(
+        int | Tensor | None,
+        _EVERY - _CACHE,
+        _prefix_lengths,
+        cache="new tokens stand behind every prefix",
+    ),
+    "key_lengths": Row(
+        Tensor | None,
+        _EVERY - _CACHE,
+        lambda x, call: checks.check_key_lengths(x, call.B, call.q),
+        cache="the cache knows the lengths of its rows",
+    ),
+    "query_offset": Row(
+        int | Tensor | None,
+        _DENSE | _FP8 | _ADDITIVE,
+        lambda x, call: checks.check_query_offset(x, call.q),
+        fields=("query_offset", "query_offsets"),
+        packed="the last query of each sequence stands at its last key",
+        cache="the last query of each row stands at its last key",
+    ),
+    "attn_mask": Row(
+        Tensor | None,
+        _DENSE | _CACHE | _ADDITIVE,
+        score_checks.check_mask_or_bias,
+        fields=("attn_mask", "attn_bias"),
+        packed="mask_mod computes a mask inside the kernels",
+    ),
+    "key_padding_mask": Row(
+        Tensor | None,
+        _DENSE | _ADDITIVE,
+        lambda x, call: checks.check_key_padding_mask(x, call.k),
+        packed="key_lengths [N] says how many keys of each sequence exist",
+        cache="the cache's starts say where rows are padded",
+    ),
+    "documents": Row(
+        Tensor | tuple[Tensor, Tensor] | None,
+        _DENSE | _ADDITIVE,
+        lambda x, call: checks.check_documents(x, call.q, call.k),
+        fields=("q_documents", "k_documents"),
+        packed="cu_seqlens separates the sequences",
+        cache="a row of a cache is one document; attn_mask and mask_mod hide parts of it",
+    ),
+    "positions": Row(
+        tuple[Tensor, Tensor] | None,
+        _DENSE,
+        score_checks.check_positions,
+        fields=("q_positions", "k_positions"),
+        packed="queries and keys of a sequence stand where they lie",
+        cache="the cache knows where its keys stand",
+    ),
+    "scale": Row(
+        float | None, _ALL_BUT_ADDITIVE, lambda x, call: checks.check_positive("scale", x)
+    ),
+    "softcap": Row(
+        float | None, _ALL_BUT_ADDITIVE, lambda x, call: checks.check_positive("softcap", x)
+    ),
+    "sinks": Row(Tensor | None, _ALL_BUT_ADDITIVE, score_checks.check_sinks),
+    "attn_bias": Row(
+        Tensor | None,
+        _DENSE | _CACHE,
+        score_checks.check_attn_bias,
+        packed="relative_bias and score_mod compute a bias inside the kernels",
+    ),
+    "relative_keys": Row(
+        Tensor | None,
+        _TRAINED,
+        score_checks.check_relative_keys,
+        cache="there is no kernel for them",
+    ),
+    "relative_query": Row(
+        Tensor | None,
+        _TRAINED,
+        score_checks.check_relative_query,
+        cache="there is no kernel for relative keys",
+    ),
+    "score_mod_grad": Row(Any, _TRAINED, score_checks.check_score_mod_grad, cache=_NO_GRADIENTS),
+    # An int: torch.compile would make a default that is a float dynamic.
+    "dropout": Row(float, _TRAINED, score_checks.check_dropout, 0, cache=_NO_TRAINING),
+    "dropout_seed": Row(
+        Tensor | None, _TRAINED, score_checks.check_dropout_seed, cache=_NO_TRAINING
+    ),
+    "deterministic": Row(
+        bool,
+        _TRAINED,
+        lambda x, call: (not checks.check_flag("deterministic", x),),
+        True,
+        ("atomic_dq",),
+        cache=_NO_GRADIENTS,
+    ),
+    "alibi_slopes": Row(Tensor | None, _TRAINED | _CACHE, score_checks.check_alibi_slopes),
+    "relative_bias": Row(Tensor | None, _TRAINED | _CACHE, score_checks.check_relative_bias),
+    "score_mod": Row(Any, _TRAINED | _CACHE, score_checks.check_score_mod),
 }
 
 

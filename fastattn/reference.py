@@ -17,7 +17,7 @@ from .torch_backend import triton_language
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionArguments, ScoreArguments
+    from .arguments import AttentionArguments, AttentionVarlenArguments
 
 
 @overload
@@ -158,7 +158,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **options: "Unpack[ScoreArguments]",
+    **options: "Unpack[AttentionVarlenArguments]",
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -169,7 +169,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = ...,
     *,
     return_lse: Literal[True],
-    **options: "Unpack[ScoreArguments]",
+    **options: "Unpack[AttentionVarlenArguments]",
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import checks
-from .capture import may_keep
 from .rotary_scaling import RotaryScaling, plain_frequencies
+from .tracing import may_keep
 
 RotaryStyle = Literal["half", "interleaved"]
 

@@ -56,7 +56,8 @@ class Checking(NamedTuple):
         return any(side is not None for side in sides)
 
 
-_COUNTING_HEADS = ("mask_mod", "score_mod", "dropout")
+# Options that count the rows, heads, queries and keys of a whole of which a call has a part.
+COUNTING = ("mask_mod", "score_mod", "dropout")
 
 
 def _wanted(name: str, call: Checking) -> bool:
@@ -80,7 +81,7 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
             f"heads must be (first, total) with 0 <= first <= total - {H_q}, as q has {H_q} heads, "
             f"got ({first}, {total})"
         )
-    counted = [name for name in _COUNTING_HEADS if _wanted(name, call)]
+    counted = [name for name in COUNTING if _wanted(name, call)]
     if first >= total and counted and counted != ["dropout"]:
         raise ValueError(
             f"heads must begin below total={total} for {counted[0]}, which counts rows by itself, "

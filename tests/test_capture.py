@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from fastattn.capture import may_keep, record_cuda_graph
+from fastattn.tracing import may_keep, record_cuda_graph
 
 
 def test_on_a_cpu_everything_may_be_kept() -> None:

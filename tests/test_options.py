@@ -1,8 +1,13 @@
-"""The table of options: what follows from it, and in how few places an option stands."""
+"""The table of options: what follows from it, and in how few places an option stands.
+
+The typed signatures of `fastattn/arguments.py` are written from the table by
+`python tests/test_options.py`.
+"""
 
 import ast
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -10,19 +15,16 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import attention, options
-from fastattn.functional import call_memo
-from fastattn.options import ROWS, TAGS, Options
+from fastattn import attention
+from fastattn.functional import call_memo, warmup
+from fastattn.options import CALLS, ROWS, TAGS, Options
 from fastattn.testing import make_qkv
+from fastattn.testing.option_examples import option_examples
+from fastattn.testing.verify import caches
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-TAKEN_BY: dict[str, Any] = {
-    "attention": options.AttentionArguments,
-    "attention_varlen": options.ScoreArguments,
-    "decode_attention": options.DecodeArguments,
-    "attention_fp8": options.Fp8Arguments,
-    "additive_attention": options.MaskArguments,
-}
+ARGUMENTS = CHECKOUT / "fastattn" / "arguments.py"
+TAKEN_BY = {call: {x: row for x, row in ROWS.items() if call in row.calls} for call in CALLS}
 q, k, v = make_qkv(B=1, H_q=2, H_k=1, T_q=4, T_k=4, D=16, requires_grad=False)
 
 
@@ -61,8 +63,35 @@ def test_rows_and_fields_agree() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_who_refuses_an_option_says_why(name: str) -> None:
     row = ROWS[name]
-    assert (name in options.ScoreArguments.__annotations__) == (not row.packed)
-    assert (name in options.DecodeArguments.__annotations__) == (not row.cache)
+    assert ("attention_varlen" in row.calls) == (not row.packed)
+    assert ("decode_attention" in row.calls) == (not row.cache)
+
+
+def spelled(hint: Any) -> str:
+    """A type as it is written in a signature."""
+    text = hint.__name__ if isinstance(hint, type) else str(hint)
+    return text.replace("torch.", "").replace("typing.", "")
+
+
+def typed_signatures() -> str:
+    """The text of `fastattn/arguments.py`: the options of each call, for type checkers."""
+    lines = [
+        '"""Options of each call, for type checkers: written from the table of options."""',
+        "",
+        "from typing import Any, TypedDict",
+        "",
+        "from torch import Tensor",
+    ]
+    for call, rows in TAKEN_BY.items():
+        name = call.title().replace("_", "") + "Arguments"
+        lines += ["", "", f"class {name}(TypedDict, total=False):"]
+        lines += [f'    """Options of `{call}`; see there."""', ""]
+        lines += [f"    {option}: {spelled(row.type)}" for option, row in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def test_type_checkers_know_every_option_of_every_call() -> None:
+    assert ARGUMENTS.read_text(encoding="utf-8") == typed_signatures()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -77,14 +106,14 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> N
 def test_help_shows_every_option_with_its_default(name: str) -> None:
     function = getattr(fastattn, name)
     parameters = inspect.signature(function).parameters
-    taken = TAKEN_BY[name].__annotations__
+    taken = TAKEN_BY[name]
     assert taken.keys() <= parameters.keys()
     assert not any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-    for option in taken:
+    for option, row in taken.items():
         default = parameters[option].default
         causal_by_default = name == "decode_attention" and option == "causal"
-        assert default is (True if causal_by_default else ROWS[option].default)
-        assert parameters[option].annotation == get_type_hints(TAKEN_BY[name])[option]
+        assert default is (True if causal_by_default else row.default)
+        assert parameters[option].annotation == row.type
 
 
 def tensors_of(field: str) -> bool:
@@ -147,15 +176,6 @@ def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str
         assert first != second
 
 
-# Other operations than attention, floors above it, exports of names that contain an option's, and
-# what serves an option only if it is told to.
-APART = {
-    "bench", "cache", "cli", "compat", "generation", "hopper", "models", "modules", "testing",
-    "training", "__init__.py", "append.py", "cache_view.py", "decode.py", "decode_splits.py",
-    "merge.py", "pages.py", "parallel", "statistics.py", "warmup.py",
-}  # fmt: skip
-
-
 def words_of(node: ast.AST) -> list[str]:
     """The names in a node itself; of a string every word."""
     if isinstance(node, ast.Constant):
@@ -214,17 +234,68 @@ def test_places_are_found() -> None:
     assert places(PLANTED, "sinks") == [3, 6, 8, 11]
 
 
-@pytest.mark.parametrize(
-    "option", ["keep_first", "prefix_lengths", "softcap", "alibi_slopes", "sinks"]
-)
-def test_an_option_of_attention_stands_in_few_places(option: str) -> None:
-    """Row, field, check, kernels' rule and arguments, formula, gradient and oracle."""
+# In how many places of how many files an option may be named, over all that is installed but the
+# file that is written from the table.
+MOST: dict[str, tuple[int, int]] = {
+    "keep_first": (65, 29),
+    "prefix_lengths": (23, 13),
+    "softcap": (44, 27),
+    "alibi_slopes": (34, 20),
+    "sinks": (46, 30),
+}
+
+
+@pytest.mark.parametrize("option", MOST)
+def test_an_option_stands_in_few_places(option: str) -> None:
     found = {}
-    for folder in ("fastattn", "kernels"):
+    for folder in ("fastattn", "kernels", "bench"):
         for path in sorted((CHECKOUT / folder).rglob("*.py")):
-            name = path.relative_to(CHECKOUT)
-            if not APART & set(name.parts):
-                found[str(name)] = places(path.read_text(encoding="utf-8"), option)
-    found = {name: lines for name, lines in found.items() if lines}
-    assert sum(map(len, found.values())) <= 14, found
-    assert len(found) <= 8, found
+            lines = [] if path == ARGUMENTS else places(path.read_text(encoding="utf-8"), option)
+            if lines:
+                found[str(path.relative_to(CHECKOUT))] = lines
+    assert sum(map(len, found.values())) <= MOST[option][0], found
+    assert len(found) <= MOST[option][1], found
+
+
+def test_contributors_are_told_in_how_many() -> None:
+    (fewest, *_, most), (least, *_, files) = map(sorted, zip(*MOST.values(), strict=True))
+    told = f"In {fewest} to {most} places of {least} to {files} files"
+    assert told in (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+# The lists beside the table: what each has, of the options of which call, and what it leaves out.
+_FUNCTIONS = {"mask_mod", "score_mod", "score_mod_grad", "mod_tensors"}
+LISTS: dict[str, tuple[Iterable[str], str, set[str]]] = {
+    # Functions are compiled at their first call, and a scale changes no kernel; others are rare.
+    "warmup": (
+        [flag.partition("=")[0] for flag in warmup._FLAGS],
+        "attention",
+        _FUNCTIONS
+        | {"scale", "heads", "positions", "dropout_seed", "keep_first", "stride", "prefix_lengths"}
+        | {"attn_mask", "attn_bias", "relative_bias", "relative_keys", "relative_query"},
+    ),
+    # It has cases of its own, of one pass.
+    "verify": (
+        [x for example in option_examples(4, 2, 8, 8, 16, reach=3).values() for x in example],
+        "attention",
+        {"deterministic"},
+    ),
+    # `tests/functional` has those of caches.
+    "verify of caches": (
+        [x for example in caches._OPTIONS.values() for x in example],
+        "decode_attention",
+        _FUNCTIONS - {"score_mod_grad"}
+        | {"causal", "scale", "heads", "keep_first", "stride", "attn_mask", "attn_bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_beside_the_table_has_every_option_that_it_does_not_leave_out(name: str) -> None:
+    listed, call, left_out = LISTS[name]
+    assert set(listed) & set(ROWS) == set(TAKEN_BY[call]) - left_out
+    assert left_out <= set(TAKEN_BY[call])
+
+
+if __name__ == "__main__":
+    ARGUMENTS.write_text(typed_signatures(), encoding="utf-8")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import capture, checks
+from .. import checks, tracing
 from ..cache_view import CacheView, allocate_rows, as_bytes
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
@@ -369,7 +369,7 @@ class KVCache:
         if bound + T <= self.max_length:
             return bound + T, True
         ragged = new_lengths is not None or batch_index is not None
-        if (ragged or not self._uniform) and not capture.may_keep(self.lengths.device):
+        if (ragged or not self._uniform) and not tracing.may_keep(self.lengths.device):
             # Nobody can look at the lengths now. What does not fit is not stored.
             return self.max_length, False
         bound = bound if self._uniform else int(self.lengths.max())

@@ -19,20 +19,20 @@ from . import call_options, inputs
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import MaskArguments
+    from ..arguments import AdditiveAttentionArguments
 
 
 @overload
 def additive_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
     w_key: Tensor | None = ..., *, return_lse: Literal[False] = ..., backend: str | None = ...,
-    **masks: "Unpack[MaskArguments]",
+    **masks: "Unpack[AdditiveAttentionArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def additive_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
     w_key: Tensor | None = ..., *, return_lse: Literal[True], backend: str | None = ...,
-    **masks: "Unpack[MaskArguments]",
+    **masks: "Unpack[AdditiveAttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.ADDITIVE.sign
 def additive_attention(

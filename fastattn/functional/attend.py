@@ -19,7 +19,7 @@ from . import call_memo, call_options, inputs, sharded
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments, ScoreArguments
+    from ..arguments import AttentionArguments, AttentionVarlenArguments
 
 
 @overload
@@ -176,13 +176,13 @@ def attention(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
     return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[ScoreArguments]",
+    **options: "Unpack[AttentionVarlenArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
     return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[ScoreArguments]",
+    **options: "Unpack[AttentionVarlenArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED.sign
 def attention_varlen(

@@ -3,22 +3,12 @@
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from .. import checks
-from ..options import (
-    ROWS,
-    AttentionArguments,
-    DecodeArguments,
-    Fp8Arguments,
-    MaskArguments,
-    Options,
-    PackedFp8Arguments,
-    Row,
-    ScoreArguments,
-)
+from ..options import ROWS, Options, Row
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,20 +18,19 @@ class Callee(NamedTuple):
     """A function that takes options: which, and why it refuses another option of the table."""
 
     name: str
-    arguments: type
-    why_not: Callable[[Row], str] = lambda row: ""
-    defaults: dict[str, Any] = {}  # noqa: RUF012
+    taken: dict[str, Row]
+    why_not: Callable[[Row], str]
+    defaults: dict[str, Any]
 
     def refuse_others(self, given: dict[str, Any]) -> None:
         """Raises TypeError for the first option that the function does not take."""
-        taken = self.arguments.__annotations__.keys()
-        if given.keys() <= taken:
+        if given.keys() <= self.taken.keys():
             return
-        name = next(name for name in given if name not in taken)
+        name = next(name for name in given if name not in self.taken)
         reason = "there is no such argument"
         if name in ROWS:
             reason = self.why_not(ROWS[name])
-        elif close := difflib.get_close_matches(name, taken, 1):
+        elif close := difflib.get_close_matches(name, self.taken, 1):
             reason += f"; the closest is {close[0]}"
         raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))
 
@@ -50,22 +39,25 @@ class Callee(NamedTuple):
         own = inspect.signature(function)
         *named, _ = own.parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
-        for name, hint in get_type_hints(self.arguments).items():
-            default = self.defaults.get(name, ROWS[name].default)
-            named.append(inspect.Parameter(name, kind, default=default, annotation=hint))
+        for name, row in self.taken.items():
+            default = self.defaults.get(name, row.default)
+            named.append(inspect.Parameter(name, kind, default=default, annotation=row.type))
         setattr(function, "__signature__", own.replace(parameters=named))  # noqa: B010
         return function
 
 
-DENSE = Callee("attention", AttentionArguments)
-PACKED = Callee("attention_varlen", ScoreArguments, lambda row: row.packed)
-CACHE = Callee("decode_attention", DecodeArguments, lambda row: row.cache, {"causal": True})
-FP8 = Callee("attention_fp8", Fp8Arguments)
-PACKED_FP8 = Callee("attention_varlen_fp8", PackedFp8Arguments)
-ADDITIVE = Callee(
-    "additive_attention",
-    MaskArguments,
-    lambda row: "of attention's options it takes the masks alone",
+def _callee(name: str, why_not: Callable[[Row], str] = lambda row: "", **defaults: Any) -> Callee:
+    taken = {option: row for option, row in ROWS.items() if name in row.calls}
+    return Callee(name, taken, why_not, defaults)
+
+
+DENSE = _callee("attention")
+PACKED = _callee("attention_varlen", lambda row: row.packed)
+CACHE = _callee("decode_attention", lambda row: row.cache, causal=True)
+FP8 = _callee("attention_fp8")
+PACKED_FP8 = _callee("attention_varlen_fp8")
+ADDITIVE = _callee(
+    "additive_attention", lambda row: "of attention's options it takes the masks alone"
 )
 
 # Of named tuples the host would look up every field by its name.

@@ -18,7 +18,7 @@ from . import call_memo, call_options, sharded
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import DecodeArguments
+    from ..arguments import DecodeAttentionArguments
 
 
 @overload
@@ -26,14 +26,14 @@ def decode_attention(
     q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
     batch_invariant: bool = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[DecodeArguments]",
+    **options: "Unpack[DecodeAttentionArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
     batch_invariant: bool = ...,
     return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[DecodeArguments]",
+    **options: "Unpack[DecodeAttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.CACHE.sign
 def decode_attention(
@@ -152,7 +152,7 @@ def explain_decode(
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
-    **options: "Unpack[DecodeArguments]",
+    **options: "Unpack[DecodeAttentionArguments]",
 ) -> Explanation:
     """Which backend `decode_attention` would use for these arguments, and why not a faster one.
 

@@ -14,7 +14,7 @@ from . import attend, inputs
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments
+    from ..arguments import AttentionArguments
 
 
 def dot_product_attention(

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import along
+from ..options import ROWS, TENSORS, along
+from ..score_checks import COUNTING
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_ROWS, _HEADS = along("B"), along("H_q")
-# The options that count the rows of the batch, which a part of them cannot know.
-_COUNT_ROWS = ("dropout", "mask_mod", "score_mod")
-# Options whose tensors have the dims of a field of another name.
+_ROW_DIMS, _HEADS = along("B"), along("H_q")
+# Arguments whose tensors have the dims of a field of another name.
 _FIELDS = {
-    "query_offset": "query_offsets",
-    "documents": "q_documents",
-    "positions": "q_positions",
     "new_lengths": "key_lengths",
+    **{
+        name: next(field for field in row.fields if field in TENSORS)
+        for name, row in ROWS.items()
+        if not set(TENSORS).isdisjoint(row.fields)
+    },
 }
 
 
@@ -61,7 +62,7 @@ def attend(
     mesh, placements = q.device_mesh, q.placements
     first, count = _heads(q)
     options = {name: _part(name, x, q) for name, x in given.items()}
-    if count != q.shape[1] and any(given.get(name) for name in _COUNT_ROWS):
+    if count != q.shape[1] and any(given.get(name) for name in COUNTING):
         before, total = given.get("heads") or (0, q.shape[1])
         options["heads"] = (before + first, total)
     parts = {name: _input(x, first, count, q) for name, x in inputs.items()}
@@ -101,7 +102,7 @@ def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
         for i, (one, of_q) in enumerate(zip(placed.placements, q.placements, strict=True)):
             _check_placement(name, x, one, of_q, mesh.size(i))
     if any(one.is_shard(0) for one in q.placements):
-        for name in _COUNT_ROWS:
+        for name in COUNTING:
             if given.get(name):
                 raise ValueError(
                     f"{name} counts the rows of the batch, and cannot go with q sharded by them"
@@ -178,7 +179,7 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
     if name == "relative_keys":
         x = _shareable(x, q)
     wanted: list[Placement] = []
-    dims = {0: _dim(_ROWS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
+    dims = {0: _dim(_ROW_DIMS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
     for one in q.placements:
         dim = dims.get(one.dim) if isinstance(one, Shard) else None
         wanted.append(Replicate() if dim is None else Shard(dim))

@@ -14,7 +14,7 @@ from . import call_options, inputs
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments
+    from ..arguments import AttentionArguments
 
 # Of the list that a kernel keeps of each row in registers.
 MAX_TOP = 64

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..capture import record_cuda_graph
 from ..models.gpt import GPT
 from ..models.transfer import to_device
+from ..tracing import record_cuda_graph
 from .window import PastContext, Window
 
 # Runs a function's work again, on the same tensors.

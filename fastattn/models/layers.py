@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ..options import MaskArguments
+    from ..arguments import AdditiveAttentionArguments
     from ..rotary import RotaryTables
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,7 +39,7 @@ def uniform_attention(
     *,
     queries: int | None = None,
     backend: str | None = None,
-    **masks: Unpack[MaskArguments],
+    **masks: Unpack[AdditiveAttentionArguments],
 ) -> Tensor:
     """The average of the values that a query sees: attention before there is any.
 

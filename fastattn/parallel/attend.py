@@ -32,7 +32,7 @@ from .shard import padded
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..options import AttentionArguments
+    from ..arguments import AttentionArguments
 
 _BY_METHOD = {"gather": (gather_forward, gather_backward), "ring": (ring_forward, ring_backward)}
 _CALLEE = call_options.DENSE._replace(name="context_attention")

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..score_checks import COUNTING
 from .cost import METHODS, Shape, cost
-from .pieces import COUNTING, Options
+from .pieces import Options
 from .plan import ContextPlan, visible_keys
 from .ranks import Ranks
 

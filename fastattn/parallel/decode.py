@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import checks
-from ..functional import decode
+from ..functional import call_options, decode
 from ..functional.merge import merge
 from ..options import Options
 from ..torch_backend import formula
@@ -18,7 +18,6 @@ from .ranks import all_gather
 # What goes by positions, of which a rank's cache holds every so manieth.
 _MASKS = ("window", "keep_first", "stride")
 _BIASES = ("alibi_slopes", "relative_bias")
-_SERVED = (*_MASKS, *_BIASES, "causal", "scale", "softcap", "sinks", "attn_mask", "attn_bias")
 _FUNCTIONS = "functions count the positions of one cache"
 REFUSED = {
     "mask_mod": _FUNCTIONS,
@@ -26,6 +25,7 @@ REFUSED = {
     "mod_tensors": _FUNCTIONS,
     "heads": "each rank has all heads",
 }
+_TAKEN = call_options.CACHE._replace(name="decode_attention over ranks")
 
 
 def decode_attention(
@@ -63,9 +63,9 @@ def decode_attention(
         TypeError, ValueError: as `fastattn.decode_attention`, or an option that is not served.
     """
     for name in options:
-        if name not in _SERVED:
-            reason = REFUSED.get(name, "there is no such argument")
-            raise TypeError(f"decode_attention over ranks takes no {name}: {reason}")
+        if name in REFUSED:
+            raise TypeError(f"{_TAKEN.name} takes no {name}: {REFUSED[name]}")
+    _TAKEN.refuse_others(options)
     page = checks.check_count("page", page, 1)
     given = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
     given["causal"] = False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..options import along
-from ..score_checks import POSITIONS_BLOCK
+from ..score_checks import COUNTING, POSITIONS_BLOCK
 
 Options = dict[str, Any]
 Run = tuple[int, int]
@@ -22,8 +22,6 @@ _QUERIES = along("T_q")
 _KEYS = along("T_k")
 # Of the table of options, documents are a pair.
 _DOCUMENTS = "documents"
-# Options that count the queries, keys and heads of the whole.
-COUNTING = ("dropout", "mask_mod", "score_mod")
 # Calls of a run each that are preferred to one call with positions: two runs meet two in a zigzag.
 _MOST_CALLS = 4
 

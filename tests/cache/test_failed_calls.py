@@ -292,7 +292,7 @@ def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch, device):
     cache = dense(device=device)
     cache.append(*tokens(3, 4, device=device))
     assert cache.length_bound == 8 and cache.lengths.tolist() == [8, 6, 7]
-    monkeypatch.setattr("fastattn.capture.may_keep", lambda device: False)
+    monkeypatch.setattr("fastattn.tracing.may_keep", lambda device: False)
     k, v = tokens(3, 2, device=device)
     before = cache.k.clone()
 

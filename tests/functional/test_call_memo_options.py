@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +13,12 @@ from fastattn import attention, attention_varlen, decode_attention
 from fastattn.functional import call_memo, call_options
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import launches
-from fastattn.options import LEARNED, ROWS, AttentionArguments, DecodeArguments, ScoreArguments
+from fastattn.options import LEARNED, ROWS
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
 B, H_Q, H_K, T, D = 2, 2, 1, 8, 16
-CALLS = {
-    "attention": AttentionArguments,
-    "attention_varlen": ScoreArguments,
-    "decode_attention": DecodeArguments,
-}
+CALLS = ("attention", "attention_varlen", "decode_attention")
 # Users' functions read globals, and Triton looks at those again at each launch.
 FUNCTIONS = {"mask_mod", "mod_tensors", "score_mod", "score_mod_grad"}
 NOT_KNOWN = {
@@ -31,7 +27,7 @@ NOT_KNOWN = {
     "attention_varlen": FUNCTIONS | {"relative_query"},
     "decode_attention": FUNCTIONS | {"heads"},  # which counts in functions alone
 }
-EACH = [(call, name) for call, options in CALLS.items() for name in get_type_hints(options)]
+EACH = [(call, name) for call in CALLS for name, row in ROWS.items() if call in row.calls]
 
 
 @triton.jit
@@ -353,7 +349,7 @@ def test_grad_mode_is_seen_by_decode(learned: str, device: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
-    names = set(get_type_hints(CALLS[call])) - NOT_KNOWN[call]
+    names = {name for name, row in ROWS.items() if call in row.calls} - NOT_KNOWN[call]
     given = {name: x for name, x in values(call, device, 0).items() if name in names}
     given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     given.pop("dropout_seed", None)  # needs dropout

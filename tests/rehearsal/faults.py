@@ -12,10 +12,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn import attention
-from fastattn.capture import record_cuda_graph
 from fastattn.kernels import forward
 from fastattn.kernels.launch import descriptors, tiles
 from fastattn.options import Options
+from fastattn.tracing import record_cuda_graph
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...capture import record_cuda_graph
+from ...tracing import record_cuda_graph
 from ..cases import figures
 from ..cases.case import Case
 from ..cases.correctness import Expected, check

@@ -35,7 +35,7 @@ from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...options import Fp8Arguments, PackedFp8Arguments
+    from ...arguments import AttentionFp8Arguments, AttentionVarlenFp8Arguments
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -91,13 +91,15 @@ class _Call(NamedTuple):
 def attention_fp8(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+    **options: "Unpack[AttentionFp8Arguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_fp8(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[True], backend: str | None = ..., **options: "Unpack[Fp8Arguments]",
+    return_lse: Literal[True], backend: str | None = ...,
+    **options: "Unpack[AttentionFp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.FP8.sign
 def attention_fp8(
@@ -155,7 +157,7 @@ def attention_varlen_fp8(
     cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[PackedFp8Arguments]",
+    **options: "Unpack[AttentionVarlenFp8Arguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen_fp8(
@@ -163,7 +165,7 @@ def attention_varlen_fp8(
     cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
     k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
     return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[PackedFp8Arguments]",
+    **options: "Unpack[AttentionVarlenFp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED_FP8.sign
 def attention_varlen_fp8(
@@ -222,7 +224,7 @@ def explain_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
     backend: str | None = None,
-    **options: "Unpack[Fp8Arguments]",
+    **options: "Unpack[AttentionFp8Arguments]",
 ) -> Explanation:
     """Which backend `attention_fp8` would use for these arguments, and why not a faster one.
 

@@ -8,22 +8,13 @@ from typing import Any
 
 import torch
 
-from fastattn.functional import call_options
 from fastattn.kernels.hopper import host
-from fastattn.options import ROWS, Options
+from fastattn.options import CALLS, ROWS, Options
 from fastattn.testing.option_examples import cover_pairs
 
 # Functions by the options that they take.
 TAKES: dict[str, frozenset[str]] = {
-    name: frozenset(callee.arguments.__annotations__)
-    for name, callee in {
-        "attention": call_options.DENSE,
-        "attention_varlen": call_options.PACKED,
-        "decode_attention": call_options.CACHE,
-        "attention_fp8": call_options.FP8,
-        "attention_varlen_fp8": call_options.PACKED_FP8,
-        "additive_attention": call_options.ADDITIVE,
-    }.items()
+    call: frozenset(name for name, row in ROWS.items() if call in row.calls) for call in CALLS
 }
 _DENSE = TAKES["attention"]
 TAKES |= {
