@@ -29,9 +29,15 @@ class Calls:
         self.reason = ""
 
     def count_served(self) -> None:
+        if running.traced is not None:
+            running.traced.append((self, None))
+            return
         self.served += 1
 
     def count_passed(self, reason: str) -> None:
+        if running.traced is not None:
+            running.traced.append((self, reason))
+            return
         self.passed += 1
         self.reason = reason
 
@@ -44,16 +50,38 @@ class Calls:
 
 
 class Running(threading.local):
-    """Swapped modules whose forward runs in this thread, by their counts, the innermost last."""
+    """Swapped modules whose forward runs in this thread, by their counts, the innermost last.
+
+    Attributes:
+        traced: what is counted while a forward is captured, which counts once it has been; or None.
+        fused: whether a captured graph has computed attention since `begin_capture`.
+    """
 
     def __init__(self) -> None:
         self.modules: list[Calls] = []
+        self.traced: list[tuple[Calls, str | None]] | None = None
+        self.fused = False
 
     def innermost(self) -> Calls | None:
         return self.modules[-1] if self.modules else None
 
     def begin(self, calls: Calls) -> None:
         self.modules.append(calls)
+
+    def begin_capture(self, calls: Calls) -> None:
+        """Begin a forward that may have to be captured, and run otherwise."""
+        self.begin(calls)
+        self.traced, self.fused = [], False
+
+    def end_capture(self, calls: Calls, *, captured: bool) -> None:
+        """End such a forward. Nothing in it counts if it could not be captured."""
+        traced, self.traced = self.traced, None
+        self.end(calls)
+        for other, reason in traced or [] if captured else []:
+            if reason is None:
+                other.count_served()
+            else:
+                other.count_passed(reason)
 
     def end(self, calls: Calls) -> None:
         """End a module's forward; those within it that did not end, for an error, end too."""

@@ -162,9 +162,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             fits = False
         else:
             fits = _fits(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+        p = self.dropout if self.training else 0.0
+        served = fits and p != 1
         if calls is not None:
-            calls.count_served() if fits else calls.count_passed("torch refuses the arguments")
-        if not fits:
+            why = "every weight is dropped" if fits else "torch refuses the arguments"
+            calls.count_served() if served else calls.count_passed(why)
+        if not served:
             out, weights = nn.MultiheadAttention.forward(
                 self,
                 query,
@@ -185,7 +188,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = _same(_swapped, query, key, value)
         q, k, v = _project(self, query, key, value)
         masks = _masks(self, q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
-        p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
             o, weights = _with_weights(self, q, k, v, masks, p)

@@ -230,6 +230,15 @@ def test_weights_show_what_dropout_dropped(on_torch):
     torch.testing.assert_close(weights.sum(-1), torch.ones(N, L))
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_of_every_weight(on_torch, need_weights):
+    theirs, ours = pair(dropout=1.0)
+    expected, weights = theirs(*inputs(theirs), need_weights=need_weights)
+    found = ours(*inputs(ours), need_weights=need_weights)
+    assert torch.equal(found[0], expected)
+    assert found[1] is weights is None or torch.equal(found[1], weights)
+
+
 def test_dropout_without_weights(on_torch):
     _, ours = pair(dropout=0.5)
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from attention_blocks import BLOCKS, LENGTHS, Attend, C, Diffusers, LoRA, Mixer,
 from naive_layers import Block
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -92,6 +94,14 @@ def mask_replaced(block: nn.Module) -> None:
     block.bias = torch.ones(64, 64).tril().flip(0, 1).view(1, 1, 64, 64).contiguous()
 
 
+def heads_pruned(block: nn.Module, projections: list[str]) -> None:
+    """Half of the heads are gone, as pruning leaves them: narrower layers, a smaller number."""
+    block.heads //= 2
+    for name in projections:
+        setattr(block, name, nn.Linear(C, getattr(block, name).out_features // 2, bias=False))
+    block.to_out[0] = nn.Linear(C // 2, C)
+
+
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scale": ("timm-eager", scale),
     "scale-vit": ("vit-pytorch", scale),
@@ -99,7 +109,13 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scale-config": ("litgpt", lambda block: setattr(block.config, "scale", 0.9)),
     "causal": ("x-transformers-flash", lambda block: setattr(block.attend, "causal", False)),
     "window": ("mixer", lambda block: setattr(block, "window", 2)),
+    "prefix": ("mixer", lambda block: setattr(block, "prefix", 2)),
     "bias": ("mixer", lambda block: setattr(block, "slope", -0.7)),
+    "heads-pruned": ("vit-pytorch", lambda block: heads_pruned(block, ["to_qkv"])),
+    "heads-pruned-fused": (
+        "diffusers",
+        lambda block: heads_pruned(block, ["to_q", "to_k", "to_v"]),
+    ),
     "mask": ("mingpt", mask),
     "mask-replaced": ("mingpt", mask_replaced),
     "learned-scale": ("swin-v2", lambda block: block.logit_scale.data.neg_()),
@@ -198,6 +214,7 @@ class WindowOf(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.width = 4
+        self.register_buffer("buffer", torch.tensor(4))
 
 
 def deep() -> Any:
@@ -227,7 +244,7 @@ WINDOWS: dict[str, tuple[Callable[[], Any], Callable[[Any], int], Callable[[Any]
     ),
     "string": (lambda: {"window": "4"}, lambda w: int(w["window"]), lambda w: w.update(window="2")),
     "list": (lambda: [4], lambda w: w[0], lambda w: w.__setitem__(0, 2)),
-    "tensor": (lambda: torch.tensor(4), lambda w: w, lambda w: w.fill_(2)),
+    "buffer": (WindowOf, lambda w: w.buffer, lambda w: w.buffer.fill_(2)),
     "module": (WindowOf, lambda w: w.width, lambda w: setattr(w, "width", 2)),
     "slots": (Slots, lambda w: w.window, lambda w: setattr(w, "window", 2)),
     "config": (deep, lambda w: w.a.b.c.window, lambda w: setattr(w.a.b.c, "window", 2)),
@@ -283,8 +300,10 @@ class SelfMade(nn.Module):
             scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e4)
         if self.kind == "other-dim":
             scores = scores.softmax(-2)
-        if self.kind == "in-place":
-            k.clone().mul_(2)
+        if self.kind in ("in-place", "in-place-later"):
+            bias = torch.arange(float(x.shape[1]))
+            scores = scores + (bias[:, None] if self.kind == "in-place" else bias.clone())
+            bias[1:].add_(1)
         with torch.set_grad_enabled(self.kind != "no-grad"):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":
@@ -302,7 +321,7 @@ class SelfMade(nn.Module):
         "no-grad": "stands between the products",
         "negative": "scores are multiplied by -0.3",
         "gate": "attention weights are changed by <built-in function mul>",
-        "in-place": "mul_ stands between the products",
+        "in-place": "add_ stands between the products",
         "returned": "attention weights have other uses than their product with values",
     }.items(),
 )
@@ -314,6 +333,92 @@ def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
     assert done.replaced == {}
     assert why in str(done)
     assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
+
+
+def test_masks_below_what_fp32_holds(swap):
+    model = BLOCKS["x-transformers"]().double()
+    expected = model(tokens().double())
+    swap(model, eager=True)
+    torch.testing.assert_close(model(tokens().double()), expected)
+
+
+def test_a_forward_of_the_class_that_changes(swap, monkeypatch):
+    model = BLOCKS["mingpt"]()
+    done = swap(model, eager=True)
+    before, own = model(tokens()), type(model).__mro__[1].forward
+    monkeypatch.setattr(type(model).__mro__[1], "forward", lambda self, x: 2 * own(self, x))
+    assert torch.equal(model(tokens()), 2 * before)
+    assert total(done) == 2
+
+
+class Gate(nn.Module):
+    """It names softmax, and its attention calls torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attend(flash=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(1) * self.attn(x[:, None], x, x)[:, 0]
+
+
+def test_what_is_counted_in_a_capture_that_fails_counts_once(swap, served):
+    model = Gate()
+    done = swap(model, eager=True)
+    model(tokens())
+    assert (done.calls["attn"].served, done.calls["attn"].passed) == (1, 0), str(done)
+    assert done.calls[""].served == 0 and len(served) == 1
+
+
+@pytest.mark.parametrize("how", ["config", "environment", "stance", "jit", "fx"])
+def test_calls_that_torch_compile_leaves_are_not_served(swap, how, monkeypatch):
+    model, x = BLOCKS["mingpt"](), tokens()
+    plain = model(x)
+    done = swap(model, eager=True)
+    if how == "config":
+        with torch._dynamo.config.patch(disable=True):
+            found = model(x)
+    elif how == "environment":
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        found = model(x)
+    elif how == "stance":
+        with torch.compiler.set_stance("force_eager"):
+            found = model(x)
+    elif how == "jit":
+        with warnings.catch_warnings(action="ignore"):
+            found = torch.jit.trace(model, x, check_trace=False)(x)
+    else:
+        found = torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x)
+    assert torch.equal(found, plain)
+    assert (total(done), done.calls[""].passed) == (0, 1)
+    where = "traces the call" if how in ("jit", "fx") else "torch.compile is switched off"
+    assert where in str(done)
+
+
+class Skipping(TorchFunctionMode):
+    """Skips attention, as diffusers' skip-layer guidance does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return args[2]
+        if getattr(func, "__name__", "") == "softmax":
+            return torch.zeros_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "mingpt"])
+def test_modes_see_the_calls_of_swapped_models(swap, kind):
+    model, x = BLOCKS[kind](), tokens()
+    plain = model(x)
+    with Skipping():
+        expected = model(x)
+    done = swap(model, eager=True)
+    for _ in range(2):
+        model(x)
+        with Skipping():
+            assert torch.equal(model(x), expected)
+    assert not torch.equal(expected, plain)
+    assert total(done) == 2 - (kind == "mingpt"), str(done)
 
 
 @pytest.mark.parametrize("kind", ["timm", "timm-eager", "diffusers"])

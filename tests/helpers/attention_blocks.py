@@ -103,7 +103,10 @@ class VitPytorch(nn.Module):
 
 
 class Attend(nn.Module):
-    """x-transformers: attention in a part of its own; flash or einsum, one head of keys."""
+    """x-transformers: attention in a part of its own; flash or einsum, one head of keys.
+
+    The library's own part also returns the weights of einsum, and is left for that.
+    """
 
     def __init__(self, flash: bool) -> None:
         super().__init__()
@@ -153,24 +156,36 @@ class Sam(nn.Module):
         r_q = q.reshape(B * H, size, size, -1)
         rel_h = torch.einsum("bhwc,hkc->bhwk", r_q, self.rel_pos_h[distances])
         rel_w = torch.einsum("bhwc,wkc->bhwk", r_q, self.rel_pos_w[distances])
-        bias = (rel_h[..., :, None] + rel_w[..., None, :]).reshape(B * H, size * size, size * size)
-        x = (attn + bias).softmax(dim=-1) @ v
+        attn = attn.view(B * H, size, size, size, size) + rel_h[..., :, None] + rel_w[..., None, :]
+        x = attn.view(B * H, size * size, size * size).softmax(dim=-1) @ v
         return self.proj(x.view(B, H, size * size, -1).permute(0, 2, 1, 3).reshape(B, -1, C))
 
 
 class Swin(nn.Module):
-    """Swin v2: cosine attention with a learned scale of each head."""
+    """Swin v2: cosine attention with a learned scale of each head, positions by a small network.
+
+    Windows lie in the batch, each with a mask of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
         self.logit_scale = nn.Parameter(torch.full((H, 1, 1), 2.0))
+        self.cpb_mlp = nn.Sequential(nn.Linear(1, 8), nn.ReLU(inplace=True), nn.Linear(8, H))
         self.softmax = nn.Softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (s h d) -> s b h t d", s=3, h=H)
         attn = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
         attn = attn * torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
+        (B, T, _), steps = x.shape, torch.arange(x.shape[1], device=x.device)
+        distances = (steps[:, None] - steps).to(x.dtype)
+        attn = attn + 16 * torch.sigmoid(self.cpb_mlp(distances[..., None])).permute(2, 0, 1)
+        windows = steps.new_zeros(B, T)
+        windows[:, 2:] = torch.arange(B, device=x.device)[:, None]
+        mask = windows.unsqueeze(1) - windows.unsqueeze(2)
+        mask = mask.to(x.dtype).masked_fill(mask != 0, -100.0)
+        attn = (attn.view(-1, B, H, T, T) + mask.unsqueeze(1).unsqueeze(0)).view(-1, H, T, T)
         out = self.softmax(attn) @ v
         return self.proj(out.transpose(1, 2).reshape(*x.shape))
 
@@ -261,7 +276,8 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.window, self.slope = nn.Linear(C, 3 * C), nn.Linear(C, C), 3, 0.1
+        self.a, self.b, self.slope = nn.Linear(C, 3 * C), nn.Linear(C, C), 0.1
+        self.window, self.prefix = 3, 0
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.a(x), "b t (s h d) -> s (b h) t d", s=3, h=H)
@@ -269,7 +285,9 @@ class Mixer(nn.Module):
         distances = (steps[:, None] - steps).abs()
         bias = (-self.slope * distances).to(q.dtype).expand(len(q), -1, -1)
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5)
-        scores = torch.where(distances < self.window, scores, -torch.inf)
+        seen = (distances < self.window) | (steps < self.prefix)
+        seen[0] = True
+        scores = torch.where(seen, scores, -torch.inf)
         out = torch.bmm(scores.softmax(-1), v)
         return self.b(rearrange(out, "(b h) t d -> b t (h d)", h=H))
 

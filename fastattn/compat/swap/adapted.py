@@ -16,8 +16,9 @@ from ..calls import Calls
 # A call of a module: adapter(module, *args, **kwargs) gives the output, or NotImplemented.
 Adapter = Callable[..., Any]
 _CALLS = "fastattn_calls"
-# Attributes of a module: why its adapter left its last call, and whether it leaves all.
-REASON, REFUSED = "fastattn_reason", "fastattn_refused"
+# Attributes of a module: why its adapter left its last call, and whether it leaves all; why it gave
+# the output of its last call as the module's own forward computes it.
+REASON, REFUSED, UNSERVED = "fastattn_reason", "fastattn_refused", "fastattn_unserved"
 
 
 @cache
@@ -28,7 +29,8 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
         calls: Calls = getattr(self, _CALLS)
         output = adapter(self, *args, **kwargs)
         if output is not NotImplemented:
-            calls.count_served()
+            why = vars(self).pop(UNSERVED, None)
+            calls.count_served() if why is None else calls.count_passed(why)
             return output
         if torch.compiler.is_compiling():
             return kind.forward(self, *args, **kwargs)
@@ -72,7 +74,7 @@ def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], Non
 
     def undo() -> None:
         module.__class__ = kind
-        for name in (_CALLS, REASON, REFUSED):
+        for name in (_CALLS, REASON, REFUSED, UNSERVED):
             module.__dict__.pop(name, None)
 
     return undo

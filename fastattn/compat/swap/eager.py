@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
 from ..calls import Calls, running
 from ..sdpa import scaled_dot_product_attention, torch_attention
-from .adapted import REASON, REFUSED
+from .adapted import REASON, REFUSED, UNSERVED
 from .graph import rewrite
 from .scope import is_of_swap
 
+_OFF = "torch.compile is switched off"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -85,11 +87,18 @@ class CapturedForward:
         return self
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        import torch._dynamo.config
         import torch._dynamo.exc as errors
 
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling():
+            return NotImplemented
+        if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
+            setattr(module, REASON, "torch.jit or torch.fx traces the call")
             return NotImplemented
         if REFUSED in vars(module):
+            return NotImplemented
+        if torch._dynamo.config.disable:  # which fullgraph=True would call an error
+            setattr(module, REASON, _OFF)
             return NotImplemented
         if _has_hooks_inside(module):
             setattr(module, REASON, "a hook, or a forward of its own, is on a part of it")
@@ -100,22 +109,27 @@ class CapturedForward:
                 self._forward, backend=_attention_alone, fullgraph=True, **_limit()
             )
         # Calls of torch's function count where the forward runs, not where it is captured.
-        running.begin(self._captured)
+        running.begin_capture(self._captured)
+        captured = False
         try:
-            return self._compiled(module, *args, **kwargs)
+            output = self._compiled(module, *args, **kwargs)
+            captured = True
+            if not running.fused:
+                setattr(module, UNSERVED, _OFF)
+            return output
         except (errors.TorchDynamoException, errors.FailOnRecompileLimitHit) as error:
             # Nothing has run: the whole forward is one graph, or none.
             setattr(module, REASON, _why(error))
             setattr(module, REFUSED, True)
             return NotImplemented
         finally:
-            running.end(self._captured)
+            running.end_capture(self._captured, captured=captured)
 
 
 def _why(error: Exception) -> str:
-    inner = getattr(error, "inner_exception", None)
-    reason = str(inner if isinstance(inner, _NoAttention) else error).strip()
-    return reason.partition("\n")[0]
+    inner = getattr(error, "inner_exception", None) or error
+    reason = str(inner).strip().partition("\n")[0]
+    return reason if isinstance(inner, _NoAttention) else f"{type(inner).__name__}: {reason}"
 
 
 def _has_hooks_inside(module: nn.Module) -> bool:

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ...functional.attend import attention
+from ..calls import running
 from ..sdpa import bounded_bias
+from .effects import FRESH, why_not_moved
 
 # A finite number below this is a mask: whatever is added to it in fp32 leaves it.
 _LOWEST = -1e30
@@ -35,8 +37,6 @@ _FUNCTIONS: dict[Any, str] = {
 }
 _METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div"}
 _CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous")
-# What makes a new tensor, so that nothing else is a view of it.
-_FRESH = ("matmul", "mul", "div", "add", "masked_fill", "where", "einsum", "baddbmm")
 
 
 class Unmatched(Exception):
@@ -47,18 +47,16 @@ class Unmatched(Exception):
 class _Found:
     """A softmax of scores, and what is known of it on the way up to the product.
 
-    scale: of what is found above. factors: of the queries, tensors. biases: added, with the scale
-    below them. hidden: True = hidden. shown: True = attend.
+    scale: of what is found above. factors: of the queries, tensors. terms: what is added, each with
+    a number and the sizes of the view of the scores that it is for, or None: a float tensor, times
+    the number; the number where a bool tensor is True.
     """
 
     chain: list[fx.Node]
     dropout: Any = 0.0
     scale: float = 1.0
     factors: list[fx.Node] = field(default_factory=list)
-    biases: list[tuple[fx.Node, float]] = field(default_factory=list)
-    fills: list[tuple[fx.Node, float]] = field(default_factory=list)
-    hidden: list[fx.Node] = field(default_factory=list)
-    shown: list[fx.Node] = field(default_factory=list)
+    terms: list[tuple[fx.Node, float, Any]] = field(default_factory=list)
 
 
 def rewrite(module: fx.GraphModule) -> tuple[int, list[str]]:
@@ -110,7 +108,7 @@ def _without_in_place(graph: fx.Graph) -> None:
     for node in graph.nodes:
         x: Any = node.args[0] if node.args else None
         name = _name(node)
-        if name not in ("mul_", "div_", "add_", "masked_fill_") or _name(x) not in _FRESH:
+        if name not in ("mul_", "div_", "add_", "masked_fill_") or _name(x) not in FRESH:
             continue
         if all(order[user] >= order[node] for user in x.users):
             x.replace_all_uses_with(node, delete_user_cb=lambda user, kept=node: user is not kept)
@@ -124,14 +122,18 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         raise Unmatched("a softmax is not of the last of 3 or 4 dims")
     product = _product_of_weights(softmax, found)
     q, k = _product_of_scores(scores, found)
-    _check_between(graph, found)
+    reason = why_not_moved(graph, found.chain)
+    if reason is not None:
+        raise Unmatched(reason)
+    if _value(found.chain[-1]).shape != _value(scores).shape:
+        raise Unmatched("scores have another shape in their softmax than in their product")
     with graph.inserting_before(product):
         v, order = _values(graph, product, rank)
         _check_sizes(q, k, v)
         if not 0 < found.scale < math.inf:
             raise Unmatched(f"scores are multiplied by {found.scale}")
-        lists = (found.factors, found.biases, found.fills, found.hidden, found.shown)
-        out = graph.call_function(fused, (q, k, v, found.scale, found.dropout, *lists))
+        given = (q, k, v, found.scale, found.dropout, found.factors, found.terms)
+        out = graph.call_function(fused, given)
         if order is not None:
             out = graph.call_method("permute", (out, order))
     out.meta = dict(product.meta)
@@ -189,6 +191,8 @@ def _step(node: fx.Node, name: str, found: _Found) -> Any:
     """The scores that a node takes; what it does with them is noted."""
     if name in _CASTS:
         return node.args[0]
+    if name in ("view", "reshape"):
+        return _viewed(node, found)
     if name in ("mul", "div", "add"):
         scores, other = node.args[:2]
         if name != "div" and (not isinstance(scores, fx.Node) or not _same(scores, node)):
@@ -202,19 +206,29 @@ def _step(node: fx.Node, name: str, found: _Found) -> Any:
         scores, mask, value = (
             _argument(node, place, key) for place, key in enumerate(("self", "mask", "value"))
         )
-        _fill(mask, value, found, hides=True)
+        _fill(node, mask, value, found, hides=True)
     elif name == "where":
         method = node.op == "call_method"
         first, second, third = node.args
         condition, chosen, other = (second, first, third) if method else (first, second, third)
         hides = _is_number(chosen)
         scores, value = (other, chosen) if hides else (chosen, other)
-        _fill(condition, value, found, hides)
+        _fill(node, condition, value, found, hides)
     else:
         raise Unmatched(f"scores are changed by {node.target}")
     if not _same(scores, node):
         raise Unmatched("a mask makes the scores larger")
     return scores
+
+
+def _viewed(node: fx.Node, found: _Found) -> Any:
+    """The scores that a node views in other sizes; what was found is for those sizes."""
+    sizes: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
+    sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
+    if found.factors or not all(isinstance(x, (int, fx.Node)) for x in sizes):
+        raise Unmatched(f"scores are changed by {node.target}")
+    found.terms = [(x, number, sizes if of is None else of) for x, number, of in found.terms]
+    return node.args[0]
 
 
 def _same(x: Any, node: fx.Node) -> bool:
@@ -248,18 +262,23 @@ def _add(scores: Any, other: Any, node: fx.Node, found: _Found) -> None:
     if not fits or not _value(other).is_floating_point() or found.factors:
         raise Unmatched("something else than a bias is added to scores")
     # Of two tensors of one shape, the scores are what a product leads to.
-    found.biases.append((other, found.scale))
+    found.terms.append((other, found.scale, None))
 
 
-def _fill(mask: Any, value: Any, found: _Found, hides: bool) -> None:
+def _fill(node: fx.Node, mask: Any, value: Any, found: _Found, hides: bool) -> None:
     if not _is_number(value) or _value(mask).dtype != torch.bool or found.factors:
         raise Unmatched("scores are filled by a tensor, or scaled by one later")
-    if value == -math.inf:
-        (found.hidden if hides else found.shown).append(mask)
-    elif value * found.scale <= _LOWEST and hides:
-        found.fills.append((mask, value * found.scale))
-    else:
+    number = value if value == -math.inf else value * found.scale
+    if not hides:
+        if value != -math.inf:
+            raise Unmatched(f"scores are filled with {value} where a mask is False")
+        with node.graph.inserting_before(node):
+            mask = node.graph.call_function(operator.invert, (mask,))
+    elif number > _LOWEST:
         raise Unmatched(f"scores are filled with {value}, and not with -inf")
+    # In fp32: what scores are multiplied by later may take a finite number further.
+    lowest = torch.finfo(torch.float32).min
+    found.terms.append((mask, number if number == -math.inf else max(number, lowest), None))
 
 
 def _biased_product(node: fx.Node, found: _Found) -> tuple[fx.Node, fx.Node]:
@@ -270,7 +289,7 @@ def _biased_product(node: fx.Node, found: _Found) -> tuple[fx.Node, fx.Node]:
     if not _is_number(beta) or not _is_number(alpha) or (found.factors and beta):
         raise Unmatched("a product is scaled by a tensor")
     if beta:
-        found.biases.append((bias, found.scale * beta))
+        found.terms.append((bias, found.scale * beta, None))
     found.scale *= alpha
     return q, k  # type: ignore[return-value]
 
@@ -344,20 +363,6 @@ def _check_sizes(q: fx.Node, k: fx.Node, v: fx.Node) -> None:
         raise Unmatched("queries, keys and values broadcast")
 
 
-def _check_between(graph: fx.Graph, found: _Found) -> None:
-    """Refuse where anything between the products changes a tensor, or how the rest is computed."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    places = [order[node] for node in found.chain]
-    for node in list(graph.nodes)[min(places) : max(places) + 1]:
-        if node in found.chain or node.op not in ("call_function", "call_method"):
-            continue
-        name = str(getattr(node.target, "__name__", node.target))
-        in_place = name.endswith("_") or name in ("setitem", "iadd", "imul", "isub", "itruediv")
-        mode = "autocast" in name or name.startswith("_set_") or "out" in node.kwargs
-        if in_place or mode or node.kwargs.get("inplace"):
-            raise Unmatched(f"{name} stands between the products")
-
-
 def fused(
     q: Tensor,
     k: Tensor,
@@ -365,34 +370,35 @@ def fused(
     scale: float,
     dropout: float,
     factors: list[Tensor],
-    biases: list[tuple[Tensor, float]],
-    fills: list[tuple[Tensor, float]],
-    hidden: list[Tensor],
-    shown: list[Tensor],
+    terms: list[tuple[Tensor, float, Any]],
 ) -> Tensor:
     """Attention of q [..., T_q, D] and k [..., D, T_k], in place of product, softmax, product."""
+    running.fused = True
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    shape = (*q.shape[:-1], k.shape[-1])
     for factor in factors:
         q = q * factor
-    k = k.transpose(-2, -1)
-    options: dict[str, Any] = {}
-    masks = [~mask for mask in hidden] + shown
-    if masks:
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = mask & other
-        options["attn_mask"] = _at_least_two_dims(mask)
-    added = [bias if factor == 1 else bias * factor for bias, factor in biases]
-    added += [torch.zeros_like(m, dtype=torch.float32).masked_fill(m, x) for m, x in fills]
-    if added:
-        options["attn_bias"] = _at_least_two_dims(sum(map(bounded_bias, added)))
     if dropout >= 1:  # a number that the graph does not hold
-        return F.dropout(q @ k.mT @ v, 1.0)
+        return F.dropout(q @ k @ v, 1.0)
+    options: dict[str, Any] = {}
+    for x, number, sizes in terms:
+        x = x if sizes is None else _as_scores(x, sizes, shape)
+        x = x if x.dim() >= 2 else x.reshape(1, -1)
+        if x.dtype == torch.bool and number == -math.inf:
+            options["attn_mask"] = ~x & options.get("attn_mask", True)
+        else:
+            if x.dtype == torch.bool:
+                x = torch.zeros_like(x, dtype=torch.float32).masked_fill(x, number)
+            elif number != 1:
+                x = x * number
+            options["attn_bias"] = bounded_bias(x) + options.get("attn_bias", 0)
     four = q.dim() == 4
-    q, k, v_wide = ((x if four else x[None]).to(dtype) for x in (q, k, v))
-    o = attention(q, k, v_wide, scale=scale, dropout=dropout, **options)
+    q, k, wide = ((x if four else x[None]).to(dtype) for x in (q, k.transpose(-2, -1), v))
+    o = attention(q, k, wide, scale=scale, dropout=dropout, **options)
     return (o if four else o[0]).to(v.dtype)
 
 
-def _at_least_two_dims(x: Any) -> Tensor:
-    return x if x.dim() >= 2 else x.reshape(1, -1)
+def _as_scores(x: Tensor, sizes: list[int], shape: tuple[int, ...]) -> Tensor:
+    """A bias or a mask for a view of the scores in some sizes, in shape [..., T_q, T_k]."""
+    known = math.prod(n for n in sizes if n != -1)
+    return x.expand([math.prod(shape) // known if n == -1 else n for n in sizes]).reshape(shape)

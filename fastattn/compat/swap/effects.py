@@ -1,0 +1,72 @@
+"""Changes in place in a graph: what they may change, and who has read it before."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+# What makes a new tensor, so that nothing else is a view of it.
+FRESH = frozenset(
+    (
+        *("matmul", "bmm", "baddbmm", "einsum", "linear", "mul", "div", "truediv", "add", "sub"),
+        *("masked_fill", "where", "softmax", "layer_norm", "neg", "exp", "sigmoid", "clone", "cat"),
+        *("stack", "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"),
+    )
+)
+_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+             "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
+
+
+def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
+    """Why nodes cannot all be computed where the last one is, or None.
+
+    Something between them changes a tensor that may share memory with what one of them has read, or
+    changes how the rest is computed.
+    """
+    moved = set(chain)
+    waiting, read = len(moved), set[Any]()
+    for node in graph.nodes:
+        if node in moved:
+            waiting -= 1
+            read.update(*(_memory(x) for x in node.all_input_nodes if x not in moved))
+        elif waiting and read and node.op in ("call_function", "call_method"):
+            name = name_of(node)
+            if "autocast" in name or name.startswith("_set_") or "out" in node.kwargs:
+                return f"{name} stands between the products"
+            changed = node.args[0] if node.args else None
+            if _is_in_place(node) and not (
+                isinstance(changed, fx.Node) and _memory(changed).isdisjoint(read)
+            ):
+                return f"{name} stands between the products"
+    return None
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a function or a method."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name, schema = name_of(node), getattr(node.target, "_schema", None)
+    if getattr(node.target, "__module__", "") == "_operator":  # or_ is none
+        return name in _IN_PLACE
+    # A flag that is on may be one to work in place.
+    flagged = any(x is True for x in (*node.args[1:], node.kwargs.get("inplace")))
+    return flagged or name.endswith("_") or bool(schema is not None and schema.is_mutable)
+
+
+def _memory(node: fx.Node) -> set[Any]:
+    """The nodes whose memory a node may share; "given" for all that the graph is given."""
+    found: set[Any] = set()
+    waiting = [node]
+    while waiting:
+        x = waiting.pop()
+        if x in found:
+            continue
+        found.add(x)
+        if x.op in ("placeholder", "get_attr"):
+            found.add("given")
+        # einsum of one tensor is a view.
+        elif name_of(x) not in FRESH or name_of(x) == "einsum":
+            waiting += x.all_input_nodes
+    return found
