@@ -92,10 +92,16 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._reordered(func, args, kwargs or {})
         if func.overloadpacket not in _ROUNDING or func._schema.is_mutable:
             return found
-        if not isinstance(found, Tensor) or found.dtype is not torch.float32:
+        if not isinstance(found, Tensor):
             return found
-        places = 2 * torch.rand(found.shape, generator=self._generator) - 1
-        return found * (1 + torch.finfo(torch.float32).eps / 2 * places.to(found.device))
+        return self._rounded(found)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """x moved by up to half a unit in the last place of fp32; fp64 as it is."""
+        if x.dtype is not torch.float32:
+            return x
+        places = 2 * torch.rand(x.shape, generator=self._generator) - 1
+        return x * (1 + torch.finfo(torch.float32).eps / 2 * places.to(x.device))
 
     def _reordered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (_aten.mm.default, _aten.bmm.default):
@@ -134,6 +140,6 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scores = wide * LOG2E
             largest = scores.amax(dim, keepdim=True)
             lse = (largest + (scores - largest).exp2().sum(dim, keepdim=True).log2()) / LOG2E
-            weights = (scores - lse * LOG2E).exp2()
+            weights = (self._rounded(scores) - lse * LOG2E).exp2()
             weights = weights if half_to_float else weights.to(x.dtype)
         return weights.index_select(dim, order.argsort())

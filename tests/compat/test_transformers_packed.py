@@ -80,6 +80,7 @@ def test_padding_beside_offsets_is_refused(device):
 
 def test_compiled_model_with_offsets(device):
     """Nothing is read while it is traced: mask and offsets hold together."""
+    torch._dynamo.reset()
     model = build(tr.AutoModelForCausalLM, decoder_config("mistral-window"), device)
     model.set_attn_implementation("fastattn")
     ids = tokens(1, 12, device)

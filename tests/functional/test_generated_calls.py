@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 from types import FunctionType
 
-import fuzz
 import pytest
-from fuzz.cases import TAKES, pair_cases
+from fuzz.cases import TAKES, Case, drawn, pair_cases
+from fuzz.judges import check
 from fuzz.values import VALUES
 
 import fastattn
@@ -52,7 +52,7 @@ def test_generated_calls(backend: str, turn: int, one_thread: None, device: str)
     count = BUDGET[backend][1]
     for seed in range(FIRST + turn * count, FIRST + (turn + 1) * count):
         sys.stdout.write(f"make fuzz SEED={seed} BACKEND={backend}\n")
-        fuzz.check(fuzz.drawn(seed, backend))
+        check(drawn(seed, backend))
 
 
 @pytest.mark.parametrize("backend", PAIRS)
@@ -67,5 +67,5 @@ def test_every_pair_of_options_is_in_a_case(backend: str) -> None:
     [case for cases in PAIRS.values() for case in cases],
     ids=lambda case: f"{case.backend}-{'+'.join(case.options)}",
 )
-def test_options_that_meet(case: fuzz.Case, one_thread: None, device: str) -> None:
-    fuzz.check(replace(case, device=device))
+def test_options_that_meet(case: Case, one_thread: None, device: str) -> None:
+    check(replace(case, device=device))

@@ -6,9 +6,6 @@
 `cases` draws a case from a seed, `values` an option of it, `tensors` its inputs; `judges` calls the
 function and compares. What a case holds follows from its seed and its fields alone, so that a case
 with an option less has the other options as they were.
-"""
 
-from .cases import Case as Case
-from .cases import drawn as drawn
-from .judges import check as check
-from .shrink import smallest as smallest
+Nothing is imported here: the command line sets what Triton and fastattn read when they are.
+"""

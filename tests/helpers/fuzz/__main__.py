@@ -25,7 +25,9 @@ def main() -> int:
 
     import torch
 
-    from fuzz import check, drawn, smallest
+    from .cases import drawn
+    from .judges import check
+    from .shrink import smallest
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)
