@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from . import checks, tracing
 from .ops import attend, call
+from .ops.gradients import Kernels
 from .options import Options
 from .tuned import choices
 
@@ -60,6 +62,98 @@ def asked_for(backend: str | None) -> str:
     return forced
 
 
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why the Triton kernels cannot serve this call, or None if they can."""
+    if (reason := why_no_kernel({"q": q})) is not None:
+        return reason
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > attend.MAX_HEAD_DIM:
+        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"
+    if widest > attend.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
+        limit = attend.MAX_HEAD_DIM_NARROW
+        return f"head dim {widest} is larger than {limit}, the limit for float32"
+    if widest > attend.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
+        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM_NARROW}, the limit on AMD"
+    if q.is_cuda and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
+        return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
+    return None
+
+
+def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
+    """Why no Triton kernel takes these tensors, by name; the first tells their device."""
+    name, x = next(iter(inputs.items()))
+    if not call.TRITON_INSTALLED:
+        return "triton is not installed"
+    if x.is_cpu:
+        if not call.interpreting():
+            return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
+    elif not x.is_cuda:
+        return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
+    for x in inputs.values():
+        if x.dtype == torch.float64:
+            names = " or ".join(inputs)
+            return f"{names} is float64; kernels exist for float16, bfloat16 and float32"
+    return None
+
+
+def _has_bf16(device: torch.device) -> bool:
+    # Of torch's questions about a device this is the one that torch.compile folds into a constant.
+    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
+
+
+def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    if attend.why_not_split(q, k, v, options) is None:
+        return "there are few queries, and the portable kernels split the keys among programs"
+    return attend.why_hopper_is_not_worth_it(q)
+
+
+class Backend(NamedTuple):
+    """Kernels of one kind, and which calls they serve.
+
+    kernels: what launches them.
+    why_not: why they cannot serve a call that those of the next backend can, or None.
+    why_slow: why those do better in a call that these serve, or None.
+    why_not_one_pass: why gradients take two passes, by head dim and options, or None.
+    on: whether a device is one that they are written for.
+    """
+
+    name: str
+    kernels: Kernels
+    why_not: Callable[[Tensor, Tensor, Tensor, Options], str | None]
+    why_slow: Callable[[Tensor, Tensor, Tensor, Options], str | None]
+    why_not_one_pass: Callable[[int, Options], str | None]
+    on: Callable[[torch.device], bool]
+
+
+TRITON = Backend(
+    "triton",
+    attend.PORTABLE,
+    why_not_triton,
+    lambda *call: None,
+    attend.why_not_one_pass,
+    lambda device: True,
+)
+HOPPER = Backend(
+    "hopper",
+    attend.HOPPER,
+    attend.why_not_hopper,
+    _why_hopper_is_slow,
+    attend.why_not_one_pass_on_hopper,
+    lambda device: attend.on_hopper(device),
+)
+# The fastest first. Torch serves what none of them does.
+BACKENDS = (HOPPER, TRITON)
+
+
+def kernels_of(choice: Explanation) -> Kernels:
+    """The kernels of a choice that is not torch."""
+    return _named(choice).kernels
+
+
+def _named(choice: Explanation) -> Backend:
+    return next(one for one in BACKENDS if one.name == choice.backend)
+
+
 def choose(
     q: Tensor,
     k: Tensor,
@@ -67,16 +161,16 @@ def choose(
     options: Options,
     backend: str | None = None,
     *,
-    hopper: bool = False,
+    among: tuple[Backend, ...] = (TRITON,),
     family: str | None = None,
     training: bool | None = None,
 ) -> Explanation:
-    """The first backend of hopper, triton, torch that serves the call, or the forced one.
+    """The first of some backends that serves the call, else torch, or the forced one.
 
     What `fastattn verify` found wrong on this device is passed over unless it is forced.
 
-    hopper: whether the caller has Hopper kernels, as attention itself has. family: of verification,
-    if not those of attention. training: whether there is a backward; default: if autograd asks.
+    among: those of BACKENDS that the caller has kernels of. family: of verification, if not those
+    of attention. training: whether there is a backward; default: if autograd asks.
 
     Raises:
         ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
@@ -84,42 +178,53 @@ def choose(
     forced = asked_for(backend)
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
-    reason = why_not_triton(q, k, v, options)
-    why_not_hopper = reason or _why_not_hopper(q, k, v, options, hopper)
+    why: dict[str, str | None] = {}
+    reason: str | None = None
+    for one in reversed(among):
+        why[one.name] = reason = reason or one.why_not(q, k, v, options)
     fastest = None
     # Whoever asks first has the tiles of this device installed, for forced backends too.
-    known = reason is None and choices.any_about(q.device)
-    if forced == "auto" and known:
-        if training is None:
-            training = wants_gradients(q, k, v, options)
-        families = (family,) if family else choices.families(options, training)
-        reason = why_quarantined("triton", q, v, families)
-        why_not_hopper = why_not_hopper or why_quarantined("hopper", q, v, families)
-        if family is None:
-            fastest, slower = _fastest(q, v, options, training)
-        if fastest == "torch":
-            reason = reason or slower
-        if fastest == "torch" or (fastest == "triton" and reason is None):
-            why_not_hopper = why_not_hopper or slower
-    if forced == "auto" and why_not_hopper is None:
-        few = attend.why_hopper_is_not_worth_it(q)
-        why_not_hopper = _why_split(q, k, v, options) or few
-    if forced in ("hopper", "auto") and why_not_hopper is None:
-        return Explanation("hopper", {}, forced=forced == "hopper", measured=fastest == "hopper")
-    if forced == "hopper":
-        raise ValueError(f'backend "hopper" cannot serve this call: {why_not_hopper}')
-    if reason is None:
-        # Elsewhere its absence surprises nobody.
-        passed_over = {}
-        if hopper and attend.on_hopper(q.device):
-            asked = 'backend "triton" was asked for'
-            passed_over["hopper"] = asked if why_not_hopper is None else why_not_hopper
-        return Explanation(
-            "triton", passed_over, forced=forced == "triton", measured=fastest == "triton"
-        )
-    if forced == "triton":
-        raise ValueError(f'backend "triton" cannot serve this call: {reason}')
-    return Explanation("torch", {"triton": reason}, measured=fastest == "torch")
+    known = why["triton"] is None and choices.any_about(q.device)
+    if forced == "auto":
+        if known:
+            fastest = _pass_over(why, q, k, v, options, family, training)
+        for one in among:
+            why[one.name] = why[one.name] or one.why_slow(q, k, v, options)
+    elif forced not in why or why[forced] is not None:
+        reason = why.get(forced) or reason or "it has no such kernel"
+        raise ValueError(f'backend "{forced}" cannot serve this call: {reason}')
+    for place, one in enumerate(among):
+        if one.name == forced or (forced == "auto" and why[one.name] is None):
+            asked = f'backend "{one.name}" was asked for'
+            # Elsewhere the absence of a faster one surprises nobody.
+            faster = {x.name: why[x.name] or asked for x in among[:place] if x.on(q.device)}
+            return Explanation(
+                one.name, faster, forced=one.name == forced, measured=fastest == one.name
+            )
+    return Explanation("torch", {"triton": str(why["triton"])}, measured=fastest == "torch")
+
+
+def _pass_over(
+    why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
+    family: str | None, training: bool | None,
+) -> str | None:  # fmt: skip
+    """Add to `why` what was found on this device against each backend; the fastest one, if known.
+
+    why: the reason against each backend, the slowest first, the fastest last.
+    """
+    if training is None:
+        training = wants_gradients(q, k, v, options)
+    families = (family,) if family else choices.families(options, training)
+    for name in why:
+        why[name] = why[name] or why_quarantined(name, q, v, families)
+    if family is not None:
+        return None
+    fastest, slower = _fastest(q, v, options, training)
+    if fastest == "torch" or why.get(str(fastest), "") is None:
+        names = list(why)
+        for name in names if fastest == "torch" else names[names.index(str(fastest)) + 1 :]:
+            why[name] = why[name] or slower
+    return fastest
 
 
 def _fastest(
@@ -189,8 +294,7 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        hopper = choice.backend == "hopper"
-        reason = attend.why_not_one_pass(q.shape[-1], options, hopper=hopper)
+        reason = _named(choice).why_not_one_pass(q.shape[-1], options)
     reason = reason or _why_two_passes(choice, q, v)
     if reason is None:
         return choice._replace(one_pass=True)
@@ -228,51 +332,6 @@ def with_findings(
     return choice._replace(findings=said)
 
 
-def _why_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why a call that the kernels for Hopper could serve is not for them, or None."""
-    if attend.why_not_split(q, k, v, options) is not None:
-        return None
-    return "there are few queries, and the portable kernels split the keys among programs"
-
-
-def _why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool) -> str | None:
-    return attend.why_not_hopper(q, k, v, options) if hopper else "it has no such kernel"
-
-
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Triton kernels cannot serve this call, or None if they can."""
-    if (reason := why_no_kernel({"q": q})) is not None:
-        return reason
-    widest = max(q.shape[-1], v.shape[-1])
-    if widest > attend.MAX_HEAD_DIM:
-        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"
-    if widest > attend.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
-        limit = attend.MAX_HEAD_DIM_NARROW
-        return f"head dim {widest} is larger than {limit}, the limit for float32"
-    if widest > attend.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
-        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM_NARROW}, the limit on AMD"
-    if q.is_cuda and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
-        return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
-    return None
-
-
-def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
-    """Why no Triton kernel takes these tensors, by name; the first tells their device."""
-    name, x = next(iter(inputs.items()))
-    if not call.TRITON_INSTALLED:
-        return "triton is not installed"
-    if x.is_cpu:
-        if not call.interpreting():
-            return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
-    elif not x.is_cuda:
-        return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
-    for x in inputs.values():
-        if x.dtype == torch.float64:
-            names = " or ".join(inputs)
-            return f"{names} is float64; kernels exist for float16, bfloat16 and float32"
-    return None
-
-
 def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], family: str) -> bool:
     """Whether the kernel does a task beside attention itself, else torch.
 
@@ -296,11 +355,6 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
     # Interpreted, the kernel is opt-in: torch does the same at once.
     x = next(iter(inputs.values()))
     return reason is None and not x.is_cpu and why_quarantined("triton", x, x, (family,)) is None
-
-
-def _has_bf16(device: torch.device) -> bool:
-    # Of torch's questions about a device this is the one that torch.compile folds into a constant.
-    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
 _warned: set[str] = set()

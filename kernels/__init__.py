@@ -1,1 +1,61 @@
-"""Triton kernels and their launchers; `fastattn.ops` is what calls them."""
+"""Triton kernels and their launchers; `fastattn.ops` is what calls them.
+
+A module is imported when it is first named, as in `kernels.forward.launch_forward`: fastattn works
+where triton does not exist.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__all__ = [
+    "additive",
+    "append",
+    "backward",
+    "backward_bias",
+    "backward_relative",
+    "combine",
+    "decode",
+    "decode_splits",
+    "forward",
+    "fp8_quantize",
+    "fp8_values",
+    "hopper_backward",
+    "hopper_forward",
+    "pages",
+    "statistics",
+    "tiles",
+]
+
+if TYPE_CHECKING:
+    from . import (
+        additive,
+        append,
+        backward,
+        backward_bias,
+        backward_relative,
+        combine,
+        decode,
+        forward,
+        fp8_quantize,
+        fp8_values,
+        statistics,
+    )
+    from .hopper import backward as hopper_backward
+    from .hopper import forward as hopper_forward
+    from .launch import decode_splits, tiles
+    from .rules import pages
+else:
+    _FOLDERS = {
+        "decode_splits": "launch.decode_splits",
+        "hopper_backward": "hopper.backward",
+        "hopper_forward": "hopper.forward",
+        "pages": "rules.pages",
+        "tiles": "launch.tiles",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = import_module(f".{_FOLDERS.get(name, name)}", __name__)
+        globals()[name] = found
+        return found

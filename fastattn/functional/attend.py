@@ -160,7 +160,7 @@ def attention(
     key = call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key, q)
     if known is not None:
-        o, lse = ops.attend_by(known.run, q, k, v, known.options_of(given))
+        o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
         call = partial(attention, return_lse=return_lse, backend=backend)
@@ -230,7 +230,7 @@ def attention_varlen(
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        o, lse = ops.attend_by(known.run, q, k, v, known.options_of(given))
+        o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     checks.check_packed(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
@@ -264,7 +264,7 @@ def explain(
     checks.check_tensors(q, k, v)
     q, k, v, given = inputs.autocast(q, k, v, given)
     checked = call_options.dense_options(q, k, v, **given)
-    choice = dispatch.choose(q, k, v, checked, backend, hopper=True)
+    choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
     families = choices.families(checked, dispatch.wants_gradients(q, k, v, checked))
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)
@@ -281,7 +281,7 @@ def compute(
     """
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
-    choice = dispatch.choose(q, k, v, options, backend, hopper=True)
+    choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
@@ -289,11 +289,10 @@ def compute(
         return attend(q, k, v, options, return_lse)
     options = dispatch.with_fit_passes(choice, q, v, inputs.kernel_options(options))
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
-    hopper = choice.backend == "hopper"
-    o, lse = ops.attend(*rows, options, hopper=hopper)
+    kernels = dispatch.kernels_of(choice)
+    o, lse = ops.attend(*rows, options, kernels)
     if rows[0] is q and rows[1] is k and rows[2] is v:
-        prepare = partial(ops.prepare, q, k, v, options, hopper=hopper)
-        call_memo.keep(key, q, given, options, prepare)
+        call_memo.keep(key, q, given, options, partial(ops.prepare, q, k, v, options, kernels))
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

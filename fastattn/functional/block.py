@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks, dispatch
-from ..ops import attend
+from .. import checks, dispatch, tracing
 from ..ops.call import contiguous
-from ..ops.gradients import as_batch, as_packed, gradients_and_delta
+from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta
 from ..options import LEARNED, Options
 from ..torch_backend import block as formula
 from . import call_options, inputs
@@ -118,16 +117,16 @@ def attention_block_backward(
     _check_results(do, o, lse, dlse, q, v, rows)
     learned = _learned(options, checked)
     with torch.no_grad():
-        choice = dispatch.choose(q, k, v, checked, backend, hopper=True, training=True)
+        choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS, training=True)
         results = (do, dlse, q, k, v, o.to(q.dtype), lse)
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
             found, delta = formula.gradients(*results, checked, list(learned))
         else:
-            hopper = choice.backend == "hopper"
             checked = dispatch.with_fit_passes(choice, q, v, checked)
-            found, delta = _by_kernels(*results, checked, learned, hopper=hopper)
+            kernels = dispatch.kernels_of(choice)
+            found, delta = _by_kernels(kernels, *results, checked, learned)
         given = (x for _, x in learned.values())
         shaped = []
         for grad, x in zip(found, (q, k, v, *given), strict=True):
@@ -204,6 +203,7 @@ def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, 
 
 
 def _by_kernels(
+    kernels: Kernels,
     do: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -213,8 +213,6 @@ def _by_kernels(
     lse: Tensor,
     options: Options,
     learned: Container[str],
-    *,
-    hopper: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of q, k, v and of the learned fields, as wide as kernels take them; delta."""
     rows = [inputs.kernel_rows(x) for x in (do, q, k, v, o)]
@@ -228,7 +226,8 @@ def _by_kernels(
     do, q, k, v, o = rows
     saved = (q, k, v, o, lse.contiguous(), contiguous(options))
     needed = [True] * 3 + [name in learned for name in LEARNED]
-    kernels = attend.kernels_for(q, hopper=hopper)
+    if tracing.may_be_traced(q):
+        kernels = kernels.seen()
     grads, delta = gradients_and_delta(kernels, saved, needed, do, dlse)
     if packed:
         delta = delta[0]

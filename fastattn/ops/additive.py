@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tracing
+from .. import kernels, tracing
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
 from . import flops, schema
-from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
+from .call import Operator, contiguous, fake_in_layout, fake_output
 
 
 @partial(Operator, flops=flops.attended(1, 1))
@@ -19,7 +19,7 @@ def additive_forward(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """o and lse; see `kernels.additive.launch_additive_forward`."""
-    return kernel("additive").launch_additive_forward(q, k, v, u, options)
+    return kernels.additive.launch_additive_forward(q, k, v, u, options)
 
 
 @additive_forward.op.register_fake
@@ -40,7 +40,7 @@ def additive_backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and du, the last in fp32."""
-    return kernel("additive").launch_additive_backward(do, dlse, q, k, v, u, o, lse, options)
+    return kernels.additive.launch_additive_backward(do, dlse, q, k, v, u, o, lse, options)
 
 
 @additive_backward.op.register_fake

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import kernels
 from ..cache_view import CacheView
 from . import flops
-from .call import Operator, fake_in_layout, kernel
+from .call import Operator, fake_in_layout
 
 _STORED = ("k_cache", "v_cache", "k_scale", "v_scale", "lengths", "counters")
 
@@ -33,11 +34,10 @@ def append_tokens(
     advance: bool,
 ) -> Tensor:
     """q rotated, or an empty tensor without q; see `kernels.append.launch_append`."""
-    append = kernel("append")
-    tensors = append.CacheTensors(
+    tensors = kernels.pages.CacheTensors(
         k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
     )
-    turned = append.launch_append(
+    turned = kernels.append.launch_append(
         q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
     )
     return k.new_empty(0) if turned is None else turned

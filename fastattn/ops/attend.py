@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import tracing
+from .. import kernels, tracing
 from ..options import LEARNED, Options
 from . import call, flops, transforms
-from .call import Operator, contiguous, fake_in_layout, fake_output, kernel
+from .call import Operator, contiguous, fake_in_layout, fake_output
 from .gradients import (
     Kernels,
     as_batch,
@@ -32,6 +32,7 @@ from .schema import unflat
 MAX_HEAD_DIM = 512
 # What fits the registers of a program without matrix units for fp32, or with those of AMD.
 MAX_HEAD_DIM_NARROW = 256
+_DETERMINISTIC = "torch.use_deterministic_algorithms(True) rules it out"
 
 
 def on_hopper(device: torch.device) -> bool:
@@ -77,32 +78,38 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
 
 def split_calls() -> tuple[tuple[int, int], ...]:
     """Numbers of queries and keys, of each kernel that splits keys: see `why_not_split`."""
-    calls: tuple[tuple[int, int], ...] = kernel("launch.decode_splits").SPLIT_CALLS
+    calls: tuple[tuple[int, int], ...] = kernels.decode_splits.SPLIT_CALLS
     return calls
 
 
-def why_not_one_pass(D: int, options: Options, *, hopper: bool = False) -> str | None:
-    """Why the gradients of a call do not come in one pass with atomics, if permitted; or None.
+def why_not_one_pass(D: int, options: Options) -> str | None:
+    """Why the portable kernels give the gradients of a call in two passes, although atomics are
+    permitted; or None.
 
-    D: head dim. hopper: whether it is the kernels for Hopper that serve its backward.
+    D: head dim.
     """
     if torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms(True) rules it out"
-    if hopper:
-        from ..kernels.hopper import host
-
-        return host.why_not_one_pass(D, options)
+        return _DETERMINISTIC
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
     return None
+
+
+def why_not_one_pass_on_hopper(D: int, options: Options) -> str | None:
+    """`why_not_one_pass` of the kernels for Hopper."""
+    if torch.are_deterministic_algorithms_enabled():
+        return _DETERMINISTIC
+    from ..kernels.hopper.host import why_not_one_pass
+
+    return why_not_one_pass(D, options)
 
 
 @partial(Operator, flops=flops.attended(1, 1))
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`."""
     if why_not_split(q, k, v, options) is None:
-        return kernel("forward").launch_few_queries(q, k, v, options)
-    return kernel("forward").launch_forward(q, k, v, options)
+        return kernels.forward.launch_few_queries(q, k, v, options)
+    return kernels.forward.launch_forward(q, k, v, options)
 
 
 # Why no call takes the kernels for Hopper any more: the first one that did not compile.
@@ -129,7 +136,7 @@ def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any)
 @partial(Operator, flops=flops.attended(1, 1))
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the kernels for Hopper."""
-    launch = kernel("hopper.forward").launch_hopper_forward
+    launch = kernels.hopper_forward.launch_hopper_forward
     return _by_hopper(launch, attention_forward, q, k, v, options)
 
 
@@ -151,7 +158,7 @@ def attention_backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
-    launchers = kernel("backward")
+    launchers = kernels.backward
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q.shape[3], options) is None
     launch = launchers.launch_backward_one_pass if one_pass else launchers.launch_backward
@@ -172,10 +179,10 @@ def hopper_backward(
     """`attention_backward` by the kernels for Hopper, where they serve it."""
     if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
-    if options.atomic_dq and why_not_one_pass(q.shape[3], options, hopper=True) is not None:
+    if options.atomic_dq and why_not_one_pass_on_hopper(q.shape[3], options) is not None:
         options = options._replace(atomic_dq=False)
     arguments = (do, dlse, q, k, v, o, lse, options)
-    launch = kernel("hopper.backward").launch_hopper_backward
+    launch = kernels.hopper_backward.launch_hopper_backward
     dq, dk, dv, delta, *rest = _by_hopper(launch, attention_backward, *arguments)
     return dq, dk, dv, delta, rest[0] if rest else q.new_empty(0)
 
@@ -197,7 +204,7 @@ def attention_backward_bias(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> Tensor:
     """The gradient of attn_bias, fp32 in its shape."""
-    return kernel("backward_bias").launch_backward_bias(do, q, k, v, lse, delta, options)
+    return kernels.backward_bias.launch_backward_bias(do, q, k, v, lse, delta, options)
 
 
 @attention_backward_bias.op.register_fake
@@ -214,7 +221,7 @@ def attention_backward_relative(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """The gradients of relative_bias and relative_keys in fp32, empty where there is none."""
-    return kernel("backward_relative").launch_backward_relative(do, q, k, v, lse, delta, options)
+    return kernels.backward_relative.launch_backward_relative(do, q, k, v, lse, delta, options)
 
 
 @attention_backward_relative.op.register_fake
@@ -230,19 +237,28 @@ def _(
     return bias, keys
 
 
-_TRITON = (
-    attention_forward,
-    attention_backward,
-    attention_backward_bias,
-    attention_backward_relative,
-)
-_HOPPER = (hopper_forward, hopper_backward, *_TRITON[2:])
-DIRECT, HOPPER_DIRECT = (
-    Kernels(*(operator.direct for operator in operators)) for operators in (_TRITON, _HOPPER)
-)
-BY_OPS, HOPPER_BY_OPS = (
-    Kernels(*(operator.by_op for operator in operators)) for operators in (_TRITON, _HOPPER)
-)
+def _prepare_portable(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Callable[..., Any]
+) -> Any:
+    split = why_not_split(q, k, v, options) is None
+    launchers = kernels.forward
+    make = launchers.prepare_few_queries if split else launchers.prepare_forward
+    return make(q, k, v, options, otherwise)
+
+
+def _prepare_hopper(*call: Any) -> Any:
+    return None if uncompiled else kernels.hopper_forward.prepare_hopper_forward(*call)
+
+
+def _kernels(prepare: Callable[..., Any], forward: Operator, backward: Operator) -> Kernels:
+    """The launchers of operators, with the operators themselves."""
+    bias, relative = attention_backward_bias, attention_backward_relative
+    seen = Kernels(forward.by_op, backward.by_op, bias.by_op, relative.by_op)
+    return Kernels(forward.direct, backward.direct, bias.direct, relative.direct, prepare, seen)
+
+
+PORTABLE = _kernels(_prepare_portable, attention_forward, attention_backward)
+HOPPER = _kernels(_prepare_hopper, hopper_forward, hopper_backward)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -257,8 +273,9 @@ def _op_gradients(
     return placed(gradients(backward, ctx, needed_of(needs), do, dlse), len(needs))
 
 
-for _operator, _backward in ((attention_forward, BY_OPS), (hopper_forward, HOPPER_BY_OPS)):
-    _operator.op.register_autograd(partial(_op_gradients, _backward), setup_context=setup_context)
+for _operator, _by in ((attention_forward, PORTABLE), (hopper_forward, HOPPER)):
+    _gradients = partial(_op_gradients, _by.seen())
+    _operator.op.register_autograd(_gradients, setup_context=setup_context)
 
 
 def _batched(x: Tensor | None) -> bool:
@@ -271,15 +288,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernels: Kernels,
+        by: Kernels,
         options: Options,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *_: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.kernels = kernels
-        output: tuple[Tensor, Tensor] = kernels.forward(q, k, v, options)
+        ctx.by = by
+        output: tuple[Tensor, Tensor] = by.forward(q, k, v, options)
         save(ctx, q, k, v, options, output)
         return output
 
@@ -288,12 +305,12 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         # A call without learned options has q, k and v alone.
         needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
-        kernels: Kernels = ctx.kernels
+        by: Kernels = ctx.by
         # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient;
         # a mode that was entered after the forward, as torch's counter of products, sees ops alone.
         if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
-            kernels = HOPPER_BY_OPS if kernels.backward is HOPPER_DIRECT.backward else BY_OPS
-        return (None, None, *gradients(kernels, ctx, needed, do, dlse)[: len(needs)])
+            by = by.seen()
+        return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)])
 
 
 # The `apply` of torch's class asks for transforms of torch.func, argument by argument, before it
@@ -302,72 +319,55 @@ _apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _A
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, hopper: bool = False
+    q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels = PORTABLE
 ) -> tuple[Tensor, Tensor]:
     """o and lse, by the op where something traces or transforms, else by the kernels themselves.
 
     Both ways give the same bits and the same gradients. q, k, v (and relative keys and queries)
     have contiguous last dims that are whole multiples of 16 bytes; packed ones have three dims.
-    hopper: by the kernels for Hopper, for which `why_not_hopper` is None.
+    by: kernels that serve the call: `HOPPER` where `why_not_hopper` is None.
     """
     options = contiguous(options)
-    if options.cu_seqlens_q is None:
-        return _attend(q, k, v, options, hopper)
-    query = options.relative_query
-    if query is not None:
-        options = options._replace(relative_query=as_batch(query))
-    o, lse = _attend(as_batch(q), as_batch(k), as_batch(v), options, hopper)
-    return as_packed(o), lse[0]
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, hopper: bool
-) -> tuple[Tensor, Tensor]:
+    packed = options.cu_seqlens_q is not None
+    if packed:
+        q, k, v = as_batch(q), as_batch(k), as_batch(v)
+        if (query := options.relative_query) is not None:
+            options = options._replace(relative_query=as_batch(query))
     if not tracing.may_be_traced(q):
-        return attend_by(HOPPER_DIRECT if hopper else DIRECT, q, k, v, options)
-    kernels = HOPPER_BY_OPS if hopper else BY_OPS
-    if transforms.transforming():
-        return transforms.attend(kernels, q, k, v, options)
-    return kernels.forward(q, k, v, options)
+        o, lse = launch(by, q, k, v, options)
+    elif transforms.transforming():
+        o, lse = transforms.attend(by.seen(), q, k, v, options)
+    else:
+        o, lse = by.seen().forward(q, k, v, options)
+    return (as_packed(o), lse[0]) if packed else (o, lse)
 
 
-def attend_by(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """`attend` where nothing traces, launched directly."""
+def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """o and lse by these kernels, recorded by autograd if it will ask; nothing may trace it."""
     if torch.is_grad_enabled():
         learned = options.differentiable
         given = [x for x in learned if x is not None]
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
         if wanted or any(x.requires_grad for x in given):
-            return _apply(kernels, options, q, k, v, *(learned if given else ()))
-    return kernels.forward(q, k, v, options)
-
-
-def kernels_for(q: Tensor, *, hopper: bool = False) -> Kernels:
-    """The kernels for a call with this q: as operators where something traces, else directly."""
-    if tracing.may_be_traced(q):
-        return HOPPER_BY_OPS if hopper else BY_OPS
-    return HOPPER_DIRECT if hopper else DIRECT
+            return _apply(by, options, q, k, v, *(learned if given else ()))
+    return by.forward(q, k, v, options)
 
 
 def device_key(dtype: torch.dtype) -> Hashable:
     """What kernels for this dtype go by beside their arguments: equal where they are the same."""
-    key: Hashable = kernel("launch.tiles").device_key(dtype)
+    key: Hashable = kernels.tiles.device_key(dtype)
     return (key, "without hopper") if uncompiled else key
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, hopper: bool = False
+    q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels = PORTABLE
 ) -> Kernels | None:
     """The kernels for calls with the signature of this one, the forward ready to launch.
 
     They are good as long as `device_key` is the same. None where such a call needs a launch of its
     own: on a device that is not the current one, with users' functions, and for tensors that
-    kernels cannot read as they lie. hopper: as in `attend`.
+    kernels cannot read as they lie. by: as in `attend`.
     """
-    if hopper and uncompiled:
-        return None
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None
     packed = options.cu_seqlens_q is not None
@@ -375,20 +375,13 @@ def prepare(
         return None
     if packed and options.relative_query is not None:
         return None
-    kernels = HOPPER_DIRECT if hopper else DIRECT
-    otherwise = partial(_packed_forward, kernels) if packed else kernels.forward
-    if hopper:
-        make = kernel("hopper.forward").prepare_hopper_forward
-    elif why_not_split(q, k, v, options) is None:
-        make = kernel("forward").prepare_few_queries
-    else:
-        make = kernel("forward").prepare_forward
-    forward = make(q, k, v, options, otherwise)
-    return None if forward is None else kernels._replace(forward=forward)
+    assert by.prepare is not None
+    forward = by.prepare(q, k, v, options, partial(_packed_forward, by) if packed else by.forward)
+    return None if forward is None else by._replace(forward=forward)
 
 
 def _packed_forward(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
+    by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    o, lse = kernels.forward(as_batch(q), as_batch(k), as_batch(v), options)
+    o, lse = by.forward(as_batch(q), as_batch(k), as_batch(v), options)
     return as_packed(o), lse[0]

@@ -9,8 +9,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, tracing
+from .. import kernels as kernels
 from ..options import CONTIGUOUS, TENSORS, Options
 from . import schema
 from .flops import Formula, register
@@ -30,15 +29,6 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", 
 def interpreting() -> bool:
     """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1 at import."""
     return TRITON_INSTALLED and _INTERPRETING
-
-
-@cache
-def kernel(name: str) -> Any:
-    """The module fastattn.kernels.`name`, imported on first use; a mended interpreter runs it."""
-    package = f"{__package__.rpartition('.')[0]}.kernels"
-    if interpreting():
-        import_module(f"{package}.launch.interpreter").mend()
-    return import_module(f"{package}.{name}")
 
 
 def from_compiler(error: Exception) -> bool:
@@ -56,7 +46,7 @@ def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return launch(*arguments)
     except Exception as error:
-        if not from_compiler(error) or not kernel("launch.tiles").take_back_hopper():
+        if not from_compiler(error) or not kernels.tiles.take_back_hopper():
             raise
     return launch(*arguments)
 
@@ -179,7 +169,7 @@ class Operator:
 
         A table knows the releases of Triton that it was made with; no training ends by another.
         """
-        tiles = kernel("launch.tiles")
+        tiles = kernels.tiles
         while from_compiler(error):
             refused = getattr(error, "tile", None)
             if not isinstance(refused, tiles.TileConfig) or not tiles.make_smaller(refused):

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..cache_view import CacheView
 from ..options import Options
 from . import flops
-from .call import Operator, contiguous, fake_output, kernel
+from .call import Operator, contiguous, fake_output
 
 
 @partial(Operator, flops=flops.decoded)
@@ -31,11 +32,10 @@ def decode_forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
-    decode = kernel("decode")
-    tensors = decode.CacheTensors(
+    tensors = kernels.pages.CacheTensors(
         k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned
     )
-    return decode.launch_decode(
+    return kernels.decode.launch_decode(
         q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
     )
 
@@ -95,9 +95,8 @@ def prepare(
         return None
     if q.stride(-1) != 1 or contiguous(options) is not options:
         return None
-    tensors = kernel("rules.pages").CacheTensors
-    launch = kernel("decode").prepare_decode(
-        q, _tensors(tensors, view), view.starts, new_lengths, options,
+    launch = kernels.decode.prepare_decode(
+        q, _tensors(view), view.starts, new_lengths, options,
         splits=splits, invariant=invariant,
     )  # fmt: skip
     if launch is None:
@@ -107,15 +106,15 @@ def prepare(
     def decode(
         q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
-        o, lse = launch(q, _tensors(tensors, view), view.starts, new_lengths, options)
+        o, lse = launch(q, _tensors(view), view.starts, new_lengths, options)
         return o if o.shape[3] == width else o[..., :width], lse
 
     return decode
 
 
-def _tensors(cls: Any, view: CacheView) -> Any:
+def _tensors(view: CacheView) -> "kernels.pages.CacheTensors":
     """What launchers take of a view."""
-    return cls(
+    return kernels.pages.CacheTensors(
         view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
         view.batch_index, view.keep_first,
     )  # fmt: skip

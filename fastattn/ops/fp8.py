@@ -7,11 +7,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from .. import kernels
 from ..options import Options
 from ..position_tables import document_ids
 from . import attend as attention
 from . import call, flops
-from .call import Operator, fake_in_layout, fake_output, kernel
+from .call import Operator, fake_in_layout, fake_output
 
 
 def why_not_hopper(
@@ -67,7 +68,7 @@ def pack_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """See `kernels.fp8_values.launch_pack_values`."""
     if not (v.is_cuda or call.interpreting()):
         return pack_by_torch(v, cu_seqlens)
-    return kernel("fp8_values").launch_pack_values(v, cu_seqlens)
+    return kernels.fp8_values.launch_pack_values(v, cu_seqlens)
 
 
 @pack_values.op.register_fake
@@ -81,7 +82,7 @@ def quantize_heads(
     x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.fp8_quantize.launch_head_codes`."""
-    return kernel("fp8_quantize").launch_head_codes(x, lengths, cu_seqlens, packed)
+    return kernels.fp8_quantize.launch_head_codes(x, lengths, cu_seqlens, packed)
 
 
 @quantize_heads.op.register_fake
@@ -126,7 +127,7 @@ def hopper_forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """o and lse; see `kernels.hopper.forward.launch_hopper_forward_fp8`."""
     scales = (q_scale, k_scale, v_scale)
-    launch = kernel("hopper.forward").launch_hopper_forward_fp8
+    launch = kernels.hopper_forward.launch_hopper_forward_fp8
     return call.by_shipped_shapes(launch, q, k, values, scales, dtype, options)
 
 

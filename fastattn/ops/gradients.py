@@ -22,12 +22,22 @@ _MOD_TENSORS = Options._fields.index("mod_tensors")
 
 
 class Kernels(NamedTuple):
-    """What computes attention and its gradients: operators, or the launchers beneath them."""
+    """What computes attention and its gradients: operators, or the launchers beneath them.
+
+    prepare: makes a forward for calls of one signature, or None; see `ops.attend.prepare`.
+    operators: of launchers, the operators above them, which tracers see.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     backward_bias: Callable[..., Any]
     backward_relative: Callable[..., Any]
+    prepare: Callable[..., Any] | None = None
+    operators: "Kernels | None" = None
+
+    def seen(self) -> "Kernels":
+        """The operators: of operators, themselves."""
+        return self.operators or self
 
 
 Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Options]

@@ -4,14 +4,15 @@ from functools import partial
 
 from torch import Tensor
 
+from .. import kernels
 from . import flops
-from .call import Operator, kernel
+from .call import Operator
 
 
 @partial(Operator, flops=flops.nothing)
 def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse of two parts; see `kernels.combine.launch_merge`."""
-    return kernel("combine").launch_merge(o1, lse1, o2, lse2)
+    return kernels.combine.launch_merge(o1, lse1, o2, lse2)
 
 
 @merge_forward.op.register_fake

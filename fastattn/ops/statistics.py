@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..options import Options
 from . import flops
-from .call import Operator, kernel
+from .call import Operator
 
 
 def _computed(times: int) -> flops.Formula:
@@ -29,11 +30,11 @@ def attention_statistics(
 
     Last dims are contiguous and whole multiples of 16 bytes; lse is fp32 and contiguous.
     """
-    kernels = kernel("statistics")
+    launch = kernels.statistics
     if lse is None:
-        lse = kernels.launch_lse(q, k, options)
-    entropy, largest, positions = kernels.launch_row_statistics(q, k, lse, options, top)
-    return entropy, kernels.launch_received(q, k, lse, options), largest, positions
+        lse = launch.launch_lse(q, k, options)
+    entropy, largest, positions = launch.launch_row_statistics(q, k, lse, options, top)
+    return entropy, launch.launch_received(q, k, lse, options), largest, positions
 
 
 @attention_statistics.op.register_fake
@@ -50,10 +51,9 @@ def _(
 @partial(Operator, flops=_computed(1))
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
     """All weights, fp32 [B, H_q, T_q, T_k]; arguments as for `attention_statistics`."""
-    kernels = kernel("statistics")
     if lse is None:
-        lse = kernels.launch_lse(q, k, options)
-    return kernels.launch_weights(q, k, lse, options)
+        lse = kernels.statistics.launch_lse(q, k, options)
+    return kernels.statistics.launch_weights(q, k, lse, options)
 
 
 @attention_weights.op.register_fake

@@ -139,7 +139,7 @@ def _install(device: torch.device, tiles: Iterable[Row], splits: Iterable[Row]) 
     """Give kernels these in place of earlier ones; no known call holds any more."""
     index = -1 if call.interpreting() else device.index
     try:
-        call.kernel("launch.tiles").install(tiles, index, splits)
+        call.kernels.tiles.install(tiles, index, splits)
     except ValueError as error:
         warn_once(f"fastattn ignores the tiles that were tuned on {device}: {error}")
 

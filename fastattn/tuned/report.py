@@ -30,7 +30,7 @@ def describe(device: torch.device) -> list[str]:
 
 def _tiles() -> Iterator[str]:
     """Where the tile of each kernel comes from, for plain calls, by head dim."""
-    tiles = call.kernel("launch.tiles")
+    tiles = call.kernels.tiles
     arch, device = tiles.current_arch(), tiles.current_device()
     yield "tiles by head dim; modelled and measured ones are those that are shipped"
     for kernel in tiles.KINDS:
@@ -39,8 +39,8 @@ def _tiles() -> Iterator[str]:
             origins = ", ".join(f"{D} {_origin(row)}" for D, row in rows)
             yield f"  {kernel}, {size} bytes: {origins}"
     for kernel in tiles.HOPPER:
-        rows = ((D, tiles.other_row(kernel, D)) for D in _HEAD_DIMS)
-        found = [f"{D} {_origin(row)}" for D, row in rows if row is not None]
+        others = ((D, tiles.other_row(kernel, D)) for D in _HEAD_DIMS)
+        found = [f"{D} {_origin(row)}" for D, row in others if row is not None]
         if found:
             yield f"  {kernel}: {', '.join(found)}"
 

@@ -30,15 +30,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             calls.append(tuple(q.shape))
         return formula.attention(q, k, v, unflat(fields), return_lse=True)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, **_: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: Any, *_: Any) -> Any:
         return computed(q, k, v, *flat(options))
 
-    def why_not(q: Tensor, *_: Any) -> str | None:
-        return "float64" if q.dtype == torch.float64 else None
+    def why_not(inputs: dict[str, Tensor]) -> str | None:
+        return "float64" if inputs["q"].dtype == torch.float64 else None
 
     # A known call would go past `attend`.
     monkeypatch.setattr(call_memo, "key_of", lambda *_: None)
-    monkeypatch.setattr(dispatch, "why_not_triton", why_not)
+    monkeypatch.setattr(dispatch, "why_no_kernel", why_not)
     monkeypatch.setattr(functional.ops, "attend", attend)
     return calls
 

@@ -8,6 +8,7 @@ import torch
 import fastattn
 from fastattn import attention
 from fastattn.functional import call_memo
+from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
@@ -159,7 +160,7 @@ def test_chunks_are_split_where_forward_would_be_idle(
 def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of its kernels has 128 queries."""
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
-    monkeypatch.setattr(attend, "why_not_hopper", lambda *call: None)
+    monkeypatch.setattr(host, "why_not_hopper", lambda *call: None)
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     q, k, v = make_qkv(1, 4, 2, 1, 300, 16, device=device)
     choice = fastattn.explain(q, k, v)

@@ -244,8 +244,8 @@ def test_the_flag_of_torch_rules_it_out() -> None:
 def test_a_softcap_takes_two_passes_at_head_dim_128() -> None:
     q, k, v = make_qkv(1, 1, 1, 40, None, 128, dtype=torch.bfloat16)
     options = dense_options(q, k, v, softcap=3.0, deterministic=False)
-    assert ops.why_not_one_pass(64, options, hopper=True) is None
-    reason = ops.why_not_one_pass(128, options, hopper=True)
+    assert ops.why_not_one_pass_on_hopper(64, options) is None
+    reason = ops.why_not_one_pass_on_hopper(128, options)
     assert reason == "softcap and head dim 128 do not leave it registers"
     assert_matches_reference(attention, q, k, v, softcap=3.0)
     assert passes() == 2

@@ -249,13 +249,13 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    by_ops = attend.BY_OPS
+    op = attend.attention_forward.op
 
     def counted(*arguments):
         seen.append("op")
-        return by_ops.forward(*arguments)
+        return op(*arguments)
 
-    monkeypatch.setattr(attend, "BY_OPS", by_ops._replace(forward=counted))
+    monkeypatch.setattr(attend.attention_forward, "op", counted)
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []

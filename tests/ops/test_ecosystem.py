@@ -13,8 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import fastattn
-from fastattn import reference
-from fastattn.ops.call import kernel
+from fastattn import kernels, reference
 from fastattn.testing import make_qkv
 from fastattn.torch_backend import formula
 
@@ -177,7 +176,7 @@ def test_mapped_functions_count_the_rows_of_one_call(backend: str, device: str) 
 def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy sees the forward op by its name, and one that keeps it saves the second run."""
     launches = []
-    forward = kernel("forward")
+    forward = kernels.forward
     launch = forward.launch_forward
     monkeypatch.setattr(
         forward, "launch_forward", lambda *args: launches.append(1) or launch(*args)

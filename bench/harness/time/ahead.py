@@ -45,7 +45,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
     inputs = make_inputs(here, empty=True)
     with (
         tiles.forced(**forced),
-        mock.patch.object(dispatch, "why_not_triton", lambda *tensors: None),
+        mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
         mock.patch.object(attend, "on_hopper", lambda device: True),
     ):
         work_from_nothing(here, found.prepare(here, inputs), inputs)()
