@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import (
     attention,
@@ -205,3 +206,12 @@ def test_bad_input():
     ):
         with pytest.raises(error, match=message):
             wrong()
+
+
+def test_tracers_see_the_operators_of_its_gradients(device: str) -> None:
+    with FakeTensorMode():
+        q, k, v, do = (torch.empty(1, 2, 16, 32, device=device) for _ in range(4))
+        o, lse = attention_block_forward(q, k, v, causal=True, backend="triton")
+        found = attention_block_backward(do, q, k, v, o, lse, causal=True, backend="triton")
+    assert [x.shape for x in (found.dq, found.dk, found.dv)] == [q.shape] * 3
+    assert found.delta.shape == lse.shape
