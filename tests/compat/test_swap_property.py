@@ -68,13 +68,13 @@ MASKS = {
 }
 # Attributes by name, and what may be drawn for them. Dropout drops all or nothing: kernels have
 # other bits than torch.
-_scale = partial(random.Random.choice, seq=[0.9, 0.1, 2.0, 1.0, 1, -0.7, 0.0])
+_scale = partial(random.Random.choice, seq=[0.9, 0.1, 2.0, 1.0, 1])
 _all_or_nothing = partial(random.Random.choice, seq=[0.0, 1.0])
 _heads = partial(random.Random.choice, seq=[1, 2, 8])
 _flag = partial(random.Random.choice, seq=[True, False])
 ATTRIBUTES: dict[str, Callable[[random.Random], Any]] = {
     "scale": _scale,
-    "slope": _scale,
+    "slope": partial(random.Random.choice, seq=[0.9, -0.7, 0.0]),
     "eps": partial(random.Random.choice, seq=[1e-3, 1.0]),
     "window": partial(random.Random.randint, a=1, b=6),
     "prefix": partial(random.Random.randint, a=1, b=6),
