@@ -50,6 +50,17 @@ def test_terms_are_summed_in_another_order_and_rounded_otherwise(compute) -> Non
         torch.testing.assert_close(compute(x, y), compute(x, y), rtol=2**-22, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_in_16_bits_move_to_neighbours_where_asked(dtype: torch.dtype) -> None:
+    x, y = torch.randn(7, 30).to(dtype), torch.eye(30, dtype=dtype)
+    with OtherOrder(1):
+        assert torch.equal(x @ y, x)
+    with OtherOrder(1, narrow=True):
+        found = x @ y
+    assert not torch.equal(found, x)
+    torch.testing.assert_close(found, x, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_entries_farthest_from_exact_are_kept() -> None:
     exact = torch.tensor([1.0, 2.0, -math.inf, 4.0], dtype=torch.float64)
     off = iter(torch.tensor([[0.1, 0.0, -math.inf, 0.0], [-0.2, 0.1, -math.inf, 0.0]] * RUNS))
