@@ -4,7 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_rules import FLOORS, MOST_FILES, REQUIRED, find_imports, find_modules, find_violations
+from layout_rules import (
+    FLOORS,
+    MOST_FILES,
+    REQUIRED,
+    find_imports,
+    find_modules,
+    find_unused,
+    find_violations,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -22,6 +30,12 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 def test_the_package_keeps_the_rules():
     assert find_violations(CHECKOUT) == []
+
+
+def test_every_module_is_used_and_a_planted_one_is_found(tmp_path):
+    assert list(find_unused(CHECKOUT)) == []
+    plant(tmp_path, {"fastattn/checks.py": "", "fastattn/a.py": "from . import checks"})
+    assert list(find_unused(tmp_path)) == ["fastattn.a is imported by nothing"]
 
 
 def test_every_floor_entry_exists():

@@ -12,6 +12,7 @@ from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
 from . import flops, schema
 from .call import Operator, contiguous, fake_in_layout, fake_output
+from .gradients import as_read, save, saved
 
 
 @partial(Operator, flops=flops.attended(1, 1))
@@ -54,32 +55,19 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, u, *flat = inputs
     options = schema.unflat(tuple(flat))
-    ctx.names = [
-        name for name, x in zip(options._fields, options, strict=True) if isinstance(x, Tensor)
-    ]
-    masks = (getattr(options, name) for name in ctx.names)
-    ctx.save_for_backward(q, k, v, u, *output, *masks, *options.mod_tensors)
-    absent: dict[str, Any] = dict.fromkeys(ctx.names)
-    ctx.options = options._replace(**absent, mod_tensors=())
-    ctx.set_materialize_grads(False)
+    # u is kept as the first of the tensors that functions read.
+    save(ctx, q, k, v, options._replace(mod_tensors=(u, *options.mod_tensors)), output)
 
 
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, u, o, lse, *tensors = ctx.saved_tensors
-    count = len(ctx.names)
-    masks: dict[str, Any] = dict(zip(ctx.names, tensors[:count], strict=True))
-    saved: Options = ctx.options
-    options = saved._replace(**masks, mod_tensors=tuple(tensors[count:]))
+    q, k, v, o, lse, kept = saved(ctx)
+    u, *of_functions = kept.mod_tensors
+    options = kept._replace(mod_tensors=tuple(of_functions))
     others = (None,) * (len(ctx.needs_input_grad) - 4)
     if torch.is_grad_enabled():
         needed = ctx.needs_input_grad[:4]
         return *_differentiable_gradients((q, k, v, u), options, needed, (do, dlse)), *others
-    if do is None:
-        do = torch.zeros_like(o)
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    if dlse is not None:
-        dlse = dlse.contiguous()
+    do, dlse = as_read(do, dlse, o)
     dq, dk, dv, du = additive_backward.by_op(do, dlse, q, k, v, u, o, lse, options)
     return dq, dk, dv, du.to(u.dtype), *others
 

@@ -120,12 +120,7 @@ def gradients_and_delta(
 ) -> tuple[list[Tensor | None], Tensor]:
     """`kernel_gradients`, and delta = rowsum(do * o) - dlse, fp32 like lse."""
     q, k, v, o, lse, options = inputs
-    if do is None:
-        do = torch.zeros_like(o)
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    if dlse is not None:
-        dlse = dlse.contiguous()
+    do, dlse = as_read(do, dlse, o)
     dq, dk, dv, delta, dquery = kernels.backward(do, dlse, q, k, v, o, lse, options)
     wanted = {
         name: x
@@ -147,6 +142,15 @@ def gradients_and_delta(
             for x, given in zip(others, options.differentiable, strict=True)
         ]
     return [dq, dk, dv, *others], delta
+
+
+def as_read(do: Tensor | None, dlse: Tensor | None, o: Tensor) -> tuple[Tensor, Tensor | None]:
+    """do and dlse as kernels read them: do is there, with a contiguous last dim."""
+    if do is None:
+        do = torch.zeros_like(o)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    return do, None if dlse is None else dlse.contiguous()
 
 
 def differentiable_gradients(

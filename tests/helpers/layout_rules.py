@@ -55,6 +55,16 @@ TYPED_BY_KERNELS = "fastattn.options"
 KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing", "fastattn.bench")
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 MOST_FILES = 14  # directly in one folder
+# What a user or a script imports, and what a process is started with.
+ENTRIES = {
+    "fastattn.__main__",
+    "fastattn.bench.results.page",
+    "fastattn.bench.time.full_run",
+    "fastattn.compat.flex_attention",
+    "fastattn.compat.llama",
+    "fastattn.compat.torch_flash",
+    "fastattn.testing.verify.child",
+}
 # What a plain install has; everything else is imported inside the function that needs it.
 REQUIRED = {"torch", "triton", "einops"}
 
@@ -234,6 +244,20 @@ def find_full_folders(modules: dict[str, Path]) -> Iterator[str]:
     for folder, count in Counter(path.parent for path in files).items():
         if count > MOST_FILES:
             yield f"{folder.name}/ has {count} files, more than {MOST_FILES}"
+
+
+def find_unused(root: Path) -> Iterator[str]:
+    """Report modules that nothing imports: tools of tests belong into tests/tools/."""
+    modules = find_modules(root)
+    used = {
+        arrow.target
+        for name, path in modules.items()
+        for arrow in find_imports(name, path, modules)
+        if arrow.target != name
+    }
+    for name, path in modules.items():
+        if path.name != "__init__.py" and name not in used | ENTRIES:
+            yield f"{name} is imported by nothing"
 
 
 def find_violations(root: Path) -> list[str]:
