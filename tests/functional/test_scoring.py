@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,6 +62,20 @@ def test_additive_kernels_match_the_formula(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_additive_on_torch_matches_the_formula(name: str) -> None:
     assert_additive(inputs(), "torch", MASKS[name])
+
+
+@triton.jit
+def listed(b, h, q_pos, k_pos, table):
+    return triton.language.load(table + k_pos) > 0
+
+
+def test_functions_of_additive_kernels_read_their_tensors_backward_too(device: str) -> None:
+    def formula(*tensors: Tensor, mask_mod: Any, mod_tensors: tuple[Tensor]) -> Any:
+        return naive(*tensors, attn_mask=mod_tensors[0] > 0)
+
+    table = torch.tensor([0, 1, 1] * (T_k // 3), device=device)
+    options = {"mask_mod": listed, "mod_tensors": (table,)}
+    assert_additive(inputs(device=device), "triton", options, formula)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
