@@ -1,5 +1,7 @@
 """The rules of `layout_rules`: kept by this tree, and broken by trees with planted violations."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,12 @@ def test_every_module_is_used_and_a_planted_one_is_found(tmp_path):
     assert list(find_unused(CHECKOUT)) == []
     plant(tmp_path, {"fastattn/checks.py": "", "fastattn/a.py": "from . import checks"})
     assert list(find_unused(tmp_path)) == ["fastattn.a is imported by nothing"]
+
+
+def test_every_planted_fault_still_applies():
+    listed = [sys.executable, str(CHECKOUT / "tests" / "faults"), "--list"]
+    done = subprocess.run(listed, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_floor_entry_exists():
