@@ -205,6 +205,15 @@ def test_hooks_of_parts(swap, kind, when):
     assert total(done) == before + 1
 
 
+def test_forwards_of_parts(swap):
+    model, x = BLOCKS["mingpt"](), tokens()
+    done = swap(model, eager=True)
+    model(x)
+    model.attn_dropout.forward = torch.zeros_like
+    assert torch.equal(model(x), model.c_proj.bias.expand(*x.shape))
+    assert (done.calls[""].served, done.calls[""].passed) == (1, 1)
+
+
 @dataclass(slots=True)
 class Slots:
     window: int = 4

@@ -138,7 +138,7 @@ class XTransformers(nn.Module):
 
 
 class Sam(nn.Module):
-    """Segment Anything: relative positions of both axes added, heads in the batch."""
+    """Segment Anything: relative positions of both axes added in two views, heads in the batch."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -156,7 +156,9 @@ class Sam(nn.Module):
         r_q = q.reshape(B * H, size, size, -1)
         rel_h = torch.einsum("bhwc,hkc->bhwk", r_q, self.rel_pos_h[distances])
         rel_w = torch.einsum("bhwc,wkc->bhwk", r_q, self.rel_pos_w[distances])
-        attn = attn.view(B * H, size, size, size, size) + rel_h[..., :, None] + rel_w[..., None, :]
+        attn = attn.view(B * H, size, size, size, size) + rel_h[..., :, None]
+        rel_w = rel_w[..., None, :].unflatten(0, (B, H))
+        attn = attn.view(B, H, size, size, size, size) + rel_w
         x = attn.view(B * H, size * size, size * size).softmax(dim=-1) @ v
         return self.proj(x.view(B, H, size * size, -1).permute(0, 2, 1, 3).reshape(B, -1, C))
 
