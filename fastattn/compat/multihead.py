@@ -54,6 +54,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     # torch.jit.script keeps these.
     __constants__: ClassVar[list[str]] = [*nn.MultiheadAttention.__constants__, "backend"]  # type: ignore[misc]
+    # And leaves this one out, which only what it does not compile reads.
+    __jit_ignored_attributes__: ClassVar[list[str]] = ["calls"]
     # Objects that `fastattn.swap` made of torch's modules have no attribute of their own.
     backend: str | None = None
     # Those of a `fastattn.Swap`.
