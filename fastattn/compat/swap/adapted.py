@@ -6,7 +6,7 @@ served, with what they hold at that moment.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -56,10 +56,8 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
 
 
 def _new(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
-    of: Any = kind
-    made = _adapted_class(of, adapter)
-    new: nn.Module = made.__new__(made)
-    return new
+    made: Any = _adapted_class(cast(Any, kind), adapter)
+    return cast(nn.Module, made.__new__(made))
 
 
 def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], None]:

@@ -19,7 +19,6 @@ from .source import names_in
 _SDPA = "scaled_dot_product_attention"
 _SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
 _BY_TORCHS_FUNCTION = f"its own forward; calls of torch's {_SDPA} in it are served"
-
 _BY_CAPTURE = "torch.compile captures its forward; attention in the graph is served"
 
 
