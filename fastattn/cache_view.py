@@ -1,4 +1,4 @@
-"""What a kernel needs to read a cache, or to write into it: `CacheView`, and rows in memory."""
+"""Views of a cache for the kernels that read it or write into it: `CacheView`, rows in memory."""
 
 from typing import NamedTuple
 

@@ -350,7 +350,7 @@ def check_backend(backend: str | None, source: str = "backend") -> str:
 
 
 def kind(x: object) -> object:
-    """What an error message calls x: a tensor's dtype, or a type's name."""
+    """Name x for an error message: a tensor's dtype, or a type's name."""
     return x.dtype if isinstance(x, Tensor) else type_name(x)
 
 
@@ -362,7 +362,7 @@ def type_name(x: object) -> str:
 
 
 def got(x: object) -> str:
-    """What an error message calls x where a number belongs."""
+    """Describe x for an error message that expected a number."""
     if not isinstance(x, Tensor):
         return type_name(x)
     gradient = " that requires grad" if x.requires_grad else ""

@@ -241,7 +241,7 @@ def _fastest(
 
 
 def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:
-    """What `fastattn verify` found wrong on this device about such calls of a backend, or None."""
+    """Fault that `fastattn verify` found on this device in such calls of a backend, or None."""
     if not choices.any_about(q.device):
         return None
     width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
@@ -257,10 +257,10 @@ def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _bucket(
     q: Tensor, v: Tensor, options: Options, training: bool
 ) -> tuple[torch.device, str, torch.dtype, int, bool, str] | None:
-    """What the fastest backend goes by, if it is one of the calls that backends are timed on.
+    """Key of the timings that decide the fastest backend; None if no timing covers such calls.
 
-    Those have no option but the causal order that torch has a flag for. Sizes are compared where
-    they are known: what is compiled for all of them counts as many.
+    Backends are timed on calls without options except the causal order that torch has a flag for.
+    Sizes are compared where they are known; a symbolic size counts as many.
     """
     plain = options.plain and not (options.registers or options.fp32_results)
     offset = options.query_offset
@@ -309,7 +309,7 @@ def with_fit_passes(choice: Explanation, q: Tensor, v: Tensor, options: Options)
 
 
 def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
-    """What was found against one pass; who forces a backend means all of it."""
+    """Reason against the one-pass backward here, or None; a forced backend keeps one pass."""
     if choice.forced or not choices.any_about(q.device):
         return None
     wrong = why_quarantined(choice.backend, q, v, ("one-pass",))

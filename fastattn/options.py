@@ -173,16 +173,15 @@ Registers = Literal["relative", "heavy", "scores", "bias", "masked", ""]
 
 
 class Tags(NamedTuple):
-    """What is known of a field of `Options` beside its type.
+    """Properties of a field of `Options` beside its type.
 
-    dims: of a tensor; those in brackets may be 1, or not there.
+    dims: dims of a tensor; dims in brackets may be 1 or missing.
     learned: autograd gives it a gradient.
-    strided: kernels read it by its strides; any other tensor has to be contiguous.
-    registers: kernels that read it have to be as economical of registers as with a simple mask
-    ("masked"), a bias for each score ("bias"), what else is asked or changed for each of them
-    ("scores"), both of those ("heavy", as no option alone is), or vectors for distances
-    ("relative").
-    table: launchers make a tensor of it.
+    strided: kernels read it by its strides; other tensors must be contiguous.
+    registers: how much it raises a kernel's use of registers: a simple mask ("masked"), a bias for
+    each score ("bias"), any other test or change of each score ("scores"), a bias and such a test
+    or change ("heavy", which no option is alone), or vectors for distances ("relative").
+    table: launchers turn it into a tensor.
     weighs: changes scores or weights as no argument of torch's own attention does.
     """
 

@@ -265,7 +265,7 @@ def _other_masks(
     mod_tensors: tuple[Tensor, ...],
     masks: dict[str, Any],
 ) -> Tensor:
-    """What documents, attn_mask and mask_mod let through, broadcasting to the scores."""
+    """Combine documents, attn_mask and mask_mod into a mask that broadcasts to the scores."""
     keep = torch.ones((), dtype=torch.bool, device=places.q_pos.device)
     documents = masks.get("documents")
     if documents is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RotaryScaling(Protocol):
-    """What `rotary_tables` needs of a scaling."""
+    """Interface that `rotary_tables` needs from a scaling."""
 
     @property
     def amplitude(self) -> float:

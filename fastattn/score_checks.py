@@ -149,7 +149,7 @@ def _per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
-    """As `_per_score` over a cache: the last dim is not broadcast, and at least `bound`."""
+    """Check a tensor over a cache like `_per_score`; its last dim, >= `bound`, never broadcasts."""
     if x.dim() < 2 or x.shape[-1] < bound:
         raise ValueError(
             f"{name} must reach over the cache's {bound} positions in its last of 2 to 4 "

@@ -1,4 +1,4 @@
-"""What torch does around a call: traces, symbolic sizes, transforms, autocast, CUDA graphs."""
+"""State of torch around a call: traces, symbolic sizes, transforms, autocast, CUDA graphs."""
 
 from collections.abc import Callable
 from functools import partial

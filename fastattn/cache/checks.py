@@ -29,7 +29,7 @@ def check_ints(name: str, each: str, numbers: Any) -> list[int]:
 
 
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """That of the tokens, a floating one; torch's default unless given."""
+    """The dtype of a cache's tokens: a floating one, torch's default unless given."""
     return checks.check_float_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
 
 

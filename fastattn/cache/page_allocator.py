@@ -36,7 +36,7 @@ class OutOfRows(RuntimeError):
 
 @dataclass
 class Changes:
-    """What a call changed, for the tensors that mirror the allocator.
+    """Changes that a call made, for the tensors that mirror the allocator.
 
     entries: (row, column) of the block table -> page. lengths: row -> tokens. copies: page to copy
     -> copy of it, as pairs.
@@ -97,7 +97,7 @@ class PageAllocator:
         return list(self._row(row).pages)
 
     def latest(self, row: int) -> int:
-        """Of a row's tokens, those that the last `advance` counted; 0 after any other change."""
+        """Count the tokens of a row that the last `advance` added; 0 after any other change."""
         return self._row(row).latest
 
     def holders(self, page: int) -> int:

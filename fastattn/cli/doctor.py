@@ -67,7 +67,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Of C: Triton's launcher is compiled with it, once, on a GPU."""
+    """Look for a C compiler: on a GPU, Triton compiles its launcher with it once."""
     named = os.environ.get("CC")
     found = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
     if found:

@@ -62,7 +62,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _distributed() -> int:
-    """Of the ranks that torchrun started; one of them prints."""
+    """Report the ranks that torchrun started; one of them prints."""
     import torch.distributed as dist
 
     from ..parallel.cost import MODELS, Rates, Shape, choice

@@ -81,7 +81,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def summary(found: Any) -> list[str]:
-    """What a `Tuning` came to, in a few lines."""
+    """Summarise the result of a `Tuning` in a few lines."""
     faster = [row for _, row in found.rows if row["gain"]]
     left = sum(step.status == "not reached" for step in found.steps)
     lines = [f"choices measured: {len(found.rows)}, faster than shipped: {len(faster)}"]

@@ -235,7 +235,7 @@ def _either(condition: Any, x: Any, y: Any) -> _Score:
 def _recorded(
     score_mod: Callable[..., Any], sizes: Sizes, device: torch.device
 ) -> tuple[_Score, Tensor | None, Tensor | None]:
-    """What score_mod does to a score; where it leaves one, and what it adds, of every place."""
+    """Record score_mod: its changes to a score, the places that it keeps, and its bias at each."""
     done: list[_Score] = []
 
     def terms(*place: Tensor) -> tuple[Tensor, Tensor]:

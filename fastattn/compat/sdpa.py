@@ -87,7 +87,7 @@ def served_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    """What `scaled_dot_product_attention` computes by the kernels, or why they do not serve."""
+    """Compute `scaled_dot_product_attention` by the kernels, or return why they do not serve it."""
     is_causal, enable_gqa = _decided(is_causal, enable_gqa)
     call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
@@ -277,7 +277,7 @@ def _head_counts(H_q: int, H_k: int, H_v: int, enable_gqa: bool) -> tuple[int, i
 
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What shapes of equal length broadcast to, or None."""
+    """Shape that shapes of equal length broadcast to, or None."""
     found = []
     for sizes in zip(*shapes, strict=True):
         size = next((size for size in sizes if size != 1), 1)

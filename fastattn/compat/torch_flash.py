@@ -89,7 +89,7 @@ def _options(
 
 
 def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operators return beside o and lse: two states of a generator, an empty mask."""
+    """Placeholders that the operators return beside o and lse: two generator states, a mask."""
     return (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         torch.zeros((), dtype=torch.uint64, device=q.device),
@@ -162,7 +162,7 @@ def _flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of query [B, T, H, D], or packed [total, H, D] with cum_seq_q; num_splits changes nothing."""
+    """Take query [B, T, H, D], or packed [total, H, D] with cum_seq_q; ignore num_splits."""
     _refuse(return_debug_mask=return_debug_mask, seqused_k=seqused_k, block_table=block_table)
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
     if alibi_slopes is not None:
@@ -220,7 +220,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Of query [B, H, T, D]; the output has its memory layout, as torch's fake promises."""
+    """Take query [B, H, T, D]; the output has its memory layout, as torch's fake promises."""
     _refuse(return_debug_mask=return_debug_mask)
     options = _options(dropout_p, is_causal, scale, None, None)
     o, lse, (state, unused, mask) = _forward(query, key, value, None, None, options)

@@ -79,7 +79,7 @@ def _torchs_name() -> Iterator[None]:
 
 
 def overridden(*tensors: Any) -> str | None:
-    """What overrides torch's function for these arguments, or None.
+    """Name the mode or subclass that overrides torch's function for these arguments, or None.
 
     A default device is a TorchFunctionMode that lets every call pass, and is none here.
     """

@@ -22,10 +22,10 @@ from .attend import compute
 
 
 class BlockGradients(NamedTuple):
-    """What a part of the keys adds to the gradients; see `attention_block_backward`.
+    """Gradients from one part of the keys; see `attention_block_backward`.
 
     Attributes:
-        of_options: by name, those of options that are given and require grad.
+        of_options: by name, gradients of the given options that require grad.
     """
 
     dq: Tensor
@@ -86,7 +86,7 @@ def attention_block_backward(
     backend: str | None = None,
     **options: Any,
 ) -> BlockGradients:
-    """What a part of the keys adds to the gradients of `attention` to all of them.
+    """Compute the share of one part of the keys in the gradients of `attention` to all keys.
 
     Args:
         do: the gradient of o, in q's dtype.
@@ -190,9 +190,9 @@ def _check_results(
 
 
 def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, Tensor]]:
-    """By field, the options that gradients are wanted of: their names, and what was given.
+    """Options that need gradients, by field: the name and the tensor that the caller gave.
 
-    What was given says it: a view of it that a check makes without autograd requires no grad.
+    The check may replace a tensor by a view made without autograd, which requires no grad.
     """
     found = {}
     for name, x in options.items():

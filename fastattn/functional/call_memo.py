@@ -68,9 +68,9 @@ _known: dict[Hashable, KnownCall] = {}
 def key_of(
     inputs: tuple[Any, ...], given: Mapping[str, Any], backend: str | None
 ) -> list[Any] | None:
-    """What a call is found by; None where it may not be: it is traced, cast, or no such call.
+    """Key of a call in the memo; None for a call that is traced, cast or of another kind.
 
-    Nor with tensors that are not what lies in their memory: `ops.call.Operator` sees to those.
+    Conjugate and negative views have no key either: `ops.call.Operator` resolves them.
 
     Args:
         inputs: tensors that every such call has, q first. The launch looks at their alignment.
@@ -111,7 +111,7 @@ def key_of(
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:
-    """What the checks and launches may look at of a tensor."""
+    """Properties of a tensor that checks and launches may depend on."""
     aligned = x.data_ptr() & 15 == 0
     return x.shape, x.stride(), x.dtype, x.device, aligned, x.requires_grad
 

@@ -123,7 +123,7 @@ def packed_fp8_options(
     cu_seqlens_k: Tensor | None,
     **given: Any,
 ) -> Options:
-    """Those of `attention_varlen_fp8`, whose dtypes and devices have been checked."""
+    """Make the options of `attention_varlen_fp8`, whose dtypes and devices have been checked."""
     checks.check_packed_shapes(q, k, v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
     if cu_seqlens_k is None:

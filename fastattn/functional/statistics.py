@@ -1,4 +1,4 @@
-"""What attention looks at: entropies, weight received, largest weights, and weights themselves."""
+"""Statistics of attention: entropies, weight received, largest weights, and the weights."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ MAX_ELEMENTS = 2**26
 
 
 class AttentionStatistics(NamedTuple):
-    """What `attention_statistics` finds; fp32 tensors, fp64 for inputs in fp64.
+    """Results of `attention_statistics`: fp32 tensors, fp64 for inputs in fp64.
 
     Attributes:
         entropy: [B, H_q, T_q], of the weights of each query, in nats: between 0 (one key has all

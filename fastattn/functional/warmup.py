@@ -172,7 +172,7 @@ def _call(
 
 @torch.no_grad()
 def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device) -> None:
-    """What a generation calls, with pages that hold whole blocks of keys and with smaller ones."""
+    """Make the calls of a generation, with pages of whole blocks of keys and with smaller ones."""
     options: dict[str, Any] = {"backend": "triton"}
     for flag in flags:
         options |= {} if flag in _CACHES else _FLAGS[flag](device, _T, _T)

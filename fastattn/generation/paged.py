@@ -46,7 +46,7 @@ class PagedRows:
         return turned
 
     def view(self) -> CacheView:
-        """What a kernel reads: the pages as they are."""
+        """The pages of the cache as kernels read them."""
         return self._cache.view(self._rows, self._layer)
 
     @property
@@ -66,7 +66,7 @@ class PagedRows:
 
 
 def layers_of(cache: PagedKVCache, rows: Sequence[int]) -> list[PagedRows]:
-    """What `GPT.forward` takes as its caches, for one step of these rows, in this order."""
+    """Caches to give `GPT.forward` for one step of these rows, in this order."""
     rows = list(rows)
     index = to_device(rows, cache.lengths.device)
     lengths = cache.lengths.index_select(0, index)

@@ -50,12 +50,12 @@ class Request:
 
 @dataclass(eq=False)
 class Tally:
-    """What a generation has done so far.
+    """Progress of a generation.
 
     Attributes:
-        tokens: chosen, those of all rows together.
-        drafted: proposed by a draft model.
-        accepted: of these, taken by the model.
+        tokens: number of tokens chosen so far, in all rows together.
+        drafted: number of tokens that a draft model proposed.
+        accepted: number of proposed tokens that the model accepted.
     """
 
     tokens: int = 0

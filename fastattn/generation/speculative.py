@@ -93,9 +93,9 @@ class SpeculativeDecoder:
         return drafts, distributions
 
     def _distributions(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
-        """What a token is drawn from, [n, V], for the text followed by ever more of the drafts.
+        """Probabilities [n, V] of the next token behind the text and 0, 1, 2, ... of the drafts.
 
-        The last row is that behind all of the drafts.
+        The last row is for the text followed by all drafts.
         """
         request = self._request
         if request.seen is None:

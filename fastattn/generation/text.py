@@ -15,7 +15,7 @@ class TextDecoder(Protocol):
 
 
 class TextCodec(Protocol):
-    """What text generation needs of a tokenizer."""
+    """Interface that text generation needs from a tokenizer."""
 
     def encode(self, text: str, /) -> list[int]: ...
 
@@ -56,7 +56,7 @@ class TextStream:
         return "" if self.stopped else self._release(self._decoder.feed(token))
 
     def finish(self) -> str:
-        """What was held back, after the last token; '' if stopped."""
+        """Return the text held back, after the last token; '' if stopped."""
         if self.stopped:
             return ""
         text = self._release(self._decoder.finish())

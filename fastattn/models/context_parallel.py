@@ -110,7 +110,7 @@ class ContextParallel(ParallelStyle):
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
     def _placed_at(self, at: Callable[..., Any]) -> Callable[..., Any]:
-        """What looks up `count` positions from `first`, of which this rank has others."""
+        """Wrap a look-up of `count` positions from `first` to use this rank's positions instead."""
         plan = self.plan
 
         @wraps(at)

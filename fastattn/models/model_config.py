@@ -170,7 +170,7 @@ class TransformerConfig:
             )
 
     def _check_terms(self) -> None:
-        """What terms on the values, and additive scores, go together with."""
+        """Check the options that relative values and additive scores cannot be combined with."""
         if self.relative_values and self.positions not in RELATIVE:
             raise ValueError(
                 f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "

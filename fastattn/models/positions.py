@@ -134,7 +134,7 @@ class DistanceVectors(nn.Module):
 
 
 class _Relative(nn.Module):
-    """What schemes have in common: their reach R, and vectors that go on the values (Shaw)."""
+    """Base of relative schemes: their reach R, and vectors that are added to the values (Shaw)."""
 
     has_keys = False
 

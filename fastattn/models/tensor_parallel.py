@@ -46,7 +46,7 @@ _OF_HEADS = {"sinks": 0, "relative_bias": 1, "score_weight": 0, "score_vector": 
 
 
 def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """What makes `parallelize_module` right for a layer or a model, on a mesh of one dimension.
+    """Plan for `parallelize_module` to shard a layer or a model on a mesh of one dimension.
 
     Args:
         module: a `GQAttention`, `CausalGQAttention`, `CrossGQAttention` or `MLP`; or a `GPT`,
@@ -101,7 +101,7 @@ def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelS
 
 
 class _Sizes(NamedTuple):
-    """What has to be shared out evenly, by name."""
+    """Sizes that must divide evenly over the ranks, by name."""
 
     counts: frozenset[tuple[str, int]]
     kv_heads: frozenset[int]

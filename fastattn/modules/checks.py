@@ -19,7 +19,7 @@ from .options import Scoring, excluded
 
 
 class LayerCache(Protocol):
-    """What a layer needs of a cache, as `KVCache` has it; see there.
+    """Interface that a layer needs from a cache; `KVCache` has it and documents it.
 
     Attributes:
         k, v: [B, H_k, slots, D], slots >= length_bound; read after `append`, not before.
@@ -99,7 +99,7 @@ def checked_tables(
 
 
 def check_layer_cache(name: str, cache: Any) -> None:
-    """What a layer can append to, be it by the names of its methods alone."""
+    """Check that a layer can append to the cache: it must have the methods of `LayerCache`."""
     if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
         raise TypeError(
             f"{name} must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"

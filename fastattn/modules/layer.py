@@ -1,4 +1,4 @@
-"""What attention layers share: sizes of heads, scoring functions, norms, the output projection."""
+"""Base of attention layers: sizes of heads, scoring functions, norms, the output projection."""
 
 from collections.abc import Mapping
 from typing import Any

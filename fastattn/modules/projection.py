@@ -56,7 +56,7 @@ class SelfProjection(AttentionLayer):
         positions: Tensor | None,
         tables: RotaryPositions | tuple[Tensor, Tensor] | None,
     ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
-        """What x is rotated by; None = nothing."""
+        """Choose the tables that rotate x; None = no rotation."""
         if positions is None or self.rotary is None:
             return self.rotary_positions if tables is None else tables
         return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)

@@ -20,9 +20,9 @@ from ..functional.attend import attention
 
 
 class RelativeTerms(NamedTuple):
-    """What a scheme makes of the queries of a call; R is the same in all tables.
+    """Tensors that a relative scheme derives from a call's queries; R is the same in all tables.
 
-    query: [B, H_q, T_q, D], in place of q.
+    query: [B, H_q, T_q, D], replaces q.
     bias: [H_q, 2 R + 1], row R + d for distance d.
     keys: [H, 2 R + 1, D], H one of H_q, H_k and 1.
     key_query: as query; what keys are multiplied by. None: query.
@@ -37,7 +37,7 @@ class RelativeTerms(NamedTuple):
 
 
 class RelativeScheme(Protocol):
-    """What `GQAttention` needs of its `relative`, a module; see `fastattn.models.positions`.
+    """Interface that `GQAttention` needs from its `relative`; see `fastattn.models.positions`.
 
     Attributes:
         has_keys: its terms have keys, which the decode kernels do not take.
@@ -54,7 +54,7 @@ class RelativeScheme(Protocol):
 
 
 class _Call(NamedTuple):
-    """What decides about the scores besides q, k and the terms."""
+    """Arguments that determine the scores besides q, k and the terms."""
 
     scale: float
     causal: bool

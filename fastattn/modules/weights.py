@@ -24,7 +24,7 @@ def self_attention_weights(
     rotary_tables: RotaryTables | None = None,
     **masks: Any,
 ) -> Tensor:
-    """What `layer(x, ...)` multiplies the values by, without dropout; `fastattn.attention_weights`.
+    """Attention weights of `layer(x, ...)` without dropout, by `fastattn.attention_weights`.
 
     Args:
         layer: any of this package's self-attentions.
@@ -52,7 +52,7 @@ def self_attention_weights(
 def cross_attention_weights(
     layer: CrossGQAttention, x: Tensor, memory: Tensor | ProjectedMemory, **padding: Any
 ) -> Tensor:
-    """What `layer(x, memory, ...)` multiplies the memory's values by, without dropout.
+    """Attention weights of `layer(x, memory, ...)` over the memory, without dropout.
 
     Args:
         layer: any of this package's cross-attentions.

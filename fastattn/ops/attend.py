@@ -117,10 +117,10 @@ uncompiled: list[str] = []
 
 
 def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any) -> Any:
-    """What a launcher of the kernels for Hopper gives, or an operator of the portable ones.
+    """Launch a Hopper kernel, or the portable operator if the compiler refuses it.
 
-    Those serve this and later calls if the compiler refuses a kernel, as a release of Triton that
-    was never seen may: no training ends by that. A shape that was tuned is taken back before.
+    The portable kernels then serve all later calls: an untested release of Triton must not end a
+    training run. Before that, tiles that were tuned are replaced by the shipped ones.
     """
     try:
         return call.by_shipped_shapes(launch, *arguments)
@@ -354,7 +354,7 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 
 
 def device_key(dtype: torch.dtype) -> Hashable:
-    """What kernels for this dtype go by beside their arguments: equal where they are the same."""
+    """Key of the settings that kernels for this dtype depend on, besides their arguments."""
     key: Hashable = kernels.tiles.device_key(dtype)
     return (key, "without hopper") if uncompiled else key
 

@@ -96,7 +96,7 @@ class Operator:
             register(name, tuple(signature.parameters), flops)
 
     def __call__(self, *arguments: Any) -> Any:
-        """By the operator where something traces, else directly; options need no order."""
+        """Call the operator while something traces, else the launcher. Options: any strides."""
         if self._takes_options:
             arguments = (*arguments[:-1], contiguous(arguments[-1]))
         x = arguments[self._first]
@@ -111,13 +111,13 @@ class Operator:
                 return self._in_smaller_tiles(error, arguments)
 
     def by_op(self, *arguments: Any) -> Any:
-        """By the operator."""
+        """Call the torch.library operator."""
         if self._takes_options:
             return self.op(*arguments[:-1], *schema.flat(arguments[-1]))
         return self.op(*arguments)
 
     def direct(self, *arguments: Any) -> Any:
-        """By the function itself; nothing may trace it."""
+        """Call the launcher itself; nothing may trace it."""
         arguments = self._of_memory(arguments)
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]

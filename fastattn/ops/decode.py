@@ -113,7 +113,7 @@ def prepare(
 
 
 def _tensors(view: CacheView) -> "kernels.pages.CacheTensors":
-    """What launchers take of a view."""
+    """Collect the tensors of a view in the form that launchers take."""
     return kernels.pages.CacheTensors(
         view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
         view.batch_index, view.keep_first,

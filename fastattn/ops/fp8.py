@@ -52,7 +52,7 @@ def places_of_packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """What `kernels.fp8_values.launch_pack_values` does, for tensors that no kernel reads."""
+    """Pack values like `kernels.fp8_values.launch_pack_values`, for tensors no kernel can read."""
     B, H, T, D = v.shape
     padded = v.new_zeros(B, H, packed_length(T, cu_seqlens), D, dtype=torch.uint8)
     places = slice(0, T) if cu_seqlens is None else places_of_packed(cu_seqlens, T)

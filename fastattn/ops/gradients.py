@@ -22,10 +22,10 @@ _MOD_TENSORS = Options._fields.index("mod_tensors")
 
 
 class Kernels(NamedTuple):
-    """What computes attention and its gradients: operators, or the launchers beneath them.
+    """Operators that compute attention and its gradients, or the launchers beneath them.
 
     prepare: makes a forward for calls of one signature, or None; see `ops.attend.prepare`.
-    operators: of launchers, the operators above them, which tracers see.
+    operators: for launchers, the operators above them, which tracers see.
     """
 
     forward: Callable[..., Any]
@@ -65,7 +65,7 @@ def save(
 
 
 def saved(ctx: Any) -> Saved:
-    """What `save` has put into a context."""
+    """Read back what `save` put into a context."""
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     fields = list(ctx.options)
     for place in ctx.places:
@@ -81,7 +81,7 @@ def gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Of q, k, v and the fields in LEARNED; None for those that are not needed.
+    """Compute the gradients of q, k, v and the fields in LEARNED; None where not needed.
 
     Packed sequences have a batch dim here or, where they were launched without one, none.
     """
@@ -162,7 +162,7 @@ def differentiable_gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """What `kernel_gradients` gives, by the formula: for create_graph=True; holds all scores."""
+    """Compute `kernel_gradients` by the formula, for create_graph=True; holds all scores."""
     inputs = (q, k, v, *(getattr(options, name) for name in LEARNED))
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def serves(options: Options) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `torch_backend.attention` for a packed call, by an operator."""
+    """Run `torch_backend.attention` on a packed call, as an operator."""
     query = options.relative_query
     if query is not None:
         options = options._replace(relative_query=as_batch(query))
@@ -59,7 +59,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
 
 
 def _forward_lse(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """As `_forward`, with lse fp32 [1, H_q, total_q]: torch's fused kernel has none."""
+    """Compute `_forward` and lse, fp32 [1, H_q, total_q], which torch's fused kernel lacks."""
     o, lse = _packed(q, k, v, options, True)
     return as_batch(o), lse[None]
 

@@ -92,7 +92,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """By the formula. o and lse depend on the inputs in its own way, so they get nothing."""
+        """Differentiate the formula, which does not read o and lse: they get no gradient."""
         q, k, v, do, dlse, options = saved(ctx)
         fields = [getattr(options, name) for name in LEARNED]
         inputs = [do, dlse if ctx.has_dlse else None, q, k, v, *fields]

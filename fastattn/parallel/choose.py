@@ -37,7 +37,7 @@ class MethodExplanation(NamedTuple):
 def explanation(
     q: Tensor, k: Tensor, ranks: Ranks, plan: ContextPlan, options: Options, method: str
 ) -> MethodExplanation:
-    """Of the checked options of a call, and a method or "auto"."""
+    """Explain the choice for the checked options of a call, and a method or "auto"."""
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
     found = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
@@ -101,7 +101,7 @@ def _degree(method: str, ranks: Ranks) -> int:
 
 
 def _share(T: int, options: Options) -> float:
-    """Of all pairs, those that causal order and window leave."""
+    """Share of all (query, key) pairs that causal order and window leave."""
     if options.get("stride") is not None:
         return 0.5 if options.get("causal") else 1.0
     return _share_of_window(T, options.get("causal", False), options.get("window"))
@@ -113,6 +113,6 @@ def _share_of_window(T: int, causal: bool, window: Any) -> float:
 
 
 def _gpus_of_a_node(ranks: int) -> int:
-    """As torchrun says, or how many this process sees; the same on all nodes."""
+    """GPUs on a node: torchrun's number, or those that this process sees; the same on all nodes."""
     found = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
     return min(found, ranks) or ranks

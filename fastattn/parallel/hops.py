@@ -65,7 +65,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
-    """Of the checked options of a call, whose documents are known."""
+    """Find the first and last visible key of each query, from a call's checked options."""
     at = torch.arange(T)
     left, right = checks.check_window(options.get("window"))
     left = None if options.get("stride") is not None else left
@@ -104,7 +104,7 @@ class Documents:
         self._needs: dict[Any, Needs] = {}
 
     def needs(self, dealt: Dealt, options: Options) -> "Needs":
-        """Of the checked options of a call."""
+        """Find the keys that ranks need, from a call's checked options."""
         key = (dealt, mask_of(options))
         if key not in self._needs:
             self._needs[key] = Needs(dealt, bounds(dealt.T, options, self))
@@ -121,7 +121,7 @@ def mark(own: Tensor, documents: Documents) -> None:
 
 
 def marked(own: Tensor | None) -> Documents | None:
-    """What `mark` has noted of a rank's ids, if they are still the same."""
+    """Return the documents that `mark` noted for a rank's ids, if the ids have not changed."""
     if own is None or own.is_inference():
         return None
     version, documents = _marked.get(own, (None, None))  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ class Needs:
 
     @cached_property
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By step, where in each run begin and end what its rank's keys are sent of: nothing, 0."""
+        """By step, begin and end of the keys sent from each run; equal where none is sent."""
         found = {}
         ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
         runs = sum(map(len, self.dealt.runs))
@@ -227,7 +227,7 @@ class Needs:
 
     @cached_property
     def way(self) -> "Way":
-        """What goes around: of each hop, the most that a rank passes on."""
+        """Traffic around the ring: for each hop, the most that a rank passes on."""
         most = max(map(total, self.dealt.runs))
         owner = torch.tensor([rank for rank, runs in enumerate(self.dealt.runs) for _ in runs])
         share = {}
@@ -241,9 +241,9 @@ class Needs:
 
 
 class Way(NamedTuple):
-    """What goes around a ring: hops, and sums over them of the shares of a rank's keys.
+    """Traffic around a ring: hops, and sums over them of the shares of a rank's keys that travel.
 
-    keys: that are sent on. gradients: of keys, that follow them and go home.
+    keys: for keys that are sent on. gradients: for gradients of keys, which follow and go home.
     """
 
     hops: int
@@ -257,10 +257,10 @@ def total(runs: Sequence[Run]) -> int:
 
 
 def needs(dealt: Dealt, options: Options) -> Needs:
-    """Of the checked options of a call, with the documents of the whole sequence.
+    """Find the keys that ranks need, from a call's checked options and whole documents.
 
-    A look at documents on a GPU waits for it, once a call: where ranks hold many short runs, which
-    all see each other more often than not, nobody looks, nor while a CUDA graph is captured.
+    To read documents on a GPU, the host waits for it, once a call. They are not read while a CUDA
+    graph is captured, nor where ranks hold many short runs, which mostly all see each other.
     """
     ids = options.get("documents")
     if ids is None:
@@ -279,7 +279,7 @@ def _may_look(dealt: Dealt) -> bool:
 
 
 def mask_of(options: Options) -> tuple[Any, ...]:
-    """What bounds read of a call's options, but documents."""
+    """Collect the mask options that bounds read, except documents."""
     return options.get("prefix_lengths") is not None, *(options.get(name) for name in _READ)
 
 

@@ -19,7 +19,7 @@ LEARNED = tuple(name for name in options.LEARNED if name != "sinks")
 
 
 class Whole(NamedTuple):
-    """What the parts' gradients are made from: do, dlse, o and lse of all keys."""
+    """Tensors over all keys that the parts' gradients are made from: do, dlse, o and lse."""
 
     do: Tensor
     dlse: Tensor | None
@@ -27,11 +27,11 @@ class Whole(NamedTuple):
     lse: Tensor
 
     def rows(self, rows: slice) -> "Whole":
-        """Of some queries."""
+        """Slice the queries."""
         return Whole(*(None if x is None else x[:, :, rows] for x in self))  # type: ignore[arg-type]
 
     def heads(self, heads: slice) -> "Whole":
-        """Of some heads."""
+        """Slice the heads."""
         return Whole(*(None if x is None else x[:, heads] for x in self))  # type: ignore[arg-type]
 
 
@@ -50,12 +50,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """What parts of x's dtype are added up in."""
+    """Dtype in which parts of x's dtype are added up."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def zeros_for(*tensors: Tensor) -> list[Tensor]:
-    """Of their shapes, in fp32 or wider, for `part_backward` to add gradients to."""
+    """Zeros in the tensors' shapes, fp32 or wider, for `part_backward` to add gradients to."""
     return [torch.zeros_like(wide(x.detach())) for x in tensors]
 
 

@@ -188,9 +188,9 @@ class ContextPlan:
         return replace(self, stretches=stretches, pairs=pairs, imbalance=_imbalance(pairs))
 
     def around(self, degree: int, options: Options) -> tuple[float, Way]:
-        """Of a ring of groups of `degree` ranks: the imbalance, and what goes around.
+        """Imbalance of, and traffic around, a ring of groups of `degree` ranks.
 
-        Documents count where the plan was made for them; others are not looked at.
+        Documents count only where the plan was made for them.
         """
         known = self.documents if options.get("documents") is not None else None
         masks = {name: x for name, x in options.items() if name != "documents"}
@@ -233,7 +233,7 @@ def _runs(stretches: Runs, T: int) -> Runs:
 
 
 def _pairs(stretches: Sequence[Runs], before: Tensor) -> tuple[int, ...]:
-    """Of each rank, from the pairs of all queries before each."""
+    """Count each rank's pairs; before: the number of pairs of all queries before each query."""
     T = len(before) - 1
     return tuple(
         sum(int(before[min(stop, T)] - before[min(start, T)]) for start, stop in own)

@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: Any) -> Ranks:
-        """Of a DeviceMesh of one or two dimensions, or a ProcessGroup."""
+        """Make ranks from a DeviceMesh of one or two dimensions, or from a ProcessGroup."""
         if isinstance(mesh, ProcessGroup):
             return Ranks(mesh)
         if not isinstance(mesh, DeviceMesh):
@@ -159,7 +159,7 @@ def _compared(
 
 
 def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) -> list[Any]:
-    """By rank, its call and why it cannot make it."""
+    """Collect from every rank its call and the reason why it cannot make it, by rank."""
     said: list[Any] = [(call, None if error is None else str(error))]
     for group in groups:
         parts: list[Any] = [None] * group.size()

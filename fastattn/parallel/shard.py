@@ -52,16 +52,16 @@ def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
 def roll(
     x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh, *, shift: int = -1, fill: float = -100
 ) -> Tensor:
-    """What stands `-shift` tokens further on in the sequence: with -1, the next token's id.
+    """Shift a sharded sequence by `shift` tokens: with -1, each token gets the next token's value.
 
-    Targets of a language model are `roll(tokens, 1, plan, mesh)`: where there is no such token, and
-    in padding, they are `fill`, which `cross_entropy` ignores. Without gradient.
+    Targets of a language model are `roll(tokens, 1, plan, mesh)`. They are `fill` where there is no
+    next token, and in padding; `cross_entropy` ignores it. Without gradient.
 
     Args:
         x: this rank's tokens, plan.length long in dim.
-        dim, plan, mesh: as of `shard`.
-        shift: as of `torch.roll`, which goes around the end.
-        fill: what stands beyond the ends.
+        dim, plan, mesh: as for `shard`.
+        shift: as for `torch.roll`, except that nothing wraps around the end.
+        fill: value beyond the ends.
     """
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)

@@ -29,10 +29,10 @@ def attention(
     return_lse: bool = False,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `fastattn.attention` or, packed, `attention_varlen`, with every argument checked.
+    """Compute `fastattn.attention` or, packed, `attention_varlen`, from checked arguments.
 
-    lse is not among torch's outputs, nor has it an argument for what changes scores other than a
-    bias: these take the formula, in fp32 or wider, which holds all scores in memory.
+    torch's function returns no lse and changes scores by a bias alone. Calls that need more run the
+    formula, in fp32 or wider, which holds all scores in memory.
     first_row: b of the first batch row; not 0 for a part of a batch.
     """
     if options.cu_seqlens_q is not None:

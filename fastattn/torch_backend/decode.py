@@ -58,7 +58,7 @@ def _in_order(
 def _ring_in_order(
     view: CacheView, options: Options, counts: int | Tensor
 ) -> tuple[Tensor, Tensor, Options]:
-    """What is left of a ring: the pinned positions, and behind them the latest ones.
+    """Put a ring in order: the pinned positions, then the latest ones.
 
     With base the distance between the two, key j stands at position j or, behind the pinned ones,
     base + j. Queries are moved by -base, which leaves distances as they are except to pinned keys,

@@ -177,7 +177,7 @@ def visible(
 
 
 def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor | None:
-    """What position alone decides: bool [B or 1, 1, T_q, T_k], or None if that is nothing."""
+    """Mask by position alone: bool [B or 1, 1, T_q, T_k], or None if all is visible."""
     if options.band is None:
         return _pattern(options, T_q, T_k, device)
     (left, right), offset = options.band, options.query_offset
@@ -203,7 +203,7 @@ def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:
 
 
 def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
-    """What is no band: strides, first keys that stay, prefixes that are seen from before."""
+    """Mask by patterns that are no band: strides, first keys that stay, bidirectional prefixes."""
     distance = distances(options, T_q, T_k, device)
     key = _key_positions(options, T_k, device)
     near = _window(distance, options.left, options.right)
@@ -306,7 +306,7 @@ def each_sequence(
 def sequences(
     options: Options, total_q: int, total_k: int
 ) -> Iterator[tuple[int, slice, slice, Options]]:
-    """Of each sequence of a packed call: its number, queries, keys and options of its own.
+    """Iterate over a packed call's sequences: (number, queries, keys, options of its own).
 
     Reads the offsets on the host.
 
@@ -327,7 +327,7 @@ _BY_SEQUENCE = along("B")
 
 
 def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
-    """What a packed call's options are for its sequence n alone."""
+    """Options of a packed call for its sequence n alone."""
     query = options.relative_query
     own: dict[str, Any] = {}
     for name, behind in _BY_SEQUENCE.items():

@@ -70,7 +70,7 @@ def mask_mod(mod: Any, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
-    """What score_mod(x, b, h, q_pos, k_pos, *tensors) makes of scores, in their shape and dtype.
+    """Apply score_mod(x, b, h, q_pos, k_pos, *tensors) to scores, in their shape and dtype.
 
     Differentiable in x, any number of times.
     """
@@ -164,7 +164,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _stand_in(x: Any) -> Any:
-    """What stands for x, a global of a user's function."""
+    """Replace x, a global of a user's function, by its counterpart in torch."""
     if isinstance(x, ModuleType):
         if x.__name__ == "triton":
             return SimpleNamespace(language=LANGUAGE, cdiv=LANGUAGE.cdiv)
@@ -207,7 +207,7 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What `to` and `tl.cast` take."""
+        """Dtype in the form that `to` and `tl.cast` take."""
         return torch.float32 if self.x.dtype == self.real else self.x.dtype
 
     def __getattr__(self, name: str) -> Any:
@@ -219,7 +219,7 @@ class Value:
 
 
 def _operand(x: Any, real: torch.dtype, fraction: bool) -> Any:
-    """What torch combines as Triton would: no bool as a number, and fp32 where ints meet floats."""
+    """Convert an operand so that torch combines it as Triton would: bool as int32, ints as fp32."""
     if not isinstance(x, Value):
         return x
     if fraction and not x.x.is_floating_point():

@@ -157,14 +157,14 @@ def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[st
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds, ready for use.
+    """Contents of a checkpoint, ready for use.
 
     Args:
-        kind: of the model.
-        model: in evaluation mode.
-        config: of the model.
-        tokenizer: of its texts.
-        data: what it was trained on, as the run has kept it.
+        kind: kind of the model.
+        model: the model, in evaluation mode.
+        config: configuration of the model.
+        tokenizer: tokenizer of its texts.
+        data: description of its training data, as the run has kept it.
     """
 
     kind: Kind
@@ -290,7 +290,7 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """As `check_fits`, for the tensors of a model by name."""
+    """Check shapes like `check_fits`, for the tensors of a model by name."""
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
     for name in sorted({*wanted, *found}):
@@ -302,7 +302,7 @@ def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def check_build(build: Callable[[], nn.Module], checkpoint: Checkpoint) -> None:
-    """As `check_fits`, for a model that is not built yet: its sizes may be too large to be.
+    """Check a model like `check_fits` before it is built: its sizes may be impossibly large.
 
     Raises:
         CheckpointError: as `check_fits`, or no memory could ever hold the model.

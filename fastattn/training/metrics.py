@@ -1,4 +1,4 @@
-"""What a training run reports: progress on the terminal, metrics.jsonl, and the curve loss.png."""
+"""Reports of a training run: progress on the terminal, metrics.jsonl, and the curve loss.png."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
 
 
 def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's "data" its data configuration takes; the rest are facts."""
+    """Select the fields of a run's "data" that its data configuration takes; the rest are facts."""
     known = _field_names(_DATA[kind.name][0])
     return {
         name: tuple(value) if isinstance(value, list) else value

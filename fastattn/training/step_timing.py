@@ -24,7 +24,7 @@ BACKENDS = ("triton", "torch")
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What training with one backend took.
+    """Speed and memory of training with one backend.
 
     Args:
         backend: the backend of every attention call.

@@ -1,4 +1,4 @@
-"""What training makes of a device: operations a token, share of the peak rate, memory."""
+"""Use of a device by training: operations a token, share of the peak rate, memory."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class Usage:
             self._share = flops_per_token(config, parameters) / (ranks * rate)
 
     def figures(self, tokens_per_second: float) -> dict[str, float]:
-        """By name, JSON values: speed, on several ranks also a rank's, peak_mib and mfu if known.
+        """JSON values by name: speed, on several ranks also a rank's; peak_mib and mfu if known.
 
         Args:
-            tokens_per_second: of all ranks.
+            tokens_per_second: speed of all ranks together.
         """
         found = {"tokens_per_second": round(tokens_per_second, 1)}
         if self._ranks > 1:

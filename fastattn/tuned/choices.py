@@ -1,4 +1,4 @@
-"""What stored findings say about calls on a device: read once, at the first call there.
+"""Stored findings, applied to calls on a device: read once, at the first call there.
 
 Nothing is timed in a call. FASTATTN_TUNED=0 leaves findings aside, and FASTATTN_TUNED=path reads a
 file that `Store.export` wrote.
@@ -51,7 +51,7 @@ class Choices(NamedTuple):
     def verdicts(
         self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
     ) -> tuple[str, ...]:
-        """What was found about calls of these families, right or wrong; see `quarantined`."""
+        """Verdicts on calls of these families, right or wrong; see `quarantined`."""
         keys = [(backend, family, _name(dtype), head_dim) for family in families]
         return tuple(verdict(self.verification[key]) for key in keys if key in self.verification)
 

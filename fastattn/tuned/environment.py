@@ -1,4 +1,4 @@
-"""What a finding about the kernels is true for: a GPU, its driver, the compilers, our sources."""
+"""Environment that a finding about the kernels holds for: GPU, driver, compilers, our sources."""
 
 import hashlib
 import json

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Findings(NamedTuple):
-    """What a file holds. rows: by kind, a key of KEYS."""
+    """Contents of a file of findings. rows: by kind, a key of KEYS."""
 
     environment: Environment
     rows: dict[str, list[Row]]
@@ -63,7 +63,7 @@ def dated(kind: str, row: Mapping[str, Any]) -> Row:
 
 
 def merged(kind: str, *rows: Row) -> list[Row]:
-    """Of rows with the same key the last."""
+    """Merge rows; of several with one key, keep the last."""
     return list({tuple(row[field] for field in KEYS[kind]): row for row in rows}.values())
 
 
@@ -82,11 +82,11 @@ def write(path: Path, findings: Findings) -> None:
 
 
 def read(path: Path) -> Findings:
-    """What a file holds.
+    """Read a file of findings.
 
     Raises:
-        Unreadable: it is none of ours.
-        OSError: there is none, or it may not be read.
+        Unreadable: the file has another format.
+        OSError: the file is missing or may not be read.
     """
     try:
         found = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What `fastattn info` says of kernels on a device: whose tiles they have, what is verified."""
+"""Lines of `fastattn info` about a device's kernels: the source of their tiles, their verdicts."""
 
 from collections import Counter
 from collections.abc import Iterator

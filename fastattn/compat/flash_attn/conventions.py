@@ -129,7 +129,7 @@ def checked(name: str, x: Tensor, dims: int, packed: tuple[int, int] | None = No
 def returned(
     found: Any, with_lse: bool, triple: bool, layout: Callable[[Tensor], Tensor]
 ) -> Result:
-    """What flash-attn returns for these flags."""
+    """Arrange o and lse as flash-attn returns them for these flags."""
     if not with_lse:
         return layout(found).contiguous()
     o, lse = found

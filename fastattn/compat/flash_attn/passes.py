@@ -213,7 +213,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _draw_seed(options: dict[str, Any], q: Tensor) -> Tensor:
-    """What says which weights are dropped; among the options only if some are."""
+    """Draw the seed of the dropped weights; put it among the options only if some are dropped."""
     if "dropout" not in options:
         return torch.zeros(2, dtype=torch.int64, device=q.device)
     options["dropout_seed"] = dropout.draw_seed(q.device)

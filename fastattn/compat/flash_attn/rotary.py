@@ -77,7 +77,7 @@ def table_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Ten
 
 
 def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound: int) -> Tensor:
-    """Of every token: [T], or [B, T]; [1, total] of packed ones."""
+    """Positions of every token: [T] or [B, T]; [1, total] for packed sequences."""
     steps = torch.arange(x.shape[0 if cu_seqlens is not None else 1], device=x.device)
     if cu_seqlens is not None:
         row = document_ids(cu_seqlens, x.shape[0]).long()

@@ -66,7 +66,7 @@ def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any
 
 
 def _limit() -> dict[str, Any]:
-    """As many graphs of a class as the modules of a deep model need, where torch can be told."""
+    """Options of torch.compile, if it has them, that allow a graph for each module of a model."""
     known = "recompile_limit" in inspect.signature(torch.compile).parameters
     return {"recompile_limit": 64} if known else {}
 

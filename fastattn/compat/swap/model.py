@@ -23,13 +23,13 @@ _BY_CAPTURE = "torch.compile captures its forward; attention in the graph is ser
 
 
 class Swap:
-    """What `swap` did to a model.
+    """Result of `swap`: the modules of a model that this library serves.
 
     Attributes:
-        calls: of each module ("" is the model itself) that is served, how many of its calls this
-            library has computed, and how many went to its own forward or to torch's function; see
-            `Calls`. A module without attention of its own is here with 0 calls. A model of
-            transformers has no count.
+        calls: for each served module ("" is the model itself), how many of its calls this library
+            computed, and how many went to its own forward or to torch's function; see `Calls`. A
+            module without attention of its own is listed with 0 calls. Models of transformers are
+            not counted.
     """
 
     def __init__(self) -> None:

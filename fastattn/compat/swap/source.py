@@ -9,7 +9,7 @@ from torch import nn
 
 
 def names_in(kind: type[nn.Module]) -> frozenset[str]:
-    """What the functions of a class name, and those of its package that these call, but torch's."""
+    """Names in a class's functions and in functions of its package that they call; not torch's."""
     of: Any = kind
     return _names_in(of)
 

@@ -80,7 +80,7 @@ def attention_forward(
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls for each layer.
+    """Compute a layer's attention: the function that transformers calls for each layer.
 
     Args:
         module: the layer. Its `is_causal` (default True) holds where the argument is None.

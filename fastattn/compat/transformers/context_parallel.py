@@ -236,7 +236,7 @@ def _frequencies_hold_until(module: nn.Module) -> int | None:
 
 
 def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """What a call gives beside the named parameters; changes to it count."""
+    """Keyword arguments of a call beyond the named parameters; changes to the dict take effect."""
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             found: dict[str, Any] = bound.arguments.setdefault(name, {})

@@ -33,7 +33,7 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers calls to make the mask of layers of one kind, before it runs them.
+    """Make the mask of all layers of one kind, before transformers runs them.
 
     Returns bool [B, 1, T_q, T_k], True = attend: a `LazyMask` where the rule behind mask_function
     is known and nothing traces the call, the entries themselves elsewhere. Families that can only
@@ -195,7 +195,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _held(closure: Callable[..., Any]) -> dict[str, Any]:
-    """What a closure keeps of its surroundings, by name."""
+    """Variables that a closure captures, by name."""
     cells = closure.__closure__ or ()
     names = closure.__code__.co_freevars
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}

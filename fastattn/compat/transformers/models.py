@@ -20,7 +20,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def unserved(model: nn.Module, implementation: str) -> tuple[int, dict[str, str]]:
-    """What of a model computes attention by itself, whatever attention function is registered.
+    """Find attention modules that ignore the registered attention function.
 
     Args:
         model: of transformers, or any module that holds some.

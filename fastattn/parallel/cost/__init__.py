@@ -1,4 +1,4 @@
-"""What methods of attention on several GPUs cost: a model, and its rates, measured."""
+"""Cost of each method of attention on several GPUs: a model, and its rates, measured."""
 
 from .model import METHODS as METHODS
 from .model import MODELS as MODELS

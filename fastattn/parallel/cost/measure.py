@@ -22,7 +22,7 @@ _REPEATS = 5
 
 
 class Link(NamedTuple):
-    """What a message to the next rank of a dim takes: seconds, and bytes a second."""
+    """Cost of a message to the next rank of a dim: seconds, and bytes a second."""
 
     latency: float
     bandwidth: float
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     rates: Rates
 
     def lines(self) -> Iterator[str]:
-        """What was measured, and what was not."""
+        """Lines that say which rates were measured, and which are assumed."""
         yield f"ranks: {self.nodes[0]} x {self.nodes[1]} (nodes x ranks of a node)"
         for name in ("intra", "inter"):
             assumed = Link(getattr(self.rates, f"{name}_latency"), getattr(self.rates, name))
@@ -73,10 +73,10 @@ def process_group() -> Iterator[None]:
 
 
 def measure(rates: Rates) -> Measured:
-    """What a process group and its devices reach, in the place of what rates assume.
+    """Measure a process group and its devices, to replace the assumed rates.
 
     Raises:
-        ValueError: not as many ranks on each node.
+        ValueError: nodes have different numbers of ranks.
     """
     world = dist.get_world_size()
     node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -94,7 +94,7 @@ def measure(rates: Rates) -> Measured:
 
 
 def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
-    """By name, the link of each dim that has more than one rank; the same on every rank.
+    """Measure the link of each dim that has more than one rank, by name; the same on every rank.
 
     Every rank sends to the next one while it receives from the one before, as a ring does. The
     slowest rank counts.
@@ -108,7 +108,7 @@ def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Link:
-    """Of (bytes, seconds): seconds = latency + bytes / bandwidth, by relative least squares.
+    """Fit seconds = latency + bytes / bandwidth to (bytes, seconds), by relative least squares.
 
     A small message counts as much as a large one, which takes thousands of times as long.
     """

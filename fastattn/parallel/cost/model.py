@@ -17,11 +17,11 @@ STORED, SUMMED = 2, 4  # bytes of a number in bf16, and of a gradient that is ad
 
 
 class Rates(NamedTuple):
-    """Of a cluster. Bandwidths are bytes a second that one GPU sends, latencies seconds.
+    """Rates of a cluster: bytes a second that one GPU sends; latencies in seconds; flops.
 
-    The defaults are those of a DGX H100 (NVIDIA, "DGX H100/H200 User Guide": NVLink 900 GB/s both
-    ways together, one ConnectX-7 of 400 Gb/s a GPU). What attention reaches and the latencies are
-    assumed: measure them and give your own.
+    The defaults describe a DGX H100 (NVIDIA, "DGX H100/H200 User Guide": NVLink 900 GB/s in both
+    directions together, one ConnectX-7 of 400 Gb/s a GPU). The rate of attention and the latencies
+    are assumed: measure them and give your own.
     """
 
     flops: float = 500e12
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one layer's forward and backward on one GPU: seconds, bytes sent, bytes held beside."""
+    """Cost of one layer's forward and backward on a GPU: seconds, bytes sent, extra bytes held."""
 
     seconds: float
     sent: float
@@ -73,7 +73,7 @@ def ideal_seconds(shape: Shape, gpus: int, rates: Rates) -> float:
 
 
 def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None = None) -> Cost:
-    """Of a method of `context_attention`.
+    """Model the cost of a method of `context_attention`.
 
     Args:
         inner: for "usp", the ranks of the inner dimension; default: those of a node.
@@ -101,19 +101,19 @@ def heads_at_once(H_k: int, ranks: int) -> int:
 
 
 class Messages(NamedTuple):
-    """What one GPU sends in a dim of the mesh, forward and backward: messages, and their bytes."""
+    """Traffic of one GPU in a dim of the mesh, forward and backward: messages, and their bytes."""
 
     calls: int = 0
     sent: float = 0.0
 
 
 def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> dict[str, Messages]:
-    """By what a dim of the mesh shares out, "sequence" or "heads".
+    """Count messages by the dim of the mesh that sends them, "sequence" or "heads".
 
-    A test counts them. Without the ids of documents and such, which are few.
+    A test compares them with a real run. Small messages, such as ids of documents, are left out.
 
     Args:
-        inner: as of `cost`.
+        inner: as for `cost`.
     """
     if method == "gather":
         local = _keys(shape, gpus)
@@ -136,7 +136,7 @@ def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> 
 
 
 def choice(shape: Shape, gpus: int, rates: Rates, methods: Sequence[str] = METHODS) -> str:
-    """Of some methods the one of least modelled time, if it can be had."""
+    """Choose the method with the least modelled time among those that can serve."""
     able = [name for name in methods if serves(name, shape, gpus, rates)]
     return min(able, key=lambda name: cost(name, shape, gpus, rates).seconds)
 
@@ -147,7 +147,7 @@ def _degree(method: str, gpus: int, inner: int | None) -> int:
 
 
 def _around(shape: Shape, gpus: int, degree: int) -> tuple[int, float, float]:
-    """Of a ring of groups of GPUs; see `Shape`."""
+    """Hops, keys and gradients around a ring of groups of GPUs; see `Shape`."""
     every = gpus // degree - 1
     return (every, every, every) if shape.around is None else shape.around
 
@@ -217,5 +217,5 @@ def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent:
 
 
 def overlapped(pieces: int, compute: float, messages: float) -> float:
-    """As many pieces, of which each is computed while the next one's messages are on their way."""
+    """Time of `pieces` pieces when each is computed while the messages of the next travel."""
     return max(compute, messages) + min(compute, messages) / pieces if messages else compute

@@ -38,6 +38,6 @@ def _instructions(lines: list[tuple[str, str]], labels: dict[str, int]) -> Itera
 
 
 def local_bytes(instruction: Instruction) -> float:
-    """What a wave of 64 threads moves to and from local memory by an instruction."""
+    """Bytes that a wave of 64 threads moves to and from local memory by an instruction."""
     access = re.fullmatch(r"ds_(?:read|write)(2?)(?:st64)?\.[bui](\d+)\w*", instruction.opcode)
     return 0.0 if access is None else 64 * int(access[2]) / 8 * (2 if access[1] else 1)

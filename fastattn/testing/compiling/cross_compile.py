@@ -291,7 +291,7 @@ def _ptxas_report(kernel: Any) -> PtxasReport:
 
 
 def _assembled(kernel: Any) -> PtxasReport:
-    """What ptxas said when it made the kernel; one that another process made is assembled again."""
+    """Return ptxas's report of a kernel; a kernel made by another process is assembled again."""
     ptx = kernel.asm["ptx"]
     if _digest(ptx) not in _reports:
         gpu = kernel.metadata.target

@@ -1,4 +1,4 @@
-"""What was read of a kernel's machine code, kept beside that code in Triton's cache.
+"""Cache of facts read from a kernel's machine code, beside that code in Triton's cache.
 
 A second process finds the code there and need not compile it; reading it again, with ptxas and a
 disassembler, would take two thirds as long.

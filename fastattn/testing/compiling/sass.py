@@ -145,7 +145,7 @@ def _with_shapes(function: list[Instruction]) -> list[Instruction]:
 
 
 class OfPair(NamedTuple):
-    """What a loop spends on a (query, key) pair: instructions of a thread, shared-memory bytes."""
+    """Cost of a loop for a (query, key) pair: instructions of a thread, shared-memory bytes."""
 
     instructions: float
     shared_bytes: float
@@ -291,7 +291,7 @@ def _shortest_pass(body: list[Instruction]) -> int:
 
 
 def shared_bytes(instruction: Instruction) -> float:
-    """What one warp moves to and from shared memory by an instruction.
+    """Bytes that one warp moves to and from shared memory by an instruction.
 
     A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
     comes from registers; each warp is charged a quarter. Additions to global memory are charged
@@ -314,7 +314,7 @@ def shared_bytes(instruction: Instruction) -> float:
 
 
 def _added_bits(modifiers: list[str]) -> int:
-    """Of a thread: "F32x2" are two numbers, "F32" is one, and so are those of no type."""
+    """Bits that a thread adds: "F32x2" is two numbers, "F32" or no type is one."""
     for modifier in modifiers:
         if match := re.match(r"B?F(\d+)(?:x(\d+))?$", modifier):
             return int(match[1]) * int(match[2] or 1)
@@ -322,9 +322,9 @@ def _added_bits(modifiers: list[str]) -> int:
 
 
 def once_bytes(instruction: Instruction) -> float:
-    """What a product of tensor memory reads of shared memory for all warps of a program.
+    """Bytes that a product of tensor memory reads from shared memory, for all warps of a program.
 
-    Its operand B, N rows of 32 bytes, and A, M rows, unless A is in tensor memory.
+    It reads its operand B, N rows of 32 bytes, and A, M rows, unless A is in tensor memory.
     """
     if instruction.base != "UTCHMMA":
         return 0.0

@@ -133,7 +133,7 @@ def _append(
 
 
 def _appended(setting: Setting, cache: KVCache | PagedKVCache, backend: str) -> list[Tensor]:
-    """What can be seen after some steps: queries that were rotated, keys, values, positions."""
+    """Append some steps, and return all results: rotated queries, keys, values, positions."""
     D, seen = setting.subject.head_dim, []
     numbers = draws(1, setting.device, setting.dtype)
     rotary = rotary_tables(_SLOTS, D // 2, device=setting.device)

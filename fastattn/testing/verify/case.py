@@ -20,7 +20,7 @@ Check = Callable[["Setting"], float]
 
 
 class Subject(NamedTuple):
-    """What a verdict is about.
+    """Kernels that one verdict covers.
 
     family: one of `cases.FAMILIES`. dtype: "bfloat16" and so on. head_dim: the largest of its
     class: 64, 128, 256 or 512.

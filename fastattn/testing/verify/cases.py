@@ -53,7 +53,7 @@ class Scope(NamedTuple):
     interpreted: bool = False
 
     def subjects(self) -> list[Subject]:
-        """What there are cases of, the most important first."""
+        """Subjects that have cases, the most important first."""
         every = (
             Subject(backend, family, dtype, head_dim)
             for family in FAMILIES

@@ -60,7 +60,7 @@ def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell
 
 
 def outcome(case: Case, setting: Setting) -> Outcome:
-    """What comes of a case."""
+    """Run a case and return its outcome."""
     found = _checked(case, setting)
     if not attend.uncompiled:
         return found

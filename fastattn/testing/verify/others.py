@@ -79,7 +79,7 @@ def _additive(setting: Setting, *, masks: dict[str, Any]) -> float:
 
 
 def _codes(setting: Setting) -> float:
-    """Of heads whose sizes differ, and rows that are shorter."""
+    """Quantize heads of different magnitudes, with shorter rows; compare codes with torch's."""
     x, _, _ = _numbers(setting)
     x = x * torch.tensor([1.0, 1e3], device=setting.device, dtype=x.dtype)[:, None, None]
     lengths = torch.tensor([x.shape[2], x.shape[2] // 3])
@@ -120,7 +120,7 @@ def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
 
 
 def _fp8_packed(setting: Setting) -> float:
-    """Of two sequences, codes and scales as torch makes them, and attention in each."""
+    """Quantize two packed sequences, compare codes and scales with torch's, and attend in each."""
     q, k, v = (as_packed(x[:1]) for x in _numbers(setting))
     of_q, of_k = (
         torch.tensor([0, len(x) // 3, len(x)], device=x.device, dtype=torch.int32) for x in (q, k)

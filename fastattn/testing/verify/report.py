@@ -1,4 +1,4 @@
-"""What a verification prints: progress, a table of families, and what follows from it."""
+"""Printed report of a verification: progress, a table of families, and conclusions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _rows(found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
 
 
 def conclusions(found: Sequence[Finding], device: torch.device) -> list[str]:
-    """What follows: how much is right, what is left aside, and what was not looked at."""
+    """Conclusions: how much is right, which kernels are skipped, and what was not checked."""
     cases, wrong = sum(x.cases for x in found), [x for x in found if x.verdict != RIGHT]
     if not found:
         return ["none of the cases is about these"]

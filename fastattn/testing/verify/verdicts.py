@@ -15,10 +15,10 @@ _WORST = (HANG, CRASH, NO_COMPILE, WRONG, RIGHT)
 
 
 class Outcome(NamedTuple):
-    """What came of a case.
+    """Outcome of a case.
 
-    share: the worst error as a share of its budget; None: there is no such number. reason: of
-    every verdict but "right".
+    share: the worst error as a share of its budget; None: there is no such number. reason: given
+    for every verdict but "right".
     """
 
     case: str
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What is known of the kernels for a backend, family, dtype and class of head dims.
+    """Finding about the kernels for a backend, family, dtype and class of head dims.
 
     cases: how many ran. share: the worst error as a share of its budget; None: a result was not
     finite, or there was none. verdict: right, wrong, hang, crash or no compile. case: the worst.

@@ -66,7 +66,7 @@ class Piece:
 def read_pieces(
     source: Source, offset: int = 0, separator: bytes = b"\n", errors: Errors = "strict"
 ) -> Iterator[Piece]:
-    """What is left of a file behind an offset; pieces end with a separator where they have one.
+    """Read a file from an offset on; pieces end with a separator where they have one.
 
     Raises:
         DataError: the file is unreadable, or not UTF-8 and errors is not "replace".

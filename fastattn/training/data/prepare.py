@@ -73,10 +73,10 @@ class Mark:
 
 @dataclass
 class Work:
-    """What an interrupted call has left to do, as progress.json has it.
+    """Remaining work of an interrupted call, as stored in progress.json.
 
     Args:
-        request: what was asked for.
+        request: arguments of the call.
         skipped: numbers of the files that are left out; None = they are not checked yet.
         mark: how far it came.
     """
@@ -178,7 +178,7 @@ def _check(sources: list[Source], errors: Errors, say: Callable[[str], None]) ->
 
 
 def _begin(out_dir: Path, request: dict[str, Any]) -> Work | None:
-    """What is left to do; None where that is nothing."""
+    """Find the work that is left to do, or None."""
     for name in (MANIFEST, _PROGRESS):
         if not (out_dir / name).exists():
             continue
@@ -223,7 +223,7 @@ class _Texts:
         return [0 if i in self.skipped else x.size for i, x in enumerate(self.sources)]
 
     def after(self, source: int = 0, offset: int = 0) -> Iterator[tuple[int, Piece]]:
-        """What is left behind a place: pieces, each with the number of its file.
+        """Read on from a place: pieces, each with the number of its file.
 
         Raises:
             DataError: a file cannot be read, or has changed.

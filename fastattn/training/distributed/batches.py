@@ -15,10 +15,10 @@ from ..tasks.task import Batch
 
 
 class Part(NamedTuple):
-    """What a rank computes of a batch.
+    """Part of a batch that one rank computes.
 
     Args:
-        batch: its rows, and of these its tokens.
+        batch: the rank's rows and tokens.
         targets: targets that count in the global batch, over which the loss is the mean.
     """
 

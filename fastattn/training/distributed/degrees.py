@@ -61,13 +61,12 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Degrees:
-    """What `fastattn train` was asked for.
+    """Degrees of parallelism that `fastattn train` was asked for.
 
     Args:
-        data_parallel: of `Split.dp`; "auto" = the ranks that the others leave, or 1 where those go
-            to fsdp.
-        fsdp: of `Split.fsdp`; "auto" = the ranks that the others leave.
-        context_parallel, tensor_parallel: of `Split.cp` and `Split.tp`.
+        data_parallel: for `Split.dp`; "auto" = the remaining ranks, or 1 where those go to fsdp.
+        fsdp: for `Split.fsdp`; "auto" = the remaining ranks.
+        context_parallel, tensor_parallel: for `Split.cp` and `Split.tp`.
         timeout: seconds that a rank waits for another before it gives up.
 
     Raises:

@@ -30,10 +30,10 @@ def whole(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """As `nn.utils.clip_grad_norm_`, over the whole of every gradient; all ranks call it.
+    """Clip gradients like `nn.utils.clip_grad_norm_`, by the global norm; all ranks call it.
 
-    Each rank scales what it holds: of a list of DTensors, torch would first look how each of them
-    may be sharded, which for a model's takes seconds.
+    Each rank scales its own shards: given DTensors, torch would first examine how each may be
+    sharded, which takes seconds for a model.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -48,9 +48,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _held(gradient: Any) -> tuple[Tensor, float]:
-    """What this rank has of a gradient, and how much of its squared norm that counts for.
+    """This rank's shard of a gradient, and the weight of its squared norm in the global sum.
 
-    Ranks that hold the same share it alike.
+    Ranks with the same shard share the weight equally.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""What goes by torchrun: an error is shown once, and a run that it starts again goes on.
+"""Failure and restart under torchrun: an error is shown once, and a restarted run resumes.
 
 torchrun keeps a store of keys that outlives the processes it starts.
 """
@@ -71,9 +71,9 @@ def restarted(out_dir: str) -> bool:
 
 
 def _silent(error: Exception) -> TimeoutError | None:
-    """What to say of the ranks that an error waited for in vain; None: it is another error.
+    """Name the ranks that an error waited for in vain; None: it is another error.
 
-    Every rank notes that it has failed, so that the others do not take it for one that is silent.
+    Every rank notes its own failure, so that the others do not take it for a silent one.
     """
     try:
         store = _store(f"failed after {attempt()} restarts")

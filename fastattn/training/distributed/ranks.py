@@ -1,4 +1,4 @@
-"""What a trainer asks of the ranks that train together; one process alone sends nothing."""
+"""Ranks that train together, as a trainer uses them; one process alone sends nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Value = TypeVar("_Value")
 
 
 class Ranks(Protocol):
-    """What a trainer asks of the ranks that train together."""
+    """Interface to the ranks that train together, for a trainer."""
 
     first: bool
     """Whether this is the one that writes files and talks to the user."""
@@ -94,7 +94,7 @@ class Ranks(Protocol):
         """Whether it is so on any rank."""
 
     def decided(self, decide: Callable[[], _Value]) -> _Value:
-        """What the first rank finds, or its error, on every rank."""
+        """Return the first rank's result, or raise its error, on every rank."""
 
 
 class Alone:

@@ -125,7 +125,7 @@ class Together:
             yield part
 
     def _targets(self, batch: Batch) -> int:
-        """Those of all rows, of which each rank may have read its own alone."""
+        """Count the targets in all rows; a rank may have read only its own."""
         if batch.whole_rows is None:
             return batch.num_targets
         found = torch.tensor(batch.num_targets)
@@ -211,7 +211,7 @@ class Together:
         return cast(_Value, found)
 
     def _plan(self, T: int, documents: Tensor | None) -> ContextPlan:
-        """Of rows of T tokens, which the ranks of cp share, and the documents [rows, T] in them."""
+        """Plan rows of T tokens that the ranks of cp share, and the documents [rows, T] in them."""
         if documents is not None:
             return plan_rows(T, self.split.cp, documents=documents, **self._attention)
         if T not in self._plans:

@@ -167,12 +167,12 @@ def write_manifest(
 
 
 def entry_of(content: bytes) -> dict[str, Any]:
-    """What a manifest says of a file with this content."""
+    """Make the manifest's entry for a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def entry_of_file(path: Path) -> dict[str, Any]:
-    """As `entry_of`, of a file that may be too large for memory.
+    """Make `entry_of` for a file that may be too large for memory.
 
     Raises:
         OSError: it is unreadable.

@@ -48,7 +48,7 @@ _PAIRS: dict[str, Callable[[], list[Pair]]] = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What text to learn from, and how to cut it into tokens.
+    """Text to learn from, and the tokenizer that cuts it.
 
     Args:
         text: paths of UTF-8 text files; none = the standard library's source text.
@@ -88,7 +88,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LanguageDataConfig(DataConfig):
-    """As `DataConfig`.
+    """Text of a language model: a `DataConfig`, or prepared data.
 
     Args:
         prepared: a folder that `fastattn prepare` has made, in place of a text; it brings its
@@ -107,7 +107,7 @@ class LanguageDataConfig(DataConfig):
 
 @dataclass(frozen=True)
 class MaskedDataConfig(DataConfig):
-    """As `DataConfig`, with a tokenizer that has special tokens."""
+    """Text of a masked-token model: a `DataConfig` whose tokenizer has special tokens."""
 
     tokenizer: str = "bpe"
 
@@ -117,7 +117,7 @@ class MaskedDataConfig(DataConfig):
 
 @dataclass(frozen=True)
 class LabelledDataConfig(DataConfig):
-    """As `DataConfig`, for data with answers.
+    """Data with answers: a `DataConfig` with validation files.
 
     Args:
         text: paths of files, CoNLL's or TSV; none = made from the standard library.
@@ -133,7 +133,7 @@ class LabelledDataConfig(DataConfig):
 
 @dataclass(frozen=True)
 class TaggedDataConfig(LabelledDataConfig):
-    """As `LabelledDataConfig`.
+    """Data for tagging: a `LabelledDataConfig` that may start from a masked-token run.
 
     Args:
         start_from: a masked-token run's folder, whose encoder and tokenizer to begin with.
@@ -144,7 +144,7 @@ class TaggedDataConfig(LabelledDataConfig):
 
 @dataclass(frozen=True)
 class PairDataConfig(LabelledDataConfig):
-    """As `LabelledDataConfig`.
+    """Pairs of texts for translation: a `LabelledDataConfig`, or pairs made on the spot.
 
     Args:
         pairs: without text, which ones to make: "names", docstrings of the standard library's
@@ -184,7 +184,7 @@ class Source(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a trained model's user needs to know of the data, JSON values."""
+        """Facts about the data that a trained model's user needs, JSON values."""
 
     def make_tokenizer(self) -> Tokenizer:
         """The tokenizer that the options name."""

@@ -123,7 +123,7 @@ class TaggingTask:
             yield self._batch(rows[i : i + batch_size])
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """What `tag_scores` gives over all words."""
+        """Compute `tag_scores` over all words."""
         device = next(model.parameters()).device
         K = len(self.tags)
         counts = torch.zeros(K, K, dtype=torch.int64, device=device)

@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """What the model is given beside inputs and targets."""
+        """Keyword arguments of the model beside inputs and targets."""
         packed = {} if self.documents is None else {"documents": self.documents}
         return {**self.lengths, **packed}
 
@@ -74,7 +74,7 @@ class Batch:
 
 
 class Task(Protocol):
-    """What to learn, from which data."""
+    """Task to learn, with its data."""
 
     @property
     def fingerprint(self) -> str:
@@ -137,5 +137,5 @@ class LanguageTask:
         return {}
 
     def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
-        """Of windows and the same one token further on."""
+        """Make a batch from windows and the same windows one token further on."""
         return Batch((inputs,), targets)

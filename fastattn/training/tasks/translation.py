@@ -166,9 +166,9 @@ class TranslationTask:
             yield self._batch(pairs[i : i + batch_size])
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """What `text_scores` gives for greedy translations, and how many "pairs" were translated.
+        """Compute `text_scores` of greedy translations, and "pairs", how many were translated.
 
-        These are the first 500 of the validation split.
+        It translates the first 500 pairs of the validation split.
         """
         assert isinstance(model, Seq2Seq), "the task's batches suit no other model"
         sources = [pair.source for pair in self._pairs["validation"][:_SCORED_PAIRS]]

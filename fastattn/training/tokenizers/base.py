@@ -37,7 +37,7 @@ class TokenDecoder(ABC):
 
 
 class Tokenizer(ABC):
-    """What training and generation need of a tokenizer; ids are 0 .. vocab_size - 1."""
+    """Base of tokenizers for training and generation; ids are 0 .. vocab_size - 1."""
 
     @property
     @abstractmethod
