@@ -100,7 +100,7 @@ def _columns(ptr, b, h, heads, T, D: tl.constexpr):
 
 
 class _Operands(NamedTuple):
-    """What key blocks meet: columns of queries and keys, u of the head, and v."""
+    """Operands of a loop over key blocks: columns of queries and keys, u of the head, and v."""
 
     queries: _Columns
     b_ptr: Any
@@ -159,7 +159,7 @@ def additive_forward_kernel(
 
 @triton.jit
 def _column_sums(sums, sums_of_u, ds, u_ptr, down, across, D: tl.constexpr, WITH_U: tl.constexpr):
-    """What gradients ds [DOWN, ACROSS] of scores add to those of the rows down and of u.
+    """Add gradients ds [DOWN, ACROSS] of scores to those of the rows down and of u.
 
     sums [DOWN, BLOCK_D]; sums_of_u, if WITH_U, the same, to be summed over its rows.
     """

@@ -194,7 +194,7 @@ def launch_backward_one_pass(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `launch_backward`, with dQ added up by atomics; the last, which is empty, has no kernel.
+    """Run `launch_backward` with dQ added up by atomics; the last result is empty: no kernel.
 
     For any options without relative keys. Takes 4 bytes more for each element of q.
     """

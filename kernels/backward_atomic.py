@@ -1,8 +1,8 @@
-"""What a backward in one pass over the scores needs before and after it.
+"""Kernels before and after a backward in one pass over the scores.
 
-A kernel of one program a tile of keys computes dK and dV in registers, and of every dS it meets the
-part of dQ too. Many programs meet the same query: they add to one fp32 sum by atomics, in an
-order that is another in each run, so its last bits are. Five products in place of the seven of two
+The one-pass kernel has one program for a tile of keys. It computes dK and dV in registers, and of
+every dS also the part of dQ. Many programs add to the same query, by atomics to one fp32 sum; the
+order differs from run to run, and so do the last bits. Five products replace the seven of two
 passes, for the traffic of the sum. Before it, `launch_start_dq` computes what the rows need and
 zeroes the sum; after it, `launch_finish_dq` scales the sum into q's dtype and memory order.
 """
@@ -116,7 +116,7 @@ def _rows(*dims: int) -> int:
 
 
 def _mask(cu_seqlens: Tensor | None) -> Mask:
-    """What tells rows of one packed sequence from those of another, where they are given."""
+    """Mask that separates the rows of packed sequences, if cu_seqlens is given."""
     if cu_seqlens is None:
         return Mask()
     sequences = runtime_int(cu_seqlens.shape[0] - 1)

@@ -54,7 +54,7 @@ _ENOUGH = 4
 
 
 class _Operands(NamedTuple):
-    """What query blocks of one head meet: k and v of a tile of keys.
+    """Operands of a loop over the query blocks of one head: k and v of a tile of keys.
 
     dk_ptr, dv_ptr: None where the kernel leaves that gradient out. dq_ptr: fp32 rows to add ds k
     to, or None.
@@ -229,7 +229,7 @@ def head_parts(G: int, programs: int, multiprocessors: int) -> int:
 
 
 class _Launches(NamedTuple):
-    """Those of a call: for dK and dV, or for dV and dK alone. parts: see `head_parts`."""
+    """Launches of a call: for dK and dV, or for dV and for dK apart. parts: see `head_parts`."""
 
     both: Launch | None
     dv: Launch | None

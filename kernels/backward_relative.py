@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class _Head(NamedTuple):
-    """What the queries and keys of one head of a batch row are read by: pointers and strides."""
+    """Pointers and strides to read the queries and keys of one head of a batch row."""
 
     h: Any
     H_q: Any
@@ -211,7 +211,7 @@ def _store_keys(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `_store_bias`, for a vector a distance."""
+    """Store like `_store_bias`, with a vector for each distance."""
     cols = tl.arange(0, BLOCK_D)
     entries = h * (2 * reach + 1) + distances + reach
     within = (distances >= -reach) & (distances <= reach)
@@ -380,7 +380,7 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor | None, ...]:
-    """What the kernel writes of a gradient: entries for every query head, sums beyond the ends."""
+    """Allocate a gradient's sums: entries for every query head, and sums beyond the ends."""
     if table is None:
         return None, None
     entries = torch.zeros(H_q, *table.shape[1:], dtype=torch.float32, device=q.device)

@@ -304,7 +304,7 @@ class PreparedDecode(NamedTuple):
         self, q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
         options: Options,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `launch_decode`."""
+        """Run `launch_decode` with the cached launches."""
         o = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:

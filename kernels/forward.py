@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 class _Operands(NamedTuple):
-    """What key blocks meet: q, the rows that relative keys are multiplied by, and K/V as
-    `tile.load_rows` takes them.
+    """Operands of a loop over key blocks: q, the rows that relative keys are multiplied by, and K/V
+    as `tile.load_rows` takes them.
     """
 
     q: Any

@@ -1,8 +1,8 @@
-"""What the weights of attention look like, without a tensor of all of them.
+"""Statistics of attention weights, without a tensor of all of them.
 
-With p_ij the weight of key j for query i: the entropy of each row, -sum_j p_ij ln p_ij; what each
-key receives, sum_i p_ij; the largest weights of each row and their keys; and, for shapes where that
-is small, the weights themselves. All are computed again from scores and lse, as backward does.
+With p_ij the weight of key j for query i: the entropy of each row, -sum_j p_ij ln p_ij; the sum
+that each key receives, sum_i p_ij; the largest weights of each row and their keys; and, for small
+shapes, the weights themselves. All are computed again from scores and lse, as backward does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 
 
 class _Operands(NamedTuple):
-    """What key blocks meet: q, its lse, and what relative keys are multiplied by."""
+    """Operands of a loop over key blocks: q, its lse, and what relative keys are multiplied by."""
 
     q: Any
     query: Any
@@ -98,7 +98,7 @@ def _largest(x, k_pos):
 
 @triton.jit
 def _contest(x, k_pos, top_x, top_pos):
-    """What a block offers the list of each row, what the list would give up, whether it should."""
+    """Compare a block with the list of each row: best candidate, weakest entry, whether to swap."""
     best, best_pos = _largest(x, k_pos)
     worst = tl.min(top_x, 1)
     worst_pos = tl.max(tl.where(top_x == worst[:, None], top_pos, -1), 1)
@@ -205,7 +205,7 @@ def attention_received_kernel(
     q_ptr, k_ptr, lse_ptr, received_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
     const: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of keys receives from one query head. Grid as dK/dV's, for every query head."""
+    """Sum the weights that a tile of keys receives from a query head. Grid: as dK/dV's, for H_q."""
     BLOCK_N: tl.constexpr = const.BLOCK_N
     tile = key_tile(H_q, H_q, T_q, T_k, mask, BLOCK_N)
     h = tile.h_k

@@ -209,7 +209,7 @@ class Needs:
 
     @cached_property
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By step, begin and end of the keys sent from each run; equal where none is sent."""
+        """Begin and end, by step, of the keys sent from each run; equal where none is sent."""
         found = {}
         ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
         runs = sum(map(len, self.dealt.runs))

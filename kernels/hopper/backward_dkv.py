@@ -57,7 +57,7 @@ from .schedule import SIZES, RowStats, Work, key_tile, row_of_stats, stats_of_he
 
 
 class BackwardDkv(NamedTuple):
-    """What the partitions of dK/dV share.
+    """State that the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
     see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dq: of it
@@ -148,12 +148,12 @@ def _load_keys(slots, landed, tile, i, scrubs):
 
 @gluon.jit
 def _starts(n, row, mine, shared, config: gl.constexpr):
-    """What S^T and dP^T of the n-th block start from, and the lse that is left to subtract.
+    """Initial S^T and dP^T of the n-th block, and the lse that is left to subtract.
 
     Both start from what their result needs subtracted, so that neither lse nor delta has to be kept
-    beside them. Keys that do not exist start elsewhere: were all rows plainly equal they would be
-    copied from one another between the products, and ptxas would wait there. For dQ that is where
-    their weights are 0.
+    beside them. Keys that do not exist start elsewhere: if all rows were equal, ptxas would copy
+    them from one another between the products, and wait there. For dQ they start where their
+    weights are 0.
     """
     LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK)
     score = shared.score

@@ -44,7 +44,7 @@ from .schedule import SIZES, RowStats, Work, query_tile, stats_of_head
 
 
 class BackwardDq(NamedTuple):
-    """What the partitions of dQ share.
+    """State that the partitions of dQ share.
 
     q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. lse_ptr, dlse_ptr,
     delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class Forward(NamedTuple):
-    """What the partitions of forward share.
+    """State that the partitions of forward share.
 
     q: a slot for each consumer. k, v: rings. o_tiles: where consumers leave what TMA stores.
     landed: see `load_until`. turns: see `take_turn`. scales: None, or of q, k and v in 8 bits.

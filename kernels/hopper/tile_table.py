@@ -98,7 +98,7 @@ def backward_config(
 
 
 def _other(kernel: str, D: int, economical: bool) -> HopperConfig | None:
-    """What is used in place of this table, for calls that need not be economical."""
+    """Configuration that replaces this table's, for calls that need not save registers."""
     if economical:
         return None
     forced: HopperConfig | None = tiles.other(f"hopper_{kernel}", D)

@@ -1,4 +1,4 @@
-"""What launchers share: tiles, arguments, tables, launches that are cached."""
+"""Parts that launchers share: tiles, arguments, tables, launches that are cached."""
 
 from .interpreter import mend
 

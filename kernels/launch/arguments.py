@@ -1,4 +1,4 @@
-"""What every launcher tells its kernel: strides, alignment, precision, mask and score."""
+"""Arguments that every launcher gives its kernel: strides, alignment, precision, mask and score."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 def constants(
     tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None
 ) -> Constants:
-    """What a kernel is compiled for; tensors: those that it addresses by rows."""
+    """Compile-time constants of a kernel; tensors: those that it addresses by rows."""
     return Constants(
         D,
         D_v,

@@ -157,7 +157,7 @@ class CallTables:
         self._fills = fills
 
     def bind(self, given: Sequence[Any]) -> None:
-        """As `Launch.bind`; given: the options, and `empty`."""
+        """Bind every launch, as `Launch.bind`; given: the options, and `empty`."""
         for launch, _ in self._fills:
             launch.bind(given)
         self._shapes = [None if x is None else x.shape for x in self.empty]
@@ -165,7 +165,7 @@ class CallTables:
         self.empty = ()
 
     def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
-        """Those of a call with these options, filled."""
+        """Make and fill the tables of a call with these options."""
         made = [
             None if shape is None else torch.empty(shape, dtype=torch.int32, device=self._device)
             for shape in self._shapes
@@ -304,7 +304,7 @@ _TABLES_KEPT = 24
 def _table_key(
     mask: Mask, sizes: tuple[int, ...], of_keys: bool, device: torch.device
 ) -> tuple[Any, ...] | None:
-    """What a table depends on, or None where a change of it could go unnoticed."""
+    """Key of all that a table depends on, or None where a change could go unnoticed."""
     key: list[Any] = [sizes, of_keys, device]
     for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
         if isinstance(x, Tensor):

@@ -144,7 +144,7 @@ def row_alignment(q: Tensor) -> int:
 
 
 def _capacity(cache: CacheTensors, options: Options) -> int:
-    """What no position of a key reaches: the end of the cache, or of a tensor that it indexes."""
+    """Bound on the positions of keys: the end of the cache, or of a tensor that it indexes."""
     S = cache.k.shape[2]
     if cache.lengths is None:
         return S

@@ -35,10 +35,10 @@ class Reusable(Protocol):
 
     @property
     def reusable(self) -> bool:
-        """As that of `Launch`."""
+        """Whether the launch may be cached, as for `Launch`."""
 
     def bind(self, given: Sequence[Any]) -> None:
-        """As `Launch.bind`."""
+        """Bind the launch, as `Launch.bind`."""
 
 
 _L = TypeVar("_L", bound=Reusable)
@@ -50,10 +50,10 @@ class Tables(Protocol):
     empty: tuple[Tensor | None, ...]
 
     def bind(self, given: Sequence[Any]) -> None:
-        """As `Launch.bind`."""
+        """Bind every launch, as `Launch.bind`."""
 
     def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
-        """Those of a call with these options, filled."""
+        """Make and fill the tables of a call with these options."""
 
 
 class Stream(NamedTuple):
@@ -278,7 +278,7 @@ def _viewed(x: Any) -> Any:
 
 
 def signature(given: Sequence[Any]) -> tuple[Any, ...]:
-    """What launchers may ask of tensors and numbers, without the tensors."""
+    """Properties of tensors and numbers that launchers may depend on, without the tensors."""
     return tuple(
         (x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x
         for x in given

@@ -33,7 +33,7 @@ def packed_costs_kernel(
     mask, costs_ptr, T_q, T_k,
     TILE: tl.constexpr, BLOCK: tl.constexpr, TILES_OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What the tile of a slot costs: 0 where there is none, else a block more than it meets."""
+    """Cost of a slot's tile: its number of visible blocks plus 1, or 0 where there is no tile."""
     slot = tl.program_id(0)
     cu_ptr = mask.cu_k_ptr if TILES_OF_KEYS else mask.cu_q_ptr
     b, tile = sequence_of(slot, cu_ptr, value(mask.sequences), TILE)

@@ -60,7 +60,7 @@ class TileConfig:
 
     @property
     def compiler_options(self) -> dict[str, int]:
-        """What is said to Triton: NVIDIA's compiler refuses the options of AMD's, even as 0."""
+        """Options for Triton: NVIDIA's compiler refuses the options of AMD's, even as 0."""
         amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
         said = {name: number for name, number in amd.items() if number}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **said}
@@ -277,7 +277,7 @@ def forced(**configs: Any) -> Iterator[None]:
 
 
 def device_key(dtype: torch.dtype) -> Hashable:
-    """What kernels of a dtype go by beside their arguments: equal where they are the same."""
+    """Key of the settings that kernels of a dtype depend on, besides their arguments."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
     changed: Hashable = _installs
     if _forced or _smaller:

@@ -234,11 +234,11 @@ def add_weighted_codes(
 
 @triton.jit
 def lift_of(scale):
-    """What keys are ahead in log2 units when the maximum of a row is taken, from values' scales.
+    """Lift of keys in log2 units, from the scales of values, when the maximum of a row is taken.
 
-    That makes weights times scales 2^12 at most, however small or large scales are: fp16 then has
-    all bits of what is above 2^-26 of the largest. The logarithm is that of the scale or less, by
-    0.09 at most: its bits as an integer count powers of two and, between them, run straight.
+    It makes weights times scales at most 2^12, however small or large the scales are: fp16 then has
+    all bits of numbers above 2^-26 of the largest. The logarithm is below the exact one by at most
+    0.09: the bits of the scale, as an integer, count powers of two and are linear between them.
     """
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return bits * 2.0**-23 - (127.0 + _LARGEST_WEIGHT)

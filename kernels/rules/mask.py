@@ -241,8 +241,8 @@ def any_key(valid):
 
 @triton.jit
 def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
-    """Of queries and keys whose positions follow one another: (whether some pair may see each
-    other, whether each does), as far as positions say.
+    """Decide for blocks of queries and keys with consecutive positions: (whether some pair may see
+    each other, whether each does), as far as positions say.
     """
     q_first = m_first + row.offset
     q_last = m_last + row.offset

@@ -39,7 +39,7 @@ def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
 
 
 class Rows(NamedTuple):
-    """What the gradients of a tile's scores take from its queries.
+    """Operands from a tile's queries for the gradients of its scores.
 
     q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what relative keys are multiplied by.
     """

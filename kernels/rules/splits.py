@@ -11,7 +11,7 @@ from .tile import FARTHEST, Row, batch_row, int32_within
 
 
 class Lengths(NamedTuple):
-    """What the rows of the cache hold, by row; and how many queries are tokens, by batch row.
+    """Lengths of the cache's rows, and by batch row the number of queries that are tokens.
 
     ptr: None where the mask places queries and keys.
     """

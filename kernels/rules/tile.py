@@ -13,7 +13,7 @@ from .integers import value
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for.
+    """Compile-time constants of a kernel.
 
     D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
     64 bits. PRECISION: of fp32 products. HALVES: operands have 16 bits, as matrix units want them.
