@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_findings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was found on this machine before changes nothing here, and nothing is added to it."""
+    """Isolate the tests from this machine's findings: none is used, and none is added."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTATTN_TUNED", "0")
         patch.setenv("FASTATTN_CACHE_DIR", str(tmp_path_factory.mktemp("findings")))
@@ -157,7 +157,7 @@ def compile_pool() -> Iterator["CompilePool"]:
 
 
 class Compiled(dict[Any, Any]):
-    """What was made of each case; of one that is not there when it is asked for."""
+    """Compiled cases, each submitted when it is first asked for."""
 
     def __init__(self, submit: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def models_on_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """As `on_torch`, but on a GPU models run on the kernels."""
+    """Run models on torch, as `on_torch`, except on a GPU."""
     if device == "cpu":
         monkeypatch.setenv("FASTATTN_BACKEND", "torch")
 

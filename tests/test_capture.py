@@ -1,4 +1,4 @@
-"""What is kept between calls, and CUDA graphs."""
+"""State kept between calls, and CUDA graphs."""
 
 import contextlib
 import gc

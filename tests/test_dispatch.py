@@ -117,7 +117,7 @@ def test_slow_call_on_a_gpu_warns_once_for_each_reason(monkeypatch: pytest.Monke
 
 
 def test_auto_is_torch_in_a_plain_cpu_process() -> None:
-    """What a user without a GPU gets, in a process of its own."""
+    """Run as a user without a GPU does, in a process of its own."""
     code = (
         "import torch, fastattn\n"
         "torch.cuda.is_available = lambda: False\n"

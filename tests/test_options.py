@@ -122,7 +122,7 @@ def tensors_of(field: str) -> bool:
 
 @pytest.mark.parametrize("field", Options._fields)
 def test_only_numbers_are_plain(field: str) -> None:
-    """What kernels read through pointers, and a stride, of which launchers make a table."""
+    """Tensors, which kernels read through pointers, are not plain; nor is a stride: a table."""
     given = Options()._replace(**{field: 4})
     if field not in ("mod_tensors", "score_mod_grad"):  # read by mask_mod and score_mod alone
         assert given.plain == (field != "stride" and not tensors_of(field))

@@ -1,4 +1,4 @@
-"""What an install holds, and what `import fastattn` does and shows."""
+"""Contents of an install, and effects of `import fastattn`."""
 
 import fnmatch
 import importlib.util

@@ -1,4 +1,4 @@
-"""What packed calls refuse, and in which words."""
+"""Errors of packed calls, and their messages."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""What callers may rely on: public names, their parameters and defaults, and the CLI's options.
+"""Public interface: public names, their parameters and defaults, and the CLI's options.
 
-They are listed in `public_names.txt`, a name a line. Parameters that are given by name only stand
-in alphabetical order there: their order means nothing to a caller. After a change that is wanted,
+They are listed in `public_names.txt`, a name a line. Keyword-only parameters are in alphabetical
+order there: their order means nothing to a caller. After an intended change,
 `python tests/test_public_names.py` writes the list again.
 """
 
@@ -60,7 +60,7 @@ def test_public_names_and_parameters_are_those_listed():
 
 
 def promised() -> list[str]:
-    """What there is, but for methods not listed: some are there for other files of the package."""
+    """List the public names, without unlisted methods: some are for other files of the package."""
     known = {_name(line) for line in LISTED.read_text().splitlines()}
     return sorted(
         line

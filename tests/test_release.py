@@ -1,4 +1,4 @@
-"""What a release consists of: versions, distributions, and workflows that call make."""
+"""Contents of a release: versions, distributions, and workflows that call make."""
 
 import re
 import runpy
@@ -25,7 +25,7 @@ print(getattr(backend, f"build_{sys.argv[3]}")(sys.argv[2]))
 
 
 def files() -> list[str]:
-    """What git has, and what it does not ignore."""
+    """Files that git tracks, and untracked ones that it does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
     if done.returncode:
@@ -137,7 +137,7 @@ def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def versions() -> dict[str, Any]:
-    """What tests/versions.py defines."""
+    """Definitions in tests/versions.py."""
     return runpy.run_path(str(CHECKOUT / "tests" / "versions.py"))
 
 

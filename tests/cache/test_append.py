@@ -198,7 +198,7 @@ def test_append_to_some_rows_by_batch_index(backend, device):
 
 
 def test_pages_that_are_past_the_end_are_not_written(device):
-    """As a replayed graph would, beyond what the host made room for."""
+    """A replayed graph may append beyond the pages that the host allocated."""
     cache = contiguous(16, 16, device=device)
     cache.append(*tokens_of(B, H_Q, H_K, MAX, 16, 16, device=device)[1:], backend="triton")
     before = cache.k.clone()

@@ -59,7 +59,7 @@ class ListCache:
         self.rows = [self.rows[b] for b in index]
 
     def append_to(self, index: list[int], k, v, counts: list[int]) -> bool:
-        """As `append`, of tokens for some rows."""
+        """Append tokens to some of the rows."""
         full = [counts[index.index(b)] if b in index else 0 for b in range(B)]
         place = [index.index(b) if b in index else 0 for b in range(B)]
         return self.append(k[place], v[place], full)
@@ -79,7 +79,7 @@ class ListCache:
 
 
 def stored(x: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """What the cache gives back for rows x."""
+    """Rows x as the cache returns them."""
     if cache.quantize is None:
         return x
     return dequantize_rows(*quantize_rows(x, cache.quantize), cache.dtype)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 
 def generated(capsys, run, *options) -> tuple[str, str]:
-    """What `generate` writes to stdout and to stderr."""
+    """Run `generate`, and return what it writes to stdout and to stderr."""
     capsys.readouterr()
     command = ["generate", "--checkpoint", run, "--device", "cpu", "--tokens", 30, *options]
     assert main([str(word) for word in command]) == 0

@@ -1,4 +1,4 @@
-"""What tests of several interfaces share."""
+"""Fixtures for the tests of several interfaces."""
 
 from collections.abc import Callable
 from typing import Any

@@ -237,7 +237,7 @@ def test_modules_that_are_not_here_say_what_is(name, instead, installed):
 
 
 def test_orders_are_those_of_the_packages():
-    """Of versions 3 and 4, by position."""
+    """Positional arguments of versions 3 and 4."""
     for function, names in (
         (
             version_3.flash_attn_func,

@@ -79,7 +79,7 @@ def test_as_torch_computes(score_mod: Any, masked: bool) -> None:
 
 
 def test_lists_of_blocks_hold() -> None:
-    """Those of partial blocks beside the function, those of full ones without it."""
+    """Partial blocks apply the function as well, full blocks do not."""
     q, k, v = inputs()
     counts, lists = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0, 1, 2], [2, 0, 1], [1, 0, 0]]]])
     full_counts, full_lists = torch.tensor([[[0, 1, 1]]]), lists.flip(-1)

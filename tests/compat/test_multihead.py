@@ -120,7 +120,7 @@ def test_kernels_equal_torch(device, name, need_weights):
 
 
 def test_weights_without_gradients_in_fp64(on_torch):
-    """As exact as with gradients: nothing on the way to them is fp32."""
+    """The weights are as exact as with gradients: no step on the way to them is fp32."""
     _, ours = (x.double() for x in pair())
     tensors = [x.double() for x in inputs(ours)]
     _, trained = ours(*tensors)

@@ -212,7 +212,7 @@ def overriding(name: str, func: object) -> bool:
 
 
 def override(kind: str, name: str, x: Tensor) -> tuple[Any, Tensor]:
-    """What makes F.scaled_dot_product_attention 7 times its query: a context, and the query."""
+    """Make F.scaled_dot_product_attention return 7 times its query: a context, and the query."""
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""What `sdpa.scaled_dot_product_attention` leaves to torch: errors, and what no kernel serves."""
+"""Calls that `sdpa.scaled_dot_product_attention` leaves to torch: errors, unserved options."""
 
 from typing import Any
 

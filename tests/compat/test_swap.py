@@ -294,7 +294,7 @@ def test_windows_wherever_they_are_held(swap, kind):
 
 
 class SelfMade(nn.Module):
-    """What no pattern is: softmax of something else, weights that are returned, odd masks."""
+    """Attention of no known pattern: another function's softmax, returned weights, odd masks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def test_dense_operator(active, causal):
 
 
 def test_a_ring_of_two_chunks(active):
-    """As torch's context parallelism: chunks merged by lse, their backward with the whole's."""
+    """Two chunks as in torch's context parallelism: merged by lse; backward with the full lse."""
     q, k, v = (x.detach() for x in tensors(1, 2, 6, 8))
     whole, lse, *_, state, unused, _ = OPERATOR(q, k, v)
     outs = [OPERATOR(q, a, b) for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)]

@@ -107,7 +107,7 @@ def gpt_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tens
 
 
 def llama_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """Of transformers' own attention."""
+    """Take a step with transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(found["config"], attn_implementation="eager")

@@ -21,7 +21,7 @@ _REMEMBERED = (
 
 
 def _forget() -> None:
-    """What transformers found out when it was imported, or since."""
+    """Clear what transformers found out when it was imported, or since."""
     for name in _REMEMBERED:
         getattr(import_utils, name).cache_clear()
     flash._loaded_implementation = None
@@ -29,7 +29,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine with CUDA, which transformers asks for besides the package."""
+    """Install as on a machine with CUDA, which transformers also checks for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flash_attn.install()
     _forget()

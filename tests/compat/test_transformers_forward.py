@@ -95,7 +95,7 @@ def test_bias_and_mask_of_numbers_add_up():
     "way", ["none", "padding", "mask", "bias", "window", "static", "chosen", "chosen of padded"]
 )
 def test_one_new_token_is_decoded(way, monkeypatch):
-    """By the kernels for that, which split the keys, with the result of the others."""
+    """Decode by the kernels that split the keys; the result is as without them."""
     q, k, v = heads(1, 9, B=2)
     keys = torch.arange(9) >= torch.tensor([[3], [0]])
     chosen = {"indices": torch.tensor([[[2, 5, 8]], [[0, 3, 4]]])}

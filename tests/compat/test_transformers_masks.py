@@ -122,7 +122,7 @@ def test_lazy_mask_is_a_tensor_to_others():
 
 
 def test_what_wrappers_ask_of_arguments_makes_no_entries():
-    """Those that shard, cast and recompute layers look at all that a layer is given."""
+    """Wrappers that shard, cast and recompute layers inspect all arguments of a layer."""
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils.checkpoint import checkpoint
 

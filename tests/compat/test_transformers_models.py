@@ -172,7 +172,7 @@ def test_configs_of_ones_own_are_known_by_their_base():
 
 
 def test_the_docs_name_every_family_that_is_not_served():
-    """By the text of transformers' files: classes of attention, and no look-up."""
+    """Search transformers' files for attention classes without a look-up of the function."""
     found = set()
     for path in Path(tr.__file__).parent.glob("models/*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")

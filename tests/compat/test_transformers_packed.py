@@ -44,7 +44,7 @@ def packed(device: str) -> tuple[dict, dict]:
 @pytest.mark.parametrize("mask", ["no mask", "ones"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_sequences_by_offsets(name, mask, device):
-    """As FlashAttention is given them. A mask that hides nothing takes nothing from them."""
+    """Offsets as FlashAttention takes them. A mask that hides nothing changes no result."""
     model = build(tr.AutoModelForCausalLM, decoder_config(name), device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)

@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type works as written."""
+"""Commands and programs in the documents work as written."""
 
 import inspect
 import os
@@ -261,7 +261,7 @@ def test_readme_shows_the_two_commands():
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_links_and_named_paths_exist(document):
-    """Those of the pages are checked where the site is built."""
+    """Links between the pages are checked where the site is built."""
     text = read(document)
     paths = LINK.findall(text) + re.findall(r"`((?:fastattn|kernels|tests|bench)/[\w./]*)`", text)
     paths += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)

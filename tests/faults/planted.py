@@ -101,7 +101,7 @@ def changed(text: str, fault: Fault) -> str:
 
 
 def areas_of(fault: Fault, root: Path) -> list[list[str]]:
-    """What pytest is given for the area of the fault's file: generated calls, then all else."""
+    """Arguments of pytest for the area of the fault's file: generated calls, then all else."""
     longest = max((x for x in _AREAS if fault.file.startswith(x)), key=len)
     backend, names = _AREAS[longest]
     paths = [path for name in names for path in sorted(root.glob(name))]

@@ -117,7 +117,7 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
 
 
 def base(name: str, call: str, device: str) -> dict[str, Any]:
-    """What an option needs beside it."""
+    """Other options that an option needs."""
     seeds = {"dropout_seed": torch.tensor([7, 7], device=device)}
     factor = (torch.full((1,), 2.0, device=device),)
     found: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def test_every_option_is_tried(device: str) -> None:
 
 
 def wrong(call: str, name: str, device: str, checked: list[str]) -> str:
-    """What is wrong with known calls that have and have not an option; empty if nothing is."""
+    """Find a fault in repeated calls with and without an option; empty if there is none."""
     tensors, options = inputs(call, device), base(name, call, device)
     one, other = (values(call, device, seed)[name] for seed in (0, 1))
     if name == "mod_tensors":  # the function that reads them needs some
@@ -366,7 +366,7 @@ def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
 
 
 def test_decoding_as_rows_grow_is_one_call(device: str, checked: list[str]) -> None:
-    """What bounds the lengths is no part of the key, unless a mask has to reach as far."""
+    """The bound on the lengths is not in the key, unless a mask must reach as far."""
     q, k, v, lengths = inputs("decode_attention", device)
     bias = torch.zeros(1, T, device=device)
     for bound in (5, 6):

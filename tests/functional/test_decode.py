@@ -183,7 +183,7 @@ def test_options(names: tuple[str, ...], backend: str, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("names", [("alibi",), ("score_mod",), ("sinks", "softcap"), ("mask",)])
 def test_options_in_a_ring(names: tuple[str, ...], backend: str, device: str) -> None:
-    """Of 21 tokens the ring has lost most; distances to the pinned ones count as they are."""
+    """The ring has lost most of 21 tokens; distances to the pinned ones stay as they are."""
     q, k, v, lengths = tokens(device, (9, 21), 2)
     filled = fill("ring-keep-first", k, v, lengths)
     assert_decodes(q, filled, how={"backend": backend}, **options_of(names, device, lengths))
@@ -269,7 +269,7 @@ def test_every_tile_divides_the_invariant_split() -> None:
 
 
 def test_one_launch_serves_lengths_that_grow(device: str) -> None:
-    """What a CUDA graph replays: nothing but tensors may change between calls."""
+    """A replayed CUDA graph: only the contents of tensors may change between calls."""
     q, k, v, lengths = tokens(device, (13, 21))
     filled = fill("contiguous", k, v, lengths)
     filled.view.lengths.copy_(lengths - 9)
@@ -372,7 +372,7 @@ def test_forced_tiles_reach_the_kernel(device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["contiguous", "ring"])
 def test_queries_that_are_padding(kind: str, backend: str, device: str) -> None:
-    """Of three queries the rows have appended two, none and all: these stand at the end."""
+    """The rows have appended two, none and all of three queries, at the end of the queries."""
     q, k, v, lengths = tokens(device, (13, 9, 21), 3)
     counts = torch.tensor([2, 0, 3], device=device)
     filled = fill(kind, k, v, lengths)

@@ -1,4 +1,4 @@
-"""What decode_attention refuses, which backend it takes, and how tracers see it."""
+"""Errors of decode_attention, its choice of a backend, and its behaviour under tracers."""
 
 import numpy as np
 import pytest

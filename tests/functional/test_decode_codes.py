@@ -121,7 +121,7 @@ def test_options(options: dict, T_q: int, dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("parts", [4, 16])
 @pytest.mark.parametrize("kind", ["int8", "contiguous"])
 def test_sums_in_parts(kind: str, parts: int, device: str) -> None:
-    """Of a block of 16 keys at most 8 parts: each takes two side by side."""
+    """A block of 16 keys has at most 8 parts: each takes two neighbours."""
     q, k, v, lengths = tokens(device, torch.bfloat16)
     sinks = torch.tensor([4.0, 0.0, -3.0, 8.0], device=device)
     with tiles.forced(decode=TileConfig(16, 16, 4, 1, sum_parts=parts)):

@@ -1,4 +1,4 @@
-"""What is no dense tensor is refused by name; what nested tensors hold goes packed."""
+"""Tensors that are not dense are refused by name; sequences of nested tensors go packed."""
 
 from typing import Any
 

@@ -118,7 +118,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(view: str, device: str) -> None:
-    """Of q, k, v, and of the tensors that masks and biases are read from."""
+    """Views as q, k and v, and as the tensors of masks and biases."""
     B, H, T = 2, 2, 19
     q, k, v = (VIEWS[view](x.detach()) for x in make_qkv(B, H, H, T, D=8, device=device))
     bias = VIEWS[view](draw(B, H, T, T).to(device))
@@ -176,7 +176,7 @@ def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: st
 
 
 def test_rows_past_the_last_add_nothing_whatever_their_scores(device: str) -> None:
-    """Of a tile of 16 queries 5 exist; the exponentials of the others would be infinite."""
+    """5 queries of a tile of 16 exist; the exponentials of the others would be infinite."""
     T_q, T_k, reach = 5, 20, 25
     bias = torch.zeros(2, 2 * reach + 1, device=device)
     bias[:, reach + T_k :] = 300.0

@@ -98,7 +98,7 @@ def test_parts_are_the_whole(name: str, backend: str, device: str) -> None:
 
 
 def test_few_queries_of_a_part_of_the_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels of decoding, which take rows of several heads in a tile."""
+    """Use the kernels of decoding, which put rows of several heads in a tile."""
     monkeypatch.setattr(decode_splits, "MANY_KEYS", 1)
     options = to_device({"mask_mod": by_head, **FUNCTIONS}, device)
     q, k, v = (x.detach() for x in make_qkv(B, H_q, H_k, 2, T, D=D, device=device))

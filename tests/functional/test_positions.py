@@ -19,7 +19,7 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True, scope="module")
 def few_tiles() -> Iterator[None]:
-    """Of two sizes, both less than a block, or the interpreter would take minutes."""
+    """Tiles of two sizes, both less than a block, or the interpreter would take minutes."""
     tile, other = tiles.TileConfig(64, 128), tiles.TileConfig(128, 64)
     with tiles.forced(
         forward=tile, backward_dq=tile, backward_dkv=other, backward_one_pass=other, relative=tile
@@ -79,7 +79,7 @@ def by_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_blocks_that_stand_anywhere(name: str, device: str) -> None:
-    """By the kernels; torch knows no blocks, and meets positions with every other option."""
+    """Run the kernels alone: torch has no blocks, and combines positions with every option."""
     q, k, v = make_qkv(1, H_q, H_k, T_q, T_k, D, device=device)
     options = to_device({**OPTIONS[name], "positions": POSITIONS}, device)
     assert_matches_reference(by_triton, q, k, v, **options)

@@ -67,7 +67,7 @@ def placed(mesh: DeviceMesh, of_q: Placement, of_keys: Placement) -> Callable[..
 
 
 def refused(mesh: DeviceMesh) -> list[str]:
-    """What is said about calls that cannot be shared out."""
+    """Messages about calls that cannot be sharded."""
     q, k, v = inputs_of("heads")
     ranks = mesh.size()
     cases: list[tuple[Any, ...]] = [

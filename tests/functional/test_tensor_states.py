@@ -52,7 +52,7 @@ def with_gradients(function: Function, backend: str, *, do: Tensor, dlse: Tensor
 
 
 def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
-    """By name, functions of a backend and tensors, and the tensors."""
+    """Functions by name, of a backend and tensors, with their tensors."""
     draw = draws(device=device)
     rows = {"q": draw(B, H_Q, T, D), "k": draw(B, H_K, T, D), "v": draw(B, H_K, T, D)}
     packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in rows.items()}
@@ -154,7 +154,7 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
 
 
 def test_bits_of_an_imaginary_part(device: str) -> None:
-    """As users come by them; in its strides, which an attn_bias keeps."""
+    """A negative view (conj().imag) as users get it; attn_bias keeps its strides."""
     q, k, v, bias = (draws(device=device)(1, 2, T, n) for n in (D, D, D, T))
     imaginary = torch.complex(bias, -bias).conj().imag
     assert imaginary.is_neg() and imaginary.stride(-1) == 2
@@ -200,7 +200,7 @@ def test_tangents_are_refused(name: str, backend: str, device: str) -> None:
 
 
 def doors() -> dict[str, Function]:
-    """Of x [B, T, 16], what computes attention of it by way of a module or another interface."""
+    """Functions of x [B, T, 16] that compute attention by a module or another interface."""
     own, cross = fastattn.GQAttention(16, 2), fastattn.CrossGQAttention(16, 2)
     multihead = fastattn.MultiheadAttention(16, 2, batch_first=True)
     offsets = torch.tensor([0, T, 2 * T], dtype=torch.int32)

@@ -24,7 +24,7 @@ def heads(B: int, H: int, T: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def use(B: int, H_q: int, H_k: int, T: int) -> None:
-    """What a program does after `warmup`."""
+    """Make the calls of a program after `warmup`."""
     q, k = (heads(B, H, T, torch.bfloat16) for H in (H_q, H_k))
     lengths = torch.full((B,), T)
     attention(q, k, k, causal=True, key_lengths=lengths.int(), backend="triton").sum().backward()
@@ -38,7 +38,7 @@ def use(B: int, H_q: int, H_k: int, T: int) -> None:
 
 
 def compilations() -> list[int]:
-    """By `warmup`, by calls of the kinds it was told of, and by one of another dtype."""
+    """Count compilations: in `warmup`, in calls of the kinds it covers, in one of another dtype."""
 
     def warm() -> None:
         fastattn.warmup(32, calls="causal+key_lengths", device="cpu")

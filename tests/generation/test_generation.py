@@ -28,7 +28,7 @@ GREEDY = Sampling(greedy=True)
 
 @torch.no_grad()
 def greedy_by_full_forward(model: GPT, prompt: list[int], count: int) -> list[int]:
-    """What greedy generation gives without a cache, by the documented rule for the window."""
+    """Generate greedily without a cache, by the documented rule for the window."""
     context = model.config.context_length
     tokens, window = list(prompt), min(len(prompt), context)
     for _ in range(count):

@@ -22,7 +22,7 @@ def make_model(**changes) -> GPT:
 
 @torch.no_grad()
 def log_probability(model: GPT, tokens: list[int]) -> float:
-    """Of tokens behind PROMPT, by one forward pass without a cache."""
+    """Log probability of tokens behind PROMPT, by one forward pass without a cache."""
     logits = model(torch.tensor([PROMPT + tokens]))[0, len(PROMPT) - 1 : -1]
     scores = logits.log_softmax(-1)
     return float(sum(scores[i, token] for i, token in enumerate(tokens)))

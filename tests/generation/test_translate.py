@@ -31,7 +31,7 @@ def make_model(**options) -> Seq2Seq:
 
 @torch.no_grad()
 def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
-    """Of every target of a source, the end token counted where it ends one; without a cache."""
+    """Log probability of every target of a source, with its end token if any; without a cache."""
     found = {}
     for length in range(1, COUNT + 1):
         targets = [

@@ -112,7 +112,7 @@ def bits(*numbers: float) -> list[int]:
     ],
 )
 def test_any_factor(factors: tuple[float, float], expected: int) -> None:
-    """Of a thread that is alone in its warp."""
+    """The thread is alone in its warp."""
     assert run(ANY_FACTOR.value, bits(*factors), 2) == [expected] * 2
 
 

@@ -79,7 +79,7 @@ def queries_kernel(q_ptr, out_ptr, start_ptr, unit_ptr, M: tl.constexpr, D: tl.c
 
 @pytest.mark.parametrize("largest", [2.0**-100, 1e-4, 1.0, 1.999, 3e4, 2.0**100])
 def test_queries_are_scaled_to_the_range_of_fp16(largest: float, device: str) -> None:
-    """By a power of two: the largest is at 2^14 to 2^15, and what follows it is exact."""
+    """Queries are scaled by a power of two: the largest is at 2^14 to 2^15, and all stay exact."""
     q = torch.rand(16, 32, generator=torch.Generator().manual_seed(0)).to(device) + 0.5
     q = (q * largest).bfloat16()
     found, start = torch.empty_like(q, dtype=torch.float16), torch.empty(16, device=device)

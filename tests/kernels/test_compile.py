@@ -320,7 +320,7 @@ def test_weights_stay_in_registers_on_hopper(compiled: dict[tuple, Future]) -> N
 def test_atomics_take_as_many_columns_as_they_can(
     target: str, instruction: str, apart: int, compiled: dict[tuple, Future]
 ) -> None:
-    """Of a tile of dQ, as many elements as there are, once: none by a loop that compares."""
+    """Each element of a dQ tile is added once, in wide atomics; none in a compare-and-swap loop."""
     (fact,) = attention_kernels(compiled[target, "one-pass", 64, "bf16", "all"].result())
     tile = tiles.tile_of(target, "backward_one_pass", 2, 64)
     of_thread = tile.BLOCK_M * 64 // (32 * tile.num_warps)
@@ -346,7 +346,7 @@ def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
 def test_full_blocks_take_few_instructions(
     kernel: str, D: int, dtype: str, compiled: dict[tuple, Future]
 ) -> None:
-    """What is not a matrix product has to find time beside the products."""
+    """Instructions beside the matrix products must fit into the time of the products."""
     for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
         full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
         assert full.total <= budget(fact, D), f"{fact.name}: {full.total} instructions"

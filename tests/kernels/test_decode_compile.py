@@ -247,7 +247,7 @@ def test_pages_are_loaded_as_far_ahead_as_plain_keys(compiled: dict[tuple, Futur
 
 
 def test_loads_are_as_wide_as_rows_allow(compiled: dict[tuple, Future]) -> None:
-    """Of rows of 260 or 120 bytes a load of 16 would start where the GPU may not read."""
+    """In rows of 260 or 120 bytes, a load of 16 bytes would start at a misaligned address."""
     for kind, D, dtype, width in (
         ("contiguous", 128, "bf16", "LDGSTS.E.BYPASS.128"),
         ("contiguous", 60, "bf16", "LDGSTS.E.64"),

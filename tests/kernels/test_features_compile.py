@@ -1,4 +1,4 @@
-"""What compilers make of each feature: none spills, and masks stay out of the loop of full blocks.
+"""Compiled code of each feature: no spills, and no mask in the loop of full blocks.
 
 Nothing here runs on a GPU: the launchers themselves compile in worker processes.
 """
@@ -102,7 +102,7 @@ def launch_with_the_same_tile(flag: str, D: int) -> None:
 
 
 def launch_others(D: int) -> None:
-    """What is launched beside attention, with the tiles that its options take."""
+    """Launch the kernels beside attention, with the tiles that its options take."""
     q, k = meta(B, H_q, T, D), meta(B, H_k, T, D)
     lse = meta(B, H_q, T, dtype=torch.float32)
     documents = FLAGS["documents"]

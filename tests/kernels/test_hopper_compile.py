@@ -1,4 +1,4 @@
-"""What ptxas makes of the Hopper kernels: no spills, operands in registers, softmax under products.
+"""Compiled Hopper kernels: no spills, operands in registers, softmax under products.
 
 The launchers compile in worker processes; nothing runs.
 """
@@ -193,7 +193,7 @@ def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, F
 def check(
     fact: CompiledFacts, budget: int, spill_bytes: int, loads: int = 0, overlap: float = 0.9
 ) -> tuple[list[Loop], list[Loop]]:
-    """What holds for every kernel; its loops over full and over masked blocks, by consumer.
+    """Check every kernel; return its loops over full and over masked blocks, by consumer.
 
     loads: values that a full block may read back. overlap: the least share of the exponentials
     beside which the consumer's own products are in flight.

@@ -1,4 +1,4 @@
-"""What ptxas makes of the Hopper forward in 8 bits, and of the kernel that packs its values."""
+"""Compiled Hopper forward in 8 bits, and the kernel that packs its values."""
 
 from concurrent.futures import Future
 

@@ -47,7 +47,7 @@ def attention(*inputs: Tensor, **arguments: Any) -> Any:
 def test_hopper_matches_the_reference(
     options: dict[str, Any], D: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Of 144 tiles, more than there are multiprocessors, the last of each head is not whole.
+    """There are 144 tiles, more than multiprocessors; the last tile of each head is not whole.
 
     Steep scores rise in some blocks by more than 2^8, others in none but the first.
     """

@@ -53,7 +53,7 @@ def drawn(T_q: int, T_k: int, D: int, device: str) -> tuple[tuple[Tensor, ...], 
     ],
 )
 def test_hopper_in_8_bits_is_within_its_bound(options: dict[str, Any], D: int, device: str) -> None:
-    """Of 144 tiles, more than there are multiprocessors, the last of each head is not whole."""
+    """There are 144 tiles, more than multiprocessors; the last tile of each head is not whole."""
     codes, scales = drawn(2300, 2500, D, device)
     tensors = {
         name: torch.tensor(x, device=device) if isinstance(x, list) else x

@@ -1,4 +1,4 @@
-"""What the Hopper kernels cost the host: a known call makes nothing anew, and does little."""
+"""Host cost of the Hopper kernels: a known call makes nothing anew, and does little."""
 
 import sys
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def cases(backend: str) -> dict[str, Callable[[], Any]]:
 
 
 def work_of_known_calls(backend: str) -> dict[str, tuple[int, int, int]]:
-    """Of each case, when it is met again: launches that Triton looks through, descriptors that are
-    checked, and Python functions that are entered."""
+    """Count, for each case when it is repeated: launches that Triton looks through, descriptors
+    that are checked, and Python functions that are entered."""
     run, check = triton.JITFunction.run, TensorDescriptor.__post_init__
     looked = checked = entered = 0
 

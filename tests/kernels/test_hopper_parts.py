@@ -103,7 +103,7 @@ def shares(
 
 @pytest.mark.parametrize(("D", "H_q"), gate_cases([(64, 2), (256, 1)], [(128, 1)]))
 def test_parts_in_fp32_add_up_to_the_whole(D: int, H_q: int) -> None:
-    """As those of one call would be, rounded once: and nearer to it than parts in bf16."""
+    """Sums of fp32 parts are within one call's budget, and more exact than sums of bf16 parts."""
     q, k, v = (x.detach() for x in make_qkv(1, H_q, 1, 512, None, D, dtype=torch.bfloat16))
     do = torch.randn_like(q)
     ranks = [of_blocks(0, 3), of_blocks(1, 2)]

@@ -117,7 +117,7 @@ def dealt(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
 def order_table(
     q: Tensor, k: Tensor, options: Options, config: Any, sizes: tuple[int, ...], *, of_keys: bool
 ) -> Tensor | None:
-    """That of `packed_order` for q and k of these shapes, filled by the interpreter."""
+    """Table of `packed_order` for q and k of these shapes, filled by the interpreter."""
     like = torch.empty((), dtype=q.dtype)
     q, k = (like.expand(x.shape) for x in (q, k))
     _, order, tables = host.mask_of(options, q, k, config, sizes, of_keys=not of_keys)
@@ -223,7 +223,7 @@ def test_causal_work_is_balanced(shape: tuple[int, int, int], kernel: str) -> No
     "shape", [(3, 5, 3000), (7, 3, 5000), (1, 1, 40000), (40, 9, 100)], ids=str
 )
 def test_causal_work_of_odd_sizes_is_balanced(shape: tuple[int, int, int]) -> None:
-    """As far as the few tiles of a program can be: there are 2.7, 6.4, 2.4 and 2.7 of them."""
+    """Programs have 2.7, 6.4, 2.4 and 2.7 tiles on average: so few limit the balance."""
     for kernel in ("forward", "dkv"):
         assert imbalance(kernel, *shape) < 1.2
 

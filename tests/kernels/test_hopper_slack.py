@@ -32,7 +32,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def rescaling(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
-    """Of each block but the first of a consumer: which of its warps multiply."""
+    """Record which warps of a consumer multiply, for each block but the first."""
     found: list[list[bool]] = []
 
     def recorded(factor: Any) -> Any:
@@ -87,7 +87,7 @@ def test_output_is_rescaled_where_a_row_rises(
 
 
 def test_a_warp_follows_its_own_rows(rescaling: list[list[bool]]) -> None:
-    """What other rows do changes no bit of a row."""
+    """Other rows change no bit of a row."""
     rows = torch.ones(64)
     rows[20] = 4.0
     q, k, v = rising([0.0, 3.0, 6.0], rows)
@@ -118,7 +118,7 @@ def test_rows_without_keys_and_masked_blocks(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("where", ["query", "first-block", "last-block"])
 def test_nan_is_not_skipped(where: str) -> None:
-    """Of a query, and of keys that all queries or those from 290 on see."""
+    """NaN is in a query, or in keys that all queries or those from 290 on see."""
     q, k, v = (x.detach() for x in rising([0.0, 5.0, 12.0], torch.ones(384)))
     spoilt, row, first = {
         "query": (q, 7, 7),

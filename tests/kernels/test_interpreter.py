@@ -338,7 +338,7 @@ def test_threads_launch_one_after_another() -> None:
 
 
 def test_a_launch_starts_another_from_its_own_thread() -> None:
-    """As a hook of the first one may; the lock is held already."""
+    """A hook of the first launch starts another; the lock is held already."""
     inner = torch.zeros(4)
 
     def hook(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""What kernels know of a key_padding_mask: where each row begins and ends, and a bit a key."""
+"""Data that kernels read of a key_padding_mask: begin and end of each row, and a bit a key."""
 
 import pytest
 import torch

@@ -108,7 +108,7 @@ def test_a_cached_launch_takes_the_tensors_of_the_call(name: str, device: str) -
 
 
 def test_nothing_that_a_call_brought_is_kept(device: str) -> None:
-    """Of any option: all in one test, since a collection of a large process takes a second."""
+    """All options are in one test, since a collection of a large process takes a second."""
     left = {name: references_after(name, device) for name in draw("cpu", 0)}
     gc.collect()
     kept = {name for name, found in left.items() if any(x() is not None for x in found)}
@@ -116,7 +116,7 @@ def test_nothing_that_a_call_brought_is_kept(device: str) -> None:
 
 
 def references_after(name: str, device: str) -> list[weakref.ref]:
-    """What a call with this option brought, after it: its tensors and the option's memory."""
+    """Call with this option; return weak references to its tensors and the option's memory."""
     rows = inputs(name, device)
     options = options_of(name, device, 0)
     found = [weakref.ref(x) for x in (*rows, *options) if isinstance(x, torch.Tensor)]

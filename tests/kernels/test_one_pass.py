@@ -150,9 +150,10 @@ def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, device: str) -> None:
-    """Of equal tiles the same bits; and of queries the same sum in fp32, in another order.
+    """With equal tiles dv has the same bits; dq is the same fp32 sum in another order.
 
-    dk goes by the delta of its rows, which compiled kernels of different tiles sum in other orders.
+    dk depends on the delta of its rows, which compiled kernels of different tiles sum in other
+    orders.
     """
     q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
     tile = tiles.TileConfig(16, 32)

@@ -25,7 +25,7 @@ def place_kernel(row, end, pages, page_ptr, slot_ptr, kept_ptr, row_ptr, N: tl.c
 
 
 def places(cache: KVCache | PagedKVCache, row: int, end: int) -> list[torch.Tensor]:
-    """What the kernel says of `end` tokens of a row."""
+    """Places that the kernel computes for `end` tokens of a row."""
     mend()
     view = cache.view([row]) if isinstance(cache, PagedKVCache) else cache.view()
     tensors = CacheTensors(

@@ -96,7 +96,7 @@ def with_holes_filled(there: torch.Tensor) -> torch.Tensor:
 
 
 def with_small_holes_filled(there: torch.Tensor) -> torch.Tensor:
-    """Of those the ones that share their block with a key that is there, which dK/dV meets.
+    """Fill holes, but only in blocks with a key that is there: dK/dV visits these blocks.
 
     Whether the keys of a block are seen is decided by the range of the row.
     """

@@ -186,7 +186,7 @@ def test_padding_reaches_no_real_token():
 @torch.no_grad()
 @pytest.mark.parametrize("positions", ["rotary", "alibi", "scalar"])
 def test_packed_texts_do_not_see_each_other(positions):
-    """By distance alone, a text gives the same wherever it stands in a row."""
+    """Positions by distance alone: a text gives the same result anywhere in a row."""
     model = make_model(positions=positions, window=4).eval()
     tokens = torch.randint(11, (1, 12))
     ids = torch.tensor([[3] * 5 + [0] * 6 + [-1]])

@@ -24,7 +24,7 @@ def model() -> nn.ModuleDict:
 
 
 def fused(layers: nn.Module, tensors: dict[str, Tensor], behind: str = "") -> dict[str, Tensor]:
-    """As the layers had them before: the rows of what belongs together behind one another."""
+    """Fuse the tensors as layers stored them before: the rows of fused projections concatenated."""
     found = dict(tensors)
     for owner, module in layers.named_modules():
         if not isinstance(module, SeparateProjections):

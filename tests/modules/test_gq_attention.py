@@ -70,7 +70,7 @@ def normalised(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-    """What a GQAttention without rotation computes."""
+    """Compute a GQAttention without rotation."""
     T = x.shape[1]
     q, k = heads_of(x, layer.q_proj, H_q, D), heads_of(x, layer.k_proj, H_k, D)
     v = heads_of(x, layer.v_proj, H_k, layer.v_head_dim)
@@ -100,7 +100,7 @@ def naive_self(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None)
 
 
 def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
-    """What a CrossGQAttention computes; seen: bool [B, S]."""
+    """Compute a CrossGQAttention; seen: bool [B, S]."""
     q, k = heads_of(x, layer.q_proj, H_q, D), heads_of(memory, layer.k_proj, H_k, D)
     v = heads_of(memory, layer.v_proj, H_k, layer.v_head_dim)
     if layer.qk_norm:
@@ -313,7 +313,7 @@ def test_repr_names_what_was_chosen():
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 1, 0), (2, 3, 0)])
 @pytest.mark.parametrize("training", [True, False])
 def test_no_rows_tokens_or_memory(B, T, S, scoring, training):
-    """What sees nothing is the bias of the output."""
+    """A query that sees nothing gives the bias of the output."""
     options = {"scoring": scoring, "qk_norm": True, "out_bias": True}
     layer, cross = make_self(**options), make_cross(**options)
     x, memory = torch.randn(B, T, C), torch.randn(B, S, M)

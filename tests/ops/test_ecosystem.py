@@ -1,4 +1,4 @@
-"""What torch offers around a model: transforms, selective checkpointing, graphs, determinism."""
+"""Features of torch around a model: transforms, selective checkpointing, graphs, determinism."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def loss(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
 
 
 def test_functional_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels, though torch.func asks for gradients that can be differentiated again."""
+    """Use the kernels, though torch.func asks for gradients that can be differentiated again."""
     inputs = make_qkv(**SIZES, device=device)
     with monkeypatch.context() as patched:
         patched.delattr(formula, "attention")
@@ -110,7 +110,7 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_jacobians(backend: str, device: str) -> None:
-    """Of outputs, of gradients, and gradients of a Jacobian; of one row, which vmap expands."""
+    """Jacobians of outputs and gradients, and gradients of a Jacobian; vmap expands one row."""
     q, k, v = (x.detach() for x in make_qkv(1, 1, 1, 3, D=4, device=device))
 
     def second(attend):
@@ -133,7 +133,7 @@ def test_jacobians(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_functional_gradients_of_additive_attention(backend: str, device: str) -> None:
-    """Those of an eager call, and those of each sample."""
+    """Gradients equal an eager call's, for the batch and for each sample."""
     inputs = [*make_qkv(**SIZES, device=device), torch.randn(16, device=device).requires_grad_()]
 
     def loss(q, k, v, u):

@@ -88,7 +88,7 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
 @pytest.mark.parametrize("way", ["short", "op"])
 @pytest.mark.parametrize("which", ["causal", "everything"])
 def test_second_derivatives(which: str, way: str, device: str) -> None:
-    """Of a gradient penalty, against those of the oracle."""
+    """Differentiate a gradient penalty, and compare with the oracle."""
     options = everything(device) if which == "everything" else Options(causal=True, scale=0.25)
     inputs = make_qkv(**SIZES, device=device)
     leaves = [x for x in (*inputs, *options.differentiable) if x is not None]

@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As models write it: both flags are comparisons of sizes."""
+    """Call torch's function as models write it: both flags are comparisons of sizes."""
     causal, gqa = q.shape[2] > 1, q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 

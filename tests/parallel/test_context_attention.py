@@ -169,7 +169,7 @@ def spread(method: str, plan: ContextPlan, mesh: Any):
 
 
 def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
-    """Of rank 0, o, lse and all gradients of every call."""
+    """Collect rank 0's o, lse and all gradients of every call."""
     ranks = dist.get_world_size()
     flat = init_device_mesh("cpu", (ranks,))
     square = init_device_mesh("cpu", (2, ranks // 2))

@@ -1,4 +1,4 @@
-"""What ranks send each other: shards, refusals that all of them see, and when transfers start."""
+"""Messages between ranks: shards, refusals that all of them see, and when transfers start."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -236,7 +236,7 @@ def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
 
 
 def absent() -> str:
-    """What rank 0 hears of a call that rank 1 never makes, in a group with a short timeout."""
+    """Error on rank 0 for a call that rank 1 never makes, in a group with a short timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     attend(group, "ring")
     return "" if dist.get_rank() == 1 else refusal(lambda group: attend(group, "ring"), group)

@@ -139,7 +139,7 @@ def whole(x: Tensor) -> Any:
 
 
 def tokens_of(model: GPT) -> dict[str, Any]:
-    """What a model writes, by one way of storing keys after another."""
+    """Generate with a model, by each way of storing keys."""
     model.eval()
     prompts, counts = [[3, 1, 4, 1, 5], [9, 2], [6]], [6, 5, 7]
     sampling = Sampling(temperature=1.3, top_k=20)
@@ -162,7 +162,7 @@ def tokens_of(model: GPT) -> dict[str, Any]:
 
 
 def errors(mesh: DeviceMesh) -> list[str]:
-    """What is said about sizes that cannot be shared out; and nothing has changed then."""
+    """Errors for sizes that cannot be sharded, which leave the model unchanged."""
     said = []
     for options in ({"num_heads": 6}, {"hidden_dim": 30}, {"num_heads": 12, "num_kv_heads": 3}):
         model = GPT(GPTConfig(V, T, **(SIZES | {"embed_dim": 48} | options)))
@@ -190,7 +190,7 @@ def with_fsdp(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
 
 
 def all_results(folder: str) -> dict[Any, Any]:
-    """What every module gives, what models write, and what is refused."""
+    """Collect the result of every module, generated tokens, and errors."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     meshes = {2: square["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))}
     found: dict[Any, Any] = {"errors": errors(meshes[4]), "fsdp": with_fsdp(square, folder)}
@@ -224,7 +224,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_rank(folder) -> list[dict[Any, Any]]:
-    """Of four processes, which are the ranks of one mesh, and of two of two ranks each."""
+    """Run four processes: the ranks of one mesh, and of two meshes of two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTATTN_BACKEND", "torch")
         return run_ranks(f"{__file__}:all_results", 4, folder=str(folder))

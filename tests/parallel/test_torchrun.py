@@ -1,4 +1,4 @@
-"""What docs say to start by torchrun, on two ranks as by torchrun."""
+"""Programs that the docs start by torchrun, on two ranks as by torchrun."""
 
 import re
 from pathlib import Path

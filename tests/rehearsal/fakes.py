@@ -57,7 +57,7 @@ def _tensor(make: Any, *args: Any, pin_memory: bool = False, **named: Any) -> Te
 
 
 class _Driver:
-    """What launchers ask of Triton's."""
+    """Driver of Triton, as far as launchers use it."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -151,7 +151,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copying(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As `_on_cpu`; the host waits where numbers of its own go straight to the GPU."""
+    """Wrap like `_on_cpu`; the host waits where its own numbers go straight to the GPU."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         if _is_gpu(kwargs.get("device")):

@@ -265,7 +265,7 @@ def other_calls() -> Calls:
 
 
 def without_launches() -> Calls:
-    """Those that launch no kernel."""
+    """Calls that launch no kernel."""
     q, k = random(B, H, T, D), random(B, 2, T, D)
     codes = q.to(torch.float8_e4m3fn)
     return {

@@ -1,4 +1,4 @@
-"""What models do on a GPU and nowhere else: autocast and its scaler, resuming, graphs, events."""
+"""Actions of models on a GPU alone: autocast and its scaler, resuming, graphs, events."""
 
 import dataclasses
 import tempfile

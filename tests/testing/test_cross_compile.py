@@ -88,7 +88,7 @@ def launch_matmul_afresh(always_compile: bool) -> None:
 
 
 def facts_without_tools() -> tuple[str, int, int, tuple[Loop, ...]]:
-    """Of a kernel that is in Triton's cache, where ptxas and the disassembler fail."""
+    """Facts of a kernel in Triton's cache, where ptxas and the disassembler fail."""
 
     def broken(*_: object, **__: object) -> None:
         raise AssertionError("read again")

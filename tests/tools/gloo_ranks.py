@@ -135,7 +135,7 @@ class CountMessages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _group(given: dict[str, Any]) -> ProcessGroup:
-    """Of a collective's arguments; functional ones have its name."""
+    """Find the process group in a collective's arguments; functional ones have its name."""
     if "process_group" in given:
         return ProcessGroup.unbox(given["process_group"])
     return _resolve_process_group(given["group_name"])

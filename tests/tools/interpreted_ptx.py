@@ -139,7 +139,7 @@ _NUMBERS: dict[str, Callable[[int], Any]] = {"b32": int, "s32": _signed, "f32": 
 
 
 class _Results(list[Any]):
-    """What the compiler's builder gives for assembly."""
+    """Results of inline assembly, as the compiler's builder returns them."""
 
     def get_result(self, index: int) -> Any:
         return self[index]
@@ -149,7 +149,7 @@ def _create_inline_asm(
     builder: object, assembly: str, constraints: str, values: Sequence[Any],
     types: Sequence[Any], is_pure: bool, pack: int,
 ) -> _Results:  # fmt: skip
-    """As that of Triton's builders: `pack` neighbours share the registers of 32 bits."""
+    """Run assembly as Triton's builders do: `pack` neighbours share the registers of 32 bits."""
     import numpy as np
     from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 

@@ -112,7 +112,7 @@ def test_no_queries_or_no_keys(sizes) -> None:
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_no_sequences_have_gradients(backend: str, return_lse: bool, device: str) -> None:
-    """Of nothing; a training step whose batch is empty on one rank goes on."""
+    """Train on nothing; a step whose batch is empty on one rank must go on."""
     q, k, v = (torch.zeros(0, 2, D, device=device, requires_grad=True) for D in (8, 8, 12))
     sinks = torch.zeros(2, device=device, requires_grad=True)
     found = fastattn.attention_varlen(
@@ -149,7 +149,7 @@ def test_asking_for_lse_changes_no_output(case: str) -> None:
 @pytest.mark.parametrize("H_k", [1, 2, 4])
 @pytest.mark.parametrize("arguments", [{"causal": True}, {"window": (3, 2)}], ids=str)
 def test_second_derivatives(arguments, H_k: int) -> None:
-    """Of a gradient penalty, which torch's own fused kernel refuses."""
+    """Differentiate a gradient penalty, which torch's own fused kernel refuses."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, H, 9, 8, requires_grad=True) for H in (4, H_k, H_k))
 

@@ -32,7 +32,7 @@ def test_published_vectors(rounds, key, counter, words) -> None:
 
 @triton.jit
 def words_kernel(seed_ptr, out_ptr, H_q, row, key_blocks: tl.constexpr):
-    """What a kernel draws for query `row` of head program_id(0), four words a block of keys."""
+    """Draw for query `row` of head program_id(0) as a kernel does, four words a block of keys."""
     seed = tl.load(seed_ptr)
     high = tl.load(seed_ptr + 1)
     block = tl.arange(0, key_blocks)

@@ -48,7 +48,7 @@ def hf_model(vocab_size: int, **changes) -> tr.GPT2LMHeadModel:
 
 
 def save_hf(model, tokenizer, folder) -> None:
-    """What transformers writes, and a tokenizer.json."""
+    """Save a model as transformers does, and a tokenizer.json."""
     model.save_pretrained(folder)
     tokenizer.save(folder / "tokenizer.json")
 

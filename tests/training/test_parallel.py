@@ -26,7 +26,7 @@ def gradients(layer: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def distributed_gradients() -> dict[str, dict[str, np.ndarray]]:
-    """What a rank finds for its half of the batch, by parameter, each way."""
+    """Compute a rank's gradients for its half of the batch, by parameter, each way."""
     from torch.distributed.fsdp import fully_shard
 
     layer, x = layer_and_batch()

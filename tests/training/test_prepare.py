@@ -165,7 +165,7 @@ print(kills)
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """What the process prints: peaks of memory in MiB for 2 and 12 MiB of text, and its kills."""
+    """Run the process: peaks of memory in MiB for 2 and 12 MiB of text, and its kills."""
     folder = tmp_path_factory.mktemp("process")
     text = write(folder / "text", "".join(f"line {i} of a text\n" for i in range(60)))
     done = subprocess.run(
@@ -481,7 +481,7 @@ def test_batches_have_documents(task):
 
 
 def test_a_rank_reads_its_rows_of_the_same_batch(task):
-    """What comes next follows from the generator alone, whatever part of a batch was read."""
+    """The next batch follows from the generator alone, whatever part of a batch was read."""
     whole, parts = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     for _ in range(3):
         batch = task.draw("train", 8, whole)

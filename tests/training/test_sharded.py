@@ -88,7 +88,7 @@ class Split:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
 
     def loss(self) -> torch.Tensor:
-        """Of a batch that all ranks share."""
+        """Loss of a batch that all ranks share."""
         tokens = torch.arange(12).view(2, 6) % 7
         _, loss = self.model(tokens, tokens.flip(1))
         return loss

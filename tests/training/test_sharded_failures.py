@@ -73,7 +73,7 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is wrong with a checkpoint, as every rank says it."""
+    """Messages about damaged and unsuitable checkpoints, as every rank gives them."""
     split = Sharded()
     split.step()
     path = ShardedWriter(folder).save(split.checkpoint(1))

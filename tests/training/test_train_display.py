@@ -1,4 +1,4 @@
-"""What a training run shows: its first line, the time left, and its pictures."""
+"""Display of a training run: its first line, the time left, and its pictures."""
 
 import io
 import math
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 
 class Pipe(io.RawIOBase):
-    """What has arrived at the other end."""
+    """Pipe that keeps what arrived at the other end."""
 
     def __init__(self) -> None:
         self.arrived = b""

@@ -1,4 +1,4 @@
-"""What training makes of a device: operations a token, share of the peak rate, memory."""
+"""Use of a device by training: operations a token, share of the peak rate, memory."""
 
 import io
 import resource
@@ -53,7 +53,7 @@ def test_dense_rate_of_the_data_sheet(name, rate):
 
 @pytest.fixture
 def on_an_h100(monkeypatch):
-    """What torch says of a GPU of 989.4 TFLOP/s, of which it has held 3 GiB."""
+    """Pretend that torch runs on a GPU of 989.4 TFLOP/s, with a peak of 3 GiB."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
 

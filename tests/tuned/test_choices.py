@@ -1,4 +1,4 @@
-"""What calls make of findings: passed over, measured to be faster, or left aside."""
+"""Findings applied to calls: a backend is skipped, preferred as faster, or findings are ignored."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What findings are true for."""
+"""Environment that findings hold for."""
 
 import sys
 from pathlib import Path

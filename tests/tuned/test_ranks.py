@@ -24,8 +24,8 @@ ROW = {
 
 
 def shared_by_rank(folder: str) -> tuple[str, str]:
-    """What a call of this rank goes by, the first rank having found something; and what is said
-    where the other has another driver.
+    """Backend of a call on this rank after a finding of the first rank, and the message where the
+    other rank has another driver.
     """
     rank = torch.distributed.get_rank()
     qkv = make_qkv(1, 2, 1, 5, D=64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What `fastattn info` says of kernels."""
+"""Lines of `fastattn info` about kernels."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a case's results are held to: the oracle, within the error budget."""
+"""Judges of a case's results: the oracle, within the error budget."""
 
 import contextlib
 import os
@@ -108,7 +108,7 @@ def _compare(
 
 
 def _other_numbers(fresh: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor, and no function of one, in either."""
+    """Options that are plain numbers, not tensors or functions, in both."""
 
     def plain(x: Any) -> bool:
         parts = x if isinstance(x, tuple) else (x,)

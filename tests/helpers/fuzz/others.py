@@ -68,7 +68,7 @@ def fp8(case: Case, how: dict[str, Any]) -> None:
 
 
 def varlen_fp8(case: Case, how: dict[str, Any]) -> None:
-    """As `fp8`, of packed sequences."""
+    """Run `fp8` on packed sequences."""
     starts = offsets(case)
     of = (starts[0], starts[1], starts[1])
     options = drawn_options(case, starts[0].shape[0] - 1)

@@ -28,7 +28,7 @@ def drawn_options(case: Case, rows: int, salt: str = "") -> dict[str, Any]:
 
 
 class _Sizes:
-    """What values go by."""
+    """Sizes that the values of options depend on."""
 
     def __init__(self, case: Case, rows: int) -> None:
         self.case = case

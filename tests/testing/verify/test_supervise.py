@@ -24,7 +24,7 @@ READY = {"ready": True}
 
 
 def passed(*names: str) -> list[dict[str, Any]]:
-    """What a child tells of cases that are right."""
+    """Messages of a child about cases that are right."""
     each = ([{"starts": x}, {"outcome": [x, "right", 0.5, ""]}] for x in names)
     return [message for messages in each for message in messages]
 

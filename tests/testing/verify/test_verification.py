@@ -293,7 +293,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def test_an_installed_wheel_does_it(tmp_path: Path) -> None:
-    """By the command, in a folder without the checkout, with nothing set."""
+    """Run the command in a folder without the checkout, with no variable set."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml is for this one")
     source = tmp_path / "source"  # a build leaves files behind
     for name in ("fastattn", "kernels", "bench/harness"):

@@ -1,4 +1,4 @@
-"""What the emulator reports. Each error is a fault of the kernel, named after what went wrong."""
+"""Errors of the emulator. Each is a fault of the kernel, named after what went wrong."""
 
 
 class EmulationError(RuntimeError):

@@ -1,7 +1,7 @@
-"""What a program has done to each element of global memory: additions, or reads and writes.
+"""Record of a program's accesses to each element of global memory: additions, reads, writes.
 
-An addition, of TMA or of a thread, arrives before or after others: within the program nothing
-tells when. So nothing else may be done to what one of them adds to.
+An addition, by TMA or by a thread, arrives before or after others: within the program nothing
+determines when. So a program must not otherwise access an element that it adds to.
 """
 
 from typing import Any, NamedTuple

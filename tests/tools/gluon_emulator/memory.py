@@ -67,7 +67,7 @@ def _replaces(new: Access, old: Access) -> bool:
 
 
 class SharedView:
-    """What Gluon calls a shared memory descriptor: an allocation, or a part of one."""
+    """Shared memory descriptor of Gluon: an allocation, or a part of one."""
 
     def __init__(self, allocation: Allocation, data: TorchTensor, layout: Any) -> None:
         self.allocation = allocation
@@ -147,12 +147,12 @@ def allocate(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Sha
 
 
 def fence_async_shared(cluster: bool = False) -> None:
-    """What this partition knows to be written by registers, the async proxy may read from here."""
+    """Let the async proxy read what registers wrote, as far as this partition knows of it."""
     for access in current().known:
         if access.writes and access.generic:
             access.fenced = True
 
 
 def live(accesses: set[Access]) -> set[Access]:
-    """Those that a later access can still collide with; the others need not be known."""
+    """Select the accesses that a later one can still collide with."""
     return {access for access in accesses if access.live}

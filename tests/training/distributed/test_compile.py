@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def losses(out: Path, ranks: Ranks | None = None, compiled: bool = False) -> list[float]:
-    """Of a run's steps, and of an evaluation between."""
+    """Losses of a run's steps, and of an evaluation after each."""
     tokenizer = CharacterTokenizer(TEXT)
     torch.manual_seed(0)
     fields = {"context_length": 16, "num_layers": 1, "num_heads": 2, "embed_dim": 16}

@@ -1,4 +1,4 @@
-"""What ranks tell each other by torchrun's store: whose error is shown, and which run has begun."""
+"""Notes of ranks in torchrun's store: whose error is shown, and which run has begun."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from fastattn.training.distributed.degrees import SplitError
 
 
 def speakers(error: Exception, first: int | None, attempt: str) -> int | None:
-    """What a rank's `shown_once` returns; None where it raises. first: who fails before others."""
+    """Return a rank's `shown_once`; None where it raises. first: the rank that fails first."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
 
     def fail() -> int:
@@ -63,7 +63,7 @@ def by_rank() -> list[dict[str, Any]]:
 
 
 def test_an_error_is_shown_by_one_rank(by_rank: list) -> None:
-    """Of the others each gives the exit status of its own: 2 for wrong options."""
+    """The other ranks exit with a status of their own: 2 for wrong options."""
     assert [rank["of a user"] for rank in by_rank] == [None, 2, 2, 2]
     assert [rank["of one"] for rank in by_rank] == [1, 1, None, 1]
 

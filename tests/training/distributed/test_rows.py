@@ -1,4 +1,4 @@
-"""Of a prepared text each rank reads the rows of its own part of a batch, and no others."""
+"""Prepared text: each rank reads the rows of its own part of a batch, and no others."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ ROWS, CONTEXT, STEPS, PASSES = 4, 8, 3, 2
 
 
 def trained(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:
-    """What a run reads in a step, the mean losses, and what it draws and counts in the end."""
+    """Train; return the tokens read in a step, the mean losses, and the final draws and counts."""
     read: list[int] = []
 
     class Counted(PreparedText):
@@ -65,7 +65,7 @@ def world(folder: str) -> dict[str, Any]:
 
 
 def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
-    """Of passes: documents of this rank's rows, those that the plan was made for, and its heads."""
+    """Record for each pass: documents of this rank's rows and of its plan; whether heads match."""
     given: list[Any] = []
 
     def plan_rows(*sizes: int, **options: Any) -> Any:

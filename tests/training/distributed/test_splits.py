@@ -130,7 +130,7 @@ class Padded:
         return Batch((source, inputs), targets, both)
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Of a seq2seq, which its methods `encode` and `decode` compute."""
+        """Translate by a seq2seq, which its methods `encode` and `decode` compute."""
         assert isinstance(model, Seq2Seq)
         source = torch.arange(20).view(4, 5)
         return {"greedy": greedy_translate(model, source, begin=1, end=2, max_length=6)}
@@ -174,7 +174,7 @@ def gradients(
     dtype: torch.dtype = torch.float32,
     dtype_name: str = "float32",
 ) -> dict[str, torch.Tensor]:
-    """Those that the optimizer is given in a first step of two passes, clipped."""
+    """Gradients that the optimizer gets in a first step of two passes, clipped."""
     trainer = make(name, out, ranks, accumulation=2, dtype=dtype_name)
     trainer.model.to(dtype)
     found: dict[str, torch.Tensor] = {}
@@ -334,7 +334,7 @@ def test_scores_are_those_of_one_process(name: str, tmp_path: Path, by_rank: lis
 def test_accumulated_passes_sum_gradients_over_replicas_once_a_step(
     name: str, by_rank: list
 ) -> None:
-    """Those that stay sharded are scattered in each pass."""
+    """Sharded gradients are scattered in each pass."""
     for found in by_rank:
         one, three = (found["sent"][name, passes, 4] for passes in (1, 3))
         assert one.keys() == three.keys() == set(name.replace("2", "").replace("4", "").split())
@@ -344,7 +344,7 @@ def test_accumulated_passes_sum_gradients_over_replicas_once_a_step(
 
 
 def test_messages_of_half_precision_are_half_as_long(by_rank: list) -> None:
-    """Of tensor parallelism but for the loss; of parameters, not of their gradients."""
+    """Messages of tensor parallelism except the loss are half; so are parameters, not gradients."""
     for found in by_rank:
         wide, narrow = (found["sent"]["fsdp2 tp2", 1, stored] for stored in (4, 2))
         for dim, most in (("tp", 0.55), ("fsdp", 0.75)):
