@@ -46,7 +46,7 @@ def add_generate(commands: Any) -> None:
     add("--temperature", type=float, help=f"({_TEMPERATURE})")
     add("--top-k", type=int, help="keep the k most likely tokens (all)")
     add("--top-p", type=float, help="keep the most likely tokens of this probability (all)")
-    add("--min-p", type=float, help="keep tokens this likely beside the likeliest (all)")
+    add("--min-p", type=float, help="keep tokens >= MIN_P times as likely as the top one (all)")
     text = "keep tokens of at least this probability, which some courses call top-p (all)"
     add("--epsilon-cutoff", type=float, help=text)
     add("--repetition-penalty", type=float, help="above 1: avoid tokens of the text so far (1)")

@@ -14,10 +14,10 @@ def add_verify(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "verify",
-        help="hold every kernel to the error budget on this machine",
+        help="check every kernel's accuracy on this machine",
         description="Run every family of kernels on this GPU against float64, in processes that "
-        "may hang or crash. What fails is not chosen here any more; explain and fastattn info say "
-        "why. Without a GPU a part of it runs in Triton's interpreter.",
+        "may hang or crash. Kernels that fail are skipped here from then on; explain and "
+        "fastattn info say why. Without a GPU some of them run in Triton's interpreter.",
     )
     parser.set_defaults(command=_verify)
     add = parser.add_argument
