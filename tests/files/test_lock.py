@@ -42,13 +42,16 @@ def test_a_lock_ends_with_its_process(holder: subprocess.Popen[str], tmp_path: P
         raise AssertionError("two hold it")
     assert path.exists(), "it is the holder's"
     waited: list[bool] = []
+    killed = threading.Event()
 
     def wait() -> None:
         with locked(path, wait=True):
-            waited.append(holder.poll() is not None)
+            waited.append(killed.is_set())
 
     waiter = threading.Thread(target=wait)
     waiter.start()
+    waiter.join(0.2)
+    killed.set()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     waiter.join()
