@@ -125,8 +125,8 @@ def marked(own: Tensor | None) -> Documents | None:
     if own is None or own.is_inference():
         return None
     version, documents = _marked.get(own, (None, None))  # type: ignore[no-untyped-call]
-    found: Documents | None = documents if version == own._version else None
-    return found
+    current: Documents | None = documents if version == own._version else None
+    return current
 
 
 def remember(ids: Tensor, documents: Documents) -> None:
@@ -137,7 +137,7 @@ def remember(ids: Tensor, documents: Documents) -> None:
 class Needs:
     """Which keys of which rank the queries of each rank may see, by blocks of keys."""
 
-    def __init__(self, dealt: Dealt, found: Bounds) -> None:
+    def __init__(self, dealt: Dealt, limits: Bounds) -> None:
         self.dealt = dealt
         grain, T = dealt.grain, dealt.T
         ends = [0, *accumulate(map(len, dealt.runs))]
@@ -153,13 +153,13 @@ class Needs:
         self._starts, self._stops, self._owners, self._run_of = columns
         # Of a piece's queries: the pieces cover the sequence in order.
         piece = torch.repeat_interleave(torch.arange(len(pieces)), self._stops - self._starts)
-        first = torch.full_like(self._starts, T).scatter_reduce(0, piece, found.first, "amin")
-        last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, found.last, "amax")
+        first = torch.full_like(self._starts, T).scatter_reduce(0, piece, limits.first, "amin")
+        last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.last, "amax")
         self._needed = self._marked(first, last)
-        if found.keep_first:
+        if limits.keep_first:
             # Documents, which the bounds have met, may hide these keys too: that is not looked at.
             some = first <= last
-            end = torch.minimum(last, torch.full_like(last, found.keep_first - 1))
+            end = torch.minimum(last, torch.full_like(last, limits.keep_first - 1))
             zero = torch.zeros_like(first).masked_fill(~some, T)
             self._needed |= self._marked(zero, end)
 
@@ -178,9 +178,9 @@ class Needs:
     def seen(self) -> tuple[tuple[bool, ...], ...]:
         """[r][s]: whether rank r's queries may see a key of rank s."""
         ranks = len(self.dealt.runs)
-        found = torch.zeros(ranks, ranks, dtype=torch.int64)
-        found.index_add_(1, self._owners, self._needed.long())
-        return tuple(map(tuple, (found > 0).tolist()))
+        counts = torch.zeros(ranks, ranks, dtype=torch.int64)
+        counts.index_add_(1, self._owners, self._needed.long())
+        return tuple(map(tuple, (counts > 0).tolist()))
 
     @cached_property
     def hops(self) -> Hops:
@@ -210,7 +210,7 @@ class Needs:
     @cached_property
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Begin and end, by step, of the keys sent from each run; equal where none is sent."""
-        found = {}
+        sent = {}
         ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
         runs = sum(map(len, self.dealt.runs))
         for way in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
@@ -222,8 +222,8 @@ class Needs:
                 first.scatter_reduce_(0, number, self._starts[some], "amin")
                 stop = torch.zeros(runs, dtype=torch.int64)
                 stop.scatter_reduce_(0, number, self._stops[some], "amax")
-                found[step] = torch.minimum(first, stop), stop
-        return found
+                sent[step] = torch.minimum(first, stop), stop
+        return sent
 
     @cached_property
     def way(self) -> "Way":
@@ -269,8 +269,8 @@ def needs(dealt: Dealt, options: Options) -> Needs:
         if ids.is_cuda and not _may_look(dealt):
             return _needs_by_positions(dealt, *mask_of(options))
         remember(ids, Documents(ids))
-    found: Documents = _documents[ids]
-    return found.needs(dealt, options)
+    documents: Documents = _documents[ids]
+    return documents.needs(dealt, options)
 
 
 def _may_look(dealt: Dealt) -> bool:

@@ -45,7 +45,7 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> lis
     A run of each is an ordinary call, which any kernel serves. Many runs are one call together,
     with positions.
     """
-    found = []
+    calls = []
     row = 0
     for query in q_runs:
         rows = slice(row, row + query[1] - query[0])
@@ -53,12 +53,12 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> lis
         for key in k_runs:
             keys = slice(column, column + key[1] - key[0])
             if may_see(query, key, options):
-                found.append(Pair(rows, keys, (query,), (key,)))
+                calls.append(Pair(rows, keys, (query,), (key,)))
             column = keys.stop
         row = rows.stop
-    together = len(found) > _MOST_CALLS or any(name in options for name in COUNTING)
-    if not found or not together or not aligned(q_runs) or not aligned(k_runs):
-        return found
+    together = len(calls) > _MOST_CALLS or any(name in options for name in COUNTING)
+    if not calls or not together or not aligned(q_runs) or not aligned(k_runs):
+        return calls
     return [Pair(slice(0, row), slice(0, column), tuple(q_runs), tuple(k_runs), True)]
 
 
@@ -85,30 +85,32 @@ def may_see(query: Run, key: Run, options: Options) -> bool:
 
 def of_pair(options: Options, pair: Pair, device: torch.device) -> Options:
     """The options of `fastattn.attention` for the pair's queries and keys alone."""
-    found = dict(options)
+    selected = dict(options)
     for name, behind in _QUERIES.items():
-        if (x := found.get(name)) is not None and x.shape[-1 - behind] > 1:
-            found[name] = x.narrow(-1 - behind, pair.rows.start, pair.rows.stop - pair.rows.start)
+        if (x := selected.get(name)) is not None and x.shape[-1 - behind] > 1:
+            selected[name] = x.narrow(
+                -1 - behind, pair.rows.start, pair.rows.stop - pair.rows.start
+            )
     for name, behind in _KEYS.items():
-        if (x := found.get(name)) is not None and x.shape[-1 - behind] > 1:
-            found[name] = _taken(x, -1 - behind, pair.key)
-    if (ids := found.get(_DOCUMENTS)) is not None:
-        found[_DOCUMENTS] = (_taken(ids, 1, pair.query), _taken(ids, 1, pair.key))
+        if (x := selected.get(name)) is not None and x.shape[-1 - behind] > 1:
+            selected[name] = _taken(x, -1 - behind, pair.key)
+    if (ids := selected.get(_DOCUMENTS)) is not None:
+        selected[_DOCUMENTS] = (_taken(ids, 1, pair.query), _taken(ids, 1, pair.key))
     start = pair.key[0][0]
     if pair.by_positions:
-        found["positions"] = (_positions(pair.query, device), _positions(pair.key, device))
-        if (lengths := found.get("key_lengths")) is not None and (start or len(pair.key) > 1):
-            del found["key_lengths"]
-            exists = found["positions"][1] < lengths[:, None]
-            padding = found.get("key_padding_mask")
-            found["key_padding_mask"] = exists if padding is None else exists & padding
-        return found
-    found["query_offset"] = pair.query[0][0] - start
+        selected["positions"] = (_positions(pair.query, device), _positions(pair.key, device))
+        if (lengths := selected.get("key_lengths")) is not None and (start or len(pair.key) > 1):
+            del selected["key_lengths"]
+            exists = selected["positions"][1] < lengths[:, None]
+            padding = selected.get("key_padding_mask")
+            selected["key_padding_mask"] = exists if padding is None else exists & padding
+        return selected
+    selected["query_offset"] = pair.query[0][0] - start
     for name in ("key_lengths", "prefix_lengths", "keep_first"):
-        if start and (x := found.get(name)) is not None:
+        if start and (x := selected.get(name)) is not None:
             x = x - start
-            found[name] = x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
-    return found
+            selected[name] = x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
+    return selected
 
 
 def _taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
@@ -126,18 +128,18 @@ def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Op
     """The options for `count` query heads from `first` on."""
     if count == H_q:
         return options
-    found = dict(options)
+    selected = dict(options)
     before, total = options.get("heads") or (0, H_q)
-    found["heads"] = (before + first, total)
+    selected["heads"] = (before + first, total)
     keys = options.get("relative_keys")
     if keys is not None and len(keys) > 1:
         every = keys.repeat_interleave(H_q // len(keys), dim=0)
-        found["relative_keys"] = every[first : first + count]
+        selected["relative_keys"] = every[first : first + count]
     for name, behind in _HEADS.items():
         x = options.get(name)
         if x is not None and x.dim() > behind and x.shape[-1 - behind] == H_q:
-            found[name] = x.narrow(-1 - behind, first, count)
-    return found
+            selected[name] = x.narrow(-1 - behind, first, count)
+    return selected
 
 
 def with_leaves(options: Options, names: Sequence[str]) -> tuple[Options, list[Tensor]]:

@@ -151,10 +151,10 @@ def _compared(
     """Whether all ranks make the same call, and whether one has an error."""
     mark = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
     # The highest mark and the lowest one.
-    found = torch.tensor([mark, -mark, int(error is not None)], device="cpu")
+    marks = torch.tensor([mark, -mark, int(error is not None)], device="cpu")
     for group in groups:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=_on_host(group))
-    high, low, failed = found.tolist()
+        dist.all_reduce(marks, dist.ReduceOp.MAX, group=_on_host(group))
+    high, low, failed = marks.tolist()
     return high == -low, bool(failed)
 
 
@@ -194,9 +194,9 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """[ranks, ...]: x of every rank in a group."""
     if group is None:
         return x[None]
-    found = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
-    gather_single(found.view(-1), x.contiguous().view(-1), group)
-    return found
+    gathered = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
+    gather_single(gathered.view(-1), x.contiguous().view(-1), group)
+    return gathered
 
 
 def gather_sequence(x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Tensor:
@@ -219,9 +219,9 @@ def all_to_all(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     x = x.contiguous()
-    found = torch.empty_like(x)
-    dist.all_to_all_single(found.view(-1), x.view(-1), group=group)
-    return found
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received.view(-1), x.view(-1), group=group)
+    return received
 
 
 def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
@@ -242,12 +242,12 @@ def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @wraps(backward)
         def of_first_order(ctx: Any, *grads: Any) -> Any:
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                gradients = backward(ctx, *grads)
             inputs = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
             if not torch.is_grad_enabled() or not inputs:
-                return found
+                return gradients
             last: Callable[..., Tensor] = _Last.apply
-            return tuple(last(call, x, *inputs) if isinstance(x, Tensor) else x for x in found)
+            return tuple(last(call, x, *inputs) if isinstance(x, Tensor) else x for x in gradients)
 
         return of_first_order
 
@@ -269,14 +269,14 @@ class _Last(torch.autograd.Function):
 
 def exchange(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`all_to_all` with its gradient, which is another one."""
-    found: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    exchanged: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 def replicated(x: Tensor, ranks: Ranks) -> Tensor:
     """x, the same on every rank, with a gradient that is summed over them, in their order."""
-    found: Tensor = _Replicated.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return found
+    copies: Tensor = _Replicated.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return copies
 
 
 class _Exchange(torch.autograd.Function):

@@ -53,13 +53,13 @@ class Together:
         self._writer: sharded.ShardedWriter | None = None
 
     def device(self, name: str) -> torch.device:
-        found = resolve_device(name)
-        if found.index is not None:
+        device = resolve_device(name)
+        if device.index is not None:
             raise SplitError(f"device must be 'auto', 'cpu' or 'cuda' under torchrun, got {name!r}")
-        if found.type == "cuda":
-            found = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-            torch.cuda.set_device(found)
-        return found
+        if device.type == "cuda":
+            device = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+            torch.cuda.set_device(device)
+        return device
 
     @property
     def _part(self) -> int:
@@ -128,10 +128,10 @@ class Together:
         """Count the targets in all rows; a rank may have read only its own."""
         if batch.whole_rows is None:
             return batch.num_targets
-        found = torch.tensor(batch.num_targets)
-        dist.all_reduce(found)
+        count = torch.tensor(batch.num_targets)
+        dist.all_reduce(count)
         # Ranks of cp and tp have read the same.
-        return int(found) // (self.split.cp * self.split.tp)
+        return int(count) // (self.split.cp * self.split.tp)
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
@@ -161,9 +161,9 @@ class Together:
         clip_gradients(model.parameters(), max_norm)
 
     def total(self, x: Tensor) -> Tensor:
-        found = x.detach().clone()
-        dist.all_reduce(found)
-        return found / self.split.tp
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total / self.split.tp
 
     def share(self, total: Tensor) -> Tensor:
         return total * self.split.tp if self.first else torch.zeros_like(total)
@@ -193,9 +193,9 @@ class Together:
 
     def agree(self, flag: bool) -> bool:
         # On the CPU, where nobody waits for a GPU.
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
     def decided(self, decide: Callable[[], _Value]) -> _Value:
         said: list[Any] = [None, None]
@@ -205,10 +205,10 @@ class Together:
             except Exception as problem:
                 said[1] = problem
         dist.broadcast_object_list(said)
-        found, error = said
+        value, error = said
         if error is not None:
             raise error
-        return cast(_Value, found)
+        return cast(_Value, value)
 
     def _plan(self, T: int, documents: Tensor | None) -> ContextPlan:
         """Plan rows of T tokens that the ranks of cp share, and the documents [rows, T] in them."""
