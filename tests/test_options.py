@@ -5,9 +5,10 @@ The typed signatures of `fastattn/arguments.py` are written from the table by
 """
 
 import ast
+import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -190,17 +191,21 @@ def places(source: str, option: str) -> list[int]:
     Names that have it as a part count too, such as sinks_ptr. Docstrings do not.
     """
     word = re.compile(rf"(^|_){option}(_|$)")
+    return [line for line, words in statements(source) if any(map(word.search, words))]
 
-    def of_body(body: list[ast.stmt]) -> list[int]:
-        found = []
+
+@functools.cache
+def statements(source: str) -> list[tuple[int, set[str]]]:
+    """The line and the words of each function, and of each statement of modules and classes."""
+
+    def of_body(body: list[ast.stmt]) -> Iterator[tuple[int, set[str]]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found += of_body(node.body)
-            elif not is_docstring(node) and any(map(word.search, words_below(node))):
-                found.append(node.lineno)
-        return found
+                yield from of_body(node.body)
+            elif not is_docstring(node):
+                yield node.lineno, set(words_below(node))
 
-    return of_body(ast.parse(source).body)
+    return list(of_body(ast.parse(source).body))
 
 
 def is_docstring(node: ast.AST) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as tr
+from nightly import gate_cases
 from transformers_models import GQA, SIZES, build, heads, layer, tokens
 
 from fastattn import decode_attention
@@ -59,8 +60,13 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", SILENT)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in SILENT),
+        *((name, True) for name in gate_cases(["gpt2", "llama"], [*SILENT][1:-1])),
+    ],
+)
 def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool, device: str):
     model = build(tr.AutoModelForCausalLM, SILENT[name](), device)
     ids = tokens(2, 5, device)

@@ -238,9 +238,10 @@ USERS_MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", USERS_MASKS.values(), ids=USERS_MASKS)
-def test_users_functions_compile(mask: dict[str, Any], backend: str) -> None:
+@pytest.mark.parametrize("name", gate_cases(["bare", "with tables", "of a part"], ["branching"]))
+def test_users_functions_compile(name: str, backend: str) -> None:
     """In one graph for all lengths, whether a kernel takes them in or torch evaluates them."""
+    mask = USERS_MASKS[name]
     reads = mask["mask_mod"] is by_row_and_head
     tensors = {"mod_tensors": (torch.tensor([3], device=DEVICE),)} if reads else {}
     scores = {} if reads else {"score_mod": steeper, "score_mod_grad": steeper_grad}
