@@ -25,7 +25,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 def t5_relative_bias(
     table: Tensor, max_offset: int, bidirectional: bool = True, max_distance: int = 128
 ) -> Tensor:
-    """[H, 2 max_offset + 1], the `relative_bias` that T5's table of buckets stands for.
+    """Convert T5's table of buckets to `relative_bias`, [H, 2 max_offset + 1].
 
     Half of the buckets count distances one by one, the other half grow with their logarithm up to
     max_distance (Raffel et al., "Exploring the limits of transfer learning", 2020; the rule is that

@@ -32,11 +32,11 @@ def rotary_tables(
 
     Args:
         positions: a length T, meaning positions 0..T-1; or an integer tensor [T], or [B, T] where
-            the rows of a batch stand at positions of their own. Any sign.
+            the rows of a batch have positions of their own. Any sign.
         rotary_dim: how many channels of a head are rotated, even.
         base: the slowest pair turns by about 1 / base radians a position, the fastest by 1.
         scaling: other frequencies, for long contexts; see `fastattn.rotary_scaling`.
-        device: where the tables go; default: that of `positions`, or torch's default device.
+        device: device of the tables; default: `positions`' device, or torch's default device.
         dtype: floating dtype of the tables. The angles themselves are formed in fp64: fp32 would
             be off by 2**-24 * position radians, a visible turn on long contexts.
     Returns:

@@ -22,7 +22,7 @@ from .checks import (
 class KVCache:
     """Keys and values of the tokens seen so far, in buffers of a fixed size.
 
-    Row b holds `lengths[b]` tokens in slots 0..lengths[b]-1 of `k` and `v`. What stands in the
+    Row b holds `lengths[b]` tokens in slots 0..lengths[b]-1 of `k` and `v`. The content of the
     slots after them is undefined (it may be NaN): readers mask by `lengths`. With B = 3 and
     max_length = 6, after prompts of 2, 4 and 3 tokens (x = a token, . = undefined):
 
@@ -40,7 +40,7 @@ class KVCache:
     `max_step` tokens may be appended before the queries of the first of them attend.
 
     No method waits for the device, except as `append` says when the room runs short. The cache
-    stands outside autograd: see `append`.
+    takes no part in autograd: see `append`.
 
     Args:
         batch_size: B, number of rows.

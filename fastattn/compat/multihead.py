@@ -379,7 +379,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three changed; one tensor that stands for several stays one."""
+    """Change all three; one tensor in several places is changed once."""
     changed = change(query)
     new_key = changed if key is query else change(key)
     return changed, new_key, new_key if value is key else change(value)

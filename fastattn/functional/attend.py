@@ -44,8 +44,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
 
-    Query i of batch row b stands at position p = i + query_offset among the keys. Masks combine:
-    it sees key j where every one given allows it. With T_q = 2, T_k = 4 (rows are queries):
+    Query i of batch row b has position p = i + query_offset among the keys. Masks combine: it sees
+    key j where every given mask allows it. With T_q = 2, T_k = 4 (rows are queries):
 
         causal        window=2      window=(0, 1)    key_lengths=[3]    causal, query_offset=0
         1 1 1 0       0 1 1 0       0 0 1 1          1 1 1 0            1 0 0 0
@@ -95,19 +95,19 @@ def attention(
         mask_mod: @triton.jit function mask_mod(b, h, q_pos, k_pos, *mod_tensors) -> bool, True =
             attend, with q_pos = p and k_pos = j; or a `BlockMask` of one.
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
-            query stands at the last key (bottom-right). Within 2^28 of 0; a tensor's values are
+            query is at the last key (bottom-right). Within 2^28 of 0; a tensor's values are
             taken within that.
-        positions: (q_positions int32 [B or 1, T_q], k_positions int32 [B or 1, T_k]), where queries
-            and keys stand in a sequence of which they are a part, in place of p and j above: for
+        positions: (q_positions int32 [B or 1, T_q], k_positions int32 [B or 1, T_k]), positions
+            of queries and keys in the full sequence, which replace p and j above: for
             causal, window, prefix_lengths, keep_first, stride, alibi_slopes, relative_bias,
             relative_keys, q_pos and k_pos of mods, and the bits of dropout, which are those of the
             whole. Within each aligned block of 128 they rise by 1; with dropout each such block of
             keys begins at a multiple of 4. On a GPU nobody looks whether they do. key_lengths,
             key_padding_mask, documents, attn_mask and attn_bias go by places in memory.
-        heads: (first, total), where the heads of q stand among those of a whole of which they are a
-            part: for h of mods and the bits of dropout, which are those of the whole. Options with
-            a dim of the heads have that of q. For dropout of a part of a batch, first counts
-            through its rows: row * total + head.
+        heads: (first, total): q is a slice of the heads, from `first` of the full model's `total`.
+            Then h of mods and the bits of dropout are the full model's. Options with a dim of the
+            heads have q's number of heads. For dropout of a part of a batch, first counts through
+            its rows: row * total + head.
         scale: factor on q.k, > 0; default D ** -0.5.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the
@@ -121,7 +121,7 @@ def attention(
             kernels, so does what is below -2.3e38, as torch.finfo(torch.float32).min is.
         score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
         score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
-            -> gradient of the x that score_mod took, given that of what it returned.
+            -> gradient of score_mod's x, from dx, the gradient of its result.
         mod_tensors: contiguous tensors that mask_mod, score_mod and score_mod_grad get as pointers
             to read with tl.load. They have no gradient.
         sinks: float [H_q], differentiable: the score of one more key for every query of a head,
@@ -131,7 +131,7 @@ def attention(
         dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device,
             so torch.manual_seed repeats it. `dropout_keep_mask` shows what a seed drops.
         deterministic: gradients are the same bits from run to run. False permits the kernels of
-            "triton" and "hopper" to add the gradient of q up in one pass with that of k and v, by
+            "triton" and "hopper" to add the gradient of q up in one pass with k's and v's, by
             atomics in fp32: less work, more traffic, and last bits that may differ. The forward is
             the same, and torch.use_deterministic_algorithms(True) overrides it. The "torch" backend
             is as deterministic as torch is, which on a GPU goes by that flag alone.
@@ -199,8 +199,8 @@ def attention_varlen(
     """`attention` within each of N sequences that lie behind one another, without padding.
 
     Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise. Either
-    may be none. Positions count from the start of each sequence's keys, and its last query stands
-    at its last key. What `attention` calls a batch row b is the sequence here: in key_lengths [N],
+    may be none. Positions count from the start of each sequence's keys, and its last query is at
+    its last key. What `attention` calls a batch row b is the sequence here: in key_lengths [N],
     prefix_lengths [N], alibi_slopes [N, H_q], and for mask_mod, score_mod and dropout.
 
     Args:

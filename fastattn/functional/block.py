@@ -56,7 +56,7 @@ def attention_block_forward(
 
     Args:
         q, k, v: as `attention`'s, k and v of this part. With cu_seqlens_q as `attention_varlen`'s.
-        out_dtype: of o: that of q (default), or torch.float32 where q is fp16 or bf16.
+        out_dtype: dtype of o: q's (default), or torch.float32 where q is fp16 or bf16.
         backend, options: as for `attention`. Of all parts one alone takes sinks. Dropout needs its
             seed. Autocast casts nothing here.
 
@@ -96,7 +96,7 @@ def attention_block_backward(
         lse: fp32 [B, H_q, T_q], or packed [H_q, total_q], of the whole, natural log; of q in fp64
             as `attention_block_forward` gives it, fp64, or the gradients are as coarse as fp32.
         dlse: the gradient of lse, as lse; default: none.
-        out_dtype: of all gradients: that of their tensor (default), or torch.float32 where q is
+        out_dtype: dtype of all gradients: their tensor's (default), or torch.float32 where q is
             fp16 or bf16.
         backend, options: as for `attention`, of this part. relative_bias, relative_keys,
             relative_query, attn_bias and sinks get gradients where they require grad; those of

@@ -49,7 +49,7 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest T_q tokens of every row of a cache to all that the row holds.
 
-    Their keys and values are in the cache already: token i of row b stands at position
+    Their keys and values are in the cache already: token i of row b has position
     lengths[b] - T_q + i. With T_q = 2 and causal, rows of 3 and 5 tokens in a cache of 6 (1 = seen,
     . = no token):
 
@@ -70,10 +70,10 @@ def decode_attention(
             to that rank's cache.
         cache: a `KVCache`; a `PagedKVCache`, whose rows in use are then the batch, oldest first; or
             a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
-            queries that stand before their first token; causal, those see nothing. A ring brings
+            queries before their first token; if causal, these see nothing. A ring brings
             its window and first positions with it, and T_q is at most its max_step.
         new_lengths: int32 or int64 [B], taken within [0, T_q], as the cache's `append` was given
-            it: only the first new_lengths[b] queries of row b are tokens. Token i stands at
+            it: only the first new_lengths[b] queries of row b are tokens. Token i is at
             lengths[b] - new_lengths[b] + i then; what comes out for the others is unspecified,
             though finite. None: all T_q count.
         num_splits: into how many parts the keys of a row are split. Default: as many as keep the
@@ -96,7 +96,7 @@ def decode_attention(
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
         log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink).
-        Nothing that stands in unused slots or pages reaches them, NaN neither.
+        Unused slots and pages never reach them, not even their NaN.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced

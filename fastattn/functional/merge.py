@@ -29,7 +29,7 @@ def merge(
             gradient is wanted.
 
     Returns:
-        o in the dtype of o1, and lse in that of lse1. Where both are -inf, o = 0 and lse = -inf.
+        o in o1's dtype, lse in lse1's. Where both lse are -inf, o = 0 and lse = -inf.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not go together, or a forced
@@ -87,9 +87,9 @@ def cascade_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`decode_attention` to a prefix that all rows share, read once, and to each row's own tokens.
 
-    What is common to a batch, a system prompt say, meets the queries of all rows as one large tile;
-    the rest goes row by row, and the two are merged. It equals attention over prefix and row
-    behind one another.
+    The keys that a batch shares, such as a system prompt, are read by the queries of all rows as
+    one large tile; the rest goes row by row, and the two are merged. It equals attention over the
+    concatenation of prefix and row.
 
     Args:
         q: [B, H_q, T_q, D], the newest tokens of every row.

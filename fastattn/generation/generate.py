@@ -24,8 +24,8 @@ class Batch:
 
     The prompts go through the model once, right-padded, and every further token alone; each row has
     its own place in the cache, so no row depends on which others are there. A row that is done
-    stays idle until all are; `Engine` gives its place to another instead. What happens at the end
-    of the model's context is that of `Reading`.
+    stays idle until all are; `Engine` gives its place to another instead. At the end of the
+    model's context it behaves as `Reading`.
 
     Args:
         model: in evaluation mode.

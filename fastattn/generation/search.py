@@ -64,8 +64,8 @@ def beam_search(
         count: the most tokens of a continuation, the end token counted. One that is cut off there
             counts as ended.
         beams: how many go on together.
-        length_penalty: see `length_divisor`; the length is that of the new tokens, the end token
-            counted.
+        length_penalty: see `length_divisor`; the length counts the new tokens, with the end
+            token.
         end_token: ends a continuation and is not among its tokens.
         is_end: whether a continuation's tokens end it, such as by a stop string in their text.
 

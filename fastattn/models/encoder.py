@@ -165,7 +165,7 @@ class MaskedLM(nn.Module):
         key_lengths: Tensor | None = None,
         target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every token that may stand at each position.
+        """Scores every token at each position.
 
         Args:
             tokens, key_lengths: as for `Encoder.forward`; some of the tokens a mask's.

@@ -123,7 +123,7 @@ class AttentionLayer(SeparateProjections):
         return {"dropout": dropout}
 
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
-        """[B, T, H D] to [B, H, T, D]; head_dim: D, where it is not that of queries and keys."""
+        """[B, T, H D] to [B, H, T, D]; head_dim: D, by default the queries' and keys'."""
         D = head_dim or self.head_dim
         # Not einops, which takes twice as long on the host: every decoded token comes through here.
         return x.view(*x.shape[:2], x.shape[2] // D, D).transpose(1, 2)
@@ -146,9 +146,9 @@ class AttentionLayer(SeparateProjections):
         Args:
             batch_size: B.
             max_length: how many tokens a row can hold.
-            device: default: that of the parameters.
+            device: default: the parameters' device.
             dtype: of keys and values as attention gets them. Default: autocast's dtype where
-                autocast is on, else that of the parameters.
+                autocast is on, else the parameters' dtype.
         """
         weight = self.out_proj.weight
         device = weight.device if device is None else torch.device(device)

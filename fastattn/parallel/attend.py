@@ -54,7 +54,7 @@ def context_attention(
     sum_tables: bool = True,
     **options: "Unpack[AttentionArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.attention` of a whole sequence to itself, of which each rank holds some tokens.
+    """Compute `fastattn.attention` of a sequence to itself, sharded over ranks.
 
     Exact for every option, or it raises and names a method that is. Every rank makes the same call:
     before anything is sent the hosts look whether all do, and again before a backward pass.

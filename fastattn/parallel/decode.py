@@ -40,7 +40,7 @@ def decode_attention(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.decode_attention` to a cache of which each rank of a group holds some tokens.
+    """Compute `fastattn.decode_attention` to a cache sharded over the ranks of a group.
 
     Rank r of R holds the tokens t with t // page % R == r, in their order: it appends those alone,
     so that every rank's share grows with the sequence. Each rank attends to its own, and all merge

@@ -45,7 +45,7 @@ class Hops(NamedTuple):
 
     @property
     def steps(self) -> list[int]:
-        """How far behind a rank those stand whose keys it has, one after the other; its own first.
+        """Distances of the ranks behind a rank whose keys it gets, in their order; its own first.
 
         A ring goes one way round as far as it has to, and then the other way from the start.
         """
@@ -112,7 +112,7 @@ class Documents:
 
 
 def mark(own: Tensor, documents: Documents) -> None:
-    """Notes that a rank's ids, as they are now, belong to a sequence of which these are known.
+    """Note that a rank's ids, as they are now, belong to a sequence with these documents.
 
     Then no call looks at them on a device. Every rank does it alike.
     """
@@ -135,7 +135,7 @@ def remember(ids: Tensor, documents: Documents) -> None:
 
 
 class Needs:
-    """Which keys of which rank the queries of each rank may see, by blocks of keys."""
+    """Keys of each rank that the queries of each rank may see, by blocks of keys."""
 
     def __init__(self, dealt: Dealt, limits: Bounds) -> None:
         self.dealt = dealt
@@ -198,7 +198,7 @@ class Needs:
         return min(reversed(ways), key=sum)
 
     def runs(self, rank: int, step: int) -> Runs:
-        """Which of a rank's keys go to the rank that stands `step` behind it, in runs.
+        """Runs of a rank's keys that go to the rank `step` behind it.
 
         Those that this one or a rank beyond it on the way may see; of each run one stretch.
         """

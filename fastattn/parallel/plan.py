@@ -146,7 +146,7 @@ class ContextPlan:
         return sum(stop - start for start, stop in self.stretches[0])
 
     def indices(self, rank: int) -> Tensor:
-        """int64 [length]: where a rank's tokens stand in the sequence; from T on, padding."""
+        """int64 [length]: positions of a rank's tokens in the sequence; from T on, padding."""
         return torch.cat([torch.arange(*stretch) for stretch in self.stretches[rank]])
 
     def positions(self, rank: int) -> Tensor:
@@ -208,7 +208,7 @@ class ContextPlan:
 
     @cached_property
     def order(self) -> Tensor:
-        """int64 [T]: where each token lies if the ranks' tokens stand behind one another."""
+        """int64 [T]: index of each token in the concatenation of the ranks' tokens."""
         held = torch.cat([self.indices(rank) for rank in range(self.ranks)])
         return held.argsort()[: self.T]
 

@@ -33,7 +33,7 @@ _agreed: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Ranks(NamedTuple):
-    """A rank's place: the group that its sequence is split over, and that of the inner dimension.
+    """A rank's groups: the group that splits its sequence, and the group of the inner dimension.
 
     None: a dimension of one rank.
     """
@@ -106,7 +106,7 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
     tell each other more.
 
     Args:
-        call: what has to be the same on every rank, `repr` of which is the same in every process.
+        call: values that must be the same on every rank, and have the same `repr` there.
         error: why this rank cannot make the call.
 
     Returns:

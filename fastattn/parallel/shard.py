@@ -17,7 +17,7 @@ def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
 
     Args:
         x: T long in dim.
-        dim: that of the tokens.
+        dim: dim of the tokens.
         plan: which rank holds which.
         mesh: the ranks.
 
@@ -40,7 +40,7 @@ def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
     Each rank gets all of it and is taken to compute the same with it: of the gradient a rank keeps
     what belongs to its tokens, as a DTensor that is gathered does.
 
-    Args, Raises: as `shard`, of which this is the inverse.
+    Args, Raises: as for `shard`; this is its inverse.
     """
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)

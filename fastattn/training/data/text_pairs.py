@@ -36,7 +36,7 @@ class Pair:
 
     Args:
         source, target: not empty.
-        place: where it stands, "FILE:LINE".
+        place: its source, "FILE:LINE".
     """
 
     source: str
