@@ -62,9 +62,14 @@ def _is_dual(x: Tensor) -> bool:
 
 def autocasting(device: torch.device) -> bool:
     """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
+    return autocast_dtype(device) is not None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast casts to, where it is on."""
     kind = device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return known and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
 def decided(condition: bool | torch.SymBool) -> bool:

@@ -158,8 +158,10 @@ def attention(
         return_lse = checks.check_flag("return_lse", return_lse)
     given: dict[str, Any] = options
     key = call_memo.key_of((q, k, v), given, backend)
-    known = call_memo.find(key, q)
+    known = call_memo.find(key)
     if known is not None:
+        if known.cast:
+            q, k, v, given = inputs.autocast(q, k, v, given)
         o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
@@ -169,7 +171,8 @@ def attention(
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.dense_options(q, k, v, **options)
-    return compute(q, k, v, checked, return_lse, backend, key, given)
+    cast = options is not given
+    return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
 
 @overload
@@ -224,18 +227,21 @@ def attention_varlen(
         return_lse = checks.check_flag("return_lse", return_lse)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
     key = call_memo.key_of((q, k, v), given, backend)
-    known = call_memo.find(key, q)
+    known = call_memo.find(key)
     if known is not None:
         if q.is_cpu:  # what they say is no part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        if known.cast:
+            q, k, v, given = inputs.autocast(q, k, v, given)
         o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     checks.check_packed(q, k, v)
-    q, k, v, options = inputs.autocast(q, k, v, options)
-    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return compute(q, k, v, checked, return_lse, backend, key, given)
+    q, k, v, changed = inputs.autocast(q, k, v, options)
+    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **changed)
+    cast = changed is not options
+    return compute(q, k, v, checked, return_lse, backend, key, given | changed, cast=cast)
 
 
 @call_options.DENSE.sign
@@ -273,11 +279,12 @@ def explain(
 
 def compute(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None,
-    key: list[Hashable] | None, given: dict[str, Any],
+    key: list[Hashable] | None, given: dict[str, Any], *, cast: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """o, or (o, lse), from the backend that serves the checked call.
 
-    key, given: what to know the call by, and the options that came with it, unchecked.
+    key, given: what to know the call by, and the options that came with it, unchecked. cast:
+    autocast changed a tensor.
     """
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
@@ -292,7 +299,8 @@ def compute(
     kernels = dispatch.kernels_of(choice)
     o, lse = ops.attend(*rows, options, kernels)
     if rows[0] is q and rows[1] is k and rows[2] is v:
-        call_memo.keep(key, q, given, options, partial(ops.prepare, q, k, v, options, kernels))
+        prepare = partial(ops.prepare, q, k, v, options, kernels)
+        call_memo.keep(key, q, given, options, prepare, cast)
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

@@ -8,7 +8,7 @@ once. Tensors are not kept: each call brings its own.
 
 import os
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class _Source(NamedTuple):
 class KnownCall(NamedTuple):
     """Checked options without their tensors, where those come from, and the prepared launch.
 
+    dtype: of q as kernels get it. cast: autocast changes the dtype of q, or of another tensor.
     device_key: `ops.attend.device_key` as it was.
     """
 
@@ -45,6 +46,8 @@ class KnownCall(NamedTuple):
     sources: tuple[_Source, ...]
     run: Any
     device: torch.device
+    dtype: torch.dtype
+    cast: bool
     device_key: Hashable
 
     def options_of(self, given: Mapping[str, Any]) -> Options:
@@ -62,13 +65,16 @@ class KnownCall(NamedTuple):
         return tuple.__new__(Options, fields)
 
 
-_known: dict[Hashable, KnownCall] = {}
+@lru_cache(_KEPT)
+def _slot(key: Hashable) -> list[KnownCall]:
+    """Where the known call of this key is, if there is one; the slots used last are kept."""
+    return []
 
 
 def key_of(
     inputs: tuple[Any, ...], given: Mapping[str, Any], backend: str | None
 ) -> list[Any] | None:
-    """Key of a call in the memo; None for a call that is traced, cast or of another kind.
+    """Key of a call in the memo; None for a call that is traced or of another kind.
 
     Conjugate and negative views have no key either: `ops.call.Operator` resolves them.
 
@@ -80,11 +86,10 @@ def key_of(
     for x in inputs:
         if type(x) not in _TYPES:
             return None
-    if tracing.may_be_traced(inputs[0]) or tracing.autocasting(inputs[0].device):
+    if tracing.may_be_traced(inputs[0]) or tracing.in_forward_mode():
         return None
-    if tracing.in_forward_mode():
-        return None
-    key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT)]
+    cast = tracing.autocast_dtype(inputs[0].device)
+    key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT), cast]
     try:
         for x in inputs:
             if x.is_neg():
@@ -122,29 +127,30 @@ def _is_number(kind: type) -> bool:
     return kind is not tuple and not hasattr(kind, "__setitem__") and "__call__" not in dir(kind)
 
 
-def find(key: list[Any] | None, q: Tensor) -> KnownCall | None:
+def find(key: list[Any] | None) -> KnownCall | None:
     """The known call of this key, if it still holds."""
     if key is None:
         return None
     try:
-        known = _known.get(tuple(key))
+        slot = _slot(tuple(key))
     except TypeError:  # an argument that has no hash, and is about to be refused
         return None
-    if known is None or known.device_key != attend.device_key(q.dtype):
+    if not slot or slot[0].device_key != attend.device_key(slot[0].dtype):
         return None
-    return known
+    return slot[0]
 
 
 def keep(
     key: list[Any] | None, q: Tensor, given: Mapping[str, Any], options: Options,
-    prepare: Callable[[], Any],
+    prepare: Callable[[], Any], cast: bool = False,
 ) -> None:  # fmt: skip
-    """Remember a call that kernels have served with the caller's own tensors.
+    """Remember a call that kernels have served with the caller's own tensors, or their casts.
 
     Args:
-        given: as `key_of` had it.
+        given: as `key_of` had it, but for what autocast made of it.
         options: what came of it.
         prepare: makes what runs such calls, or None where each is another.
+        cast: as in `KnownCall`.
     """
     if key is None:
         return
@@ -155,11 +161,11 @@ def keep(
     fields = list(options)
     for source in sources:
         fields[source.field] = None
-    if len(_known) >= _KEPT:
-        _known.clear()
-    _known[tuple(key)] = KnownCall(
-        Options(*fields), sources, run, q.device, attend.device_key(q.dtype)
-    )
+    _slot(tuple(key))[:] = [
+        KnownCall(
+            Options(*fields), sources, run, q.device, q.dtype, cast, attend.device_key(q.dtype)
+        )
+    ]
 
 
 def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] | None:
@@ -200,4 +206,4 @@ def _is_it(x: Tensor, y: Tensor) -> bool:
 
 def forget() -> None:
     """Check every call anew: for tests and for measuring."""
-    _known.clear()
+    _slot.cache_clear()

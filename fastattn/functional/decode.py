@@ -113,7 +113,7 @@ def decode_attention(
         **options,
     }
     key = _with_cache(call_memo.key_of((q,), given, backend), q, view, given)
-    known = call_memo.find(key, q)
+    known = call_memo.find(key)
     if known is not None:
         o, lse = known.run(q, view, new_lengths, known.options_of(given))
         return (o, lse) if return_lse else o

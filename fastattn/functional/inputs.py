@@ -32,19 +32,21 @@ def autocast(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
 
-    options: unchecked.
+    options: unchecked. The same dict comes back where no tensor changes, and else another.
     """
-    if not tracing.autocasting(q.device):
+    dtype = tracing.autocast_dtype(q.device)
+    if dtype is None:
         return q, k, v, options
-    dtype = torch.get_autocast_dtype(q.device.type)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
-    q, k, v = (x.to(dtype) if x.dtype in narrow else x for x in (q, k, v))
-    given = {name: options[name] for name in LIKE_Q if name in options}
-    cast = {
-        name: x.to(q.dtype) if isinstance(x, Tensor) and x.dtype in narrow else x
-        for name, x in given.items()
-    }
-    return q, k, v, options | cast
+    given = {"q": q, "k": k, "v": v, **{name: options[name] for name in LIKE_Q if name in options}}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dtype in narrow}
+    of_q = dtype if q.dtype in narrow else q.dtype
+    goals = {name: of_q if name in LIKE_Q else dtype for name in tensors}
+    changed = {name: x.to(goals[name]) for name, x in tensors.items() if x.dtype != goals[name]}
+    if not changed:
+        return q, k, v, options
+    q, k, v = (changed.pop(name, given[name]) for name in ("q", "k", "v"))
+    return q, k, v, options | changed
 
 
 def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:

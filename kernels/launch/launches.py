@@ -9,6 +9,7 @@ Tensors are the call's own: none is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 Described: TypeAlias = "tuple[int, TensorDescriptor | None]"
 
 _KEPT = 1024
-_known: dict[Hashable, Any] = {}
+
+
+@lru_cache(_KEPT)
+def _slot(key: Hashable) -> list[Any]:
+    """Where the launch of this key is, if there is one; the slots used last are kept."""
+    return []
 
 
 class Reusable(Protocol):
@@ -257,17 +263,15 @@ def cached(
     """
     if key is not None:
         key = (key, tiles.device_key(dtype))
-        known: _L | None = _known.get(key)
-        if known is not None:
-            return known
+        slot: list[_L] = _slot(key)
+        if slot:
+            return slot[0]
     # One object for each place, even where a call has one tensor in two of them.
     views = [_viewed(x) for x in given] if any(map(_of_a_call, given)) else list(given)
     launch = plan(views)
     launch.bind(views)
     if key is not None and launch.reusable:
-        if len(_known) >= _KEPT:
-            _known.clear()
-        _known[key] = launch
+        slot[:] = [launch]
     return launch
 
 
@@ -287,4 +291,4 @@ def signature(given: Sequence[Any]) -> tuple[Any, ...]:
 
 def forget() -> None:
     """Make every launch anew: for tests and for measuring."""
-    _known.clear()
+    _slot.cache_clear()

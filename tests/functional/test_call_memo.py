@@ -2,7 +2,8 @@
 
 import inspect
 import sys
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import triton
 from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
 from fastattn.bench.time import overhead
 from fastattn.functional import call_memo, call_options
+from fastattn.functional import inputs as call_inputs
 from fastattn.kernels.launch import launches as plan
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -147,13 +149,21 @@ def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> N
     assert len(checked) == 1
 
 
-def test_what_is_known_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_memo, "_KEPT", 2)
-    monkeypatch.setattr(plan, "_KEPT", 2)
-    for T in range(1, 5):
-        q, k, v = inputs(device, T_q=T, T_k=T)
+@pytest.mark.parametrize("memo", [call_memo, plan], ids=["calls", "launches"])
+def test_the_least_recently_used_is_dropped(
+    memo: Any, device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memo, "_slot", lru_cache(2)(memo._slot.__wrapped__))
+    made: list[int] = []
+    bind = plan.Launch.bind
+    monkeypatch.setattr(plan.Launch, "bind", lambda *x: made.append(1) or bind(*x))
+    seen = []
+    for T in (1, 2, 1, 3, 1, 2):
+        q, k, v = inputs(device, T_q=T, T_k=T, requires_grad=False)
+        call_memo.forget() if memo is plan else None
         attention(q, k, v, backend="triton")
-        assert len(call_memo._known) <= 2 and len(plan._known) <= 2
+        seen.append(len(checked if memo is call_memo else made))
+    assert seen == [1, 2, 2, 3, 3, 4]
 
 
 def test_the_environment_and_the_tiles_are_asked_each_time(
@@ -188,11 +198,57 @@ def test_tensors_that_start_between_16_bytes_are_copied(
     assert launched == [[0] * 5]
 
 
-def test_autocast_is_seen(device: str) -> None:
-    q, k, v = inputs(device)
-    attention(q, k, v, backend="triton")
+def under_autocast(
+    dtype: torch.dtype, *tensors: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """o and the gradients of the tensors."""
+    call = partial(by_triton, causal=True)
+    if "cu_seqlens_q" in options:
+        call = partial(attention_varlen, causal=True, backend="triton")
+    with torch.autocast(tensors[0].device.type, dtype):
+        o = call(
+            *tensors[:3], **dict(zip(("relative_keys",), tensors[3:], strict=False)), **options
+        )
+    return o, *torch.autograd.grad(o, tensors, torch.ones_like(o))
+
+
+@pytest.mark.parametrize("kind", ["dense", "relative_keys", "packed"])
+def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known calls cast as the first one did: leaves of fp32 get gradients in fp32."""
+    found = []
+    tensors = list(inputs(device))
+    options = {}
+    if kind == "relative_keys":
+        tensors.append(torch.randn(2, 5, 16, device=device, requires_grad=True))
+    if kind == "packed":
+        tensors = [x.detach()[0].transpose(0, 1).clone().requires_grad_() for x in tensors]
+        options["cu_seqlens_q"] = torch.tensor([0, 4, 9], device=device)
+    checks = []
+    for name in ("dense_options", "packed_options"):
+        check = getattr(call_options, name)
+        counting = lambda *x, check=check, **y: checks.append(1) or check(*x, **y)  # noqa: E731
+        monkeypatch.setattr(call_options, name, counting)
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        found.append(under_autocast(dtype, *tensors, **options))
+        assert found[-1][0].dtype == dtype
+        assert {x.dtype for x in found[-1][1:]} == {torch.float32}
+    assert len(checks) == 2
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[3]))
+    if kind == "dense":
+        expected = by_triton(*(x.bfloat16() for x in tensors), causal=True)
+        assert torch.equal(expected, found[0][0])
+
+
+def test_casts_that_change_nothing_cost_nothing(
+    device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(device, dtype=torch.bfloat16, requires_grad=False)
+    sinks = torch.zeros(2, device=device)  # autocast leaves them as they are
     with torch.autocast(torch.device(device).type, torch.bfloat16):
-        assert attention(q, k, v, backend="triton").dtype == torch.bfloat16
+        first = by_triton(q, k, v, sinks=sinks)
+        monkeypatch.setattr(call_inputs, "autocast", None)
+        assert torch.equal(by_triton(q, k, v, sinks=sinks), first)
+    assert len(checked) == 1
 
 
 LENGTHS = torch.tensor([60])
@@ -239,7 +295,7 @@ def test_a_known_call_launches_its_compiled_kernel(compile_pool: CompilePool) ->
 
 def same_kernels() -> list[bool]:
     """Whether a cached launch has the compiled kernel that Triton would take."""
-    found = []
+    found, bind = [], plan.Launch.bind
     with overhead.stand_in_gpu():
         for T, H_k, options in (
             (64, 1, "plain"), (1, 2, "plain"), (65, 2, "plain"), (4096, 1, "plain"),
@@ -249,8 +305,9 @@ def same_kernels() -> list[bool]:
             given = OPTIONS[options]
             call = partial(attention, q, k, k, causal=True, backend="triton", **given)
             plan.forget()
-            call()
-            (launch,) = plan._known.values()
+            with mock.patch.object(plan.Launch, "bind", autospec=True, side_effect=bind) as bound:
+                call()
+            (launch,) = (call.args[0] for call in bound.call_args_list)
             kernel = inspect.getclosurevars(launch._run_compiled).nonlocals["self"]
             found.append(kernel is overhead.bare_launch(call)())
     return found

@@ -98,7 +98,6 @@ def test_a_tensor_is_read_in_every_call(device: str) -> None:
         scale.fill_(x)
         found = fastattn.attention(q, k, v, scale=scale, backend="triton")
         assert torch.equal(found, fastattn.attention(q, k, v, scale=x, backend="triton"))
-    assert len(call_memo._known) == 2
 
 
 def test_calls_over_a_cache(device: str) -> None:

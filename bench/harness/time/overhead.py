@@ -121,6 +121,18 @@ def _decode(device: str, paged: bool) -> Row:
     return call, [k[:, :, :1].contiguous()]
 
 
+def _autocast(device: str) -> Row:
+    """A region of its own for each call, as a training step has one; nothing is to be cast."""
+    call, tensors = _dense(device)
+
+    def cast(*tensors: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            o: Tensor = call(*tensors)
+        return o
+
+    return cast, tensors
+
+
 # By what is given beside q, k and v.
 ROWS: dict[str, Callable[[str], Row]] = {
     "plain": _dense,
@@ -132,6 +144,7 @@ ROWS: dict[str, Callable[[str], Row]] = {
         device, key_padding_mask=torch.ones(1, _SHAPE[2], dtype=torch.bool)
     ),
     "documents": lambda device: _dense(device, documents=torch.zeros(1, 64, dtype=torch.int32)),
+    "autocast": _autocast,
     "packed": _packed,
     "decode": partial(_decode, paged=False),
     "decode, paged": partial(_decode, paged=True),
