@@ -167,28 +167,6 @@ def test_lengths_are_changed_in_place():
     assert cache.k is k
 
 
-def test_padding_is_overwritten_by_the_next_append():
-    cache = make_cache()
-    k, v = tokens(3)
-    k[1, :, 1:] = v[1, :, 1:] = torch.nan
-    cache.append(k, v, new_lengths=torch.tensor([3, 1, 3]))
-    cache.append(*tokens(2, start=1))
-    assert cache.lengths.tolist() == [5, 3, 5]
-    assert cache.k[1, :, :3].isfinite().all()
-    assert cache.v[1, :, :3].isfinite().all()
-
-
-def test_padding_past_the_end_is_not_written_and_real_tokens_are():
-    cache = make_cache()
-    cache.append(*tokens(6))
-    k, v = tokens(4, start=1)
-    cache.append(k, v, new_lengths=torch.tensor([2, 0, 1]))
-    assert cache.lengths.tolist() == [8, 6, 7]
-    assert torch.equal(cache.k[0, :, 6:], k[0, :, :2])
-    assert torch.equal(cache.v[2, :, 6], v[2, :, 0])
-    assert cache.k[1, :, 6:].isnan().all()
-
-
 def test_bound_that_counts_padding_is_tightened_before_an_append_is_refused():
     cache = make_cache()
     cache.append(*tokens(6), new_lengths=torch.tensor([2, 1, 2]))
@@ -196,22 +174,6 @@ def test_bound_that_counts_padding_is_tightened_before_an_append_is_refused():
     cache.append(*tokens(5, start=1))
     assert cache.lengths.tolist() == [7, 6, 7]
     assert cache.length_bound == 7
-
-
-def test_lengths_differ_after_an_append_to_some_rows():
-    cache = make_cache()
-    cache.append(*tokens(2))
-    k, v = (x[:2] for x in tokens(2, start=1))
-    with pytest.raises(ValueError, match=r"batch_index must hold no row twice, got \[1, 1\]"):
-        cache.append(k, v, batch_index=torch.tensor([1, 1]))
-    assert cache.uniform_length == 2
-    cache.append(k, v, batch_index=torch.tensor([2, 0]))
-    assert cache.uniform_length is None
-    assert cache.lengths.tolist() == [4, 2, 4]
-    new = tokens(1, start=5)
-    cache.append(*new)
-    for row, length in enumerate((4, 2, 4)):
-        assert torch.equal(cache.k[row, :, length], new[0][row, :, 0])
 
 
 def test_cache_made_in_inference_mode_serves_outside_of_it():
@@ -334,20 +296,6 @@ def test_append_errors(error, match, change):
     with pytest.raises(error, match=match):
         cache.append(**{"k": k, "v": v, **change})
     assert_unchanged(cache, before)
-
-
-def test_truncate_and_reorder_errors():
-    cache = make_cache()
-    with pytest.raises(ValueError, match=r"lengths must be >= 0, got -1"):
-        cache.truncate(-1)
-    with pytest.raises(TypeError, match=r"lengths must be an int32 or int64 tensor, got .*float32"):
-        cache.truncate(torch.ones(B))
-    with pytest.raises(ValueError, match=r"lengths must have shape \[3\]"):
-        cache.truncate(torch.ones(B, 1).int())
-    with pytest.raises(TypeError, match=r"index must be an int32 or int64 tensor, got torch.bool"):
-        cache.reorder(torch.ones(B).bool())
-    with pytest.raises(ValueError, match=r"index must have shape \[3\]"):
-        cache.reorder(torch.zeros(B + 1).int())
 
 
 def test_left_padding_is_hidden_moves_with_rows_and_is_forgotten():

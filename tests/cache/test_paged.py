@@ -268,21 +268,6 @@ def test_of_the_rows_that_write_into_a_shared_page_one_keeps_it():
     assert cache.pages(row) != cache.pages(twin)
 
 
-def test_layers_share_pages_and_lengths_advance_once():
-    cache = make_cache(num_layers=3)
-    rows = [cache.allocate(), cache.allocate()]
-    for step in range(2):
-        for layer in range(3):
-            x = torch.full((2, H, 2, 1), 10.0 * layer + step)
-            cache.append(rows, x.expand(2, H, 2, D), x.expand(2, H, 2, D_V), [2, 1], layer=layer)
-            assert [cache.length(r) for r in rows] == [2 * step + 2, step + 1]
-    assert cache.lengths.tolist()[:2] == [4, 2]
-    for layer in range(3):
-        k = cache.view(rows, layer).gather()[0]
-        assert k[0, 0, :4, 0].tolist() == [10.0 * layer + n for n in (0, 0, 1, 1)]
-        assert k[1, 0, :2, 0].tolist() == [10.0 * layer + n for n in (0, 1)]
-
-
 def test_reserve_and_advance_count_as_an_append_that_others_make():
     cache = make_cache()
     row = cache.allocate()
@@ -328,46 +313,6 @@ def test_rows_start_at_whole_16_bytes(width):
         k = PagedKVCache(4, 5, 2, width, quantize=quantize).view([]).k
         assert k.stride(2) * size % 16 == 0
         assert k.stride() == (10 * k.stride(2), 5 * k.stride(2), k.stride(2), 1)
-
-
-def test_arguments_are_checked_and_nothing_changes():
-    cache = make_cache()
-    rows = [cache.allocate(), cache.allocate()]
-    k, v = torch.ones(2, H, 1, D), torch.ones(2, H, 1, D_V)
-    cache.append(rows, k, v)
-    before = snapshot(cache)
-    table = (torch.ones(1, 1), torch.ones(1, 1))
-    calls = [
-        (lambda: cache.append([rows[0]] * 2, k, v), r"rows must differ from each other, got \["),
-        (lambda: cache.append([rows[0], 4], k, v), r"row must be one in use, got 4"),
-        (lambda: cache.append(rows[:1], k, v), r"k must have shape \[1, 2, T, 3\]"),
-        (lambda: cache.append(rows, k, v, [1]), r"new_lengths must hold 2 numbers, got 1"),
-        (lambda: cache.append(rows, k, v, layer=1), r"layer must be from 0 to 0, got 1"),
-        (lambda: cache.append(rows, k, v, q=k), r"q is only rotated: give it together with rotary"),
-        (
-            lambda: cache.append(rows, k, v, rotary=table),
-            r"rotary tables must have a row for every position: 2 are needed, got 1",
-        ),
-        (lambda: cache.append(rows, k.double(), v), r"k must have the cache's dtype torch.float32"),
-        (lambda: cache.fork(4), r"row must be one in use, got 4"),
-        (lambda: cache.free(4), r"row must be one in use, got 4"),
-        (lambda: cache.truncate(rows[0], -1), r"length must be >= 0, got -1"),
-        (lambda: cache.reorder(rows, [0]), r"index must hold 2 numbers from 0 to 1, got \[0\]"),
-        (lambda: cache.reorder(rows, [0, 2]), r"index must hold 2 numbers from 0 to 1"),
-        (lambda: cache.reserve(rows, [1]), r"counts must be one number or 2, got 1"),
-        (lambda: cache.reserve(rows, -1), r"counts must be >= 0, got -1 for row 0"),
-        (lambda: cache.reserve(rows, 99), r"row 0 holds 1 tokens and gets 99: a row has room for"),
-        (lambda: cache.view([3]), r"row must be one in use, got 3"),
-    ]
-    for call, match in calls:
-        with pytest.raises(ValueError, match=match):
-            call()
-        assert_unchanged(cache, before)
-    with pytest.raises(TypeError, match=r"new_lengths must be numbers on the host, got a tensor"):
-        cache.append(rows, k, v, torch.tensor([1, 1]))
-    with pytest.raises(RuntimeError, match=r"k or v requires grad"):
-        cache.append(rows, k.requires_grad_(), v)
-    assert_unchanged(cache, before)
 
 
 def test_out_of_pages_says_what_is_missing():

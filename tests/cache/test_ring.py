@@ -70,10 +70,6 @@ def test_an_append_longer_than_the_ring_keeps_what_later_tokens_see():
     assert torch.equal(v, -k)
 
 
-def test_empty_ring_has_no_positions():
-    assert (KVCache(2, 1, 6, 1, window=3).view().slot_positions() == -1).all()
-
-
 def test_truncate_takes_back_what_the_ring_still_knows():
     """Rejected tokens of a speculative step: the next query finds its whole window."""
     ring = KVCache(B, H, 10, D, value_dim=D_V, window=WINDOW, keep_first=SINKS)

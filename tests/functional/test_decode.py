@@ -9,14 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-import fastattn
-from fastattn import KVCache, PagedKVCache, decode_attention, reference
+from fastattn import KVCache, PagedKVCache, decode_attention
 from fastattn.functional import call_memo
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.quantization import quantize_rows
-from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.decoding import KINDS, Filled, assert_decodes, fill
 
 BACKENDS = ("triton", "torch")
@@ -54,30 +51,6 @@ def test_every_cache(kind: str, backend: str, device: str) -> None:
     assert_decodes(q, fill(kind, k, v, lengths), how={"backend": backend})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["pages-of-3", "int8", "fp8"])
-def test_narrow_dtypes(kind: str, dtype: torch.dtype, device: str) -> None:
-    q, k, v, lengths = tokens(device, dtype=dtype)
-    assert_decodes(q, fill(kind, k, v, lengths), how={"backend": "triton"})
-
-
-@pytest.mark.parametrize("factor", [1e-6, 1e3])
-def test_codes_of_tiny_and_of_large_numbers_in_fp16(factor: float, device: str) -> None:
-    q, k, v, lengths = tokens(device)
-    q, k, v = (x.half() for x in (q, k, factor * v))
-    assert_decodes(q, fill("int8", k, v, lengths), how={"backend": "triton"})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("D", "D_v"), [(20, 12), (16, 32), (40, 16)])
-def test_head_dims(D: int, D_v: int, backend: str, device: str) -> None:
-    """20 and 12 fp16 numbers are no whole 16 bytes."""
-    q, k, v, lengths = tokens(device, D=D, D_v=D_v, dtype=torch.float16)
-    assert_decodes(q, fill("contiguous", k, v, lengths), how={"backend": backend})
-    o = decode_attention(q, fill("pages-of-3", k, v, lengths).view, backend=backend)
-    assert o.shape == (2, 4, 1, D_v)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["contiguous", "pages-of-3", "pages-of-16"])
 @pytest.mark.parametrize(("D", "D_v"), [(15, 20), (60, 59)])
@@ -95,20 +68,6 @@ def test_rows_without_padding(D: int, D_v: int, kind: str, backend: str, device:
     )
     assert view.k.stride(2) == D
     assert_decodes(q, replace(filled, view=view), how={"backend": backend})
-
-
-@pytest.mark.parametrize("splits", [1, 2, 3, 40])
-def test_splits(splits: int, device: str) -> None:
-    """40 are more than there are blocks; one row is empty."""
-    q, k, v, lengths = tokens(device, (35, 0), H_q=2, H_k=1)
-    filled = fill("contiguous", k, v, lengths)
-    assert_decodes(q, filled, how={"backend": "triton", "num_splits": splits})
-
-
-def test_rows_of_several_tiles(device: str) -> None:
-    """3 heads of 15 tokens are 45 rows of a K/V head: two tiles, the second with rows to spare."""
-    q, k, v, lengths = tokens(device, (33, 15), 15, H_q=3, H_k=1)
-    assert_decodes(q, fill("contiguous", k, v, lengths), how={"backend": "triton"})
 
 
 @triton.jit
@@ -197,21 +156,6 @@ def test_a_narrower_window_in_a_ring(device: str) -> None:
         assert_decodes(q, filled, how={"backend": backend}, window=(3, None))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_at_a_time_equals_the_rows_of_the_full_forward(backend: str, device: str) -> None:
-    _, k, v, _ = tokens(device, (6, 6))
-    q, _, _, _ = tokens(device, (6, 6), T_q=6)
-    cache = KVCache(2, 2, 8, 16, device=device)
-    steps = []
-    for t in range(6):
-        now = slice(t, t + 1)
-        cache.append(k[:, :, now], v[:, :, now], backend="torch")
-        steps.append(decode_attention(q[:, :, now], cache, backend=backend))
-    exact = reference.attention(*(x.double() for x in (q, k, v)), causal=True)
-    naive = worst_naive(exact, lambda: reference.attention(q, k, v, causal=True))
-    assert_within_budget("steps", torch.cat(steps, 2), exact, naive)
-
-
 @pytest.mark.parametrize("kind", ["pages-of-1", "pages-of-3", "pages-of-16"])
 def test_pages_change_no_bit(kind: str, device: str) -> None:
     q, k, v, lengths = tokens(device, (13, 40), H_q=2, H_k=1, dtype=torch.bfloat16)
@@ -252,15 +196,6 @@ def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(x, y) for x, y in zip(other, in_batch, strict=True))
 
 
-@pytest.mark.usefixtures("blocks_of_16")
-def test_batch_invariant_results_are_right(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_splits, "INVARIANT_SPLIT", 16)
-    call_memo.forget()
-    q, k, v, lengths = tokens(device, (70, 5))
-    how = {"backend": "triton", "batch_invariant": True}
-    assert_decodes(q, fill("contiguous", k, v, lengths), how=how, window=20, keep_first=2)
-
-
 def test_every_tile_divides_the_invariant_split() -> None:
     for name in tiles.TABLES:
         for row in tiles.table(name):
@@ -290,50 +225,6 @@ def test_lengths_past_the_end_read_nothing_there(device: str) -> None:
     assert o.isfinite().all()
 
 
-def test_the_quantised_result_keeps_its_bound(device: str) -> None:
-    """With x_j the scores' change and w the weights: |do| <= (e^(2 max x) - 1) max|v| + max dv."""
-    q, k, v, lengths = tokens(device, (21, 21), D=32)
-    exact, _ = reference.attention(q.double(), k.double(), v.double(), causal=True, return_lse=True)
-    for quantize in ("int8", "fp8"):
-        errors = []
-        for x in (k, v):
-            _, scale = quantize_rows(x, quantize)
-            step = scale[..., None] / 2 if quantize == "int8" else scale[..., None] / 1024
-            relative = 0.0 if quantize == "int8" else x.abs() / 16
-            errors.append(
-                torch.maximum(step.expand_as(x), torch.as_tensor(relative, device=device))
-            )
-        dk, dv = (x * (1 + 2**-16) for x in errors)
-        dk = dk.repeat_interleave(2, dim=1)
-        change = 32**-0.5 * torch.einsum("bhqd,bhkd->bhqk", q.abs(), dk).max()
-        bound = (torch.exp(2 * change) - 1) * v.abs().max() + dv.max()
-        for backend in BACKENDS:
-            view = fill(quantize, k, v, lengths).view
-            o = decode_attention(q, view, backend=backend)
-            assert (o - exact).abs().max() <= bound
-            assert not torch.equal(o.double(), exact)
-
-
-@pytest.mark.parametrize("bug", ["length", "window", "scale", "row"])
-def test_the_budget_catches(bug: str, device: str) -> None:
-    q, k, v, lengths = tokens(device, (13, 21))
-    filled = fill("int8" if bug == "scale" else "contiguous", k, v, lengths)
-
-    def wrong(q: torch.Tensor, view: fastattn.CacheView, **options) -> torch.Tensor:
-        if bug == "length":
-            view = view._replace(lengths=view.lengths - 1)
-        elif bug == "window":
-            options["window"] = 20
-        elif bug == "scale":
-            view = view._replace(v_scale=view.k_scale)
-        else:
-            view = view._replace(batch_index=torch.tensor([1, 0], device=device))
-        return decode_attention(q, view, **options)
-
-    with pytest.raises(AssertionError, match="exceeds the budget"):
-        assert_decodes(q, filled, decode=wrong, how={"backend": "triton"})
-
-
 def test_caches_themselves_are_taken(device: str) -> None:
     q, k, v, _ = tokens(device, (6, 6))
     plain = KVCache(2, 2, 8, 16, device=device)
@@ -346,20 +237,6 @@ def test_caches_themselves_are_taken(device: str) -> None:
         torch.testing.assert_close(o, expected)
 
 
-def test_tensors_of_ones_own(device: str) -> None:
-    q, k, v, lengths = tokens(device)
-    view = fastattn.view_of_tensors(k.contiguous(), v.contiguous(), lengths)
-    assert_decodes(q, Filled(view, k, v, lengths, {}), how={"backend": "triton"})
-    table = torch.tensor([[2, 0], [1, 3]], device=device)
-    pages = torch.empty(4, 2, 11, 16, device=device)
-    for row, column in itertools.product(range(2), range(2)):
-        part = k[row, :, 11 * column : 11 * column + 11]
-        pages[table[row, column], :, : part.shape[1]] = part
-    view = fastattn.view_of_tensors(pages, pages, lengths, block_table=table)
-    for backend in BACKENDS:
-        assert_decodes(q, Filled(view, k, k, lengths, {}), how={"backend": backend})
-
-
 def test_forced_tiles_reach_the_kernel(device: str) -> None:
     """Blocks wider than pages, narrower ones, and as wide."""
     q, k, v, lengths = tokens(device, (40, 21))
@@ -367,24 +244,6 @@ def test_forced_tiles_reach_the_kernel(device: str) -> None:
     for BLOCK_N in (16, 32, 64):
         with tiles.forced(decode=TileConfig(16, BLOCK_N)):
             assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["contiguous", "ring"])
-def test_queries_that_are_padding(kind: str, backend: str, device: str) -> None:
-    """The rows have appended two, none and all of three queries, at the end of the queries."""
-    q, k, v, lengths = tokens(device, (13, 9, 21), 3)
-    counts = torch.tensor([2, 0, 3], device=device)
-    filled = fill(kind, k, v, lengths)
-    how = {"backend": backend, "return_lse": True}
-    o, lse = decode_attention(q, filled.view, new_lengths=counts, **how)
-    assert o.isfinite().all()
-    for row, count in ((0, 2), (2, 3)):
-        view = filled.view._replace(batch_index=torch.tensor([row], device=device))
-        one = slice(row, row + 1)
-        alone = decode_attention(q[one, :, :count], view, **how)
-        torch.testing.assert_close(o[one, :, :count], alone[0])
-        torch.testing.assert_close(lse[one, :, :count], alone[1])
 
 
 def test_nothing_to_do(device: str) -> None:

@@ -97,27 +97,6 @@ def test_rows_that_are_parts_of_longer_ones(first: int, D: int, by_twos: bool, d
     assert_decodes(q, replace(filled, view=view), how=HOW)
 
 
-@CODES
-@NARROW
-@pytest.mark.parametrize(("D", "D_v"), [(15, 20), (60, 59), (2, 6)])
-def test_head_dims(D: int, D_v: int, dtype: torch.dtype, codes: str, device: str) -> None:
-    q, k, v, lengths = tokens(device, dtype, D=D, D_v=D_v)
-    assert_decodes(q, fill(codes, k, v, lengths), how=HOW)
-
-
-@NARROW
-@pytest.mark.parametrize("T_q", [1, 19])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"softcap": 1.5}, {"window": (9, None)}, {"keep_first": 3, "window": 5, "scale": 0.7}],
-    ids=str,
-)
-def test_options(options: dict, T_q: int, dtype: torch.dtype, device: str) -> None:
-    """19 tokens of two heads take a tile of more rows."""
-    q, k, v, lengths = tokens(device, dtype, T_q)
-    assert_decodes(q, fill("int8", k, v, lengths), how=HOW, **options)
-
-
 @pytest.mark.parametrize("parts", [4, 16])
 @pytest.mark.parametrize("kind", ["int8", "contiguous"])
 def test_sums_in_parts(kind: str, parts: int, device: str) -> None:

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import reference
@@ -106,75 +103,6 @@ def test_packed_sequences_of_nothing(lengths: tuple[Any, Any], device: str) -> N
     assert torch.equal(grads[3], torch.full_like(sinks, q.shape[0]))
 
 
-VIEWS = {
-    "batch": lambda x: x[:1].expand_as(x),
-    "head": lambda x: x[:, :1].expand_as(x),
-    "rows": lambda x: x[:, :, :1].expand_as(x),
-    "last-dim": lambda x: x.mT.contiguous().mT,
-    "every-second": lambda x: x.repeat_interleave(2, 3)[..., ::2],
-    "unaligned": lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2],
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views(view: str, device: str) -> None:
-    """Views as q, k and v, and as the tensors of masks and biases."""
-    B, H, T = 2, 2, 19
-    q, k, v = (VIEWS[view](x.detach()) for x in make_qkv(B, H, H, T, D=8, device=device))
-    bias = VIEWS[view](draw(B, H, T, T).to(device))
-    mask = VIEWS[view](draw(B, H, T, T, seed=1).to(device)) < 1
-    assert_matches_reference(
-        triton_attention,
-        q,
-        k,
-        v,
-        attn_bias=bias,
-        mask_mod=None,
-        attn_mask=mask,
-        relative_bias=VIEWS[view](draw(1, 1, H, 9).to(device).expand(B, H, H, 9))[0, 0],
-        sinks=VIEWS[view](draw(1, 1, 1, 2 * H).to(device).expand(B, H, 1, -1))[0, 0, 0, ::2],
-        key_lengths=torch.tensor([9, 5, 18, 3], device=device)[::2],
-    )
-
-
-def poisoned(by: str, B: int, T_k: int, device: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """Options, and which keys they say do not exist."""
-    key = torch.arange(T_k, device=device)
-    if by == "padding":
-        mask = (key % 5 != 2) & (key > torch.tensor([[3], [20]], device=device))
-        return {"key_padding_mask": mask}, ~mask
-    if by == "lengths":
-        lengths = torch.tensor([T_k - 5, 7], device=device)
-        return {"key_lengths": lengths}, key >= lengths[:, None]
-    ids = torch.where(key >= torch.tensor([[T_k - 3], [15]], device=device), -1, key // 12)
-    return {"documents": ids}, ids < 0
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize("by", ["padding", "lengths", "documents"])
-def test_keys_that_do_not_exist_reach_nothing(by: str, poison: float, device: str) -> None:
-    """With scores that are the products alone, and with all that changes them."""
-    B, H, T = 2, 1, 35
-    clean = make_qkv(B, H, 1, T, D=8, device=device)
-    options, hidden = poisoned(by, B, T, device)
-    k, v = (x.detach().masked_fill(hidden[:, None, :, None], poison) for x in clean[1:])
-    assert_matches_reference(triton_attention, clean[0], k, v, clean=clean, **options)
-    assert_matches_reference(
-        triton_attention,
-        clean[0],
-        k,
-        v,
-        clean=clean,
-        **options,
-        attn_bias=draw(H, T, T).to(device),
-        softcap=3.0,
-        dropout=0.2,
-        dropout_seed=SEED.to(device),
-        sinks=draw(H).to(device),
-        relative_bias=draw(H, 5).to(device),
-    )
-
-
 def test_rows_past_the_last_add_nothing_whatever_their_scores(device: str) -> None:
     """5 queries of a tile of 16 exist; the exponentials of the others would be infinite."""
     T_q, T_k, reach = 5, 20, 25
@@ -216,97 +144,6 @@ def test_neighbours_in_the_pack_reach_nothing(device: str) -> None:
     for x in (o, *grads[:2]):
         assert x[:20].isfinite().all()
         assert x[20:].isnan().any()
-
-
-def test_dropout_drops_what_the_keep_mask_says(device: str) -> None:
-    """The values are unit vectors, so the output is the matrix of weights."""
-    B, H, T = 2, 2, 36
-    q, k, _ = make_qkv(B, H, 1, T, D=8, device=device)
-    v = torch.eye(T, device=device).expand(B, 1, T, T)
-    seed = SEED.to(device)
-    weights = triton_attention(q, k, v, dropout=0.4, dropout_seed=seed)
-    keep = fastattn.dropout_keep_mask(seed, 0.4, B, H, T, T)
-    assert torch.equal(weights != 0, keep)
-    plain = triton_attention(q, k, v)
-    torch.testing.assert_close(weights, plain * keep / 0.6)
-    assert not torch.equal(keep[0], keep[1])
-    assert not torch.equal(keep[:, 0], keep[:, 1])
-
-
-def test_dropout_follows_torchs_generator_and_checkpointing(device: str) -> None:
-    inputs = make_qkv(1, 2, 1, 20, D=8, device=device)
-
-    def call(q, k, v):
-        return triton_attention(q, k, v, dropout=0.5)
-
-    def run(function):
-        torch.manual_seed(7)
-        o = function(*inputs)
-        return (o, *torch.autograd.grad(o.sin().sum(), inputs))
-
-    first, again = run(call), run(call)
-    saved = run(lambda *inputs: checkpoint(call, *inputs, use_reentrant=False))
-    for x, y, z in zip(first, again, saved, strict=True):
-        assert torch.equal(x, y)
-        assert torch.equal(x, z)
-    assert not torch.equal(first[0], call(*inputs)), "another call draws another seed"
-
-
-@settings(max_examples=6, derandomize=True, deadline=None, database=None)
-@given(data=st.data())
-def test_drawn_calls(data: st.DataObject) -> None:
-    device = "cuda" if torch.cuda.is_available() and not tiles._INTERPRETING else "cpu"
-
-    def drawn(strategy: Any) -> Any:
-        return data.draw(strategy)
-
-    B, H_k, G = (drawn(st.integers(1, 2)) for _ in range(3))
-    T_q, T_k = drawn(st.integers(1, 24)), drawn(st.integers(1, 24))
-    D, D_v = drawn(st.integers(1, 20)), drawn(st.integers(1, 20))
-    H_q = G * H_k
-    options: dict[str, Any] = {}
-    if drawn(st.booleans()):
-        options["causal"] = True
-    if drawn(st.booleans()):
-        sides = st.none() | st.integers(0, 20)
-        options["window"] = (drawn(sides), drawn(sides))
-    if drawn(st.booleans()):
-        options["stride"] = drawn(st.integers(1, 20))
-    if "stride" in options or options.get("window", (None, None)) != (None, None):
-        options["keep_first"] = drawn(st.integers(0, 30))
-    if options.get("causal") and drawn(st.booleans()):
-        options["prefix_lengths"] = drawn(st.integers(0, 35))
-    if drawn(st.booleans()):
-        options["query_offset"] = drawn(st.integers(-10, 40))
-    if drawn(st.booleans()):
-        lengths = drawn(st.lists(st.integers(-1, 35), min_size=B, max_size=B))
-        options["key_lengths"] = torch.tensor(lengths, device=device)
-    if drawn(st.booleans()):
-        options["key_padding_mask"] = draw(B, T_k).to(device) < 1
-    if drawn(st.booleans()):
-        ids = st.integers(-1, 2)
-        options["documents"] = tuple(
-            torch.tensor(drawn(st.lists(ids, min_size=T, max_size=T)), device=device).expand(B, T)
-            for T in (T_q, T_k)
-        )
-    broadcast = [drawn(st.sampled_from((1, size))) for size in (B, H_q, T_q, T_k)]
-    kind = drawn(st.sampled_from(("none", "mask", "bias")))
-    if kind == "mask":
-        options["attn_mask"] = draw(*broadcast).to(device) < 1
-    if kind == "bias":
-        options["attn_bias"] = draw(*broadcast).to(device)
-    if drawn(st.booleans()):
-        options["softcap"] = drawn(st.floats(0.3, 30))
-    if drawn(st.booleans()):
-        options["alibi_slopes"] = draw(H_q).abs().to(device)
-    if drawn(st.booleans()):
-        options["relative_bias"] = draw(H_q, 2 * drawn(st.integers(0, 20)) + 1).to(device)
-    if drawn(st.booleans()):
-        options["sinks"] = draw(H_q).to(device)
-    if drawn(st.booleans()):
-        options |= {"dropout": drawn(st.floats(0.01, 0.9)), "dropout_seed": SEED.to(device)}
-    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
-    assert_matches_reference(triton_attention, q, k, v, **options)
 
 
 # Python names it from 3.13 on. Memory that is not written needs no page, and no promise of one.

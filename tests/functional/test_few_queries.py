@@ -1,13 +1,10 @@
 """Attention of few queries to many keys, which splits the keys among programs."""
 
-import math
-
 import pytest
 import torch
 
 import fastattn
 from fastattn import attention
-from fastattn.functional import call_memo
 from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -58,60 +55,6 @@ def test_a_chunk_knows_the_options_too(name: str, any_chunk: None, device: str) 
     q, k, v = make_qkv(2, H_Q, H_K, 9, 37, D, device=device)
     assert fastattn.explain(q, k, v, **options).split_keys
     assert_matches_reference(by_triton, q, k, v, **options)
-
-
-SHAPES = {
-    "one-query": {"T_q": 1},
-    "one-head": {"H_q": 1, "H_k": 1, "T_q": 16},
-    "mqa": {"H_q": 16, "H_k": 1, "T_q": 1},
-    "more-queries-than-keys": {"T_q": 7, "T_k": 3},
-    "values-wider": {"D": 16, "D_v": 48},
-    "values-narrower": {"D": 40, "D_v": 8},
-    "bthd-memory": {"layout": "bthd"},
-    "large-batch": {"B": 20, "H_q": 1, "H_k": 1, "T_q": 1, "T_k": 20},
-}
-
-
-# Every shape in fp32 and in one of the two others.
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, id=f"{shape}-{dtype}")
-        for i, shape in enumerate(SHAPES)
-        for dtype in (torch.float32, (torch.float16, torch.bfloat16)[i % 2])
-    ],
-)
-def test_shapes(shape: str, dtype: torch.dtype, few_keys: None, device: str) -> None:
-    sizes = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 3, "T_k": 67, "D": 32, **SHAPES[shape]}
-    q, k, v = make_qkv(**sizes, dtype=dtype, device=device)
-    assert fastattn.explain(q, k, v).split_keys
-    assert_matches_reference(by_triton, q, k, v, causal=True)
-
-
-def test_padded_keys_reach_nothing(few_keys: None, device: str) -> None:
-    q, k, v = make_qkv(2, 4, 2, 1, 70, 16, device=device)
-    mask = torch.ones(2, 70, dtype=torch.bool, device=device)
-    mask[0, 20:40] = False
-    mask[1] = False
-    bad_k, bad_v = (
-        x.detach().masked_fill(~mask[:, None, :, None], math.nan).requires_grad_() for x in (k, v)
-    )
-    clean = (q, k, v)
-    assert_matches_reference(by_triton, q, bad_k, bad_v, clean=clean, key_padding_mask=mask)
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_padding_mask": True}], ids=str)
-def test_a_repeated_call_reads_its_own_tensors(
-    options: dict, few_keys: None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memo keeps launches, not what they read."""
-    call_memo.forget()
-    for seed in (0, 1):
-        q, k, v = make_qkv(2, 4, 2, 2, 70, 16, seed=seed, device=device)
-        if "key_padding_mask" in options:
-            mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(seed)) < 0.5
-            options = {"key_padding_mask": mask.to(device)}
-        assert_matches_reference(by_triton, q, k, v, **options)
 
 
 def test_which_calls_split_their_keys(device: str) -> None:

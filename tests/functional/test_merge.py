@@ -30,16 +30,6 @@ def parts_and_whole(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_parts_are_the_whole(dtype: torch.dtype, backend: str, device: str) -> None:
-    parts, (o, lse) = parts_and_whole(dtype, device)
-    merged = merge(*parts, backend=backend)
-    assert merged[0].dtype == dtype
-    assert_within_budget("o", merged[0], o, o.to(dtype))
-    assert_within_budget("lse", merged[1], lse, lse.float())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_that_saw_nothing(backend: str, device: str) -> None:
     """Their output is not read: here it is NaN."""
     (o1, lse1, o2, lse2), _ = parts_and_whole(torch.float32, device)
@@ -73,27 +63,6 @@ def test_gradients_of_parts_that_saw_nothing_are_zero(device: str) -> None:
         assert not grad[0, 0, 1].any()
     assert not grads[0][0, 0, 0].any()
     assert not grads[1][0, 0, 0].any()
-
-
-def test_many_parts_in_any_grouping(device: str) -> None:
-    """Merging one part after the other, as ring attention does, or pairs of pairs: the same."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(1, 1, T, 8, generator=generator, dtype=torch.float64).to(device)
-        for T in (2, 8, 8)
-    )
-    o, lse = reference.attention(q, k, v, return_lse=True)
-    parts = [
-        reference.attention(q, k[:, :, i : i + 2], v[:, :, i : i + 2], return_lse=True)
-        for i in range(0, 8, 2)
-    ]
-    in_turn = parts[0]
-    for part in parts[1:]:
-        in_turn = merge(*in_turn, *part)
-    in_pairs = merge(*merge(*parts[0], *parts[1]), *merge(*parts[2], *parts[3]))
-    for found in (in_turn, in_pairs):
-        assert_within_budget("o", found[0], o, o)
-        assert_within_budget("lse", found[1], lse, lse)
 
 
 @pytest.mark.parametrize(
