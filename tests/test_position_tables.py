@@ -61,39 +61,22 @@ def test_document_ids() -> None:
     assert fastattn.document_ids(torch.tensor([0, 0]), 0).shape == (1, 0)
 
 
+slopes, ids, bias = fastattn.alibi_slopes, fastattn.document_ids, fastattn.t5_relative_bias
+table = torch.zeros(8, 1)
+FROM_0 = "cu_seqlens must run from 0 to at most 7, got"
 BAD = [
-    (lambda: fastattn.alibi_slopes(0), ValueError, "num_heads must be at least 1, got 0"),
-    (lambda: fastattn.t5_relative_bias(torch.zeros(7, 2), 4), ValueError, "4 and even, got .7, 2."),
-    (lambda: fastattn.t5_relative_bias(torch.zeros(8), 4), ValueError, r"table must .* got \[8\]"),
-    (lambda: fastattn.t5_relative_bias(torch.zeros(8, 1).long(), 4), TypeError, "table must be a"),
-    (lambda: fastattn.t5_relative_bias(torch.zeros(8, 1), -1), ValueError, "max_offset must be at"),
-    (
-        lambda: fastattn.t5_relative_bias(torch.zeros(8, 1), 4, True, 2),
-        ValueError,
-        "max_distance must be at least 3, got 2",
-    ),
-    (lambda: fastattn.document_ids(torch.zeros(2), 3), TypeError, "cu_seqlens must be an int32"),
-    (
-        lambda: fastattn.document_ids(torch.zeros(1, 2).long(), 3),
-        ValueError,
-        r"cu_seqlens must have shape \[N \+ 1\], got \[1, 2\]",
-    ),
-    (lambda: fastattn.document_ids(torch.zeros(2).long(), 1.5), TypeError, "length must be an int"),
-    (
-        lambda: fastattn.document_ids(torch.tensor([0, 5, 3, 6]), 7),
-        ValueError,
-        "cu_seqlens must not fall, got 5 then 3 at sequence 1",
-    ),
-    (
-        lambda: fastattn.document_ids(torch.tensor([0, 5, 8]), 7),
-        ValueError,
-        "cu_seqlens must run from 0 to at most 7, got 0 to 8",
-    ),
-    (
-        lambda: fastattn.document_ids(torch.tensor([1, 5]), 7),
-        ValueError,
-        "cu_seqlens must run from 0 to at most 7, got 1 to 5",
-    ),
+    (lambda: slopes(0), ValueError, "num_heads must be at least 1, got 0"),
+    (lambda: bias(torch.zeros(7, 2), 4), ValueError, "4 and even, got .7, 2."),
+    (lambda: bias(table[:, 0], 4), ValueError, r"table must .* got \[8\]"),
+    (lambda: bias(table.long(), 4), TypeError, "table must be a"),
+    (lambda: bias(table, -1), ValueError, "max_offset must be at"),
+    (lambda: bias(table, 4, True, 2), ValueError, "max_distance must be at least 3, got 2"),
+    (lambda: ids(torch.zeros(2), 3), TypeError, "cu_seqlens must be an int32"),
+    (lambda: ids(torch.zeros(1, 2).long(), 3), ValueError, r"cu_seqlens must .* got \[1, 2\]"),
+    (lambda: ids(torch.zeros(2).long(), 1.5), TypeError, "length must be an int"),
+    (lambda: ids(torch.tensor([0, 5, 3, 6]), 7), ValueError, "got 5 then 3 at sequence 1"),
+    (lambda: ids(torch.tensor([0, 5, 8]), 7), ValueError, f"{FROM_0} 0 to 8"),
+    (lambda: ids(torch.tensor([1, 5]), 7), ValueError, f"{FROM_0} 1 to 5"),
 ]
 
 

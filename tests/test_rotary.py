@@ -43,55 +43,6 @@ def test_equals_the_rotation_matrix_of_the_paper(style, rotary_dim, base):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_norm_is_preserved(style):
-    x = torch.randn(2, 3, 50, 16, dtype=torch.float64)
-    y = apply_rotary(x, *rotary_tables(50, 16, dtype=torch.float64), style=style)
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_product_depends_on_the_distance_alone(style):
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind()
-
-    def product(q_position: int, k_position: int) -> torch.Tensor:
-        turned = [
-            apply_rotary(x, *rotary_tables(torch.tensor([p]), 16, dtype=torch.float64), style=style)
-            for x, p in ((q, q_position), (k, k_position))
-        ]
-        return (turned[0] * turned[1]).sum()
-
-    for distance in (0, 1, 30):
-        torch.testing.assert_close(product(1000 + distance, 1000), product(distance, 0))
-        torch.testing.assert_close(product(distance - 5, -5), product(distance, 0))
-    assert (product(1, 0) - product(0, 0)).abs() > 1e-3
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_position_zero_is_the_identity(style, dtype):
-    x = torch.randn(2, 3, 1, 8, dtype=dtype)
-    assert torch.equal(apply_rotary(x, *rotary_tables(1, 8), style=style), x)
-
-
-def test_styles_differ_by_the_permutation_of_pairs():
-    x = torch.randn(2, 3, 9, 8)
-    cos, sin = rotary_tables(9, 8)
-    order = [0, 4, 1, 5, 2, 6, 3, 7]  # channel of "half" that "interleaved" keeps at each place
-    half = apply_rotary(x, cos, sin, style="half")
-    assert torch.equal(apply_rotary(x[..., order], cos, sin, style="interleaved"), half[..., order])
-    assert not torch.equal(apply_rotary(x, cos, sin, style="interleaved"), half)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_channels_past_rotary_dim_pass_through(style):
-    x = torch.randn(2, 3, 9, 10)
-    cos, sin = rotary_tables(9, 4)
-    y = apply_rotary(x, cos, sin, style=style)
-    assert torch.equal(y[..., 4:], x[..., 4:])
-    assert torch.equal(y[..., :4], apply_rotary(x[..., :4], cos, sin, style=style))
-
-
-@pytest.mark.parametrize("style", STYLES)
 def test_each_row_may_have_positions_of_its_own(style):
     x = torch.randn(2, 3, 4, 8)
     positions = torch.tensor([[0, 1, 2, 3], [7, 7, 2, 100]])
@@ -172,12 +123,7 @@ def test_compiles_without_a_graph_break(style):
         (ValueError, r"positions must be a length >= 0 or a tensor, got -2", -2, {}),
         (TypeError, r"positions must have an integer dtype, got torch.float32", torch.zeros(3), {}),
         (TypeError, r"positions must have an integer dtype, got torch.bool", torch.ones(3) > 0, {}),
-        (
-            ValueError,
-            r"positions must have shape \[T\] or \[B, T\], got \(\)",
-            torch.tensor(3),
-            {},
-        ),
+        (ValueError, r"positions must have shape .* \[B, T\], got \(\)", torch.tensor(3), {}),
     ],
 )
 def test_table_errors(error, match, positions, kwargs):
@@ -185,34 +131,30 @@ def test_table_errors(error, match, positions, kwargs):
         rotary_tables(positions, **{"rotary_dim": 8, **kwargs})
 
 
-def test_application_errors():
-    x = torch.randn(2, 3, 5, 8)
-    cos, sin = rotary_tables(5, 8)
-    with pytest.raises(ValueError, match="rotary style must be 'half' or 'interleaved', got 'neo'"):
-        apply_rotary(x, cos, sin, style="neo")
-    with pytest.raises(ValueError, match=r"x must have shape \[B, H, T, D\], got \(3, 5, 8\)"):
-        apply_rotary(x[0], cos, sin)
-    with pytest.raises(TypeError, match=r"x must have a floating dtype, got torch.int64"):
-        apply_rotary(x.long(), cos, sin)
-    for name, arguments in (
-        ("x", (x.tolist(), cos, sin)),
-        ("cos", (x, cos.tolist(), sin)),
-        ("sin", (x, cos, sin.tolist())),
-    ):
-        with pytest.raises(TypeError, match=f"{name} must have a floating dtype, got list"):
-            apply_rotary(*arguments)
-    with pytest.raises(TypeError, match=r"sin must have a floating dtype, got torch.complex64; of"):
-        apply_rotary(x, cos, torch.complex(cos, sin))
-    with pytest.raises(ValueError, match=r"must have one shape, got \(5, 4\) and \(4, 4\)"):
-        apply_rotary(x, cos, sin[1:])
-    with pytest.raises(ValueError, match=r"shape \[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)"):
-        apply_rotary(x, cos[1:], sin[1:])
-    with pytest.raises(ValueError, match=r"shape \[5, R // 2\] or \[2, 5, R // 2\] .*\(3, 5, 4\)"):
-        apply_rotary(x, cos.expand(3, 5, 4), sin.expand(3, 5, 4))
-    with pytest.raises(ValueError, match=r"rotate 8 channels, but x has only D = 6 a head"):
-        apply_rotary(x[..., :6], cos, sin)
-    with pytest.raises(ValueError, match=r"on x's device cpu, got cpu and meta"):
-        apply_rotary(x, cos, sin.to("meta"))
+X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (ValueError, "rotary style must be 'half' or 'i.*, got 'neo'", (X, COS, SIN, "neo")),
+        (ValueError, r"x must have shape \[B, H, T, D\], got \(3, 5, 8\)", (X[0], COS, SIN)),
+        (TypeError, r"x must have a floating dtype, got torch.int64", (X.long(), COS, SIN)),
+        (TypeError, "x must have a floating dtype, got list", (X.tolist(), COS, SIN)),
+        (TypeError, "cos must have a floating dtype, got list", (X, COS.tolist(), SIN)),
+        (TypeError, "sin must have a floating dtype, got list", (X, COS, SIN.tolist())),
+        (TypeError, r"sin must have .* got torch.complex64; of", (X, COS, torch.complex(COS, SIN))),
+        (ValueError, r"must have one shape, got \(5, 4\) and \(4, 4\)", (X, COS, SIN[1:])),
+        (ValueError, r"\[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)", (X, COS[1:], SIN[1:])),
+        (ValueError, r"R // 2\] .*\(3, 5, 4\)", (X, *(x.expand(3, 5, 4) for x in (COS, SIN)))),
+        (ValueError, r"rotate 8 channels, but x has only D = 6 a head", (X[..., :6], COS, SIN)),
+        (ValueError, r"on x's device cpu, got cpu and meta", (X, COS, SIN.to("meta"))),
+    ],
+)
+def test_application_errors(error, match, arguments):
+    x, cos, sin, *style = arguments
+    with pytest.raises(error, match=match):
+        apply_rotary(x, cos, sin, **({"style": style[0]} if style else {}))
 
 
 def test_kept_tables_grow_and_are_those_of_the_positions() -> None:

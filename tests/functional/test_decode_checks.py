@@ -61,11 +61,7 @@ REFUSED = [
     ({"deterministic": True}, TypeError, "takes no deterministic: there are no gradients"),
     ({"attn_mask": 1}, TypeError, "attn_mask must be a bool tensor, got int"),
     ({"attn_mask": torch.zeros(1, 5)}, TypeError, "attn_mask must be bool .* got torch.float32"),
-    (
-        {"attn_mask": torch.ones(1, 4).bool()},
-        ValueError,
-        "attn_mask must reach over .* 5 positions",
-    ),
+    ({"attn_mask": torch.ones(1, 4).bool()}, ValueError, "attn_mask must reach .* 5 positions"),
     ({"attn_mask": torch.ones(5).bool()}, ValueError, "attn_mask must reach over"),
     ({"attn_bias": torch.zeros(2, 5)}, ValueError, "attn_bias must broadcast to"),
     ({"attn_bias": torch.ones(1, 5).bool()}, TypeError, "attn_bias must be a float tensor"),

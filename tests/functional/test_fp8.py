@@ -1,6 +1,7 @@
 """Attention in 8 bits: codes and scales, packed values, backends that dequantise, and the bound."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,6 +261,10 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
     attend8._say_once(choice._replace(reasons={"hopper": "new"}), torch.device("cpu"))
 
 
+def values(keys: int, length: int) -> PackedValues:
+    return PackedValues(torch.zeros(1, 2, 64, keys).to(E4M3), length)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -268,16 +273,8 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
         ({"k": torch.zeros(2, 3, 64).to(E4M3)}, ValueError, r"k must have 4 dimensions \[B, H, T"),
         ({"k": torch.zeros(1, 2, 3, 32).to(E4M3)}, ValueError, "k must have shape"),
         ({"v": torch.zeros(1, 2, 4, 64).to(E4M3)}, ValueError, "v must have shape"),
-        (
-            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 9)},
-            ValueError,
-            r"v must have shape \[1, 2, 3, D_v\]",
-        ),
-        (
-            {"v": PackedValues(torch.zeros(1, 2, 64, 32).to(E4M3), 3)},
-            ValueError,
-            "v must be packed by pack_values, got codes of 32 keys for 3",
-        ),
+        ({"v": values(16, 9)}, ValueError, r"v must have shape \[1, 2, 3, D_v\]"),
+        ({"v": values(32, 3)}, ValueError, "be packed by pack_values, got codes of 32 keys for 3"),
         ({"k_scale": torch.ones(1, 3)}, ValueError, r"k_scale must have shape \[1, 2\], got"),
         ({"v_scale": torch.ones(1, 2).double()}, TypeError, "v_scale must be a float32 tensor"),
         ({"q_scale": 2.0}, TypeError, "q_scale must be a float32 tensor, got float"),
@@ -302,54 +299,26 @@ def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
         fastattn.explain_fp8(**call)
 
 
+Z = torch.zeros
+pack, quantize_packed = fastattn.pack_values, partial(quantize_fp8, packed=True)
+
+
 @pytest.mark.parametrize(
-    ("function", "arguments", "error", "message"),
+    ("call", "error", "message"),
     [
-        (
-            quantize_fp8,
-            (torch.zeros(2, 3, 4, 5, dtype=torch.int8),),
-            TypeError,
-            "x must be a float",
-        ),
-        (quantize_fp8, (torch.zeros(2, 3, 4),), ValueError, r"x must have 4 dimensions \[B, H, T"),
-        (
-            quantize_fp8,
-            (torch.zeros(1, 1, 4, 64, requires_grad=True),),
-            RuntimeError,
-            "quantize_fp8 has no gradient, but x requires one",
-        ),
-        (
-            quantize_fp8,
-            (torch.zeros(2, 3, 4, 5), torch.zeros(3).int()),
-            ValueError,
-            r"lengths must have shape \[2\], got \[3\]",
-        ),
-        (
-            lambda x: quantize_fp8(x, packed=True),
-            (torch.zeros(1, 1, 4, 96),),
-            ValueError,
-            "x must have a head dim of 64, 128, 256 to be packed, got 96",
-        ),
-        (
-            lambda x: quantize_fp8(x, packed=1),
-            (torch.zeros(1, 1, 4, 96),),
-            TypeError,
-            "packed must be a bool, got int",
-        ),
-        (fastattn.pack_values, (torch.zeros(1, 1, 4, 64),), TypeError, "v must be a float8_e4m3fn"),
-        (
-            fastattn.pack_values,
-            (torch.zeros(1, 1, 4, 96).to(E4M3),),
-            ValueError,
-            "head dim of 64, 128, 256 to be packed, got 96",
-        ),
+        (lambda: quantize_fp8(Z(2, 3, 4, 5).to(torch.int8)), TypeError, "x must be a float"),
+        (lambda: quantize_fp8(Z(2, 3, 4)), ValueError, r"x must have 4 dimensions \[B, H, T"),
+        (lambda: quantize_fp8(Z(1, 1, 4, 64, requires_grad=True)), RuntimeError, "no gradient"),
+        (lambda: quantize_fp8(Z(2, 3, 4, 5), Z(3).int()), ValueError, r"shape \[2\], got \[3\]"),
+        (lambda: quantize_packed(Z(1, 1, 4, 96)), ValueError, "x must .* 64, 128, 256 .*, got 96"),
+        (lambda: quantize_fp8(Z(1, 1, 4, 96), packed=1), TypeError, "packed must be a bool"),
+        (lambda: pack(Z(1, 1, 4, 64)), TypeError, "v must be a float8_e4m3fn"),
+        (lambda: pack(Z(1, 1, 4, 96).to(E4M3)), ValueError, "64, 128, 256 to be packed, got 96"),
     ],
 )
-def test_quantise_and_pack_refuse(
-    function: Any, arguments: tuple[Any, ...], error: type[Exception], message: str
-):
+def test_quantise_and_pack_refuse(call: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        function(*arguments)
+        call()
 
 
 def rounded_weights(codes: Any, scales: Any, fault: str | None) -> tuple[Tensor, Tensor]:

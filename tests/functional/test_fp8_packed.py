@@ -112,18 +112,15 @@ def drawn() -> tuple[tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, Tensor
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"causal": True}, id="causal"),
-        pytest.param({"window": (3, 0), "keep_first": 2, "softcap": 4.0}, id="window"),
-        pytest.param({"sinks": torch.tensor([0.5, -9.0, 3.0, 0.0]), "scale": 0.1}, id="sinks"),
-        pytest.param(
-            {
-                "causal": True,
-                "key_lengths": torch.tensor([5, 0, 30]),
-                "prefix_lengths": torch.tensor([0, 2, 25]),
-            },
-            id="lengths",
-        ),
+        {"window": (3, 0), "keep_first": 2, "softcap": 4.0},
+        {"sinks": torch.tensor([0.5, -9.0, 3.0, 0.0]), "scale": 0.1},
+        {
+            "causal": True,
+            "key_lengths": torch.tensor([5, 0, 30]),
+            "prefix_lengths": torch.tensor([0, 2, 25]),
+        },
     ],
+    ids=["window", "sinks", "lengths"],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_sequences_attend_as_batches_of_one(options: dict[str, Any], packed: bool):
@@ -163,6 +160,10 @@ def test_compiled_calls_give_the_same():
     torch.testing.assert_close(compiled(q, k, v, *offsets), call(q, k, v, *offsets))
 
 
+def values(rows: int, keys: int, length: Any = 3) -> PackedValues:
+    return PackedValues(torch.zeros(rows, 2, 64, keys).to(E4M3), length)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -170,26 +171,10 @@ def test_compiled_calls_give_the_same():
         ({"q": torch.zeros(1, 2, 3, 64).to(E4M3)}, ValueError, r"q must have 3 dimensions \[total"),
         ({"k": torch.zeros(3, 2, 32).to(E4M3)}, ValueError, r"k must have shape \[total_k, H_k"),
         ({"v": torch.zeros(4, 2, 64).to(E4M3)}, ValueError, r"v must have shape \[3, 2, D_v\]"),
-        (
-            {"v": PackedValues(torch.zeros(1, 2, 64, 16).to(E4M3), 3)},
-            ValueError,
-            "v must be packed by pack_values with cu_seqlens_k, got codes of 16 keys for 3",
-        ),
-        (
-            {"v": PackedValues(torch.zeros(2, 2, 64, 32).to(E4M3), 3)},
-            ValueError,
-            "v must be packed by pack_values with cu_seqlens_k, got codes of 2 batch rows",
-        ),
-        (
-            {"v": PackedValues(torch.zeros(0, 2, 64, 32).to(E4M3), 3)},
-            ValueError,
-            "v must be packed by pack_values with cu_seqlens_k, got codes of 0 batch rows",
-        ),
-        (
-            {"v": PackedValues(torch.zeros(1, 2, 64, 32).to(E4M3), "3")},
-            TypeError,
-            "v.length must be an int, got str",
-        ),
+        ({"v": values(1, 16)}, ValueError, "with cu_seqlens_k, got codes of 16 keys for"),
+        ({"v": values(2, 32)}, ValueError, "with cu_seqlens_k, got codes of 2 batch rows"),
+        ({"v": values(0, 32)}, ValueError, "with cu_seqlens_k, got codes of 0 batch rows"),
+        ({"v": values(1, 32, "3")}, TypeError, "v.length must be an int, got str"),
         ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, "cu_seqlens_q must run from 0 to 3"),
         ({"cu_seqlens_k": torch.tensor([0, 3])}, ValueError, "cu_seqlens_k must have shape"),
         ({"k_scale": torch.ones(1, 2)}, ValueError, r"k_scale must have shape \[2, 2\], got"),

@@ -141,11 +141,7 @@ def test_merged_ranks_hold_what_their_ranks_held():
         ({"heads": (8, 0)}, ValueError, "heads must be at least 1"),
         ({"balance": "best"}, ValueError, "balance must be one of auto, contiguous"),
         ({"window": 0}, ValueError, "window as an int"),
-        (
-            {"documents": torch.zeros(1, 7).int()},
-            ValueError,
-            r"documents must have shape \[B, 256\]",
-        ),
+        ({"documents": torch.zeros(1, 7).int()}, ValueError, r"documents must .* \[B, 256\]"),
         ({"documents": torch.zeros(1, 256)}, TypeError, "documents must be an int32 or int64"),
     ],
 )
