@@ -3,12 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from layout_rules import (
     FLOORS,
-    MOST_FILES,
     REQUIRED,
     find_imports,
     find_modules,
@@ -52,48 +50,10 @@ def test_every_floor_entry_exists():
     assert [entry for entry in entries if entry not in modules] == []
 
 
-def test_permitted_imports_are_accepted(tmp_path):
-    files = {
-        "fastattn/__init__.py": "from .functional.attend import attention",
-        "fastattn/functional/attend.py": "from .. import checks, ops\nattention = ops.launch",
-        "fastattn/checks.py": "import math",
-        "fastattn/ops/attend.py": "import torch\nfrom fastattn.kernels.forward import launch",
-        "fastattn/modules/self_attention.py": "from ..functional.attend import attention",
-        "fastattn/cache/dense.py": "import typing\nif typing.TYPE_CHECKING:\n    import numpy",
-        "fastattn/cli/main.py": "def train():\n    import tqdm\n    from fastattn import attention",
-        "kernels/forward.py": "import triton.language as tl\nfrom .rules.mask import visible",
-        "kernels/rules/mask.py": "import triton\nvisible = 1",
-        "bench/harness/cases.py": "from ..kernels import forward",
-    }
-    assert find_violations(plant(tmp_path, files)) == []
-
-
-def test_own_private_names_and_those_of_libraries_are_accepted(tmp_path):
-    text = """
-import torch
-from . import checks
-class A:
-    _size: int
-    def __init__(self, other: "A"):
-        self._kept = other._kept + other._size
-def count(module, a: A):
-    return a._kept, module._buffers, torch._C, checks.__name__, (1, 2)._replace()
-"""
-    files = {
-        "fastattn/checks.py": "class B:\n    def __init__(self):\n        self._kept = 1",
-        "fastattn/positions.py": text,
-    }
-    assert find_violations(plant(tmp_path, files)) == []
-
-
 def test_every_hard_dependency_is_used():
     modules = find_modules(CHECKOUT)
     arrows = [x for name, path in modules.items() for x in find_imports(name, path, modules)]
     assert {arrow.target.partition(".")[0] for arrow in arrows if arrow.eager} >= REQUIRED
-
-
-def planted(name: str, path: str, text: str, message: str) -> Any:
-    return pytest.param(path, text, message, id=name)
 
 
 OPS, MASK, FORWARD = "fastattn/ops/attend.py", "kernels/rules/mask.py", "kernels/forward.py"
@@ -107,45 +67,34 @@ class Run:
 """
 
 
+DISPATCH, VIEW = "fastattn/dispatch.py", "fastattn/cache/view.py"
+LAZY_RULE = "def f():\n    from .kernels.rules.mask import visible"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        planted("upward", OPS, "from .. import functional", "floor above"),
-        planted("upward-lazy", OPS, "def f():\n    import fastattn.modules", "floor above"),
-        planted("package-root", CHECKS, "import fastattn", "floor above"),
-        planted("testing", ATTEND, "import fastattn.testing", "floor above"),
-        planted("kernel-upward", MASK, "from .. import forward", "floor above"),
-        planted("oracle", "fastattn/reference.py", "from . import ops", "stay apart"),
-        planted("oracle-used", OPS, "from .. import reference", "stay apart"),
-        planted("no-floor", "fastattn/novel/attend.py", "", "has no floor"),
-        planted("importer", ATTEND, "from fastattn.kernels import forward", "only fastattn.ops"),
-        planted(
-            "lazy-importer",
-            "fastattn/dispatch.py",
-            "def f():\n    from .kernels.rules.mask import visible",
-            "only fastattn.ops",
-        ),
-        planted("kernel-deps", FORWARD, "import einops", "kernels/ may import"),
-        planted("kernel-absolute", FORWARD, "from fastattn.kernels.rules import mask", "relative"),
-        planted("kernel-package", FORWARD, "import fastattn", "relatively"),
-        planted("eager-extra", TEXT, "import tqdm", "import time"),
-        planted("circle", "fastattn/cache/view.py", "from . import dense", "view -> fastattn"),
-        planted(
-            "circle-lazy",
-            "fastattn/cache/view.py",
-            "def f():\n    from .dense import rows",
-            "import each other",
-        ),
-        planted("private-import", TEXT, "from .run import _step", "imports _step, a private"),
-        planted("private-of-module", TEXT, "from . import run\nrun._step()", "uses run._step"),
-        planted(
-            "private-by-name",
-            TEXT,
-            "from . import run\nmock.patch.object(run, '_step', 1)",
-            "uses run._step",
-        ),
-        planted("private-method", TEXT, "def f(x):\n    x.run._go()", "uses x.run._go, a private"),
-        planted("private-attribute", TEXT, "def f(x):\n    x._kept = 1\n    x._left", "x._left"),
+        (OPS, "from .. import functional", "floor above"),
+        (OPS, "def f():\n    import fastattn.modules", "floor above"),
+        (CHECKS, "import fastattn", "floor above"),
+        (ATTEND, "import fastattn.testing", "floor above"),
+        (MASK, "from .. import forward", "floor above"),
+        ("fastattn/reference.py", "from . import ops", "stay apart"),
+        (OPS, "from .. import reference", "stay apart"),
+        ("fastattn/novel/attend.py", "", "has no floor"),
+        (ATTEND, "from fastattn.kernels import forward", "only fastattn.ops"),
+        (DISPATCH, LAZY_RULE, "only fastattn.ops"),
+        (FORWARD, "import einops", "kernels/ may import"),
+        (FORWARD, "from fastattn.kernels.rules import mask", "relative"),
+        (FORWARD, "import fastattn", "relatively"),
+        (TEXT, "import tqdm", "import time"),
+        (VIEW, "from . import dense", "view -> fastattn"),
+        (VIEW, "def f():\n    from .dense import rows", "import each other"),
+        (TEXT, "from .run import _step", "imports _step, a private"),
+        (TEXT, "from . import run\nrun._step()", "uses run._step"),
+        (TEXT, "from . import run\nmock.patch.object(run, '_step', 1)", "uses run._step"),
+        (TEXT, "def f(x):\n    x.run._go()", "uses x.run._go, a private"),
+        (TEXT, "def f(x):\n    x._kept = 1\n    x._left", "x._left"),
     ],
 )
 def test_planted_violation_is_found(tmp_path, path, text, message):
@@ -166,10 +115,3 @@ def test_planted_violation_is_found(tmp_path, path, text, message):
     found = find_violations(plant(tmp_path / "wrong", files | {path: text}))
     assert len(found) >= 1
     assert any(message in line for line in found), found
-
-
-@pytest.mark.parametrize("count", [MOST_FILES, MOST_FILES + 1])
-def test_full_folder_is_found(tmp_path, count):
-    files = {f"bench/harness/file_{i}.py": "" for i in range(count - 1)}
-    found = find_violations(plant(tmp_path, files))
-    assert found == ([] if count == MOST_FILES else ["harness/ has 15 files, more than 14"])

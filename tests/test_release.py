@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nightly import gate_cases
 
 yaml = pytest.importorskip("yaml")
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -152,12 +151,6 @@ def test_the_checks_of_the_versions_are_there(versions: dict[str, Any]) -> None:
     named = [name for names in versions["CHECKS"].values() for name in names if ".py" in name]
     assert named == list(dict.fromkeys(named))
     assert [name for name in named if not (CHECKOUT / "tests" / name).is_file()] == []
-
-
-def test_the_gate_leaves_cases_to_the_night(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, cases in (("", [1]), ("1", [1, 2])):
-        monkeypatch.setenv("FASTATTN_NIGHTLY", value)
-        assert gate_cases([1], [2]) == cases
 
 
 def test_what_is_read_by_forms_is_well_formed() -> None:
