@@ -151,13 +151,6 @@ def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device:
     assert [x.data_ptr() for x in described] == [v.data_ptr()]
 
 
-def test_other_tiles_do_without(described: list[Tensor], device: str) -> None:
-    q, k, v = make_qkv(1, 1, 1, 16, device=device, requires_grad=False)
-    with tiles.forced(forward=TileConfig(16, 16)):
-        by_triton(q, k, v)
-    assert described == []
-
-
 def test_a_call_like_an_earlier_one_describes_its_own_tensors(device: str) -> None:
     first = make_qkv(B, 4, 2, T, seed=1, device=device, requires_grad=False)
     second = make_qkv(B, 4, 2, T, seed=2, device=device, requires_grad=False)

@@ -1,158 +1,209 @@
 """The Hopper kernels in the emulator: numbers within the error budget, no fault of protocol."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from emulated_hopper import check_on_hopper, emulate_hopper, forget, grid_of, order_events
+from emulated_hopper import check_on_hopper, forget, grid_of, order_events
 from gluon_emulator import machine, memory, products
+from nightly import gate_cases
 from torch import Tensor
 
 import fastattn
 from fastattn import reference
 from fastattn.bench.tune.candidates import hopper_candidates
 from fastattn.functional.call_options import dense_options, packed_options
-from fastattn.kernels.hopper import forward, host
+from fastattn.kernels.hopper import backward, forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.launch import tiles
+from fastattn.ops import attend as ops
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 
-# Tiles are too small to share between threads.
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    emulate_hopper(monkeypatch, request.node.name)
-    yield
-    forget()
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+def attention(*inputs: Tensor, **arguments: Any) -> Any:
+    """Call dense or packed attention, which the Hopper kernels serve in both directions."""
+    packed = inputs[0].dim() == 3
     options = {name: x for name, x in arguments.items() if name != "return_lse"}
-    reason = why_not_hopper(q, k, v, dense_options(q, k, v, **options))
-    assert reason is None, "another backward would be tested"
-    return fastattn.attention(q, k, v, **arguments, backend="hopper")
+    checked = (packed_options if packed else dense_options)(*inputs, **options)
+    rows = [x.transpose(0, 1)[None] if packed else x for x in inputs[:3]]
+    assert why_not_hopper(*rows, checked) is None, "another backward would be tested"
+    function = fastattn.attention_varlen if packed else fastattn.attention
+    return function(*inputs, **arguments, backend="hopper")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(dict(T_q=256), id="causal-whole-tiles"),
-        pytest.param(dict(T_q=1, T_k=300), id="one-query"),
-        pytest.param(dict(T_q=300, T_k=1), id="one-key"),
-        pytest.param(dict(T_q=200, T_k=333), id="fewer-queries"),
-        pytest.param(dict(T_q=333, T_k=200), id="rows-before-the-first-key"),
-        pytest.param(dict(causal=False, T_q=70, T_k=640), id="full-every-stage-used-again"),
-        pytest.param(dict(T_q=300, window=(70, None)), id="window"),
-        pytest.param(dict(T_q=270, H_q=1, causal=False, window=(0, 140)), id="window-ahead"),
-        pytest.param(dict(T_q=200, window=(0, 0)), id="own-key-only"),
-        pytest.param(dict(T_q=200, window=(20, 0), keep_first=3), id="first-keys-kept"),
-        pytest.param(dict(B=2, H_q=1, T_q=150, prefix_lengths=torch.tensor([90, 0])), id="prefix"),
-        pytest.param(dict(H_q=6, H_k=2, T_q=140), id="gqa"),
-        pytest.param(dict(H_q=3, H_k=1, T_q=140, layout="bthd"), id="mqa-strided"),
-        pytest.param(dict(dtype=torch.float16), id="fp16"),
-        pytest.param(dict(D=128, T_q=290, programs=2), id="d128"),
-        pytest.param(dict(D=128, T_q=130, T_k=290, causal=False), id="d128-full"),
-        pytest.param(dict(B=3, H_q=1, T_q=140, T_k=300, key_lengths=[300, 170, 0]), id="lengths"),
-        pytest.param(
-            dict(B=2, T_k=200, key_lengths=[128, 1], causal=False, D=128), id="d128-lengths"
-        ),
-        pytest.param(
-            dict(B=2, H_q=1, T_k=300, query_offset=torch.tensor([5, 250])), id="offset-a-row"
-        ),
-        pytest.param(dict(T_k=200, query_offset=-40), id="negative-offset"),
-        pytest.param(dict(T_k=200, query_offset=1000, window=(20, None)), id="past-every-key"),
-        pytest.param(dict(D=256, T_q=150, T_k=200, programs=2), id="d256"),
-        pytest.param(dict(D=256, H_q=2, H_k=1, T_q=70, T_k=140, causal=False), id="d256-gqa"),
-        pytest.param(
-            dict(B=2, H_q=1, D=256, T_k=140, key_lengths=[130, 1], softcap=0.5), id="d256-softcap"
-        ),
-        pytest.param(dict(T_q=70, scale=0.5), id="scale"),
-        pytest.param(dict(T_q=200, scale=1.0, softcap=4.0), id="softcap"),
-        pytest.param(
-            dict(D=128, T_k=200, softcap=0.5, key_lengths=[150], causal=False), id="d128-softcap"
-        ),
-        pytest.param(dict(B=2, T_q=70, T_k=40, sinks=torch.tensor([0.5, -9.0])), id="sinks"),
-        pytest.param(
-            dict(T_q=70, softcap=2.0, sinks=torch.tensor([3.0, 0.0])), id="softcap-and-sinks"
-        ),
-    ],
-)
-def test_matches_the_reference(case: dict[str, Any]) -> None:
-    check_on_hopper(attention, **case)
+def passes() -> int:
+    """How many kernels the backwards so far launched, a pass over the scores each."""
+    return int(
+        backward.hopper_backward_dq_kernel.launches + backward.hopper_backward_dkv_kernel.launches
+    )
+
+
+@pytest.fixture
+def by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, bool]]:
+    """The arguments of a backward of two passes, of one, or of one whose threads add to dQ."""
+    table = backward.backward_config
+
+    def choose(way: str) -> dict[str, bool]:
+        if way == "threads":
+            monkeypatch.setattr(
+                backward, "backward_config", lambda *x: table(*x)._replace(DQ_BY_TMA=False)
+            )
+        return {"deterministic": way == "two"}
+
+    return choose
+
+
+def of_blocks(*blocks: int) -> Tensor:
+    """Positions int32 of these blocks of 128 tokens of a sequence, in this order."""
+    return torch.cat([torch.arange(128) + 128 * n for n in blocks]).int()
+
+
+# Out of order, with gaps; the queries end within a block.
+SPREAD = dict(H_q=1, T_q=300, T_k=384, positions=(of_blocks(2, 4, 0)[None, :300],
+                                                  of_blocks(3, 1, 0)[None]))  # fmt: skip
+BEFORE = (of_blocks(0, 3)[None], of_blocks(1, 2)[None])
+FULL, TWO_ROWS = {"causal": False}, dict(B=2, H_q=1)
+LENGTHS = dict(B=3, H_q=1, T_q=140, T_k=300, key_lengths=[300, 170, 0])
+# Backwards, behind a slash those by night; and what differs from a causal call of 150 tokens with D
+# 64 and two heads of queries.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal-whole-tiles": ("two one", dict(T_q=256)),
+    "one-query": ("two threads", dict(T_q=1, T_k=300)),
+    "one-key": ("/ two", dict(T_q=300, T_k=1)),
+    "fewer-queries": ("/ two", dict(T_q=200, T_k=333)),
+    "rows-before-the-first-key": ("two", dict(T_q=333, T_k=200)),
+    "full-every-stage-used-again": ("two", dict(FULL, T_q=70, T_k=640)),
+    "full-every-stage-of-queries": ("one", dict(FULL, T_q=400, T_k=100)),
+    "window": ("two", dict(T_q=300, window=(70, None))),
+    "window-ahead": ("/ two", dict(FULL, T_q=270, H_q=1, window=(0, 140))),
+    "own-key-only": ("/ two", dict(T_q=200, window=(0, 0))),
+    "first-keys-kept": ("two one", dict(T_q=200, window=(20, 0), keep_first=3)),
+    "prefix": ("two / one", dict(TWO_ROWS, prefix_lengths=torch.tensor([90, 0]))),
+    "gqa": ("one / two", dict(H_q=6, H_k=2, T_q=140)),
+    "gqa-batch": ("threads", dict(B=2, H_q=4, H_k=2)),
+    "mqa-strided": ("/ two", dict(H_q=3, T_q=140, layout="bthd")),
+    "fp16": ("one / two", dict(H_q=3, T_q=140, layout="bthd", dtype=torch.float16)),
+    "d128": ("two one / threads", dict(D=128, T_q=290, programs=2)),
+    "d128-full": ("/ two", dict(FULL, D=128, T_q=130, T_k=290)),
+    "d128-full-of-queries": ("/ threads", dict(FULL, D=128, T_q=400, T_k=100)),
+    "lengths": ("two one / threads", LENGTHS),
+    "d128-lengths": ("two / one", dict(FULL, B=2, T_k=200, key_lengths=[128, 1], D=128)),
+    "offset-a-row": ("two one", dict(TWO_ROWS, T_k=300, query_offset=torch.tensor([5, 250]))),
+    "negative-offset": ("/ two", dict(T_k=200, query_offset=-40)),
+    "tiles-without-queries": ("one threads", dict(T_k=400, query_offset=-40, programs=1)),
+    "past-every-key": ("/ two", dict(T_k=200, query_offset=1000, window=(20, None))),
+    "d256": ("two", dict(D=256, T_k=200, programs=2)),
+    "d256-gqa": ("/ two", dict(FULL, D=256, T_q=70, T_k=140)),
+    "d256-softcap": ("two", dict(TWO_ROWS, D=256, T_k=140, key_lengths=[130, 1], softcap=0.5)),
+    "scale": ("/ two", dict(T_q=70, scale=0.5)),
+    "softcap": ("two", dict(T_q=200, scale=1.0, softcap=4.0)),
+    "softcap-lengths": ("/ one", dict(FULL, T_q=70, scale=1.0, softcap=4.0, key_lengths=[50])),
+    "d128-softcap": ("two", dict(FULL, D=128, T_k=200, softcap=0.5, key_lengths=[150])),
+    "sinks": ("two one", dict(B=2, T_q=70, T_k=40, sinks=torch.tensor([0.5, -9.0]))),
+    "softcap-and-sinks": ("/ two", dict(T_q=70, softcap=2.0, sinks=torch.tensor([3.0, 0.0]))),
+    "positions": ("two", SPREAD),
+    "d128-positions-window": ("/ two", dict(SPREAD, D=128, window=(150, None))),
+    "positions-lengths-softcap": ("/ two", dict(SPREAD, key_lengths=[260], softcap=2.0)),
+    "positions-first-keys-kept": (
+        "two", dict(SPREAD, window=(20, 0), keep_first=3, sinks=torch.tensor([0.5])),
+    ),
+    "positions-prefix": ("one", dict(SPREAD, prefix_lengths=torch.tensor([400]))),
+    # One block is computed for all that, and gives nothing.
+    "queries-before-every-key": ("two", dict(H_q=1, T_q=256, T_k=256, positions=BEFORE)),
+    # Which only dropout and functions look at.
+    "part-of-the-heads": ("two", dict(T_q=100, heads=(2, 8))),
+    "heads-in-groups": ("two", dict(B=2, H_k=2, T_q=140, programs=4)),
+    # Tiles of queries and of keys are dealt out among programs, the first two heads in pairs.
+    "one-program": ("two", dict(H_q=4, H_k=2, T_q=290, programs=1)),
+    "five-programs": ("/ two", dict(T_q=290, programs=5)),
+    "more-programs-than-tiles": ("/ two", dict(T_q=290, programs=100)),
+    "one-program-of-one-pass": ("/ one", dict(H_k=2, T_q=290, programs=1)),
+    "five-programs-of-one-pass": ("one", dict(H_k=2, T_q=290, programs=5)),
+}  # fmt: skip
+
+
+def turns(night: bool) -> list[tuple[str, str]]:
+    ways = {name: (f"{ways}/").split("/")[night].split() for name, (ways, _) in CASES.items()}
+    return [(name, way) for name in ways for way in ways[name]]
+
+
+@pytest.mark.parametrize(("name", "way"), gate_cases(turns(False), turns(True)))
+def test_matches_the_reference(
+    name: str, way: str, by: Callable[[str], dict[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "heads-in-groups":
+        monkeypatch.setattr(host, "heads_in_l2", lambda x: 1)
+    check_on_hopper(attention, **CASES[name][1], **by(way))
+    assert (passes() == 1) == (way != "two")
 
 
 def starts(*lengths: int) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor, **arguments: Any) -> Any:
-    """`fastattn.attention_varlen` for sequences laid behind one another."""
-    options = {name: x for name, x in arguments.items() if name != "return_lse"}
-    checked = packed_options(q, k, v, *offsets, **options)
-    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-    assert why_not_hopper(*rows, checked) is None
-    return fastattn.attention_varlen(q, k, v, *offsets, **arguments, backend="hopper")
-
-
-def packed_inputs(total_q: int, total_k: int, D: int, H_q: int = 2) -> tuple[Tensor, ...]:
-    q, k, v = make_qkv(1, H_q, 1, total_q, total_k, D, dtype=torch.bfloat16, layout="bthd")
+def packed_inputs(total_q: int, total_k: int, D: int = 64) -> tuple[Tensor, ...]:
+    q, k, v = make_qkv(1, 2, 1, total_q, total_k, D, dtype=torch.bfloat16, layout="bthd")
     return tuple(x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v))
 
 
+RAGGED = (150, 0, 70, 1), (200, 5, 0, 130)
+BAND = {"window": (60, 0), "key_lengths": torch.tensor([100, 70])}
+
+
 @pytest.mark.parametrize(
-    ("q_lengths", "k_lengths", "D", "rounds", "options"),
+    ("way", "q_lengths", "k_lengths", "D", "rounds", "options"),
     [
-        pytest.param((150, 0, 70, 1), (200, 5, 0, 130), 64, 1, {}, id="ragged-and-empty"),
-        pytest.param((128, 64), (128, 192), 64, 99, {"causal": False}, id="whole-tiles"),
-        pytest.param(
-            (40, 90, 60), (40, 90, 60), 128, 1, {"sinks": torch.tensor([0.5, -1.0])}, id="d128"
-        ),
-        pytest.param((70, 40), (40, 90), 256, 99, {}, id="d256"),
-        pytest.param(
-            (130, 20),
-            (140, 100),
-            64,
-            1,
-            {"window": (60, 0), "softcap": 2.0, "key_lengths": torch.tensor([100, 70])},
-            id="window-softcap-lengths",
-        ),
+        pytest.param("two", *RAGGED, 64, 1, {}, id="ragged-and-empty"),
+        pytest.param("two", (128, 64), (128, 192), 64, 99, FULL, id="whole-tiles"),
+        pytest.param("two", (40, 90, 60), (40, 90, 60), 128, 1,
+                     {"sinks": torch.tensor([0.5, -1.0])}, id="d128"),
+        pytest.param("two", (70, 40), (40, 90), 256, 99, {}, id="d256"),
+        pytest.param("two", (130, 20), (140, 100), 64, 1, {**BAND, "softcap": 2.0}, id="band"),
+        pytest.param("one", *RAGGED, 64, 4, {}, id="one-pass"),
+        pytest.param("one", (130, 20), (140, 100), 128, 4, BAND, id="d128-one-pass-band"),
+        # Each to tiles of its own: what threads add past its end is nobody's.
+        pytest.param("threads", *RAGGED, 64, 4, {}, id="threads"),
+        pytest.param("threads", *RAGGED, 128, 4, {}, id="d128-threads"),
     ],
-)
+)  # fmt: skip
 def test_packed_sequences(
-    q_lengths: Any,
-    k_lengths: Any,
-    D: int,
-    rounds: int,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    way: str, q_lengths: Any, k_lengths: Any, D: int, rounds: int, options: dict[str, Any],
+    by: Callable[[str], dict[str, bool]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """rounds: of tiles, from which on they are put in order."""
     monkeypatch.setattr(host, "_ROUNDS", rounds)
     inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
     with grid_of(2):
         assert_matches_reference(
-            packed, *inputs, starts(*q_lengths), starts(*k_lengths),
-            oracle=reference.attention_varlen, **({"causal": True} | options),
+            attention, *inputs, starts(*q_lengths), starts(*k_lengths),
+            oracle=reference.attention_varlen, **({"causal": True} | options | by(way)),
         )  # fmt: skip
+    assert (passes() == 1) == (way != "two")
 
 
-def test_sequences_see_nothing_of_each_other() -> None:
-    """One of them is NaN throughout, and the others have bit for bit what they have alone."""
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_sequences_see_nothing_of_each_other(deterministic: bool) -> None:
+    """One of them is NaN throughout, and the others have bit for bit what they have alone.
+
+    They have one tile of keys each, so that no order of additions can differ.
+    """
     lengths = (70, 40, 100)
     offsets = starts(*lengths)
 
     def results(rows: list[Tensor], offsets: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in rows]
-        o, lse = packed(*leaves, offsets, offsets, causal=True, return_lse=True)
+        how = {"causal": True, "return_lse": True, "deterministic": deterministic}
+        o, lse = attention(*leaves, offsets, offsets, **how)
         grads = torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach()))
         return [o.detach(), lse.detach().T, *grads]
 
-    inputs = packed_inputs(sum(lengths), sum(lengths), 64)
+    inputs = packed_inputs(sum(lengths), sum(lengths))
     spoilt = [x.detach().clone() for x in inputs]
     for x in spoilt:
         x[70:110] = float("nan")
@@ -164,13 +215,15 @@ def test_sequences_see_nothing_of_each_other() -> None:
             assert torch.equal(ours[mine], expected)
 
 
-@pytest.mark.parametrize(("programs", "heads"), [(1, 4), (5, 2), (100, 2)])
-def test_any_grid_covers_all_tiles(programs: int, heads: int) -> None:
-    """3 tiles of queries a head and 3 or 6 of keys: `programs` deal them out among themselves.
-
-    One program takes two heads' tiles in pairs.
-    """
-    check_on_hopper(attention, H_q=heads, H_k=heads // 2, T_q=290, programs=programs)
+@pytest.mark.parametrize("softcap", [None, 500.0])
+def test_weights_of_keys_that_do_not_exist_are_never_made(softcap: float | None) -> None:
+    """Beside scores far below 0 they would be infinite."""
+    q, k, v = (x.detach() for x in make_qkv(1, 1, 1, 64, 70, 64, dtype=torch.bfloat16))
+    inputs = [x.requires_grad_() for x in (q.abs(), -k.abs(), v)]
+    arguments = {"scale": 6.0, "softcap": softcap}
+    lse = reference.attention(*inputs, **arguments, return_lse=True)[1]
+    assert lse.max() < -89, "exp(-lse) would be finite in fp32"
+    assert_matches_reference(attention, *inputs, **arguments, deterministic=False)
 
 
 @pytest.fixture
@@ -192,9 +245,8 @@ def test_three_consumers_serve_forward(turns: bool) -> None:
     """Tiles of 192 queries: of a last one, one consumer or two have none."""
     shapes = hopper_candidates("hopper_forward", 64)
     config = next(c for c in shapes if c.CONSUMERS == 3 and c.PING_PONG is turns)
-    forget()
     with tiles.forced(hopper_forward=config):
-        check_on_hopper(attention, H_q=2, H_k=1, T_q=290 - 40 * turns, T_k=333, programs=1)
+        check_on_hopper(attention, T_q=290 - 40 * turns, T_k=333, programs=1)
     forget()
 
 
@@ -224,32 +276,26 @@ def test_consumers_that_take_turns_alternate(
         both = taken[:2] * (len(taken) // 2)
         assert (taken == both) == turns, "nothing alternates by itself"
     assert len(set(taken)) == 2 and len(taken) == 2 * (4 + 4)
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, *results))
 
 
 def test_turns_and_packed_sequences(in_turn: Callable[[bool], None]) -> None:
     """Skipped tiles count for neither consumer."""
-    in_turn(True)
     offsets = starts(140, 0, 20, 130)
-    q, k, v = (x.detach() for x in packed_inputs(290, 290, 64))
-    with grid_of(2):
-        ours = packed(q, k, v, offsets, offsets, causal=True, return_lse=True)
-        in_turn(False)
-        plain = packed(q, k, v, offsets, offsets, causal=True, return_lse=True)
-    for x, y in zip(ours, plain, strict=True):
-        assert torch.equal(x, y)
+    q, k, v = (x.detach() for x in packed_inputs(290, 290))
+    found = []
+    for turns in (True, False):
+        in_turn(turns)
+        with grid_of(2):
+            found.append(attention(q, k, v, offsets, offsets, causal=True, return_lse=True))
+    assert all(map(torch.equal, *found))
 
 
-def test_heads_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "heads_in_l2", lambda x: 1)
-    check_on_hopper(attention, B=2, H_q=2, H_k=2, T_q=140, programs=4)
-
-
-def test_many_orders_of_events() -> None:
-    for seed in range(3):
+@pytest.mark.parametrize(("deterministic", "T_q", "seeds"), [(True, 300, 3), (False, 260, 2)])
+def test_many_orders_of_events(deterministic: bool, T_q: int, seeds: int) -> None:
+    for seed in range(seeds):
         order_events(1000 * seed)
-        check_on_hopper(attention, H_q=1, T_q=300, programs=2)
+        check_on_hopper(attention, H_q=1, T_q=T_q, programs=2, deterministic=deterministic)
 
 
 def test_an_empty_batch() -> None:
@@ -258,6 +304,15 @@ def test_an_empty_batch() -> None:
     assert (o.shape, lse.shape) == ((0, 2, 70, 64), (0, 2, 70))
     found = torch.autograd.grad(o.sum(), inputs)
     assert [x.shape for x in found] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_queries(deterministic: bool) -> None:
+    q, k, v = make_qkv(1, 2, 2, 0, 8, 64, dtype=torch.bfloat16)
+    o, lse = attention(q, k, v, return_lse=True, deterministic=deterministic)
+    assert (o.shape, lse.shape) == ((1, 2, 0, 64), (1, 2, 0))
+    dq, dk, dv = torch.autograd.grad(o.sum(), (q, k, v))
+    assert dq.shape == q.shape and not dk.any() and not dv.any()
 
 
 def test_gradients_repeat_bit_for_bit() -> None:
@@ -270,24 +325,74 @@ def test_gradients_repeat_bit_for_bit() -> None:
             o = attention(q, k, v, causal=True)
             return torch.autograd.grad(o.float().square().sum(), (q, k, v))
 
-    for once, again in zip(gradients(1, 1), gradients(2, 7), strict=True):
-        assert torch.equal(once, again)
+    assert all(map(torch.equal, gradients(1, 1), gradients(2, 7)))
 
 
-def test_no_queries() -> None:
-    q, k, v = make_qkv(1, 2, 2, 0, 8, 64, dtype=torch.bfloat16)
-    o, lse = attention(q, k, v, return_lse=True)
-    assert o.shape == (1, 2, 0, 64)
-    assert lse.shape == (1, 2, 0)
-    dk, dv = torch.autograd.grad(o.sum(), (k, v))
-    assert not dk.any() and not dv.any()
+def test_dk_and_dv_are_those_of_two_passes() -> None:
+    """Bit for bit; dQ, summed in another order, is not asked.
+
+    Nor is delta, which two kernels sum in two orders: of one column of dO it is one product.
+    """
+    q, k, v = make_qkv(1, 4, 2, 200, None, 128, dtype=torch.bfloat16)
+    gradients = []
+    for deterministic in (True, False):
+        o = attention(q, k, v, causal=True, deterministic=deterministic)
+        gradients.append(torch.autograd.grad(o[..., 0].float().square().sum(), (k, v)))
+    assert passes() == 3
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read half of the columns of K. The emulator has no layouts; wgmma wants pieces."""
+    q, k, v = make_qkv(1, 1, 1, 40, None, D, dtype=torch.bfloat16)
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
+    torch.autograd.grad(attention(q, k, v, deterministic=False).sum(), q)
+    launched = kernel.__getitem__.return_value.call_args.args
+    _q, k_desc, _v, _do, dk_desc, *_others = launched[5:]
+    assert k_desc.layout == dk_desc.layout
+    assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
+
+
+def test_threads_add_to_the_sum_without_shared_memory(
+    by: Callable[[str], dict[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gets no descriptor of the sum, and starts it where TMA would."""
+    q, k, v = make_qkv(1, 1, 1, 40, None, 64, dtype=torch.bfloat16)
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
+    torch.autograd.grad(attention(q, k, v, **by("threads")).sum(), q)
+    dq_ptr, *_, dq_desc = kernel.__getitem__.return_value.call_args.args[:12]
+    assert dq_ptr.shape == (1, 1, 128, 64) and dq_desc is None
+
+
+def test_the_flag_of_torch_rules_one_pass_out() -> None:
+    q, k, v = make_qkv(1, 1, 1, 40, None, 64, dtype=torch.bfloat16)
+    o = attention(q, k, v, deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.autograd.grad(o.sum(), q)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert passes() == 2
+
+
+def test_a_softcap_takes_two_passes_at_head_dim_128() -> None:
+    q, k, v = make_qkv(1, 1, 1, 40, None, 128, dtype=torch.bfloat16)
+    options = dense_options(q, k, v, softcap=3.0, deterministic=False)
+    assert ops.why_not_one_pass_on_hopper(64, options) is None
+    reason = ops.why_not_one_pass_on_hopper(128, options)
+    assert reason == "softcap and head dim 128 do not leave it registers"
+    assert_matches_reference(attention, q, k, v, softcap=3.0, deterministic=False)
+    assert passes() == 2
 
 
 @pytest.mark.parametrize(
     ("sizes", "arguments", "reason"),
     [
         (dict(dtype=torch.float32), {}, "q is float32; they take bfloat16 and float16"),
-        (dict(D=64, D_v=128), {}, r"head dims of q and v differ \(64 and 128\)"),
+        (dict(D_v=128), {}, r"head dims of q and v differ \(64 and 128\)"),
         (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
@@ -296,9 +401,8 @@ def test_no_queries() -> None:
 )
 def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:
     q, k, v = make_qkv(**(dict(B=1, D=64, dtype=torch.bfloat16) | sizes))
-    options = dense_options(q, k, v, **arguments)
     with pytest.raises(ValueError, match=reason):
-        raise ValueError(why_not_hopper(q, k, v, options))
+        raise ValueError(why_not_hopper(q, k, v, dense_options(q, k, v, **arguments)))
 
 
 def test_too_long_to_count() -> None:

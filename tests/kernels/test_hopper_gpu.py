@@ -31,6 +31,12 @@ def attention(*inputs: Tensor, **arguments: Any) -> Any:
     return function(*inputs, **arguments, backend="hopper")
 
 
+def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose lists are tensors."""
+    given = options.items()
+    return {n: torch.tensor(x, device=device) if isinstance(x, list) else x for n, x in given}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -51,12 +57,8 @@ def test_hopper_matches_the_reference(
 
     Steep scores rise in some blocks by more than 2^8, others in none but the first.
     """
-    tensors = {
-        name: torch.tensor(x, device=device) if isinstance(x, list) else x
-        for name, x in options.items()
-    }
     inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=dtype, device=device)
-    assert_matches_reference(attention, *inputs, **tensors)
+    assert_matches_reference(attention, *inputs, **on(device, options))
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -70,12 +72,8 @@ def test_hopper_matches_the_reference(
 )
 def test_hopper_one_pass(options: dict[str, Any], D: int, device: str) -> None:
     """dQ of 20 tiles of keys, added up by TMA."""
-    tensors = {
-        name: torch.tensor(x, device=device) if isinstance(x, list) else x
-        for name, x in options.items()
-    }
     inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
-    assert_matches_reference(attention, *inputs, **tensors, deterministic=False)
+    assert_matches_reference(attention, *inputs, **on(device, options), deterministic=False)
 
 
 @pytest.mark.parametrize("STAGES", [2, 4])
@@ -98,16 +96,9 @@ def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, devi
     batch = make_qkv(1, 4, 2, 1000, 1100, D, dtype=torch.bfloat16, device=device, layout="bthd")
     q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
     assert_matches_reference(
-        attention,
-        q,
-        k,
-        v,
-        starts_q,
-        starts_k,
-        oracle=reference.attention_varlen,
-        causal=causal,
-        deterministic=deterministic,
-    )
+        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen,
+        causal=causal, deterministic=deterministic,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -219,15 +219,6 @@ def test_causal_work_is_balanced(shape: tuple[int, int, int], kernel: str) -> No
     assert imbalance(kernel, *shape, right=None) < 1.04
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 5, 3000), (7, 3, 5000), (1, 1, 40000), (40, 9, 100)], ids=str
-)
-def test_causal_work_of_odd_sizes_is_balanced(shape: tuple[int, int, int]) -> None:
-    """Programs have 2.7, 6.4, 2.4 and 2.7 tiles on average: so few limit the balance."""
-    for kernel in ("forward", "dkv"):
-        assert imbalance(kernel, *shape) < 1.2
-
-
 @pytest.mark.parametrize(("shape", "kernel"), [x for x in IN_TURNS if x[1] != "dq"], ids=str)
 def test_other_masks_are_balanced(shape: tuple[int, int, int], kernel: str) -> None:
     """Windows miss by a block at most what is possible; lengths, which no host knows, by more."""

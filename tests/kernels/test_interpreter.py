@@ -50,14 +50,8 @@ def binary_kernel(x_ptr, y_ptr, out_ptr, OP: tl.constexpr, N: tl.constexpr):
         out = x / y
     elif OP == "fma":
         out = tl.fma(x, y, x)
-    elif OP == "neg":
-        out = -x
-    elif OP == "abs":
-        out = tl.abs(x)
-    elif OP == "greater":
-        out = x > y
     elif OP == "where":
-        out = tl.where(x > y, x, y)
+        out = tl.where(x > y, x, -tl.abs(y))
     elif OP == "scale":
         out = x * 0.3
     elif OP == "maximum":
@@ -72,8 +66,6 @@ def binary_kernel(x_ptr, y_ptr, out_ptr, OP: tl.constexpr, N: tl.constexpr):
         out = tl.clamp(x, 0.0, 1.0)
     elif OP == "clamp propagate":
         out = tl.clamp(x, 0.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "exp2 of difference":
-        out = tl.exp2(x - y)
     tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty))
 
 
@@ -96,12 +88,12 @@ def small_integers(*shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_dot_multiplies_values_and_adds_the_accumulator(dtype: torch.dtype) -> None:
-    a, b = small_integers(2, 32, 32).to(dtype)
-    c = torch.full((32, 32), 0.5)
-    dot_kernel[(1,)](a, b, c, "ieee", 32)
-    assert torch.equal(c, a.float() @ b.float() + 0.5)
+def test_dot_multiplies_values_and_adds_the_accumulator() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a, b = small_integers(2, 32, 32).to(dtype)
+        c = torch.full((32, 32), 0.5)
+        dot_kernel[(1,)](a, b, c, "ieee", 32)
+        assert torch.equal(c, a.float() @ b.float() + 0.5)
 
 
 @pytest.mark.parametrize(("precision", "product"), [("ieee", 1 + 2**-11), ("tf32", 1.0)])
@@ -117,24 +109,18 @@ def float32_of_bits(*bits: int) -> torch.Tensor:
     return torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("bits", "rounded"),
-    [
-        pytest.param(0x3F808000, 0x3F80, id="tie-to-even-below"),
-        pytest.param(0x3F818000, 0x3F82, id="tie-to-even-above"),
-        pytest.param(0x3F808001, 0x3F81, id="past-the-tie"),
-        pytest.param(0x3F817FFF, 0x3F81, id="before-the-tie"),
-        pytest.param(0xBF818000, 0xBF82, id="negative-tie"),
-        pytest.param(0x7F7FFFFF, 0x7F80, id="largest-becomes-inf"),
-        pytest.param(0x7F800000, 0x7F80, id="inf"),
-        pytest.param(0xFF800000, 0xFF80, id="minus-inf"),
-        pytest.param(0x00018000, 0x0002, id="subnormal-tie"),
-        pytest.param(0x80000000, 0x8000, id="minus-zero"),
-    ],
-)
-def test_float32_rounds_to_the_nearest_bfloat16(bits: int, rounded: int) -> None:
-    out = cast(float32_of_bits(bits, bits), BF16).view(torch.int16)
-    assert [int(x) & 0xFFFF for x in out] == [rounded] * 2
+# Of float32 and of the nearest bfloat16: ties to even, infinities, a subnormal, minus zero.
+ROUNDED = {
+    0x3F808000: 0x3F80, 0x3F818000: 0x3F82, 0x3F808001: 0x3F81, 0x3F817FFF: 0x3F81,
+    0xBF818000: 0xBF82, 0x7F7FFFFF: 0x7F80, 0x7F800000: 0x7F80, 0xFF800000: 0xFF80,
+    0x00018000: 0x0002, 0x80000000: 0x8000,
+}  # fmt: skip
+
+
+def test_float32_rounds_to_the_nearest_bfloat16() -> None:
+    numbers = float32_of_bits(*ROUNDED, *[0] * (16 - len(ROUNDED)))
+    found = cast(numbers, BF16).view(torch.int16)[: len(ROUNDED)]
+    assert [x & 0xFFFF for x in found.tolist()] == [*ROUNDED.values()]
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001], ids=hex)
@@ -149,11 +135,8 @@ def test_casts_of_random_values_agree_with_torch() -> None:
     assert torch.equal(cast(x.to(BF16), torch.float16), x.to(BF16).half())
     assert torch.equal(cast(x.half(), BF16), x.half().to(BF16))
     assert torch.equal(cast(x.to(BF16), torch.int32), x.to(BF16).int())
-
-
-def test_integers_become_bfloat16_values() -> None:
-    x = torch.tensor([0, 1, -3, 257, 259, 1000003, -(2**31), 7], dtype=torch.int32)
-    assert torch.equal(cast(x, BF16), x.to(BF16))
+    integers = torch.tensor([0, 1, -3, 257, 259, 1000003, -(2**31), 7], dtype=torch.int32)
+    assert torch.equal(cast(integers, BF16), integers.to(BF16))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +147,7 @@ def test_integers_become_bfloat16_values() -> None:
         ("mul", lambda x, y: x * y),
         ("div", lambda x, y: x / y),
         ("fma", lambda x, y: (x.float() * y.float() + x.float()).to(BF16)),
-        ("neg", lambda x, y: -x),
-        ("abs", lambda x, y: x.abs()),
-        ("greater", lambda x, y: (x > y).to(BF16)),
-        ("where", torch.maximum),
+        ("where", lambda x, y: torch.where(x > y, x, -y.abs())),
         ("maximum", torch.maximum),
         ("scale", lambda x, y: x * torch.tensor(0.3, dtype=BF16)),
     ],
@@ -219,18 +199,6 @@ def test_bfloat16_reductions(op: str, expected) -> None:
     assert torch.equal(reduce(op, x), expected(x.float()).to(BF16))
 
 
-@triton.jit
-def sum_everything_kernel(x_ptr, out_ptr, N: tl.constexpr):
-    total = tl.sum(tl.load(x_ptr + tl.arange(0, N)))
-    tl.store(out_ptr, total * 2.0)
-
-
-def test_bfloat16_sum_to_a_scalar() -> None:
-    out = torch.zeros(1, dtype=BF16)
-    sum_everything_kernel[(1,)](torch.full((128,), 1.5, dtype=BF16), out, 128)
-    assert out.item() == 384.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("op", "expected"),
@@ -255,11 +223,6 @@ def test_reductions_drop_nan_unless_there_is_nothing_else(op: str, kept: float) 
     x = torch.tensor([[math.nan, 3.0, -3.0, math.nan], [math.nan] * 4])
     wanted = torch.tensor([kept, math.nan])
     torch.testing.assert_close(reduce(op, x), wanted, rtol=0, atol=0, equal_nan=True)
-
-
-def test_nan_arithmetic_is_silent() -> None:
-    hidden = torch.full((2,), -math.inf)
-    assert binary("exp2 of difference", hidden, hidden).isnan().all()
 
 
 @triton.jit
@@ -289,27 +252,6 @@ def test_a_comparison_of_scalars_joins_a_mask(x: int, dtype: torch.dtype) -> Non
     out = torch.full((4,), -1, dtype=torch.int32)
     all_or_first_kernel[(1,)](torch.tensor([x], dtype=dtype), out, 4)
     assert out.tolist() == ([0, 1, 2, 3] if x else [0, -1, -1, -1])
-
-
-@triton.jit
-def repeat_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, N))
-    total = tl.zeros([], tl.float32)
-    for _ in range(n):
-        total = add_values(total, tl.sum(x, 0))
-    tl.store(out_ptr, total)
-
-
-def test_helpers_cost_no_patching_of_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.kernels.launch import emulation
-
-    calls = []
-    patch = emulation._stock_patch_lang
-    monkeypatch.setattr(emulation, "_stock_patch_lang", lambda fn: calls.append(fn) or patch(fn))
-    out = torch.zeros(1)
-    repeat_kernel[(1,)](torch.ones(16), out, 10, 16)
-    assert out.item() == 160.0
-    assert len(calls) == 1
 
 
 def test_a_launch_leaves_the_language_as_it_found_it() -> None:
@@ -348,25 +290,6 @@ def test_a_launch_starts_another_from_its_own_thread() -> None:
     cast_kernel.add_pre_run_hook(hook)
     outer = cast(torch.full((4,), 2.0), torch.float32)
     assert inner.tolist() == [1.0] * 4 and outer.tolist() == [2.0] * 4
-
-
-def test_other_errors_of_a_kernel_stay_interpreter_errors() -> None:
-    with pytest.raises(triton.runtime.errors.InterpreterError, match="Expected dtype"):
-        exp_kernel[(1,)](torch.zeros(16, dtype=BF16))
-
-
-@triton.jit
-def exp_kernel(x_ptr):
-    offs = tl.arange(0, 16)
-    tl.store(x_ptr + offs, tl.exp(tl.load(x_ptr + offs)))
-
-
-def test_mending_twice_changes_nothing() -> None:
-    from triton.runtime import interpreter as stock
-
-    before = (type(stock.interpreter_builder), stock.GridExecutor, stock._patch_lang)
-    mend()
-    assert (type(stock.interpreter_builder), stock.GridExecutor, stock._patch_lang) == before
 
 
 def test_compiled_kernels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,17 +28,8 @@ def places(cache: KVCache | PagedKVCache, row: int, end: int) -> list[torch.Tens
     """Places that the kernel computes for `end` tokens of a row."""
     mend()
     view = cache.view([row]) if isinstance(cache, PagedKVCache) else cache.view()
-    tensors = CacheTensors(
-        view.k,
-        view.v,
-        None,
-        None,
-        view.block_table,
-        view.lengths,
-        view.counters,
-        None,
-        view.keep_first,
-    )
+    of_rows = (view.block_table, view.lengths, view.counters)
+    tensors = CacheTensors(view.k, view.v, None, None, *of_rows, None, view.keep_first)
     out = [torch.full((POSITIONS,), -1, dtype=torch.int64, device=view.k.device) for _ in range(4)]
     place_kernel[(1,)](row, end, pages_of(tensors), *out, N=POSITIONS)
     return [x[:end].cpu() for x in out]

@@ -123,7 +123,7 @@ def test_a_long_row_has_many_programs(device: str) -> None:
     assert max(part.last - part.first for part in parts) == 16
 
 
-@pytest.mark.parametrize("count", [2, 3, 29, 64])
+@pytest.mark.parametrize("count", [2, 29])
 def test_a_given_number_of_splits_is_dealt_out_evenly(count: int, device: str) -> None:
     parts = parts_of([4096, 130, 0], split_of(3, 8, 4096, count), device)
     assert [part.b for part in parts] == [b for b in range(3) for _ in range(count)]

@@ -8,7 +8,6 @@ import torch
 
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
-from fastattn.kernels.launch.arguments import Constants
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
 
@@ -53,53 +52,29 @@ def test_every_case_has_a_tile_of_a_row() -> None:
         assert (tile.BLOCK_M, tile.BLOCK_N) in of_row, (name, kernel, element_size, BLOCK_D)
 
 
-def test_lookup_takes_the_next_wider_row() -> None:
-    rows = {
-        r["BLOCK_D"]: r
-        for r in tiles.table("sm_90")
-        if r["kernel"] == "forward" and r["element_size"] == 2
-    }
-    for BLOCK_D, served_by in ((16, 64), (64, 64), (128, 128), (256, 256)):
+def test_lookup_takes_the_next_wider_row_and_what_it_says() -> None:
+    """Masked calls have rows of their own where there are any; a row says what a tile lacks."""
+    rows = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in tiles.table("sm_90")}
+    for BLOCK_D, served_by in ((16, 64), (128, 128), (256, 256)):
         tile = tiles.tile_of("sm_90", "forward", 2, BLOCK_D)
-        assert tuple(rows[served_by][field] for field in ("BLOCK_M", "BLOCK_N")) == (
-            tile.BLOCK_M,
-            tile.BLOCK_N,
-        )
-
-
-def test_masked_calls_take_the_rows_of_their_own_where_there_are_any() -> None:
-    masked = tiles.tile_of("sm_90", "backward_dq_masked", 2, 64)
-    assert masked != tiles.tile_of("sm_90", "backward_dq", 2, 64)
-    for size, D in ((2, 256), (4, 64)):
-        plain = tiles.tile_of("sm_90", "forward", size, D)
-        assert tiles.tile_of("sm_90", "forward_masked", size, D) == plain
-
-
-def test_a_row_says_what_a_tile_does_without() -> None:
+        row = rows["forward", 2, served_by]
+        assert (row["BLOCK_M"], row["BLOCK_N"]) == (tile.BLOCK_M, tile.BLOCK_N)
+    plain, masked = (tiles.tile_of("sm_90", f"backward_dq{x}", 2, 64) for x in ("", "_masked"))
+    assert masked != plain
+    plain, masked = (tiles.tile_of("sm_90", f"forward{x}", 4, 64) for x in ("", "_masked"))
+    assert masked == plain
     assert tiles.tile_of("sm_90", "forward", 2, 128).sum_parts == 4
     other = tiles.tile_of("sm_90", "backward_dq", 2, 128)
     assert (other.descriptors, other.sum_parts) == (False, 1)
 
 
-@pytest.mark.parametrize(
-    ("arch", "table"),
-    [
-        ("interpreter", "interpreter"),
-        ("sm_75", "sm_80"),
-        ("sm_80", "sm_80"),
-        ("sm_86", "sm_86"),
-        ("sm_87", "sm_86"),
-        ("sm_89", "sm_86"),
-        ("sm_90", "sm_90"),
-        ("sm_100", "sm_100"),
-        ("sm_103", "sm_100"),
-        ("sm_120", "sm_86"),
-        ("gfx942", "gfx942"),
-        ("gfx90a", "gfx942"),
-    ],
-)
-def test_architectures_without_a_table_borrow_one(arch: str, table: str) -> None:
-    assert tiles.table_for(arch) == table
+def test_architectures_without_a_table_borrow_one() -> None:
+    borrowed = {
+        "interpreter": "interpreter", "sm_75": "sm_80", "sm_80": "sm_80", "sm_87": "sm_86",
+        "sm_89": "sm_86", "sm_90": "sm_90", "sm_103": "sm_100", "sm_120": "sm_86",
+        "gfx942": "gfx942", "gfx90a": "gfx942",
+    }  # fmt: skip
+    assert {arch: tiles.table_for(arch) for arch in borrowed} == borrowed
 
 
 def test_forced_tiles_end_with_their_block() -> None:
@@ -172,12 +147,6 @@ def test_an_installed_tile_that_does_not_compile_is_taken_back(
     assert tiles.lookup("backward_dq", 2, 64).BLOCK_M == 64
 
 
-def test_what_kernels_are_compiled_for_is_fields_alone() -> None:
-    """Triton 3.8 hands kernels the fields of a record, and not its properties."""
-    for record in (tile_table.HopperConfig, Constants):
-        assert not [name for name, x in vars(record).items() if isinstance(x, property)]
-
-
 def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> None:
     usual = tile_table.forward_config(64, False)
     install({"kernel": "hopper_forward", "BLOCK": 64, "STAGES": 2, "D": 64})
@@ -194,32 +163,24 @@ SHAPE = {**OTHER, "D": 64, "BLOCK": 64, "STAGES": 2}
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("kernel", "changed"),
     [
-        {"kernel": "foreward", **OTHER},
-        {"kernel": "decode", **OTHER, "calls": "masked"},
-        {"kernel": "forward", **OTHER, "BLOCK_M": 48},
-        {"kernel": "forward", **OTHER, "BLOCK_M": "16"},
-        {"kernel": "forward", **OTHER, "BLOCK_N": 16.0},
-        {"kernel": "forward", **OTHER, "BLOCK_M": 2**40},
-        {"kernel": "forward", **OTHER, "BLOCK_N": 8},
-        {"kernel": "forward", **OTHER, "num_warps": 64},
-        {"kernel": "forward", **OTHER, "num_stages": 2**40},
-        {"kernel": "forward", **OTHER, "sum_parts": 3},
-        {"kernel": "forward", **OTHER, "descriptors": "yes"},
-        {"kernel": "forward", **OTHER, "num_warps": True},
-        {"kernel": "forward", **OTHER, "BLOCK_D": 48},
-        {"kernel": "forward", "BLOCK_M": 16},
-        {"kernel": "hopper_forward", "BLOCK": 64},
-        {"kernel": "hopper_forward", **SHAPE, "CONSUMERS": 5},
-        {"kernel": "hopper_dq", **SHAPE, "CONSUMERS": 3},
-        {"kernel": "hopper_dq", **SHAPE, "BLOCK": 2**40},
-        {"kernel": "hopper_dq", **SHAPE, "STAGES": 3},
-        {"kernel": "hopper_dq", **SHAPE, "CONSUMER_REGISTERS": 241},
-        {"kernel": "hopper_dq", **SHAPE, "D": 128},
+        *[("foreward", {}), ("decode", {"calls": "masked"}), ("forward", {"BLOCK_M": None})],
+        *[("forward", {"BLOCK_M": x}) for x in (48, "16", 2**40)],
+        *[("forward", {"BLOCK_N": x}) for x in (8, 16.0)],
+        *[("forward", {"num_warps": x}) for x in (64, True)],
+        *[("forward", {x: y}) for x, y in {"num_stages": 2**40, "sum_parts": 3,
+                                           "descriptors": "yes", "BLOCK_D": 48}.items()],
+        *[("hopper_forward", {x: y}) for x, y in {"CONSUMERS": 5, "D": None}.items()],
+        *[("hopper_dq", {x: y}) for x, y in {"CONSUMERS": 3, "BLOCK": 2**40, "STAGES": 3,
+                                             "CONSUMER_REGISTERS": 241, "D": 128}.items()],
     ],
-)
-def test_what_is_no_tile_is_not_installed(install: Callable[..., None], row: dict) -> None:
+)  # fmt: skip
+def test_what_is_no_tile_is_not_installed(
+    install: Callable[..., None], kernel: str, changed: dict
+) -> None:
+    row = {"kernel": kernel, **(SHAPE if "hopper" in kernel else OTHER), **changed}
+    row = {name: x for name, x in row.items() if x is not None}
     with pytest.raises(ValueError, match=r"there is no kernel|this is no tile"):
         install({"kernel": "backward_dq", **OTHER}, row)
     assert tiles.lookup("backward_dq", 2, 64) != TileConfig(16, 32, 2)

@@ -61,6 +61,7 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         seed = sum(map(ord, name))
         monkeypatch.setattr(module, kernel, Counted(getattr(module, kernel), seed))
     forget()
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
     # Serve CPU tensors, with or without Triton's own interpreter.
     monkeypatch.setattr(call, "interpreting", lambda: True)
