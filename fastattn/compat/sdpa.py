@@ -25,7 +25,7 @@ from .torch_sdpa import torch_attention as torch_attention
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NO_OPTIONS = Options()
-_LOWEST_BIAS = -1e38
+LOWEST_BIAS = -1e38
 
 
 class _Call(NamedTuple):
@@ -340,4 +340,4 @@ def bounded_bias(bias: Tensor) -> Tensor:
     """
     if bias.dtype == torch.float16:
         return bias
-    return torch.where(bias == -math.inf, bias, bias.clamp(min=_LOWEST_BIAS))
+    return torch.where(bias == -math.inf, bias, bias.clamp(min=LOWEST_BIAS))

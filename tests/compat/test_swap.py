@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import pickle
 import threading
 import warnings
@@ -312,11 +313,15 @@ class SelfMade(nn.Module):
             scores = 2 * torch.tanh(scores / 2)
         if self.kind == "fill":
             scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e4)
+        if self.kind == "keywords":
+            scores = torch.matmul(input=q, other=k.mT)
+        if self.kind == "whole":
+            scores = (9 * scores).to(torch.int32).to(q.dtype)
         if self.kind == "other-dim":
             scores = scores.softmax(-2)
-        if self.kind in ("in-place", "in-place-later"):
+        if self.kind == "in-place":
             bias = torch.arange(float(x.shape[1]))
-            scores = scores + (bias[:, None] if self.kind == "in-place" else bias.clone())
+            scores = scores + bias[:, None]
             bias[1:].add_(1)
         with torch.set_grad_enabled(self.kind != "no-grad"):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
@@ -336,6 +341,8 @@ class SelfMade(nn.Module):
         "negative": "scores are multiplied by -0.3",
         "gate": "attention weights are changed by <built-in function mul>",
         "in-place": "add_ stands between the products",
+        "whole": "rounded to something else than 16, 32 or 64 bits",
+        "keywords": "scores are changed by <built-in method matmul",
         "returned": "attention weights have other uses than their product with values",
     }.items(),
 )
@@ -343,7 +350,7 @@ def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
     model = SelfMade(kind)
     plain = copy.deepcopy(model)
     done = swap(model, eager=True)
-    assert_equal(model, plain, tokens())
+    assert all(map(torch.equal, results(model, tokens()), results(plain, tokens())))
     assert done.replaced == {}
     assert why in str(done)
     assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
@@ -356,13 +363,68 @@ def test_masks_below_what_fp32_holds(swap):
     torch.testing.assert_close(model(tokens().double()), expected)
 
 
-def test_a_forward_of_the_class_that_changes(swap, monkeypatch):
-    model = BLOCKS["mingpt"]()
+class Holding(Block):
+    """Scores by functions of its class, of a part's class and of the class of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.held = nn.Identity(), Held()
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return self.held.apply(self.part(scores))
+
+
+class Held:
+    def apply(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("place", [(Holding, "scores"), (nn.Identity, "forward"), (Held, "apply")])
+def test_functions_of_classes_that_change(swap, monkeypatch, place):
+    model = Holding()
+    plain = copy.deepcopy(model)
     done = swap(model, eager=True)
-    before, own = model(tokens()), type(model).__mro__[1].forward
-    monkeypatch.setattr(type(model).__mro__[1], "forward", lambda self, x: 2 * own(self, x))
-    assert torch.equal(model(tokens()), 2 * before)
-    assert total(done) == 2
+    assert_equal(model, plain, tokens())
+    monkeypatch.setattr(*place, lambda self, scores: 3 * scores)
+    assert_equal(model, plain, tokens())
+    assert total(done) == 2, str(done)
+
+
+class Environment(Block):
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores * float(os.environ.get("FACTOR", "1"))
+
+
+def test_code_that_reads_the_environment_runs_as_it_is(swap, monkeypatch):
+    model = Environment()
+    done = swap(model, eager=True)
+    model(tokens())
+    monkeypatch.setenv("FACTOR", "3")
+    assert torch.equal(model(tokens()), Environment.forward(model, tokens()))
+    assert done.calls[""].served == 0 and "it reads the environment" in str(done)
+
+
+class Filled(Block):
+    """Masks by numbers and -inf, one after the other; rows of nothing else are left."""
+
+    def scores(self, scores: Tensor) -> Tensor:
+        keys = torch.arange(scores.shape[-1])
+        padding, ahead = keys < 3, keys[:, None] < keys
+        for mask, value in zip((padding, ahead), self.values, strict=True):
+            scores = scores.masked_fill(mask, value)
+        return scores
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("values", [(LOWEST, LOWEST), (-torch.inf, LOWEST), (LOWEST, -torch.inf)])
+def test_rows_that_numbers_hide(swap, values):
+    model = Filled(values=values)
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens())
+    assert total(done) == 1, str(done)
 
 
 class Gate(nn.Module):

@@ -5,6 +5,8 @@ the modules of `swap(model, eager=True)`.
 """
 
 import inspect
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from .graph import rewrite
 from .scope import is_of_swap
 
 _OFF = "torch.compile is switched off"
+_FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -59,6 +62,10 @@ class _NoAttention(Exception):
 
 
 def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    from torch._dynamo.utils import get_traced_code
+
+    if any({"environ", "getenv"} & {*code.co_names} for code in get_traced_code() or ()):
+        raise _NoAttention("it reads the environment, on which torch.compile does not guard")
     count, reasons = rewrite(graph)
     if not count:
         raise _NoAttention("; ".join(reasons) or "no softmax is in its graph")
@@ -76,8 +83,7 @@ class CapturedForward:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
-        self._forward: Any = None
-        self._compiled: Any = None
+        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._captured = Calls()
 
     def __reduce__(self) -> Any:
@@ -103,16 +109,17 @@ class CapturedForward:
         if _has_hooks_inside(module):
             setattr(module, REASON, "a hook, or a forward of its own, is on a part of it")
             return NotImplemented
-        if self._forward is not self.kind.forward:
-            self._forward = self.kind.forward
-            self._compiled = torch.compile(
-                self._forward, backend=_attention_alone, fullgraph=True, **_limit()
+        functions = _functions(module)
+        if functions not in self._compiled:
+            # Another object for a backend keeps torch.compile from what it captured before.
+            self._compiled[functions] = torch.compile(
+                self.kind.forward, backend=partial(_attention_alone), fullgraph=True, **_limit()
             )
         # Calls of torch's function count where the forward runs, not where it is captured.
         running.begin_capture(self._captured)
         captured = False
         try:
-            output = self._compiled(module, *args, **kwargs)
+            output = self._compiled[functions](module, *args, **kwargs)
             captured = True
             if not running.fused:
                 setattr(module, UNSERVED, _OFF)
@@ -124,6 +131,19 @@ class CapturedForward:
             return NotImplemented
         finally:
             running.end_capture(self._captured, captured=captured)
+
+
+def _functions(module: nn.Module) -> tuple[Any, ...]:
+    """Functions of the classes of a module and its parts, on which torch.compile does not guard."""
+    kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
+    classes = {base: None for kind in kinds for base in kind.__mro__}
+    found: list[Any] = []
+    for base in classes:
+        if base.__module__.startswith("torch."):
+            found.append(vars(base).get("forward"))
+        elif base.__module__ != "builtins":
+            found += [x for x in vars(base).values() if isinstance(x, _FUNCTIONS)]
+    return tuple(found)
 
 
 def _why(error: Exception) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...functional.attend import attention
 from ..calls import running
-from ..sdpa import bounded_bias
+from ..sdpa import LOWEST_BIAS, bounded_bias
 from .effects import FRESH, why_not_moved
 
 # A finite number below this is a mask: whatever is added to it in fp32 leaves it.
@@ -36,6 +36,9 @@ _FUNCTIONS: dict[Any, str] = {
     operator.iadd: "add_",
 }
 _METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div"}
+# How many operands an operation has by position; others are not known.
+_OPERANDS = {"matmul": 2, "mul": 2, "div": 2, "add": 2, "where": 3, "einsum": 2, "baddbmm": 3}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous")
 
 
@@ -80,11 +83,12 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[str]]:
 
 def _name(node: Any) -> str:
     """The operation of a node by one name for function, method and operator; "" for others."""
-    if not isinstance(node, fx.Node):
-        return ""
-    if node.op == "call_function":
-        return _FUNCTIONS.get(node.target, "")
-    return _METHODS.get(str(node.target), str(node.target)) if node.op == "call_method" else ""
+    name = ""
+    if isinstance(node, fx.Node) and node.op == "call_function":
+        name = _FUNCTIONS.get(node.target, "")
+    elif isinstance(node, fx.Node) and node.op == "call_method":
+        name = _METHODS.get(str(node.target), str(node.target))
+    return name if name and len(node.args) >= _OPERANDS.get(name, 1) else ""
 
 
 def _value(node: Any) -> Tensor:
@@ -116,7 +120,7 @@ def _without_in_place(graph: fx.Graph) -> None:
 
 def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
     found = _Found([softmax])
-    scores = softmax.args[0] if softmax.args else softmax.kwargs["input"]
+    scores: Any = softmax.args[0]
     rank = _value(scores).dim()
     if _argument(softmax, 1, "dim") not in (-1, rank - 1) or rank not in (3, 4):
         raise Unmatched("a softmax is not of the last of 3 or 4 dims")
@@ -125,6 +129,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
     reason = why_not_moved(graph, found.chain)
     if reason is not None:
         raise Unmatched(reason)
+    if any(_value(x).dtype not in _FLOATS for x in found.chain):
+        raise Unmatched("scores or weights are rounded to something else than 16, 32 or 64 bits")
     if _value(found.chain[-1]).shape != _value(scores).shape:
         raise Unmatched("scores have another shape in their softmax than in their product")
     with graph.inserting_before(product):
@@ -276,9 +282,8 @@ def _fill(node: fx.Node, mask: Any, value: Any, found: _Found, hides: bool) -> N
             mask = node.graph.call_function(operator.invert, (mask,))
     elif number > _LOWEST:
         raise Unmatched(f"scores are filled with {value}, and not with -inf")
-    # In fp32: what scores are multiplied by later may take a finite number further.
-    lowest = torch.finfo(torch.float32).min
-    found.terms.append((mask, number if number == -math.inf else max(number, lowest), None))
+    # What scores are multiplied by later may take a finite number further than fp32 goes.
+    found.terms.append((mask, number if number == -math.inf else max(number, LOWEST_BIAS), None))
 
 
 def _biased_product(node: fx.Node, found: _Found) -> tuple[fx.Node, fx.Node]:
@@ -380,22 +385,38 @@ def fused(
         q = q * factor
     if dropout >= 1:  # a number that the graph does not hold
         return F.dropout(q @ k @ v, 1.0)
-    options: dict[str, Any] = {}
-    for x, number, sizes in terms:
-        x = x if sizes is None else _as_scores(x, sizes, shape)
-        x = x if x.dim() >= 2 else x.reshape(1, -1)
-        if x.dtype == torch.bool and number == -math.inf:
-            options["attn_mask"] = ~x & options.get("attn_mask", True)
-        else:
-            if x.dtype == torch.bool:
-                x = torch.zeros_like(x, dtype=torch.float32).masked_fill(x, number)
-            elif number != 1:
-                x = x * number
-            options["attn_bias"] = bounded_bias(x) + options.get("attn_bias", 0)
+    mask, bias, filled = _masks(terms, shape)
+    options = {"attn_mask": mask, "attn_bias": None if bias is None else bounded_bias(bias)}
+    if filled is not None:
+        # A row of nothing else depends on no score, nor does a score get a gradient from it.
+        hidden = filled | (bias == -math.inf)
+        hidden = hidden if mask is None else hidden | ~mask
+        q = q.masked_fill(hidden.all(-1, keepdim=True), 0)
     four = q.dim() == 4
     q, k, wide = ((x if four else x[None]).to(dtype) for x in (q, k.transpose(-2, -1), v))
     o = attention(q, k, wide, scale=scale, dropout=dropout, **options)
     return (o if four else o[0]).to(v.dtype)
+
+
+def _masks(
+    terms: list[tuple[Tensor, float, Any]], shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The mask (True = seen), the bias, and what a finite number hides, of the terms of scores."""
+    mask = bias = filled = None
+    for x, number, sizes in reversed(terms):  # as they were computed: what is filled is replaced
+        x = x if sizes is None else _as_scores(x, sizes, shape)
+        x = x if x.dim() >= 2 else x.reshape(1, -1)
+        if x.dtype != torch.bool:
+            x = bounded_bias(x if number == 1 else x * number)
+            bias = x if bias is None else bias + x
+        elif number == -math.inf:
+            mask = ~x if mask is None else mask & ~x
+        else:
+            bias = torch.zeros_like(x, dtype=torch.float32) if bias is None else bias
+            bias = torch.where(x, x.new_full((1, 1), number, dtype=torch.float32), bias)
+            mask = mask if mask is None else mask | x
+            filled = x if filled is None else filled | x
+    return mask, bias, filled
 
 
 def _as_scores(x: Tensor, sizes: list[int], shape: tuple[int, ...]) -> Tensor:

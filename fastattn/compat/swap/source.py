@@ -1,21 +1,14 @@
-"""Names in the code of a class of modules, for reports: nothing is decided by them."""
+"""Names in the code of a class of modules: for reports, and for what torch.compile is to try."""
 
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
-
-
-def names_in(kind: type[nn.Module]) -> frozenset[str]:
-    """Names in a class's functions and in functions of its package that they call; not torch's."""
-    of: Any = kind
-    return _names_in(of)
-
 
 @cache
-def _names_in(kind: Any) -> frozenset[str]:
+def names_in(kind: Any) -> frozenset[str]:
+    """Names in a class's functions and in functions of its package that they call; not torch's."""
     package = kind.__module__.partition(".")[0]
     waiting: list[Any] = [
         member
