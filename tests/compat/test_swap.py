@@ -427,6 +427,19 @@ def test_rows_that_numbers_hide(swap, values):
     assert total(done) == 1, str(done)
 
 
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[None] @ x[None].mT).softmax(-1) @ x[None]
+
+
+def test_autocast_decides_the_dtype(swap):
+    model = Bare()
+    done = swap(model, eager=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model(tokens()), Bare()(tokens())
+    assert found.dtype == expected.dtype == torch.bfloat16 and total(done) == 1
+
+
 class Gate(nn.Module):
     """It names softmax, and its attention calls torch's function."""
 

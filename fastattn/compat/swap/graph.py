@@ -138,7 +138,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         _check_sizes(q, k, v)
         if not 0 < found.scale < math.inf:
             raise Unmatched(f"scores are multiplied by {found.scale}")
-        given = (q, k, v, found.scale, found.dropout, found.factors, found.terms)
+        dtype = _value(product).dtype
+        given = (q, k, v, found.scale, found.dropout, found.factors, found.terms, dtype)
         out = graph.call_function(fused, given)
         if order is not None:
             out = graph.call_method("permute", (out, order))
@@ -376,26 +377,30 @@ def fused(
     dropout: float,
     factors: list[Tensor],
     terms: list[tuple[Tensor, float, Any]],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Attention of q [..., T_q, D] and k [..., D, T_k], in place of product, softmax, product."""
     running.fused = True
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     shape = (*q.shape[:-1], k.shape[-1])
     for factor in factors:
         q = q * factor
     if dropout >= 1:  # a number that the graph does not hold
         return F.dropout(q @ k @ v, 1.0)
     mask, bias, filled = _masks(terms, shape)
-    options = {"attn_mask": mask, "attn_bias": None if bias is None else bounded_bias(bias)}
+    options: dict[str, Any] = {
+        "attn_mask": mask,
+        "attn_bias": None if bias is None else bounded_bias(bias),
+    }
     if filled is not None:
         # A row of nothing else depends on no score, nor does a score get a gradient from it.
         hidden = filled | (bias == -math.inf)
         hidden = hidden if mask is None else hidden | ~mask
         q = q.masked_fill(hidden.all(-1, keepdim=True), 0)
     four = q.dim() == 4
-    q, k, wide = ((x if four else x[None]).to(dtype) for x in (q, k.transpose(-2, -1), v))
+    q, k, wide = ((x if four else x[None]).to(common) for x in (q, k.transpose(-2, -1), v))
     o = attention(q, k, wide, scale=scale, dropout=dropout, **options)
-    return (o if four else o[0]).to(v.dtype)
+    return (o if four else o[0]).to(dtype)
 
 
 def _masks(

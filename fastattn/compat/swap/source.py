@@ -5,10 +5,17 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
+from torch import nn
+
+
+def names_in(kind: type[nn.Module]) -> frozenset[str]:
+    """Names in a class's functions and in functions of its package that they call; not torch's."""
+    of: Any = kind
+    return _names_in(of)
+
 
 @cache
-def names_in(kind: Any) -> frozenset[str]:
-    """Names in a class's functions and in functions of its package that they call; not torch's."""
+def _names_in(kind: Any) -> frozenset[str]:
     package = kind.__module__.partition(".")[0]
     waiting: list[Any] = [
         member
