@@ -5,14 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from layout_rules import (
-    FLOORS,
-    REQUIRED,
-    find_imports,
-    find_modules,
-    find_unused,
-    find_violations,
-)
+from layout_rules import FLOORS, REQUIRED, find_imports, find_modules, find_unused, find_violations
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

@@ -17,7 +17,7 @@ import torch
 
 import fastattn
 from fastattn import attention
-from fastattn.functional import call_memo, warmup
+from fastattn.functional import warmup
 from fastattn.options import CALLS, ROWS, TAGS, Options
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
@@ -155,26 +155,6 @@ def test_every_field_is_a_mask_or_weighs_or_changes_no_result() -> None:
     weighing = {field for field in Options._fields if Options()._replace(**{field: 4}).weighs}
     assert not weighing & (AS_MASKS | WITHOUT_EFFECT)
     assert weighing | AS_MASKS | WITHOUT_EFFECT == set(Options._fields)
-
-
-# Of each option that is a number, two values that are both valid beside the others.
-NUMBERS: dict[str, tuple[Any, Any]] = {
-    "causal": (True, False), "window": (3, (2, 1)), "keep_first": (1, 2), "query_offset": (0, 1),
-    "scale": (0.5, 1), "softcap": (2.0, 3.0), "deterministic": (True, False),
-    "prefix_lengths": (1, 2), "stride": (2, 3), "dropout": (0.1, 0.2), "heads": ((0, 3), (1, 3)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_no_option_is_forgotten_in_the_key_of_known_calls(name: str, device: str) -> None:
-    rows = tuple(x.to(device) for x in (q, k, v))
-    without = call_memo.key_of(rows, {}, None)
-    assert without is not None and without == call_memo.key_of(rows, {}, None)
-    for x in NUMBERS.get(name, (None, torch.zeros(1))):
-        assert call_memo.key_of(rows, {name: x}, None) != without
-    if name in NUMBERS:
-        first, second = (call_memo.key_of(rows, {name: x}, None) for x in NUMBERS[name])
-        assert first != second
 
 
 @functools.cache

@@ -54,14 +54,6 @@ def test_each_row_may_have_positions_of_its_own(style):
     assert torch.equal(apply_rotary(x, cos, sin, style=style), torch.cat(rows))
 
 
-def test_a_length_means_the_positions_from_zero():
-    for by_length, by_tensor in zip(
-        rotary_tables(5, 8), rotary_tables(torch.arange(5, dtype=torch.int32), 8), strict=True
-    ):
-        assert by_length.shape == (5, 4)
-        assert torch.equal(by_length, by_tensor)
-
-
 def test_tables_stay_accurate_at_long_positions():
     cos, sin = rotary_tables(torch.tensor([131071]), 64)
     angles = [131071 * 10000.0 ** (-2 * i / 64) for i in range(32)]

@@ -43,11 +43,7 @@ CHECKS = {
         "kernels/test_hopper_attention.py",
         "kernels/test_hopper_parts.py",
     ],
-    "tools": [
-        "bench/tune/test_candidates.py",
-        "bench/tune/test_tuner.py",
-        "test_packaging.py",
-    ],
+    "tools": ["bench/tune/test_candidates.py", "bench/tune/test_tuner.py", "test_packaging.py"],
 }
 
 

@@ -184,20 +184,6 @@ def test_cache_made_in_inference_mode_serves_outside_of_it():
     assert cache.uniform_length == 4
 
 
-def test_graph_is_refused_and_not_stored():
-    cache = make_cache()
-    k, v = tokens(2)
-    before = snapshot(cache)
-    for args in ((k.clone().requires_grad_(), v), (k, v.clone().requires_grad_())):
-        with pytest.raises(RuntimeError, match=r"k or v requires grad: append under torch.no_grad"):
-            cache.append(*args)
-        assert_unchanged(cache, before)
-    with torch.no_grad():
-        cache.append(k.clone().requires_grad_(), v)
-    assert not cache.k.requires_grad
-    assert torch.equal(cache.k[:, :, :2], k)
-
-
 def test_dtype_device_copy_bytes_and_repr():
     cache = KVCache(B, H, MAX, D, dtype=torch.bfloat16)
     assert cache.k.shape == cache.v.shape == (B, H, MAX, D)

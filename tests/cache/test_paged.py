@@ -213,11 +213,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize(
     ("page_size", "steps", "options"),
-    [
-        (3, 1500, {}),
-        (1, 700, {"quantize": "int8"}),
-        (4, 700, {"num_layers": 2, "quantize": "fp8"}),
-    ],
+    [(3, 1500, {}), (1, 700, {"quantize": "int8"}), (4, 700, {"num_layers": 2, "quantize": "fp8"})],
 )
 def test_thousands_of_random_steps_equal_the_list_model(page_size, steps, options, one_thread):
     driver = Driver(make_cache(page_size, **options), seed=0, backend="torch")

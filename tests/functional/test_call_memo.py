@@ -80,14 +80,6 @@ def test_what_is_equal_but_wrong_is_still_refused(device: str, first: dict, wron
         attention(q, k, v, **{"backend": "triton", **first, **wrong})
 
 
-def test_a_seed_without_dropout_is_checked_each_time(device: str) -> None:
-    q, k, v = inputs(device)
-    seed = torch.zeros(2, dtype=torch.int64, device=device)
-    attention(q, k, v, dropout_seed=seed, backend="triton")
-    with pytest.raises(ValueError, match="dropout_seed"):
-        attention(q, k, v, dropout_seed=seed[:1], backend="triton")
-
-
 def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> None:
     tensors = inputs(device)
     torch.manual_seed(3)

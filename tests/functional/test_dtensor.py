@@ -104,8 +104,7 @@ def test_local_tensors_are_served_as_the_message_says(by_head):
     q, k, v = (by_head(torch.randn(2, 2, 8, 16)) for _ in range(3))
     whole = fastattn.attention(*(x.to_local() for x in (q, k, v)), causal=True)
     mapped = local_map(
-        lambda q, k, v: fastattn.attention(q, k, v, causal=True),
-        out_placements=[Shard(1)],
+        lambda q, k, v: fastattn.attention(q, k, v, causal=True), out_placements=[Shard(1)]
     )(q, k, v)
     assert isinstance(mapped, DTensor) and mapped.placements == (Shard(1),)
     torch.testing.assert_close(mapped.to_local(), whole, rtol=0, atol=0)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import fastattn
 from fastattn import KVCache, attention, checks, decode_attention
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.rules import tile
@@ -90,59 +89,12 @@ def test_integers_that_int64_does_not_hold(far, near, backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("entries", [3, 9])
-@pytest.mark.parametrize("x", [2**30, -(2**31)])
-def test_bias_by_distance_from_far_away(x, entries, backend, device):
-    """All distances are past an end of the table, whose gradient there sums them up."""
-    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
-    assert_matches_reference(
-        partial(attention, backend=backend),
-        q,
-        k,
-        v,
-        query_offset=tensor(x, x).to(device),
-        relative_bias=torch.randn(H, entries, device=device),
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_document_ids_differ_in_every_bit(backend, device):
     ids = torch.tensor([[1, 2**32 + 1, 2**32 + 1, 2**63 - 1, -(2**32), 1]] * B, device=device)
     q, k, v = make_qkv(B, H, H, 6, 6, D, device=device)
     call = partial(attention, backend=backend)
     assert_matches_reference(call, q, k, v, documents=ids)
     assert_matches_reference(call, q, k, v, documents=(ids.int().abs(), ids))
-
-
-def others(backend: str, device: str) -> dict[str, Any]:
-    """The other calls that take these options, as functions of them."""
-    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device, requires_grad=False)
-    codes, scales = zip(*map(fastattn.quantize_fp8, (q, k, v)), strict=True)
-    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    cu = [torch.arange(3, device=device, dtype=torch.int32) * T for T in (T_Q, T_K)]
-    return {
-        "varlen": partial(fastattn.attention_varlen, *packed, *cu, backend=backend),
-        "additive": partial(fastattn.additive_attention, q, k, v, q[0, 0, 0], backend=backend),
-        "fp8": partial(fastattn.attention_fp8, *codes, **named, backend=backend),
-        "statistics": partial(fastattn.attention_statistics, q, k, top=3, backend=backend),
-    }
-
-
-NOT_TAKEN = {"varlen": ("query_offset",), "fp8": ("stride",)}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", ["varlen", "additive", "fp8", "statistics"])
-def test_other_calls_take_far_integers_as_near_ones(function, backend, device):
-    """To the bit, as one tile holds all keys."""
-    call = others(backend, device)[function]
-    for name, given in CASES.items():
-        if str(FAR[0]) not in name or any(x in given[0] for x in NOT_TAKEN.get(function, ())):
-            continue
-        far, near = (call(**to_device(one, device)) for one in given)
-        far, near = (x if isinstance(x, tuple) else (x,) for x in (far, near))
-        assert all(map(torch.equal, far, near)), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

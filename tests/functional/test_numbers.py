@@ -63,12 +63,6 @@ def test_what_has_no_effect_becomes_pythons_too() -> None:
     assert {type(x) for x in found} <= {bool, int, float, tuple, type(None)}
 
 
-def test_sides_of_a_window() -> None:
-    found = checked(window=(np.int32(2), torch.tensor(1)))
-    assert (found.left, found.right) == (2, 1)
-    assert type(found.left) is type(found.right) is int
-
-
 @pytest.mark.parametrize(
     ("name", "x", "got"),
     [
@@ -98,19 +92,6 @@ def test_a_tensor_is_read_in_every_call(device: str) -> None:
         scale.fill_(x)
         found = fastattn.attention(q, k, v, scale=scale, backend="triton")
         assert torch.equal(found, fastattn.attention(q, k, v, scale=x, backend="triton"))
-
-
-def test_calls_over_a_cache(device: str) -> None:
-    q, k, v = (x.to(device) for x in inputs())
-    cache = fastattn.KVCache(1, 1, 8, 16, device=device)
-    cache.append(k, v)
-    options: dict[str, Any] = {"window": 4, "softcap": 2.0, "num_splits": 2}
-    expected = fastattn.decode_attention(q, cache, backend="triton", **options)
-    for found in zip(*map(forms, options.values()), strict=True):
-        named = dict(zip(options, found, strict=True))
-        invariant = {"batch_invariant": np.False_}
-        o = fastattn.decode_attention(q, cache, backend="triton", **named, **invariant)
-        assert torch.equal(o, expected)
 
 
 def test_layers_and_configs_keep_pythons_numbers() -> None:

@@ -83,15 +83,10 @@ def launch(kernel: str, D: int, dtype: str) -> None:
 
 KERNELS = {"forward": 1, "backward": 2, "backward_relative": 1}
 # fp32 rows of 128 columns have no matrix units: the smallest spills that were found.
-SPILL_BYTES = {
-    ("sm_80", "forward", 128, "float32"): 4,
-    ("sm_80", "backward", 128, "float32"): 4,
-}
+SPILL_BYTES = {("sm_80", "forward", 128, "float32"): 4, ("sm_80", "backward", 128, "float32"): 4}
 # target, kernel, head dim, dtype
 COMPILED = gate_cases(
-    [
-        *itertools.product(("sm_90",), KERNELS, (128,), ("bfloat16",)),
-    ],
+    [*itertools.product(("sm_90",), KERNELS, (128,), ("bfloat16",))],
     [
         *itertools.product(("sm_80",), KERNELS, (128,), ("float32",)),
         *itertools.product(("sm_90",), KERNELS, (64, 256), ("bfloat16",)),

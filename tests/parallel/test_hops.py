@@ -202,24 +202,6 @@ def test_the_model_of_costs_knows_how_far_keys_go() -> None:
     assert near["gather"] == pytest.approx(far["gather"], rel=0.1)
 
 
-def test_the_model_of_costs_knows_the_documents_that_a_plan_was_made_for() -> None:
-    ids = documents(16)["documents"]
-    found = {}
-    for name, given in (("made", ids), ("other", None)):
-        plan = ContextPlan.make(T, RANKS, block=BLOCK, balance="contiguous", documents=given)
-        own = make_qkv(2, 8, 8, plan.length, D=8, requires_grad=False)
-        spread = ids[:, : plan.length].contiguous()
-        with group_without_messages(0, RANKS):
-            explained = explain_context(*own, mesh=dist.group.WORLD, plan=plan, documents=spread)
-            without = explain_context(*own, mesh=dist.group.WORLD, plan=plan)
-        found[name] = explained.seconds
-        assert without.seconds == found["other"] if given is None else without.method is not None
-    assert found["made"]["ring"] < found["other"]["ring"] / 5
-    assert found["made"]["gather"] < found["other"]["gather"]
-    # Without messages; what is left is the work of 16 keys a query.
-    assert found["made"]["ulysses"] < found["other"]["ulysses"]
-
-
 @pytest.mark.parametrize(("starts", "served"), [((0, 8, 16, 24), True), ((0, 16, 8, 24), False)])
 def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
     starts: tuple[int, ...], served: bool

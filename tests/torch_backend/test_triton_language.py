@@ -116,23 +116,9 @@ def test_bounds_pass_over_nan_unless_told_otherwise() -> None:
 
 
 # Nor has it these as methods.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ceil",
-        "cos",
-        "erf",
-        "exp",
-        "exp2",
-        "floor",
-        "log",
-        "log2",
-        "rsqrt",
-        "sin",
-        "sqrt",
-        "sqrt_rn",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn",
+])  # fmt: skip
 def test_methods_are_functions_of_their_name(name: str) -> None:
     x = triton_language.Value(torch.rand(5) + 0.5, torch.float32)
     expected = getattr(torch, name.removesuffix("_rn"))(x.x)

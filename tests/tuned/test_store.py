@@ -1,6 +1,5 @@
 """The store of findings: what is written is read, and nothing that was stored is lost."""
 
-import json
 import os
 import signal
 import sys
@@ -12,10 +11,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
-import torch
 
 from fastattn.files import replace
-from fastattn.tuned import choices, findings, store
+from fastattn.tuned import findings, store
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
 
@@ -48,17 +46,6 @@ def test_a_row_replaces_the_one_of_its_key(here: Store) -> None:
     assert here.read("backends") == []
     assert here.clear("tiles") and here.clear("tiles")
     assert here.read("tiles") == []
-
-
-def test_people_can_read_the_file(here: Store, tmp_path: Path) -> None:
-    here.put("tiles", {**ROW, "date": DAY}, {**ROW, "BLOCK_D": 128, "date": DAY})
-    path = here.path("tiles")
-    assert path == tmp_path / "v1" / HERE.hash / "tiles.json"
-    found = json.loads(path.read_text())
-    assert found["environment"] == HERE._asdict()
-    lines = [line.strip(" ,") for line in path.read_text().splitlines()]
-    assert lines[1:4] == ['"format": 1', '"environment": {', '"gpu": "A GPU"']
-    assert json.dumps({**ROW, "date": DAY}) in lines
 
 
 def test_rows_and_kinds_are_checked(here: Store) -> None:
@@ -214,25 +201,6 @@ def test_a_writer_that_is_killed_loses_nothing(here: Store) -> None:
         stored.append(1000 + i)
         assert rows(here) == stored
     assert {path.name for path in here.folder.iterdir()} == {"tiles.json"}
-
-
-def test_files_hold_several_kinds(tmp_path: Path) -> None:
-    path = tmp_path / "findings.json"
-    found = findings.Findings(HERE, {"tiles": [{**ROW, "date": DAY}], "verification": []})
-    findings.write(path, found)
-    assert findings.read(path) == found
-
-
-def test_a_nested_file_is_refused_at_every_door(
-    here: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "nested.json"
-    path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="it is damaged, or no file of findings"):
-        here.import_(path)
-    monkeypatch.setenv("FASTATTN_TUNED", str(path))
-    with pytest.warns(UserWarning, match=r"ignores FASTATTN_TUNED=.*nested\.json: it is damaged"):
-        assert choices.read(torch.device("cpu")) == {}
 
 
 def test_export_changes_its_file_alone(here: Store, tmp_path: Path) -> None:
