@@ -207,7 +207,7 @@ MOST: dict[str, tuple[int, int]] = {
     "prefix_lengths": (23, 13),
     "softcap": (44, 27),
     "alibi_slopes": (34, 20),
-    "sinks": (46, 30),
+    "sinks": (45, 30),
 }
 
 

@@ -9,13 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import options
 from ..functional.block import attention_block_backward, attention_block_forward
 from ..functional.merge import merge
 from .pieces import Options, Run, blank, of_pair, pairs
-
-# Options that have gradients, but sinks: these are no keys of any part.
-LEARNED = tuple(name for name in options.LEARNED if name != "sinks")
 
 
 class Whole(NamedTuple):
@@ -36,7 +32,7 @@ class Whole(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """fp32 or wider, of q, k and v, and of the options in LEARNED that are given."""
+    """fp32 or wider, of q, k and v, and of the learned options that are given but sinks."""
 
     q: Tensor
     k: Tensor
