@@ -1,4 +1,4 @@
-"""The kernels against the oracle: every mask, dtype, head dim and shape, forward and backward.
+"""The kernels where generated calls do not go: wide heads, many blocks, one gradient alone.
 
 Runs in Triton's interpreter without a GPU and compiled on one.
 """
@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from nightly import gate_cases
 
 import fastattn
 from fastattn import reference
@@ -19,26 +20,24 @@ def triton_attention(q, k, v, **arguments):
     return fastattn.attention(q, k, v, backend="triton", **arguments)
 
 
-@pytest.mark.parametrize("D", [1, 8, 16, 40, 64, 80, 96, 111, 128, 160, 256])
+# Generated calls have smaller ones.
+@pytest.mark.parametrize("D", [1, *gate_cases([80, 111, 256], [96, 128, 160])])
 def test_head_dims(D: int, device: str) -> None:
     dtype = FLOATS[D % 3]
     q, k, v = make_qkv(1, 2, 1, 37, D=D, dtype=dtype, device=device)
     assert_matches_reference(triton_attention, q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("lengths", [None, (300, 170)])
-def test_holes_in_many_blocks(lengths: tuple[int, ...] | None, device: str) -> None:
+def test_holes_in_many_blocks(device: str) -> None:
     """Every block of keys has bits of its own; poison shows one that takes another's."""
     B, T_k = 2, 300
     clean = make_qkv(B, 2, 1, 20, T_k, 16, device=device)
     mask = torch.rand(B, T_k, generator=torch.Generator().manual_seed(5)).to(device) < 0.7
-    arguments = {"key_padding_mask": mask}
-    hidden = ~mask
-    if lengths is not None:
-        arguments["key_lengths"] = torch.tensor(lengths, device=device)
-        hidden |= torch.arange(T_k, device=device) >= arguments["key_lengths"][:, None]
+    lengths = torch.tensor([300, 170], device=device)
+    hidden = ~mask | (torch.arange(T_k, device=device) >= lengths[:, None])
     k, v = (x.detach().masked_fill(hidden[:, None, :, None], math.nan) for x in clean[1:])
-    assert_matches_reference(triton_attention, clean[0], k, v, clean=clean, **arguments)
+    how = {"key_padding_mask": mask, "key_lengths": lengths}
+    assert_matches_reference(triton_attention, clean[0], k, v, clean=clean, **how)
 
 
 @pytest.mark.parametrize("only", [0, 1, 2], ids=["q", "k", "v"])
