@@ -147,6 +147,7 @@ def by_key_heads() -> tuple[float, ...]:
     return tuple(far)
 
 
+@pytest.mark.nightly
 def test_relative_keys_of_fewer_heads_than_ranks(monkeypatch):
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     for far in run_ranks(f"{__file__}:by_key_heads", 4):

@@ -14,8 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastattn
 from fastattn import attention, dispatch, explain
 from fastattn.functional import call_memo
-from fastattn.kernels.hopper import forward as hopper_forward
-from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attend
 from fastattn.testing import assert_matches_reference, make_qkv
@@ -176,26 +174,6 @@ def test_a_stored_tile_is_used_and_shown(plant: Plant, device: str) -> None:
     said = f"fastattn tune found the tile of forward ({DAY}): 0.9 ms, shipped 1.0 ms"
     assert explain(*qkv).findings == (said,)
     assert explain(*qkv, softcap=3.0).findings == ()
-
-
-def test_the_first_call_in_8_bits_has_its_stored_shape(
-    plant: Plant, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = []
-
-    def launch(q: Tensor, k: Tensor, values: Tensor, scales: Any, dtype: torch.dtype, options: Any):
-        shapes.append(tile_table.fp8_config(64, False))
-        return torch.empty(q.shape, dtype=dtype, device=q.device), q.new_empty(q.shape[:3])
-
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper_forward, "launch_hopper_forward_fp8", launch)
-    usual, said = tile_table.fp8_config(64, False), explain(*inputs(device, T=80))
-    row = {"kernel": "hopper_fp8", "element_size": 1, "D": 64, "BLOCK": 64, "STAGES": 2}
-    plant("tiles", row)
-    codes = [fastattn.quantize_fp8(x.detach())[0] for x in inputs(device)]
-    fastattn.attention_fp8(*codes, backend="hopper")
-    assert shapes == [tile_table.HopperConfig(64, 64, 2)] != [usual]
-    assert explain(*inputs(device, T=80)) == said
 
 
 @pytest.mark.parametrize(
