@@ -22,34 +22,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Te
     return scores.softmax(-1) @ v.double()
 
 
-@pytest.mark.parametrize("slots", [7, 8, 12])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_attention_over_the_ring_is_exact(ragged, slots):
-    """Steps of up to max_step tokens, far past the number of slots."""
-    ring = KVCache(B, H, slots, D, value_dim=D_V, window=WINDOW, keep_first=SINKS)
-    full = KVCache(B, H, 60, D, value_dim=D_V)
-    assert ring.max_step == slots - 6
-    for step in range(40):
-        T = 1 + step % ring.max_step
-        k, v = tokens(T)
-        count = torch.randint(0, T + 1, (B,)) if ragged and step % 3 else torch.full((B,), T)
-        if int((full.lengths + count).max()) > 60:
-            break
-        for cache in (ring, full):
-            cache.append(k, v, count if ragged else None)
-        assert torch.equal(ring.lengths, full.lengths)
-        q = torch.randn(B, H, T, D)
-        q_positions = (full.lengths - count).unsqueeze(1) + torch.arange(T)
-        outputs = [
-            attend(q, *cache.view().gather()[:2], q_positions, cache.view().slot_positions())
-            for cache in (ring, full)
-        ]
-        real = torch.arange(T) < count.unsqueeze(1)
-        for got, wanted in zip(*(o.transpose(1, 2)[real] for o in outputs), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    assert int(full.lengths.max()) > 3 * slots
-
-
 def test_layout_of_the_docstring():
     cache = KVCache(1, 1, 6, 1, window=3, keep_first=1)
     numbers = torch.arange(9.0).view(1, 1, 9, 1)

@@ -4,6 +4,7 @@ Runs in Triton's interpreter without a GPU and compiled on one.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from fastattn.testing import assert_matches_reference, assert_within_budget, mak
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def triton_attention(q, k, v, **arguments):
-    return fastattn.attention(q, k, v, backend="triton", **arguments)
+triton_attention = partial(fastattn.attention, backend="triton")
 
 
 # Generated calls have smaller ones.

@@ -7,6 +7,7 @@ blocks that are skipped.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,12 +71,8 @@ FEATURES = {
 }
 
 
-def triton_attention(q, k, v, **options):
-    return fastattn.attention(q, k, v, backend="triton", **options)
-
-
-def triton_varlen(q, k, v, *starts, **options):
-    return fastattn.attention_varlen(q, k, v, *starts, backend="triton", **options)
+triton_attention = partial(fastattn.attention, backend="triton")
+triton_varlen = partial(fastattn.attention_varlen, backend="triton")
 
 
 @pytest.mark.parametrize("feature", FEATURES)

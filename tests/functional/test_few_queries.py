@@ -1,5 +1,7 @@
 """Attention of few queries to many keys, which splits the keys among programs."""
 
+from functools import partial
+
 import pytest
 import torch
 from nightly import gate_cases
@@ -22,8 +24,7 @@ WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "po
 WITHOUT_KERNEL |= {"dropout", "heads"}
 
 
-def by_triton(q, k, v, **options):
-    return attention(q, k, v, backend="triton", **options)
+by_triton = partial(attention, backend="triton")
 
 
 @pytest.fixture

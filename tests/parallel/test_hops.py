@@ -189,19 +189,6 @@ def test_nothing_is_sent_or_computed_that_is_hidden(
     assert found == MESSAGES[name]
 
 
-def test_the_model_of_costs_knows_how_far_keys_go() -> None:
-    plan = case("window")[0]
-    own = make_qkv(1, 8, 8, plan.length, D=8, requires_grad=False)
-    with group_without_messages(0, RANKS):
-        far, near = (
-            explain_context(*own, mesh=dist.group.WORLD, plan=plan, **options).seconds
-            for options in ({"causal": True}, {"causal": True, "window": 14})
-        )
-    # Latencies are all that tokens this few take: of seven hops, and of one.
-    assert near["ring"] < far["ring"] / 3
-    assert near["gather"] == pytest.approx(far["gather"], rel=0.1)
-
-
 @pytest.mark.parametrize(("starts", "served"), [((0, 8, 16, 24), True), ((0, 16, 8, 24), False)])
 def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
     starts: tuple[int, ...], served: bool

@@ -322,8 +322,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gradients": (other_gradients, ALIKE),
     "functions": (other_mods, ALIKE),
     "length": (other_length, "ValueError: "),
-    "heads": (three_heads, "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do not "
-              "divide the 3 heads of q; gather and ring can"),
+    "heads": (three_heads, "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do "
+              "not divide the 3 heads of q; gather and ring can"),
     "ranks": (lambda mesh: context_attention(*inputs(mesh, plan_of()), mesh=mesh,
                                              plan=plan_of(ranks=4)),
               "ValueError: mesh must have the plan's 4 ranks, got 2"),

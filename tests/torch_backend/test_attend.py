@@ -1,13 +1,10 @@
 """torch's own attention: its flags, what it computes twice, and nothing to attend to."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import fastattn
-from fastattn import reference
-from fastattn.testing import assert_within_budget, make_qkv, worst_naive
+from fastattn.testing import make_qkv
 from fastattn.torch_backend import attend as torch_backend
 
 
@@ -63,26 +60,6 @@ def test_no_sequences_have_gradients(backend: str, return_lse: bool, device: str
         torch.autograd.grad(sum(x.sum() for x in (o, *rest)), leaves), leaves, strict=True
     ):
         assert grad.shape == x.shape and (grad == 0).all()
-
-
-@pytest.mark.parametrize("H_k", [1, 2, 4])
-@pytest.mark.parametrize("arguments", [{"causal": True}, {"window": (3, 2)}], ids=str)
-def test_second_derivatives(arguments, H_k: int) -> None:
-    """Differentiate a gradient penalty, which torch's own fused kernel refuses."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, H, 9, 8, requires_grad=True) for H in (4, H_k, H_k))
-
-    def penalty_gradients(attend, dtype):
-        o = attend(*(x.to(dtype) for x in (q, k, v)), **arguments)
-        first = torch.autograd.grad(o.square().sum(), (q, k, v), create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
-
-    on_torch = partial(fastattn.attention, backend="torch")
-    ours = penalty_gradients(on_torch, torch.float32)
-    ref = penalty_gradients(reference.attention, torch.float64)
-    naive = worst_naive(ref, lambda: penalty_gradients(reference.attention, torch.float32))
-    for x, exact, plain in zip(ours, ref, naive, strict=True):
-        assert_within_budget("second derivative", x, exact, plain)
 
 
 def test_first_derivatives_stay_those_of_the_fused_kernel() -> None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -135,23 +134,6 @@ def test_full_disk_loses_nothing(here: Store, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(os, "fsync", full)
         assert not here.put("tiles", {**ROW, "BLOCK_D": 128})
     assert rows(here) == [64]
-
-
-def test_two_writers_lose_nothing(tmp_path: Path) -> None:
-    """Each has a lock of its own, as processes have."""
-
-    def write(first: int) -> None:
-        here = Store(HERE, tmp_path)
-        for i in range(15):
-            here.put("tiles", {**ROW, "BLOCK_D": first + i})
-
-    writers = [Thread(target=write, args=(first,)) for first in (0, 100)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    expected = [*range(15), *range(100, 115)]
-    assert sorted(rows(Store(HERE, tmp_path))) == expected
 
 
 def killed_at(line: int, task: Callable[[], object]) -> bool:
