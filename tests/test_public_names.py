@@ -19,35 +19,16 @@ from fastattn.cli.main import build_parser
 
 LISTED = Path(__file__).with_name("public_names.txt")
 MODULES = (
-    "fastattn",
-    "fastattn.cache",
-    "fastattn.compat.flash_attn",
-    "fastattn.compat.flex_attention",
-    "fastattn.compat.llama",
-    "fastattn.compat.multihead",
-    "fastattn.compat.patch",
-    "fastattn.compat.sdpa",
-    "fastattn.compat.swap",
-    "fastattn.compat.transformers",
-    "fastattn.functional",
-    "fastattn.generation",
-    "fastattn.models.encoder",
-    "fastattn.models.gpt",
-    "fastattn.models.layers",
-    "fastattn.models.positions",
-    "fastattn.models.seq2seq",
-    "fastattn.modules",
-    "fastattn.parallel",
-    "fastattn.reference",
-    "fastattn.rotary",
-    "fastattn.rotary_scaling",
-    "fastattn.testing",
-    "fastattn.training.checkpoint",
-    "fastattn.training.convert",
-    "fastattn.training.tokenizers",
-    "fastattn.training.train_config",
+    "fastattn", "fastattn.cache", "fastattn.compat.flash_attn", "fastattn.compat.flex_attention",
+    "fastattn.compat.llama", "fastattn.compat.multihead", "fastattn.compat.patch",
+    "fastattn.compat.sdpa", "fastattn.compat.swap", "fastattn.compat.transformers",
+    "fastattn.functional", "fastattn.generation", "fastattn.models.encoder", "fastattn.models.gpt",
+    "fastattn.models.layers", "fastattn.models.positions", "fastattn.models.seq2seq",
+    "fastattn.modules", "fastattn.parallel", "fastattn.reference", "fastattn.rotary",
+    "fastattn.rotary_scaling", "fastattn.testing", "fastattn.training.checkpoint",
+    "fastattn.training.convert", "fastattn.training.tokenizers", "fastattn.training.train_config",
     "fastattn.training.trainer",
-)
+)  # fmt: skip
 
 
 def test_public_names_and_parameters_are_those_listed():

@@ -15,17 +15,9 @@ from fastattn import KVCache, PagedKVCache, QuantizedKVCache
 H, D, MAX = 2, 4, 8
 # What counts as an integer in arithmetic, or is close to one, and is none.
 NO_INTEGERS = (
-    1.0,
-    2.5,
-    True,
-    np.float64(1.0),
-    np.True_,
-    torch.tensor(1.5),
-    torch.tensor(True),
-    torch.ones(1, 1).int(),
-    "1",
-    None,
-)
+    1.0, 2.5, True, np.float64(1.0), np.True_, torch.tensor(1.5), torch.tensor(True),
+    torch.ones(1, 1).int(), "1", None,
+)  # fmt: skip
 # Either error.
 REFUSED = ((TypeError, ValueError), "must|starts")
 INTEGERS = (1, np.int64(1), torch.tensor(1), torch.tensor(1, dtype=torch.int32))

@@ -100,17 +100,9 @@ class Driver:
 
     def run(self, steps: int) -> None:
         names = [
-            "allocate",
-            "free",
-            "fork",
-            "append",
-            "append",
-            "append",
-            "append",
-            "reserve",
-            "truncate",
-            "reorder",
-        ]
+            "allocate", "free", "fork", "append", "append", "append", "append", "reserve",
+            "truncate", "reorder",
+        ]  # fmt: skip
         for _ in range(steps):
             name = self.random.choice(names)
             if name != "allocate" and not self.model.rows:
@@ -199,16 +191,9 @@ class Driver:
 
 
 OUTCOMES = {
-    "allocate",
-    "free",
-    "fork",
-    "append",
-    "reserve",
-    "truncate",
-    "reorder",
-    "out of rows",
+    "allocate", "free", "fork", "append", "reserve", "truncate", "reorder", "out of rows",
     "no room",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -125,13 +125,8 @@ def test_float_options_of_another_dtype(dtype: torch.dtype, device: str) -> None
 
 PACKED_Q, PACKED_K = (0, 20, 20, 21, 42), (0, 37, 40, 40, 61)
 NOT_PACKED = {
-    "key_padding_mask",
-    "documents",
-    "attn_mask",
-    "attn_bias",
-    "query_offset",
-    "positions",
-}
+    "key_padding_mask", "documents", "attn_mask", "attn_bias", "query_offset", "positions",
+}  # fmt: skip
 # For each of the four sequences, in place of each of the batch rows.
 OF_SEQUENCES: dict[str, Any] = {
     "key_lengths": torch.tensor([33, 2, 5, 0]),

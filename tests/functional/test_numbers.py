@@ -15,17 +15,9 @@ from fastattn.testing import make_qkv
 
 # Every option of a call that is a number, each given a value that changes the result.
 NUMBERS = {
-    "causal": True,
-    "window": 3,
-    "keep_first": 1,
-    "stride": 2,
-    "prefix_lengths": 2,
-    "query_offset": 1,
-    "scale": 0.5,
-    "softcap": 2.0,
-    "dropout": 0.25,
-    "deterministic": False,
-}
+    "causal": True, "window": 3, "keep_first": 1, "stride": 2, "prefix_lengths": 2,
+    "query_offset": 1, "scale": 0.5, "softcap": 2.0, "dropout": 0.25, "deterministic": False,
+}  # fmt: skip
 BESIDE = {"keep_first": {"window": 2}, "prefix_lengths": {"causal": True}}
 
 
@@ -96,15 +88,9 @@ def test_a_tensor_is_read_in_every_call(device: str) -> None:
 
 def test_layers_and_configs_keep_pythons_numbers() -> None:
     options: dict[str, Any] = {
-        "causal": True,
-        "window": 4,
-        "keep_first": 2,
-        "stride": 3,
-        "dropout": 0.5,
-        "attention_dropout": 0.25,
-        "softcap": 2.0,
-        "scale": 0.5,
-    }
+        "causal": True, "window": 4, "keep_first": 2, "stride": 3, "dropout": 0.5,
+        "attention_dropout": 0.25, "softcap": 2.0, "scale": 0.5,
+    }  # fmt: skip
     for found in zip(*map(forms, options.values()), strict=True):
         named = dict(zip(options, found, strict=True))
         layer = fastattn.GQAttention(16, 2, **named)

@@ -45,13 +45,8 @@ def test_each_option(option: str, dtype: torch.dtype) -> None:
 
 
 NOT_PACKED = {
-    "key_padding_mask",
-    "query_offset",
-    "positions",
-    "documents",
-    "attn_mask",
-    "attn_bias",
-}
+    "key_padding_mask", "query_offset", "positions", "documents", "attn_mask", "attn_bias",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

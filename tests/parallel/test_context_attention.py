@@ -50,17 +50,10 @@ def examples(T: int) -> dict[str, dict[str, Any]]:
     found["near-both"] = {"window": (20, 15), "sinks": draw(H_q), "relative_bias": draw(H_q, 41)}
     found["near-documents"] = {"documents": documents // 2}
     found["all"] = {
-        "causal": True,
-        "window": 60,
-        "keep_first": 5,
-        "documents": documents,
-        "sinks": draw(H_q),
-        "softcap": 2.0,
-        "alibi_slopes": alibi_slopes(H_q),
-        "relative_bias": draw(H_q, 41),
-        "attn_bias": draw(2, 1, T, T),
-        "key_lengths": torch.tensor([T, T - 20]),
-    }
+        "causal": True, "window": 60, "keep_first": 5, "documents": documents, "sinks": draw(H_q),
+        "softcap": 2.0, "alibi_slopes": alibi_slopes(H_q), "relative_bias": draw(H_q, 41),
+        "attn_bias": draw(2, 1, T, T), "key_lengths": torch.tensor([T, T - 20]),
+    }  # fmt: skip
     return found
 
 

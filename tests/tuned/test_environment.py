@@ -23,13 +23,10 @@ def test_interpreter_is_an_environment() -> None:
 
 def test_hash_has_every_field_in_it() -> None:
     others = [
-        HERE._replace(gpu="B GPU"),
-        HERE._replace(multiprocessors=5),
-        HERE._replace(driver="550.2"),
-        HERE._replace(torch="2.12.0"),
-        HERE._replace(triton="3.6.0"),
-        HERE._replace(kernels="1" * 16),
-    ]
+        HERE._replace(gpu="B GPU"), HERE._replace(multiprocessors=5),
+        HERE._replace(driver="550.2"), HERE._replace(torch="2.12.0"),
+        HERE._replace(triton="3.6.0"), HERE._replace(kernels="1" * 16),
+    ]  # fmt: skip
     assert len({one.hash for one in (HERE, *others)}) == 7
 
 

@@ -14,13 +14,9 @@ from fastattn.tuned.store import Store
 
 HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
 ROW = {
-    "backend": "triton",
-    "family": "forward",
-    "dtype": "bfloat16",
-    "head_dim": 64,
-    "verdict": "hang",
-    "reason": "causal said nothing for 60 s",
-}
+    "backend": "triton", "family": "forward", "dtype": "bfloat16", "head_dim": 64,
+    "verdict": "hang", "reason": "causal said nothing for 60 s",
+}  # fmt: skip
 
 
 def shared_by_rank(folder: str) -> tuple[str, str]:
