@@ -5,10 +5,8 @@ import re
 import shlex
 from pathlib import Path
 from types import ModuleType
-from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from fastattn.cli.main import build_parser
 
@@ -34,27 +32,6 @@ def test_pictures_are_those_of_today(drawing: ModuleType, on_torch: None) -> Non
     there = {path.name: path.read_text(encoding="utf-8") for path in PICTURES.glob("*.svg")}
     assert len(drawn) > 15 and sorted(drawn) == sorted(there)
     assert [name for name in drawn if drawn[name] != there[name]] == []
-
-
-def test_a_mask_is_drawn_a_stretch_at_a_time(drawing: ModuleType) -> None:
-    weights = torch.tensor([[1.0, 1.0, 0.0], [0.5, 0.0, 1.0]])
-    assert dict(drawing.cells(weights)) == {
-        4: "M0 1h1v1h-1z",
-        8: "M0 0h2v1h-2zM2 1h1v1h-1z",
-    }
-
-
-def test_the_terminal_shows_its_record() -> None:
-    """Word by word; a line that is too long goes on in the next one."""
-    terminal = tool("terminal")
-    record = terminal.RECORD.read_text(encoding="utf-8")
-    rows: dict[float, str] = {}
-    for x in ElementTree.fromstring(terminal.draw(record)).iter():
-        if x.tag.endswith("text") and x.text:
-            y = float(x.get("y", ""))
-            rows[y] = rows.get(y, "") + x.text.replace("\xa0", " ")
-    assert " ".join(rows[y] for y in sorted(rows)).split() == record.split()
-    assert max(map(len, record.splitlines())) <= terminal.COLUMNS
 
 
 def test_the_terminals_commands_are_those_of_today() -> None:

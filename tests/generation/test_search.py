@@ -42,7 +42,7 @@ def all_continuations(model, length_penalty, is_end) -> list[Beam]:
     return sorted(found, key=lambda beam: -beam.score)
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 6.0, -2.0])
+@pytest.mark.parametrize("length_penalty", [0.0, 6.0, -2.0])
 @pytest.mark.parametrize("stops", [False, True], ids=["", "is_end"])
 def test_wide_beams_find_the_best_of_all(length_penalty, stops):
     model = make_model()
@@ -51,29 +51,13 @@ def test_wide_beams_find_the_best_of_all(length_penalty, stops):
         return stops and tokens[-2:] == [2, 1]
 
     expected = all_continuations(model, length_penalty, is_end)
-    got = beam_search(
-        model,
-        PROMPT,
-        COUNT,
-        beams=V ** (COUNT - 1),
-        length_penalty=length_penalty,
-        end_token=0,
-        is_end=is_end,
-    )
+    options = {"beams": V ** (COUNT - 1), "length_penalty": length_penalty, "end_token": 0}
+    got = beam_search(model, PROMPT, COUNT, **options, is_end=is_end)
     assert len(got) == min(len(expected), V ** (COUNT - 1))
     assert [beam.tokens for beam in got] == [beam.tokens for beam in expected[: len(got)]]
     for beam, other in zip(got, expected, strict=False):
         assert math.isclose(beam.log_probability, other.log_probability, abs_tol=1e-9)
         assert math.isclose(beam.score, other.score, abs_tol=1e-9)
-
-
-def test_a_length_penalty_changes_the_winner():
-    model = make_model()
-    short, long = (
-        beam_search(model, PROMPT, COUNT, beams=64, length_penalty=p, end_token=0)[0].tokens
-        for p in (-6.0, 6.0)
-    )
-    assert len(short) < len(long)
 
 
 @torch.no_grad()
@@ -102,8 +86,8 @@ def naive_search(model, count, beams, length_penalty, is_end) -> list[list[int]]
     return [tokens for _, tokens in sorted(ended, reverse=True)[:beams]]
 
 
-@pytest.mark.parametrize("beams", [1, 2, 3])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("length_penalty", [0.0, 3.0])
 @pytest.mark.parametrize("context", [20, 5])
 def test_few_beams_follow_the_rule(beams, length_penalty, context):
     model = make_gpt(8, context, std=0.3, positions="rotary").double()
@@ -112,12 +96,10 @@ def test_few_beams_follow_the_rule(beams, length_penalty, context):
         return tokens[-1] != 7 and len(tokens) % 3 > 0
 
     for predicate in (is_end, None):
-        keywords = {"beams": beams, "length_penalty": length_penalty, "is_end": predicate}
-        got = beam_search(model, PROMPT, 12, end_token=0, **keywords)
-        expected = naive_search(
-            model, 12, beams, length_penalty, predicate or (lambda tokens: False)
-        )
-        assert [beam.tokens for beam in got] == expected
+        keywords = {"beams": beams, "length_penalty": length_penalty}
+        got = beam_search(model, PROMPT, 12, end_token=0, is_end=predicate, **keywords)
+        wanted = naive_search(model, 12, is_end=predicate or (lambda tokens: False), **keywords)
+        assert [beam.tokens for beam in got] == wanted
 
 
 def test_the_search_goes_on_past_the_context():
@@ -138,10 +120,6 @@ def test_the_search_ends_when_nothing_better_can_come():
     best = beam_search(model, PROMPT, 1000, beams=2, end_token=0)
     assert len(best) == 2
     assert len(steps) < 30
-
-
-def test_nothing_is_asked_for():
-    assert beam_search(make_model(), PROMPT, 0) == [Beam([], 0.0, 0.0)]
 
 
 def test_the_length_divisor_is_that_of_the_paper():

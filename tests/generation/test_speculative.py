@@ -1,7 +1,5 @@
 """Speculative decoding: the model's own tokens at temperature 0, its own distribution otherwise."""
 
-import math
-
 import pytest
 import torch
 from small_gpt import make_gpt
@@ -25,7 +23,7 @@ GREEDY = Sampling(greedy=True)
 CHI_SQUARE_26 = 54.05
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("drafts", [1, 7])
 @pytest.mark.parametrize(
     ("draft_context", "prompt"), [(12, 1), (12, 30), (5, 4), (30, 12)], ids=str
 )
@@ -65,15 +63,12 @@ def test_both_models_hold_the_text_as_it_is():
     decoder = SpeculativeDecoder(model, draft, request, 4, tally)
     while not request.done:
         decoder.step()
-        for window, unread in (
-            (decoder._model, decoder._unread),
-            (decoder._draft, decoder._draft_unread),
-        ):
-            text = [1, 2, 3, *request.tokens]
+        text = [1, 2, 3, *request.tokens]
+        both = (decoder._model, decoder._unread), (decoder._draft, decoder._draft_unread)
+        for window, unread in both:
             assert text == window._readings[0].tokens + unread
-            assert [cache.uniform_length for cache in window.caches] == (
-                window.held * len(window.caches)
-            )
+            lengths = [cache.uniform_length for cache in window.caches]
+            assert lengths == window.held * len(window.caches)
     assert 10 < tally.accepted < tally.drafted - 10
 
 
@@ -107,6 +102,7 @@ def chi_square(counts: dict, expected: dict, total: int) -> float:
     )
 
 
+@pytest.mark.nightly
 def test_texts_follow_the_models_distribution():
     """All 27 texts of three tokens; the draft model's own distribution is far from it."""
     sampling = Sampling(temperature=1.3, repetition_penalty=1.2)
@@ -170,16 +166,6 @@ def test_end_tokens_and_stop_strings_end_the_text():
     stop = text[20:23]
     pieces = speculative_text(model, draft, tokenizer, "b", 60, sampling=GREEDY, stop=[stop])
     assert "".join(pieces) == text[: text.index(stop)]
-
-
-def test_a_seed_repeats_the_tokens():
-    model, draft = make_gpt(), make_gpt(num_layers=1)
-    runs = [list(speculative_tokens(model, draft, [1], 30, seed=seed)) for seed in (5, 5, 6)]
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_nothing_drafted_has_no_rate():
-    assert math.isnan(Tally().acceptance_rate)
 
 
 def test_wrong_pairs_are_named():

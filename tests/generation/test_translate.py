@@ -83,12 +83,6 @@ def test_greedy_takes_the_likeliest_token_of_each_step():
     assert len({len(tokens) for tokens in expected}) > 1, "a row that ends before others"
 
 
-def test_translate_takes_the_best_beam():
-    model = make_model()
-    best = [found[0].tokens for found in beam_translate(model, SOURCE, beams=3, **CALL)]
-    assert translate(model, SOURCE, beams=3, **CALL) == best
-
-
 def test_rows_do_not_depend_on_each_other():
     model = make_model()
     together = translate(model, SOURCE, beams=2, length_penalty=1.0, **CALL)

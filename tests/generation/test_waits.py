@@ -12,7 +12,6 @@ from fastattn.generation import Engine, Sampling
 from fastattn.generation.generate import Batch
 from fastattn.generation.request import make_request
 from fastattn.models.sampling import choose_rows
-from fastattn.models.transfer import to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -79,10 +78,3 @@ def test_scores_that_are_not_finite_are_found_with_the_tokens():
     logits[1, 2] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         choose_rows(logits, SETTINGS, [None] * 3)
-
-
-@pytest.mark.parametrize("values", [[1, 2], [[1, 2], [3, 4]], [0.5], torch.tensor([7])])
-def test_numbers_on_a_device_are_those_of_the_host(values, device):
-    got = to_device(values, device)
-    assert got.device.type == device
-    assert torch.equal(got.cpu(), torch.as_tensor(values))

@@ -198,7 +198,8 @@ def world() -> dict[str, Any]:
     found: dict[str, Any] = {
         name: step(case, two if case.method == "usp" else one) for name, case in CASES.items()
     }
-    found["refused"] = {name: refusal(call, one) for name, call in REFUSED.items()}
+    found["refused"] = {name: refusal(call, one) for name, (call, _) in REFUSED.items()}
+    found["one rank's tokens"] = refusal(tokens_of_one_rank, one)
     return found
 
 
@@ -243,54 +244,86 @@ def tables_in_a_style(mesh: Any) -> Any:
     return found(draw(1, 24, 32), rotary_tables=(draw(24, 4), draw(24, 4)))
 
 
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "cache of a layer": lambda mesh: layer(mesh, cache=KVCache(1, 2, 8, 8)),
-    "mask of torch": lambda mesh: Unpatched()(
-        shard(tokens(1, T, "cpu"), 1, plan_of(), mesh), torch.ones(24, 24).bool()
+def masked_torch(mesh: Any) -> Any:
+    ids = shard(tokens(1, T, "cpu"), 1, plan_of(), mesh)
+    return Unpatched()(ids, torch.ones(24, 24).bool())
+
+
+def of_another_class(mesh: Any) -> Any:
+    labels = torch.zeros(1, 24).long()
+    return mistral(mesh, tr.AutoModelForTokenClassification, labels=labels)
+
+
+def tokens_of_one_rank(mesh: Any) -> Any:
+    return mistral(mesh, **({"input_ids": tokens(1, T, "cpu")} if dist.get_rank() == 1 else {}))
+
+
+def other_module(mesh: Any) -> Any:
+    return parallelize_module(nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of()))
+
+
+WHOLE = "must have 24 tokens in dim 1"
+UNDER = "is not served under ContextParallel"
+# By name a call and how its error begins.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "cache of a layer": (
+        lambda mesh: layer(mesh, cache=KVCache(1, 2, 8, 8)),
+        "ValueError: cache: a sequence that is spread over ranks has none",
     ),
-    "tables of a style": tables_in_a_style,
-    "other modules": lambda mesh: parallelize_module(
-        nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of())
+    "mask of torch": (
+        masked_torch,
+        "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 24, 90], got [24, 24]",
     ),
-    "whole tokens": lambda mesh: mistral(mesh, input_ids=tokens(1, T, "cpu")),
-    "one rank's tokens": lambda mesh: mistral(
-        mesh, **({"input_ids": tokens(1, T, "cpu")} if dist.get_rank() == 1 else {})
+    "tables of a style": (
+        tables_in_a_style, "ValueError: rotary_tables may be those of other positions"
     ),
-    "whole padding": lambda mesh: mistral(mesh, attention_mask=torch.ones(1, T)),
-    "whole positions": lambda mesh: mistral(mesh, position_ids=torch.arange(T)[None]),
-    "a rank's mask": lambda mesh: mistral(mesh, attention_mask=torch.ones(1, 1, 24, 24).bool()),
-    "cache": lambda mesh: mistral(mesh, past_key_values=tr.DynamicCache()),
-    "use_cache": lambda mesh: mistral(mesh, use_cache=True),
-    "offsets": lambda mesh: mistral(mesh, cu_seq_lens_q=torch.tensor([0, 90])),
-    "weights": lambda mesh: mistral(mesh, output_attentions=True),
-    "another loss": lambda mesh: mistral(
-        mesh, tr.AutoModelForTokenClassification, labels=torch.zeros(1, 24).long()
+    "other modules": (
+        other_module, "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention"
     ),
-    "own positions": bert,
-    "multihead": lambda mesh: multihead(nn.MultiheadAttention),
-    "our multihead": lambda mesh: multihead(MultiheadAttention),
-}
-SAY = {
-    "cache of a layer": "ValueError: cache: a sequence that is spread over ranks has none",
-    "mask of torch": "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 24, 90], "
-    "got [24, 24]",
-    "tables of a style": "ValueError: rotary_tables may be those of other positions",
-    "other modules": "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention",
-    "whole tokens": "ValueError: input_ids must have 24 tokens in dim 1, as a rank has by the "
-    "plan, got [1, 90]: shard(x, 1, plan, mesh) does it",
-    "whole padding": "ValueError: attention_mask must have 24 tokens in dim 1",
-    "whole positions": "ValueError: position_ids must have 24 tokens in dim 1",
-    "a rank's mask": "ValueError: attention_mask was made of this rank's tokens alone, by a "
-    "function that is not transformers' own: give the model [B, 1, 24, 90]",
-    "cache": "ValueError: past_key_values is not served under ContextParallel: a sequence that",
-    "use_cache": "ValueError: use_cache is not served under ContextParallel",
-    "offsets": "ValueError: cu_seq_lens_q is not served under ContextParallel: position_ids that",
-    "weights": "ValueError: output_attentions is not served under ContextParallel",
-    "another loss": "ValueError: labels are not served under ContextParallel for MistralForToken",
-    "own positions": "ValueError: position_ids must be given to BertModel under ContextParallel",
-    "multihead": "ValueError: MultiheadAttention is not served under ContextParallel",
-    "our multihead": "ValueError: MultiheadAttention is not served under ContextParallel",
-}
+    "whole tokens": (
+        lambda mesh: mistral(mesh, input_ids=tokens(1, T, "cpu")),
+        f"ValueError: input_ids {WHOLE}, as a rank has by the plan, got [1, 90]: shard(x, 1, plan, "
+        "mesh) does it",
+    ),
+    "whole padding": (
+        lambda mesh: mistral(mesh, attention_mask=torch.ones(1, T)),
+        f"ValueError: attention_mask {WHOLE}",
+    ),
+    "whole positions": (
+        lambda mesh: mistral(mesh, position_ids=torch.arange(T)[None]),
+        f"ValueError: position_ids {WHOLE}",
+    ),
+    "a rank's mask": (
+        lambda mesh: mistral(mesh, attention_mask=torch.ones(1, 1, 24, 24).bool()),
+        "ValueError: attention_mask was made of this rank's tokens alone, by a function that is "
+        "not transformers' own: give the model [B, 1, 24, 90]",
+    ),
+    "cache": (
+        lambda mesh: mistral(mesh, past_key_values=tr.DynamicCache()),
+        f"ValueError: past_key_values {UNDER}: a sequence that",
+    ),
+    "use_cache": (lambda mesh: mistral(mesh, use_cache=True), f"ValueError: use_cache {UNDER}"),
+    "offsets": (
+        lambda mesh: mistral(mesh, cu_seq_lens_q=torch.tensor([0, 90])),
+        f"ValueError: cu_seq_lens_q {UNDER}: position_ids that",
+    ),
+    "weights": (
+        lambda mesh: mistral(mesh, output_attentions=True), f"ValueError: output_attentions {UNDER}"
+    ),
+    "another loss": (
+        of_another_class,
+        "ValueError: labels are not served under ContextParallel for MistralForToken",
+    ),
+    "own positions": (
+        bert, "ValueError: position_ids must be given to BertModel under ContextParallel"
+    ),
+    "multihead": (
+        lambda mesh: multihead(nn.MultiheadAttention), f"ValueError: MultiheadAttention {UNDER}"
+    ),
+    "our multihead": (
+        lambda mesh: multihead(MultiheadAttention), f"ValueError: MultiheadAttention {UNDER}"
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -312,17 +345,17 @@ def test_a_step_is_that_of_one_process(ranks, name):
     assert exact["loss"] > 0
 
 
-@pytest.mark.parametrize("name", SAY)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_on_every_rank(ranks, name):
     for rank in ranks:
-        assert rank["refused"][name].startswith(SAY[name])
+        assert rank["refused"][name].startswith(REFUSED[name][1])
 
 
 def test_a_rank_hears_that_another_has_other_tokens(ranks):
     reason = "input_ids must have 24 tokens in dim 1, as a rank has by the plan, got [1, 90]"
     for n, rank in enumerate(ranks):
         start = "ValueError: " if n == 1 else "ValueError: rank 1 refused the call: "
-        assert rank["refused"]["one rank's tokens"].startswith(start + reason)
+        assert rank["one rank's tokens"].startswith(start + reason)
 
 
 def test_nothing_stays_in_force_after_a_refusal():

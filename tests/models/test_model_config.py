@@ -13,6 +13,11 @@ from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 RELATIVE = {"positions": "content", "relative_values": True}
 
 
+ADDITIVE = {"scoring": "additive"}
+ODD = {"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}
+MERGE = {"sparse": "merge", "window": 3}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -21,32 +26,20 @@ RELATIVE = {"positions": "content", "relative_values": True}
         ({"relative_table": "fixed"}, "relative_table must be 'trained' or 'sinusoidal', got"),
         ({"sparse": "all"}, "sparse must be 'alternate' or 'merge', got 'all'"),
         ({"stride": 2}, "stride needs sparse='alternate' or 'merge', got 2 without it"),
-        (
-            {"sparse": "merge", "window": 3},
-            "sparse='merge' needs window and stride, got window=3 and stride=None",
-        ),
+        (MERGE, "sparse='merge' needs window and stride, got window=3 and stride=None"),
         ({"scoring": "cosine"}, "scoring must be 'scaled_dot', .* or 'additive', got 'cosine'"),
         ({"block": "both"}, "block must be 'pre', 'post' or 'parallel', got 'both'"),
         ({"norm": "batch"}, "norm must be 'layernorm' or 'rmsnorm', got 'batch'"),
         ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
-        (
-            {"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3},
-            "embed_dim must be even for sinusoids, got 9",
-        ),
+        (ODD, "embed_dim must be even for sinusoids, got 9"),
         ({"relative_values": True}, "needs positions to be one of scalar, .* got 'learned'"),
         ({**RELATIVE, "window": 3}, "window cannot go with relative_values, got 3"),
         ({**RELATIVE, "softcap": 2.0}, "softcap cannot go with relative_values, got 2.0"),
         ({**RELATIVE, "sinks": True}, "sinks cannot go with relative_values, got True"),
-        (
-            {**RELATIVE, "attention_dropout": 0.1},
-            "attention_dropout cannot go with relative_values, got 0.1",
-        ),
-        ({"scoring": "additive", "sinks": True}, "sinks cannot go with scoring='additive', got"),
-        (
-            {"scoring": "additive", "positions": "alibi"},
-            "positions must be 'learned', .* with scoring='additive', got 'alibi'",
-        ),
+        ({**RELATIVE, "attention_dropout": 0.1}, "attention_dropout cannot go with relative_val"),
+        ({**ADDITIVE, "sinks": True}, "sinks cannot go with scoring='additive', got"),
+        ({**ADDITIVE, "positions": "alibi"}, "positions must be 'learned', .* with scoring='addit"),
     ],
 )
 def test_wrong_options_are_named(changes, message):
@@ -63,23 +56,11 @@ def test_wrong_options_are_named(changes, message):
         (lambda: Seq2SeqConfig(5, 0), "target_vocab_size must be a positive integer, got 0"),
         (lambda: Seq2SeqConfig(5, 5, 0), "source_length must be a positive integer, got 0"),
         (lambda: Seq2SeqConfig(5, 5, 5, 0), "target_length must be a positive integer, got 0"),
-        (
-            lambda: Seq2SeqConfig(5, 5, num_decoder_layers=0),
-            "num_decoder_layers must be a positive integer, got 0",
-        ),
-        (
-            lambda: Seq2SeqConfig(5, 6, share_embeddings=True),
-            "one vocabulary, got source_vocab_size=5 and target_vocab_size=6",
-        ),
+        (lambda: Seq2SeqConfig(5, 5, num_decoder_layers=0), "num_decoder_layers must be a positi"),
+        (lambda: Seq2SeqConfig(5, 6, share_embeddings=True), "one vocabulary, got source_vocab_s"),
         (lambda: EncoderConfig(5, block="x"), "block must be 'pre'"),
-        (
-            lambda: Seq2SeqConfig.from_dict({"source_vocab_size": 5}),
-            "Seq2SeqConfig needs the field",
-        ),
-        (
-            lambda: EncoderConfig.from_dict({"vocab_size": 5, "tags": 3}),
-            "EncoderConfig has no field",
-        ),
+        (lambda: Seq2SeqConfig.from_dict({"source_vocab_size": 5}), "Seq2SeqConfig needs the fie"),
+        (lambda: EncoderConfig.from_dict({"vocab_size": 5, "tags": 3}), "EncoderConfig has no fi"),
         (lambda: GPTConfig.preset("gpt5"), "GPTConfig has the presets gpt2-small, .* got 'gpt5'"),
         (lambda: TransformerConfig.preset("x"), "TransformerConfig has the presets none, got 'x'"),
     ],
@@ -112,22 +93,10 @@ def test_a_config_of_before_the_options_is_what_it_was():
     }  # fmt: skip
     config = GPTConfig.from_dict(fields)
     assert {name: config.to_dict()[name] for name in fields} == fields
-    names = {
-        f"blocks.{i}.{name}.weight"
-        for i in range(2)
-        for name in (
-            "attention_norm",
-            "attention.q_proj",
-            "attention.k_proj",
-            "attention.v_proj",
-            "attention.out_proj",
-            "mlp_norm",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        )
-    }
-    expected = {"token_embedding.weight", "norm.weight", *names}
-    assert set(GPT(config).state_dict()) == expected
+    layers = [f"attention.{part}_proj" for part in ("q", "k", "v", "out")]
+    layers += ["attention_norm", "mlp_norm", "mlp.up_proj", "mlp.down_proj"]
+    names = {f"blocks.{i}.{name}.weight" for i in range(2) for name in layers}
+    assert set(GPT(config).state_dict()) == {"token_embedding.weight", "norm.weight", *names}
 
 
 # Parameters as published, or counted by the model's own authors' code.

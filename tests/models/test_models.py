@@ -202,15 +202,6 @@ def test_shared_embeddings_are_one_parameter():
     assert len(Seq2Seq(Seq2SeqConfig(V, V, **sizes, num_decoder_layers=1)).decoder.blocks) == 1
 
 
-@torch.no_grad()
-def test_positions_that_are_fixed_reach_past_the_target_length():
-    for positions in ("sinusoidal", "content"):
-        model = make_seq2seq(positions=positions, **RELATIVE)
-        memory, cache = model.encode(torch.randint(V, (1, S))), model.new_cache(1, 2 * T)
-        for token in torch.randint(V, (2 * T, 1, 1)):
-            assert model.decode(token, memory, cache).isfinite().all()
-
-
 def test_initial_weights_of_layers_that_write_are_smaller():
     sizes = {"embed_dim": 128, "positions": "none"}
     for model, parts in (

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fastattn.models.encoder import Encoder, EncoderConfig
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -76,68 +75,6 @@ def test_bert():
         return model(tokens, attention_mask=real.long()).last_hidden_state
 
     assert_same(ours, theirs, lambda model: model(tokens, key_lengths=lengths), their_call, real)
-
-
-def test_bart():
-    config = tr.BartConfig(
-        vocab_size=V, d_model=C, encoder_layers=L, decoder_layers=L, encoder_attention_heads=H,
-        decoder_attention_heads=H, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN,
-        max_position_embeddings=12, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=2, forced_eos_token_id=2, attn_implementation="eager",
-    )  # fmt: skip
-    theirs = randomised(tr.BartForConditionalGeneration(config))
-    theirs.final_logits_bias.zero_()
-    ours = randomised(
-        Seq2Seq(
-            Seq2SeqConfig(
-                V,
-                V,
-                12,
-                12,
-                **SHARED,
-                block="post",
-                embedding_norm=True,
-                bias=True,
-                share_embeddings=True,
-            )
-        )
-    )
-    put(ours.encoder.token_embedding, theirs.model.shared)
-
-    def put_attention(block: nn.Module, heads: nn.Module, norm: nn.Module) -> None:
-        put(block.attention.q_proj, heads.q_proj)
-        put(block.attention.k_proj, heads.k_proj)
-        put(block.attention.v_proj, heads.v_proj)
-        put(block.attention.out_proj, heads.out_proj)
-        put(block.attention_norm, norm)
-
-    for part, twin in ((ours.encoder, theirs.model.encoder), (ours.decoder, theirs.model.decoder)):
-        # Theirs begin at position 2.
-        part.position_embedding.weight.data = twin.embed_positions.weight.data[2:].clone()
-        put(part.embedding_norm, twin.layernorm_embedding)
-        for block, layer in zip(part.blocks, twin.layers, strict=True):
-            put_attention(block, layer.self_attn, layer.self_attn_layer_norm)
-            put(block.mlp.up_proj, layer.fc1)
-            put(block.mlp.down_proj, layer.fc2)
-            put(block.mlp_norm, layer.final_layer_norm)
-            if block.cross is not None:
-                cross = layer.encoder_attn
-                put(block.cross.q_proj, cross.q_proj)
-                put(block.cross.k_proj, cross.k_proj)
-                put(block.cross.v_proj, cross.v_proj)
-                put(block.cross.out_proj, cross.out_proj)
-                put(block.cross_norm, layer.encoder_attn_layer_norm)
-    source, inputs = torch.randint(V, (2, 9)), torch.randint(V, (2, 7))
-    lengths = torch.tensor([9, 4])
-    mask = (torch.arange(9) < lengths[:, None]).long()
-
-    def their_call(model: nn.Module) -> Tensor:
-        return model(source, attention_mask=mask, decoder_input_ids=inputs).logits
-
-    def call(model: nn.Module) -> Tensor:
-        return model(source, inputs, source_lengths=lengths)
-
-    assert_same(ours, theirs, call, their_call)
 
 
 def test_llama():

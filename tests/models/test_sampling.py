@@ -10,11 +10,6 @@ from fastattn.models.sampling import Sampling, choose_rows, draw, make_generator
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
 
 
-def kept(sampling: Sampling) -> list[list[int]]:
-    """Which tokens of each row of LOGITS are not ruled out."""
-    return [row.isfinite().nonzero().flatten().tolist() for row in sampling.filter(LOGITS)]
-
-
 def test_greedy_takes_the_first_highest():
     assert Sampling(greedy=True, top_k=1).choose(LOGITS).tolist() == [1, 2]
 
@@ -25,24 +20,46 @@ def test_temperature_divides_the_scores():
 
 
 def test_top_k_keeps_the_highest_and_their_equals():
-    assert kept(Sampling(top_k=1)) == [[1, 3], [2]]
-    assert kept(Sampling(top_k=3)) == [[1, 2, 3], [2, 3, 4]]
-    assert kept(Sampling(top_k=9)) == [[0, 1, 2, 3, 4]] * 2
+    for top_k, expected in (
+        (1, [[1, 3], [2]]),
+        (3, [[1, 2, 3], [2, 3, 4]]),
+        (9, [[*range(5)]] * 2),
+    ):
+        scores = Sampling(top_k=top_k).filter(LOGITS)
+        assert [row.isfinite().nonzero().flatten().tolist() for row in scores] == expected
 
 
-def test_top_p_keeps_the_fewest_that_reach_it():
-    probabilities = torch.tensor([[0.5, 0.05, 0.3, 0.15]])
-    for top_p, expected in ((0.01, [0]), (0.49, [0]), (0.6, [0, 2]), (0.9, [0, 2, 3]), (1.0, None)):
-        scores = Sampling(top_p=top_p).filter(probabilities.log())
-        left = scores.isfinite()[0].nonzero().flatten().tolist()
-        assert left == (expected or [0, 1, 2, 3])
-        assert torch.equal(scores[0, left], probabilities.log()[0, left])
+ALL = [0, 1, 2, 3]
 
 
-def test_top_p_counts_what_top_k_has_left():
-    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    scores = Sampling(top_k=2, top_p=0.5).filter(probabilities.log())
-    assert scores.isfinite().tolist() == [[True, False, False, False]]
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # The fewest that reach it, of what top-k has left.
+        *(
+            ({"top_p": p}, left)
+            for p, left in ((0.01, [0]), (0.49, [0]), (0.6, [0, 2]), (1.0, ALL))
+        ),
+        ({"top_p": 0.9}, [0, 2, 3]),
+        ({"top_p": 0.5, "top_k": 2}, [0]),
+        # By the likeliest one, as temperature has made them.
+        *(({"min_p": p}, left) for p, left in ((0.05, ALL), (0.2, [0, 2, 3]), (0.5, [0, 2]))),
+        ({"min_p": 1.0}, [0]),
+        ({"min_p": 0.5, "temperature": 0.5}, [0]),
+        # By itself, of what top-k has left, and the likeliest: the second has three eighths.
+        *(({"epsilon_cutoff": p}, left) for p, left in ((0.03, ALL), (0.1, [0, 2, 3]), (1.0, [0]))),
+        ({"epsilon_cutoff": 0.29}, [0, 2]),
+        ({"epsilon_cutoff": 0.35, "top_k": 2}, [0, 2]),
+    ],
+    ids=str,
+)
+def test_tokens_are_kept_by_their_probability(settings, expected):
+    even, uneven = torch.tensor([[0.25] * 4, [0.5, 0.05, 0.3, 0.15]]).log()
+    scores = Sampling(**settings).filter(torch.stack((uneven, even)))
+    assert scores[0].isfinite().nonzero().flatten().tolist() == expected
+    assert torch.equal(scores[0, expected], uneven[expected] / settings.get("temperature", 1.0))
+    if not settings.keys() & {"top_p", "top_k"}:
+        assert scores[1].isfinite().all(), "equals are all the likeliest"
 
 
 def test_draws_follow_the_distribution():
@@ -74,36 +91,6 @@ def test_draws_follow_the_distribution():
 def test_wrong_sampling_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**changes)
-
-
-def test_min_p_keeps_what_is_likely_beside_the_likeliest():
-    probabilities = torch.tensor([[0.5, 0.05, 0.3, 0.15], [0.25, 0.25, 0.25, 0.25]])
-    for min_p, expected in ((0.05, [0, 1, 2, 3]), (0.2, [0, 2, 3]), (0.5, [0, 2]), (1.0, [0])):
-        scores = Sampling(min_p=min_p).filter(probabilities.log())
-        assert scores.isfinite()[0].nonzero().flatten().tolist() == expected
-        assert scores.isfinite()[1].all()
-
-
-def test_min_p_looks_at_what_temperature_has_made_of_the_scores():
-    scores = torch.tensor([[0.5, 0.3]]).log()
-    assert not Sampling(min_p=0.5, temperature=0.5).filter(scores).isfinite().all()
-    assert Sampling(min_p=0.5).filter(scores).isfinite().all()
-
-
-def test_an_epsilon_cutoff_keeps_what_is_likely_by_itself_and_the_likeliest():
-    probabilities = torch.tensor([[0.5, 0.04, 0.31, 0.15], [0.25, 0.25, 0.25, 0.25]])
-    for cutoff, expected in (
-        (0.03, ([0, 1, 2, 3], [0, 1, 2, 3])),
-        (0.1, ([0, 2, 3], [0, 1, 2, 3])),
-        (0.3, ([0, 2], [0, 1, 2, 3])),
-        (1.0, ([0], [0, 1, 2, 3])),
-    ):
-        scores = Sampling(epsilon_cutoff=cutoff).filter(probabilities.log())
-        left = tuple(row.isfinite().nonzero().flatten().tolist() for row in scores)
-        assert left == expected
-    # Of what top-k has left, the second has three eighths.
-    scores = Sampling(top_k=2, epsilon_cutoff=0.35).filter(probabilities[:1].log())
-    assert scores.isfinite().tolist() == [[True, False, True, False]]
 
 
 def test_a_repetition_penalty_lowers_scores_of_either_sign():

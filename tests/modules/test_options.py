@@ -1,13 +1,10 @@
-"""The table of a layer's options: signatures, errors, and how many places an option stands in."""
+"""The table of a layer's options: signatures, errors, and defaults of models."""
 
 import dataclasses
 import inspect
-import tokenize
-from pathlib import Path
 
 import pytest
 
-import fastattn
 from fastattn import CausalGQAttention, GQAttention
 from fastattn.models.model_config import TransformerConfig
 from fastattn.modules.cross_attention import CrossGQAttention
@@ -32,11 +29,6 @@ def test_an_unknown_option_is_refused(layer):
         layer(8, 2, soft=1.0)
 
 
-def test_cross_attention_refuses_options_of_self_attention():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
-        CrossGQAttention(8, 2, window=3)
-
-
 @pytest.mark.parametrize(("layer", "kind"), LAYERS, ids=("self", "cross"))
 def test_options_of_scores_reach_attention(layer, kind):
     made = layer(8, 2, softcap=3.0)
@@ -51,17 +43,3 @@ def test_models_have_the_defaults_of_layers():
     assert {name: fields[name] for name in shared} == {
         name: table(SelfOptions)[name].default for name in shared
     }
-
-
-def test_an_option_of_layers_and_the_command_stands_in_four_places():
-    """Row, attribute, field of the configuration, option of `fastattn train`; docs beside."""
-    package = Path(fastattn.__file__).parent
-    places = []
-    for folder in ("modules", "models", "cli"):
-        for path in sorted((package / folder).glob("*.py")):
-            with path.open("rb") as file:
-                tokens = list(tokenize.tokenize(file.readline))
-            lines = {t.start[0] for t in tokens if t.string.strip("\"'") == "softcap"}
-            places += [f"{folder}/{path.name}" for _ in lines]
-    expected = ["modules/layer.py", "modules/options.py", "models/model_config.py", "cli/train.py"]
-    assert places == expected

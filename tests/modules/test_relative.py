@@ -1,10 +1,9 @@
 """Relative schemes and sinusoids: against their formulas written over every pair of tokens."""
 
-import copy
-
+import naive_layers
 import pytest
 import torch
-from torch import Tensor
+from naive_layers import assert_layer_equals_naive, exact_and_naive
 
 from fastattn import GQAttention, KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
@@ -17,7 +16,7 @@ from fastattn.models.positions import (
     SinusoidalPositions,
     sinusoids,
 )
-from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,62 +34,11 @@ SCHEMES = {
 }
 
 
-def make_layer(
-    scheme: str, *, values: bool = False, backend: str = "torch", device="cpu", **options
-) -> GQAttention:
+def make_layer(scheme: str, *, values: bool = False, **options) -> GQAttention:
     """A layer of width C whose every parameter matters."""
     relative = SCHEMES[scheme](value_dim=D if values else None)
-    layer = GQAttention(C, H_q, H_k, relative=relative, backend=backend, **options)
-    for parameter in layer.relative.parameters():
-        torch.nn.init.normal_(parameter)
-    return layer.to(device)
-
-
-def for_heads(vectors: Tensor) -> Tensor:
-    """[H, ...] to [H_q, ...]."""
-    return vectors.repeat_interleave(H_q // len(vectors), dim=0)
-
-
-def naive(layer: GQAttention, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-    """The formulas of `fastattn.models.positions`, with a vector for each pair of tokens."""
-    B, T, _ = x.shape
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    q, k, v = ((x @ proj.weight.T).view(B, T, -1, D).transpose(1, 2) for proj in projections)
-    k, v = (heads.repeat_interleave(H_q // H_k, dim=1) for heads in (k, v))
-    i, j = torch.arange(T, device=x.device)[:, None], torch.arange(T, device=x.device)
-    index = (i - j).clamp(-R, R) + R
-    scheme = layer.relative
-    scores = q @ k.mT  # (a)
-    if isinstance(scheme, RelativeTransformerXL):
-        pairs = for_heads(scheme.keys())[:, index]  # [H_q, T, T, D]
-        scores = scores + torch.einsum("bhid,hijd->bhij", q, pairs)  # (b)
-        scores = scores + torch.einsum("hd,bhjd->bhj", scheme.u, k)[:, :, None]  # (c)
-        scores = scores + torch.einsum("hd,hijd->hij", scheme.v, pairs)  # (d)
-    elif isinstance(scheme, RelativeContent):
-        pairs = for_heads(scheme.keys())[:, index]
-        scores = torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + pairs)
-    scores = scores * D**-0.5
-    if isinstance(scheme, RelativeScalar):
-        scores = scores + scheme.bias[:, index]
-    seen = (j <= i) if layer.causal else torch.ones(T, T, dtype=torch.bool, device=x.device)
-    seen = seen.expand(B, 1, T, T)
-    if key_lengths is not None:
-        seen = seen & (j < key_lengths[:, None, None, None])
-    weights = scores.masked_fill(~seen, -1e300 if x.dtype == torch.float64 else -1e30).softmax(-1)
-    weights = weights.masked_fill(~seen, 0)
-    summands = v[:, :, None]
-    if scheme.values is not None:
-        summands = summands + scheme.values()[:, index]
-    out = torch.einsum("bhij,bhijd->bihd", weights, summands.expand(B, H_q, T, T, D))
-    return out.flatten(2) @ layer.out_proj.weight.T
-
-
-def results(forward, layer: GQAttention, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of x and of every parameter."""
-    x = x.detach().requires_grad_()
-    y = forward(layer, x)
-    upstream = torch.arange(y.numel(), device=y.device).view_as(y).to(y.dtype).cos()
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+    sizes = {"num_heads": H_q, "num_kv_heads": H_k}
+    return naive_layers.make_layer(kind=GQAttention, relative=relative, **sizes, **options)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
@@ -98,20 +46,8 @@ def results(forward, layer: GQAttention, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layer_and_gradients_equal_the_formula(scheme, values, causal):
     layer = make_layer(scheme, values=values, causal=causal)
-    x, lengths = torch.randn(2, 10, C), torch.tensor([10, 6])
-
-    def ours(layer, x):
-        return layer(x, key_lengths=lengths)
-
-    def formula(layer, x):
-        return naive(layer, x, lengths)
-
-    got = results(ours, layer, x)
-    exact = results(formula, copy.deepcopy(layer).double(), x.double())
-    plain = worst_naive(exact, lambda: results(formula, layer, x))
-    names = ["output", "x", *(name for name, _ in layer.named_parameters())]
-    for name, *triple in zip(names, got, exact, plain, strict=True):
-        assert_within_budget(name, *triple)
+    lengths = torch.tensor([10, 6])
+    assert_layer_equals_naive(layer, torch.randn(2, 10, C), key_lengths=lengths)
 
 
 @pytest.mark.parametrize("scheme", ["scalar", "transformer-xl"])
@@ -119,9 +55,7 @@ def test_kernels_equal_the_formula(scheme, device):
     layer = make_layer(scheme, values=True, causal=False, backend="triton", device=device)
     x = torch.randn(1, 7, C, device=device)
     with torch.no_grad():
-        exact = naive(copy.deepcopy(layer).double(), x.double())
-        plain = worst_naive(exact, lambda: naive(layer, x))
-        assert_within_budget("output", layer(x), exact, plain)
+        assert_within_budget("output", layer(x), *exact_and_naive(layer, x))
 
 
 @pytest.mark.parametrize("values", [False, True], ids=["", "values"])
@@ -130,8 +64,7 @@ def test_kernels_equal_the_formula(scheme, device):
 def test_cached_steps_equal_the_formula(scheme, values):
     layer = make_layer(scheme, values=values)
     x = torch.randn(2, 9, C)
-    exact = naive(copy.deepcopy(layer).double(), x.double())
-    plain = worst_naive(exact, lambda: naive(layer, x))
+    exact, plain = exact_and_naive(layer, x)
     cache = layer.new_cache(2, 12)
     steps = [layer(part, cache=cache) for part in x.split([4, 1, 1, 3], dim=1)]
     assert_within_budget("steps", torch.cat(steps, dim=1), exact, plain)
@@ -153,9 +86,7 @@ def test_pages_serve_relative_keys():
     for part in x.split([3, 1, 2, 1], dim=1):
         (cache,) = layers_of(pages, rows)
         steps.append(layer(part, cache=cache))
-    exact = naive(copy.deepcopy(layer).double(), x.double())
-    plain = worst_naive(exact, lambda: naive(layer, x))
-    assert_within_budget("steps", torch.cat(steps, dim=1), exact, plain)
+    assert_within_budget("steps", torch.cat(steps, dim=1), *exact_and_naive(layer, x))
 
 
 @torch.no_grad()
@@ -173,12 +104,10 @@ def test_padding_on_the_left_has_no_part_in_the_values():
     layer = make_layer("content", values=True, causal=False)
     x = torch.randn(1, 9, C)
     mask = torch.arange(9)[None] >= 4
-    exact = naive(copy.deepcopy(layer).double(), x[:, 4:].double())
     poisoned = x.clone()
     poisoned[:, :4] = torch.nan
     got = layer(poisoned, key_padding_mask=mask)[:, 4:]
-    plain = worst_naive(exact, lambda: naive(layer, x[:, 4:]))
-    assert_within_budget("output", got, exact, plain)
+    assert_within_budget("output", got, *exact_and_naive(layer, x[:, 4:]))
 
 
 def test_a_row_that_sees_nothing_gets_no_values():
@@ -223,15 +152,6 @@ def test_sinusoids_are_those_of_the_paper():
             torch.testing.assert_close(p[row, 2 * c + 1].double(), angle.cos(), rtol=0, atol=1e-6)
 
 
-def test_sinusoids_of_positions_multiply_to_a_number_of_their_distance():
-    p = sinusoids(torch.arange(5000), 32).double()
-    w = 10000.0 ** (-2 * torch.arange(16, dtype=torch.float64) / 32)
-    for k in (0, 1, 7, 1000):
-        products = (p[: 5000 - k] * p[k:]).sum(-1)
-        expected = (w * k).cos().sum()
-        assert (products - expected).abs().max() < 1e-5
-
-
 def test_fixed_positions_go_on_past_any_length():
     positions = SinusoidalPositions(8)
     far = positions.at(4096, 3, torch.device("cpu"))
@@ -259,6 +179,10 @@ def test_vectors_of_distances_are_projected_sinusoids():
     assert odd().shape == (1, 7, 5)
 
 
+def both() -> GQAttention:
+    return GQAttention(C, 4, relative=RelativeScalar(4, 2), relative_bias=4)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
@@ -268,11 +192,7 @@ def test_vectors_of_distances_are_projected_sinusoids():
         (lambda: DistanceVectors(2, 4, 0), ValueError, "max_distance must be at least 1, got 0"),
         (lambda: RelativeContent(4, 2, table="fixed"), ValueError, "table must be 'trained' or"),
         (lambda: GQAttention(C, 4, relative=3), TypeError, "relative must be a module .* got int"),
-        (
-            lambda: GQAttention(C, 4, relative=RelativeScalar(4, 2), relative_bias=4),
-            ValueError,
-            "give relative or relative_bias, not both, got 4 buckets",
-        ),
+        (both, ValueError, "give relative or relative_bias, not both, got 4 buckets"),
     ],
 )
 def test_wrong_arguments_are_named(make, error, match):
@@ -281,30 +201,23 @@ def test_wrong_arguments_are_named(make, error, match):
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("name", "value"),
     [
-        {"window": 4},
-        {"stride": 2},
-        {"alibi": True},
-        {"softcap": 2.0},
-        {"sinks": True},
-        {"attention_dropout": 0.1},
+        *(("window", 4), ("stride", 2), ("alibi", True)),
+        *(("softcap", 2.0), ("sinks", True), ("attention_dropout", 0.1)),
     ],
-    ids=lambda option: next(iter(option)),
 )
-def test_what_terms_on_the_values_exclude_is_named(option):
-    (name,) = option
+def test_what_terms_on_the_values_exclude_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name} cannot go with relative terms on the values"):
-        make_layer("scalar", values=True, **option)
-    make_layer("scalar", **option)
+        make_layer("scalar", values=True, **{name: value})
+    make_layer("scalar", **{name: value})
 
 
-def test_groups_of_tokens_exclude_terms_on_the_values():
-    layer, x = make_layer("scalar", values=True), torch.randn(1, 4, C)
-    with pytest.raises(ValueError, match="prefix_lengths cannot go with relative terms"):
-        layer(x, prefix_lengths=2)
-    with pytest.raises(ValueError, match="documents cannot go with relative terms"):
-        layer(x, documents=torch.zeros(1, 4, dtype=torch.int32))
+@pytest.mark.parametrize("groups", [{"prefix_lengths": 2}, {"documents": torch.zeros(1, 4).int()}])
+def test_groups_of_tokens_exclude_terms_on_the_values(groups):
+    layer, (name,) = make_layer("scalar", values=True), groups
+    with pytest.raises(ValueError, match=f"{name} cannot go with relative terms"):
+        layer(torch.randn(1, 4, C), **groups)
 
 
 def test_sinusoidal_tables_compile_and_export_in_one_graph():

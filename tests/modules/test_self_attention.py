@@ -16,16 +16,37 @@ from naive_layers import (
 from torch import nn
 
 import fastattn.modules
-from fastattn import CausalGQAttention
+from fastattn import CausalGQAttention, alibi_slopes
 from fastattn.rotary import rotary_tables
 from fastattn.testing import assert_within_budget
+
+ALL_SCORES = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "window": 4,
+    "keep_first": 1,
+    "rotary": "half",
+    "qk_norm": True,
+    "alibi": True,
+    "relative_bias": 6,
+    "relative_max_distance": 10,
+    "softcap": 2.0,
+    "sinks": True,
+}
+GROUPS = {
+    "window-first-rotary": {"num_heads": 2, "window": 3, "keep_first": 1, "rotary": "half"},
+    "all-scores": ALL_SCORES,
+}
 
 
 @pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
 def test_output_and_gradients_equal_the_naive_layer(kwargs, device):
-    assert_layer_equals_naive(
-        make_layer(device, **kwargs), torch.randn(2, 13, WIDTH, device=device)
-    )
+    x = torch.randn(3, 9, WIDTH, device=device)
+    mask = torch.rand(3, 9, device=device) < 0.6
+    mask[0] = False
+    lengths = torch.tensor([9, 0, 4], device=device)
+    for padding in ({}, {"key_padding_mask": mask}, {"key_lengths": lengths}):
+        assert_layer_equals_naive(make_layer(device, **kwargs), x, **padding)
 
 
 @pytest.mark.parametrize("kwargs", TRITON_LAYER_CASES.values(), ids=TRITON_LAYER_CASES)
@@ -33,16 +54,6 @@ def test_triton_output_and_gradients_equal_the_naive_layer(kwargs, device):
     layer = make_layer(device, backend="triton", **kwargs)
     lengths = torch.tensor([19, 7], device=device)
     assert_layer_equals_naive(layer, torch.randn(2, 19, WIDTH, device=device), key_lengths=lengths)
-
-
-@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
-def test_padding_equals_the_naive_layer(kwargs, device):
-    x = torch.randn(3, 9, WIDTH, device=device)
-    mask = torch.rand(3, 9, device=device) < 0.6
-    mask[0] = False
-    assert_layer_equals_naive(make_layer(device, **kwargs), x, key_padding_mask=mask)
-    lengths = torch.tensor([9, 0, 4], device=device)
-    assert_layer_equals_naive(make_layer(device, **kwargs), x, key_lengths=lengths)
 
 
 def test_nan_in_padding_reaches_no_real_token(device):
@@ -57,6 +68,11 @@ def test_nan_in_padding_reaches_no_real_token(device):
     y = layer(poisoned, key_lengths=lengths)
     assert y[0].isfinite().all()
     assert torch.equal(y[1, :3], layer(x, key_lengths=lengths)[1, :3])
+    layer = make_layer(device, **ALL_SCORES)
+    ids = torch.tensor([[0, 0, -1, 1, 1, -1, 1, 1]] * 2, device=device)
+    poisoned = x.masked_fill((ids < 0)[..., None], torch.nan)
+    got, expected = (layer(part, documents=ids)[ids >= 0] for part in (poisoned, x))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
@@ -68,7 +84,8 @@ def test_positions_and_tables_move_the_rotation(style, per_row, device):
     positions = torch.tensor([0, 2, 3, 9, 10, 50], device=device)
     positions = torch.stack((positions, positions.flip(0))) if per_row else positions
     y = layer(x, positions=positions)
-    assert_within_budget("output", y, *exact_and_naive(layer, x, positions=positions))
+    expected = exact_and_naive(layer, x, positions=positions)
+    assert_within_budget("output", y, *expected)
     assert (y - layer(x)).abs().max() > 1e-3
     tables = rotary_tables(positions, layer.rotary_dim)
     assert torch.equal(layer(x, rotary_tables=tables), y)
@@ -79,24 +96,75 @@ def test_positions_and_tables_move_the_rotation(style, per_row, device):
         layer(x[:, t : t + 1], rotary_tables=freqs_cis[..., t : t + 1, :], cache=cache)
         for t in range(6)
     ]
-    assert_within_budget(
-        "steps", torch.cat(steps, 1), *exact_and_naive(layer, x, positions=positions)
-    )
+    assert_within_budget("steps", torch.cat(steps, 1), *expected)
 
 
-def test_attention_gets_views_and_shared_heads(monkeypatch, device):
+@pytest.mark.parametrize("kwargs", GROUPS.values(), ids=GROUPS)
+def test_prefixes_and_documents_equal_the_naive_layer(kwargs, device):
+    layer = make_layer(device, **kwargs)
+    x = torch.randn(3, 9, WIDTH, device=device)
+    prefixes = torch.tensor([0, 6, 9], device=device)
+    assert_layer_equals_naive(layer, x, prefix_lengths=prefixes)
+    ids = torch.tensor([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, -1, -1, 7, 7, -1]])
+    assert_layer_equals_naive(layer, x, documents=ids.to(device))
+    y = layer(x, prefix_lengths=4)
+    fours = prefixes.new_full((3,), 4)
+    assert_within_budget("output", y, *exact_and_naive(layer, x, prefix_lengths=fours))
+
+
+@pytest.mark.parametrize("kwargs", GROUPS.values(), ids=GROUPS)
+@torch.no_grad()
+def test_a_prefix_enters_a_cache_whole(kwargs, device):
+    layer = make_layer(device, **kwargs)
+    x = torch.randn(2, 9, WIDTH, device=device)
+    cache = layer.new_cache(2, 9)
+    for prefixes, first, later in ((torch.tensor([5, 3]), 5, {}), (5, 6, {"prefix_lengths": 5})):
+        of_rows = torch.as_tensor(prefixes).expand(2).to(device)
+        cache.reset()
+        given = prefixes if later else of_rows
+        steps = [layer(x[:, :first], prefix_lengths=given, cache=cache)]
+        steps += [layer(part, cache=cache, **later) for part in x[:, first:].split(2, dim=1)]
+        expected = exact_and_naive(layer, x, prefix_lengths=of_rows)
+        assert_within_budget("output", torch.cat(steps, dim=1), *expected)
+
+
+@torch.no_grad()
+def test_groups_that_do_not_go_with_a_cache_leave_it_as_it_was():
+    layer = make_layer(num_heads=2)
+    x = torch.randn(2, 3, WIDTH)
+    cache = layer.new_cache(2, 8)
+    for message, groups in (
+        (r"prefix_lengths must be at most 3 here, got 4: .* and 0", {"prefix_lengths": 4}),
+        (r"must have shape \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
+        (r"documents cannot go with a cache", {"documents": torch.zeros(2, 3, dtype=torch.int32)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, **groups, cache=cache)
+    assert cache.uniform_length == 0
+    layer(x, prefix_lengths=3, cache=cache)
+    with pytest.raises(ValueError, match=r"prefix_lengths must be at most 3 here, got 5: .* and 3"):
+        layer(x, prefix_lengths=5, cache=cache)
+    assert cache.uniform_length == 3
+
+
+@pytest.fixture
+def attention_calls(monkeypatch) -> list:
+    """q, k, v and options of every call of `attention` by a layer."""
     calls = []
+    attention = fastattn.modules.self_attention.attention
 
     def recording(q, k, v, **kwargs):
         calls.append((q, k, v, kwargs))
         return attention(q, k, v, **kwargs)
 
-    attention = fastattn.modules.self_attention.attention
     monkeypatch.setattr(fastattn.modules.self_attention, "attention", recording)
+    return calls
+
+
+def test_attention_gets_views_and_shared_heads(attention_calls, device):
     layer = make_layer(device, num_heads=4, num_kv_heads=2)
-    x = torch.randn(2, 5, WIDTH, device=device)
-    layer(x)
-    q, k, v, _ = calls.pop()
+    layer(torch.randn(2, 5, WIDTH, device=device))
+    q, k, v, _ = attention_calls.pop()
     assert [heads.shape[1] for heads in (q, k, v)] == [4, 2, 2]
     for heads in (q, k, v):  # as they were projected
         assert heads.untyped_storage().nbytes() == heads.nbytes
@@ -108,33 +176,64 @@ def test_attention_gets_views_and_shared_heads(monkeypatch, device):
     with torch.no_grad():
         layer(x, cache=cache)
         layer(x[:, :35], cache=cache)
-        _, k, v, kwargs = calls[-1]
+        _, k, v, kwargs = attention_calls[-1]
         assert kwargs["key_lengths"] is None and kwargs["query_offset"] is None
         assert k.shape[2] == v.shape[2] == 75
         assert (k.data_ptr(), v.data_ptr()) == (cache.k.data_ptr(), cache.v.data_ptr())
         layer(x, cache=cache, key_lengths=torch.tensor([1, 40], device=device))
-    _, k, _, kwargs = calls[-1]
+    _, k, _, kwargs = attention_calls[-1]
     assert kwargs["key_lengths"].tolist() == [76, 115]
     assert kwargs["query_offset"].tolist() == [75, 75]
     assert k.shape[2] == 115
 
 
-# "half" is compiled below, with the kernels.
-@pytest.mark.parametrize("rotary", [None, "interleaved"])
-def test_compiles_without_a_graph_break(rotary):
-    layer = make_layer(num_heads=4, num_kv_heads=2, rotary=rotary, window=4)
+def test_attention_dropout_acts_on_the_weights_in_training_alone(attention_calls):
+    layer = make_layer(num_heads=4, attention_dropout=0.5)
+    x = torch.randn(2, 50, WIDTH)
+    torch.manual_seed(1)
+    dropped = layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), dropped)
+    assert not torch.equal(layer(x), dropped)
+    plain = make_layer(num_heads=4)(x)
+    assert torch.equal(layer.eval()(x), plain)
+    assert [call[3]["dropout"] for call in attention_calls] == [0.5, 0.5, 0.5, 0, 0]
+    # The first token sees itself alone: in every head its value is dropped, or doubled.
+    assert not torch.isclose(dropped[:, 0], plain[:, 0]).all(-1).any()
+
+
+def test_dropout_acts_on_the_output_in_training_alone():
+    layer = make_layer(num_heads=4, dropout=0.5)
+    x = torch.randn(2, 50, WIDTH)
+    plain = layer.eval()(x)
+    assert torch.equal(plain, make_layer(num_heads=4)(x))
+    dropped = layer.train()(x)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], 2 * plain[kept])
+    assert 0.4 < kept.float().mean() < 0.6
+
+
+def test_checkpoint_recomputes_the_same_gradients(device):
+    layer = make_layer(device, **ALL_SCORES, attention_dropout=0.4, dropout=0.3)
+    x = torch.randn(2, 7, WIDTH, device=device, requires_grad=True)
+    assert_checkpointing_changes_nothing(layer, x)
+
+
+def test_compiles_without_a_graph_break():
+    layer = make_layer(**ALL_SCORES, attention_dropout=0.3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    lengths = torch.tensor([7, 3])
-    for T in (7, 9):
-        x = torch.randn(2, T, WIDTH, requires_grad=True)
-        results = []
-        for forward in (compiled, layer):
-            y = forward(x, key_lengths=lengths)
-            results.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected)
+    x = torch.randn(2, 9, WIDTH, requires_grad=True)
+    groups = {"documents": torch.tensor([[0] * 9, [0] * 4 + [1] * 5]), "prefix_lengths": 3}
+    assert torch.autograd.grad(compiled(x, **groups).sum(), x)[0].isfinite().all()
+    results = []
+    for forward in (compiled.eval(), layer):
+        y = forward(x, key_lengths=torch.tensor([7, 3]))
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.nightly
 def test_triton_compiles_without_a_graph_break(device):
     layer = make_layer(device, backend="triton", num_heads=2, num_kv_heads=1, rotary="half")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -145,14 +244,8 @@ def test_triton_compiles_without_a_graph_break(device):
     torch.testing.assert_close(grad, expected)
 
 
-def test_checkpoint_recomputes_the_same_gradients(device):
-    layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half", dropout=0.3)
-    x = torch.randn(2, 7, WIDTH, device=device, requires_grad=True)
-    assert_checkpointing_changes_nothing(layer, x)
-
-
 def test_autocast_computes_and_caches_in_its_dtype(device):
-    layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half")
+    layer = make_layer(device, **ALL_SCORES)
     rounded = copy.deepcopy(layer).bfloat16()
     x = torch.randn(2, 9, WIDTH, device=device).bfloat16()
     ref, naive = exact_and_naive(rounded, x)
@@ -169,16 +262,21 @@ def test_autocast_computes_and_caches_in_its_dtype(device):
 
 
 @torch.no_grad()
-def test_dtype_moves_with_the_module(device):
-    layer = make_layer(device, num_heads=4, rotary="interleaved", qkv_bias=True).to(torch.bfloat16)
+def test_parameters_become_another_dtype_and_slopes_do_not(device):
+    layer = make_layer(device, **ALL_SCORES | {"num_heads": 6}, head_dim=8, qkv_bias=True)
+    layer.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert torch.equal(layer.alibi_slopes.cpu(), alibi_slopes(6))
     x = torch.randn(2, 9, WIDTH, device=device).bfloat16()
     y = layer(x)
     assert y.dtype == layer.new_cache(1, 4).k.dtype == torch.bfloat16
     assert_within_budget("output", y, *exact_and_naive(layer, x))
+    assert torch.equal(layer.float().alibi_slopes.cpu(), alibi_slopes(6))
 
 
-def test_parameters_start_as_those_of_linear_layers():
-    layer = make_layer(num_heads=4, num_kv_heads=2, qkv_bias=True, out_bias=True)
+def test_parameters_start_as_those_of_linear_layers_and_plain_scores():
+    torch.manual_seed(0)
+    layer = CausalGQAttention(WIDTH, qkv_bias=True, out_bias=True, **ALL_SCORES)
     torch.manual_seed(0)
     rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "out_proj": WIDTH}
     twins = {name: nn.Linear(WIDTH, count) for name, count in rows.items()}
@@ -187,53 +285,44 @@ def test_parameters_start_as_those_of_linear_layers():
         for name, twin in twins.items()
         for part, value in twin.state_dict().items()
     }
+    expected |= {"q_norm.weight": torch.ones(8), "k_norm.weight": torch.ones(8)}
+    expected |= {"sinks": torch.zeros(4), "relative_bias": torch.zeros(6, 4)}
     assert layer.state_dict().keys() == expected.keys()
-    for name, value in layer.state_dict().items():
-        assert torch.equal(value, expected[name])
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, expected[name]) and value.requires_grad
 
 
-def test_meta_layer_computes_shapes():
-    layer = CausalGQAttention(WIDTH, 4, rotary="half", backend="torch", device="meta")
-    assert layer(torch.randn(2, 5, WIDTH, device="meta")).shape == (2, 5, WIDTH)
-    assert layer.new_cache(1, 3).k.device.type == "meta"
-
-
-def test_meta_layer_is_materialised_by_a_state_dict_and_copies_are_independent():
-    layer = make_layer(num_heads=4, rotary="half")
+def test_a_meta_layer_is_materialised_and_copies_are_independent():
+    layer = make_layer(**ALL_SCORES)
     x = torch.randn(2, 5, WIDTH)
-    empty = CausalGQAttention(WIDTH, 4, rotary="half", backend="torch", device="meta")
-    empty.load_state_dict(layer.state_dict(), assign=True)
-    assert torch.equal(empty(x), layer(x))
+    empty = CausalGQAttention(WIDTH, backend="torch", device="meta", **ALL_SCORES)
+    assert empty(x.to("meta")).shape == (2, 5, WIDTH)
+    assert empty.new_cache(1, 3).k.device.type == empty.alibi_slopes.device.type == "meta"
+    assigned = copy.deepcopy(empty)
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.out_proj.weight.zero_()
-    assert torch.equal(empty(x), layer(x))
+    assert torch.equal(assigned(x), layer(x)) and torch.equal(empty(x), layer(x))
     assert not twin(x).any()
 
 
-def test_dropout_acts_on_the_output_in_training_alone():
-    layer = make_layer(num_heads=4, dropout=0.5)
-    x = torch.randn(2, 50, WIDTH)
-    plain = layer.eval()(x)
-    assert torch.equal(plain, make_layer(num_heads=4)(x))
-    dropped = layer.train()(x)
-    kept = dropped != 0
-    torch.testing.assert_close(dropped[kept], 2 * plain[kept])
-    assert 0.4 < kept.float().mean() < 0.6
-
-
 def test_repr_names_what_was_chosen():
-    layer = CausalGQAttention(
-        WIDTH, 4, 2, window=8, rotary="half", rotary_dim=4, dropout=0.1, scale=2
-    )
+    layer = CausalGQAttention(WIDTH, attention_dropout=0.1, dropout=0.2, scale=2, **ALL_SCORES)
     assert layer.extra_repr() == (
-        "embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rotary='half', "
-        "rotary_base=10000, rotary_dim=4, window=8, dropout=0.1, scale=2"
+        "embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rotary='half', rotary_base=10000, "
+        "rotary_dim=8, window=4, keep_first=1, qk_norm=True, alibi=True, relative_bias=6, "
+        "relative_max_distance=10, softcap=2.0, sinks=True, dropout=0.2, attention_dropout=0.1, "
+        "scale=2"
     )
     layer = CausalGQAttention(WIDTH, 4, backend="torch")
     assert layer.extra_repr() == (
         "embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, backend='torch'"
     )
+
+
+BUCKETS = {"relative_bias": 32, "relative_max_distance": 16}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +334,7 @@ def test_repr_names_what_was_chosen():
         ({"head_dim": -2}, r"head_dim must be >= 1, got -2"),
         ({"num_kv_heads": 3}, r"num_kv_heads must divide num_heads = 4, got 3"),
         ({"num_heads": 5}, r"num_heads must divide embed_dim = 32 unless head_dim is given, got 5"),
+        ({"v_head_dim": 0}, "v_head_dim must be at least 1, got 0"),
         ({"window": 0}, r"window .* at least 1, got 0"),
         ({"rotary": "neox"}, r"rotary style must be 'half' or 'interleaved', got 'neox'"),
         ({"rotary": "half", "rotary_dim": 3}, r"rotary_dim must be even and positive, got 3"),
@@ -253,8 +343,16 @@ def test_repr_names_what_was_chosen():
         ({"rotary": "half", "rotary_base": 0.0}, r"rotary_base must be > 0, got 0.0"),
         ({"rotary_dim": 4}, r"rotary_dim needs rotary='half' or 'interleaved', got 4"),
         ({"dropout": 1.5}, r"dropout must be a probability, got 1.5"),
+        ({"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),
+        ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\)"),
         ({"scale": 0.0}, r"scale must be positive and finite, got 0.0"),
         ({"backend": "cudnn"}, r"backend must be one of .*, got 'cudnn'"),
+        ({"keep_first": 2}, "keep_first=2 keeps keys that a window or stride hides"),
+        ({"keep_first": -1, "window": 2}, "keep_first must be at least 0, got -1"),
+        ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+        ({"relative_bias": 3}, "relative_bias must be at least 4, got 3"),
+        (BUCKETS, "relative_max_distance must be at least 17, got 16"),
+        ({"relative_max_distance": 64}, "needs relative_bias, the number of buckets, got 64 witho"),
     ],
 )
 def test_constructor_errors(kwargs, match):
@@ -262,45 +360,42 @@ def test_constructor_errors(kwargs, match):
         CausalGQAttention(**{"embed_dim": WIDTH, "num_heads": 4, **kwargs})
 
 
-def test_forward_errors():
-    layer = make_layer(num_heads=4, rotary="half")
-    x = torch.randn(2, 5, WIDTH)
-    tables = rotary_tables(5, 8)
-    with pytest.raises(ValueError, match=r"x must have shape \[B, T, 32\], got \(2, 5, 31\)"):
-        layer(x[..., :31])
-    with pytest.raises(ValueError, match=r"x must have shape \[B, T, 32\], got \(5, 32\)"):
-        layer(x[0])
-    for given, got in ((x.tolist(), "list"), (x.int(), r"torch\.int32")):
-        with pytest.raises(TypeError, match=f"x must be a float tensor, got {got}"):
-            layer(given)
-    with torch.no_grad(), pytest.raises(TypeError, match=r"cache must be a KVCache, .* got list"):
-        layer(x, cache=[])
-    with pytest.raises(ValueError, match=r"positions or rotary_tables, not both"):
-        layer(x, positions=torch.arange(5), rotary_tables=tables)
-    with pytest.raises(ValueError, match=r"positions must have shape \[5\] or \[2, 5\] .* \(4,\)"):
-        layer(x, positions=torch.arange(4))
-    with pytest.raises(TypeError, match=r"positions must be a torch\.Tensor, got list"):
-        layer(x, positions=[0, 1, 2, 3, 4])
-    with pytest.raises(TypeError, match=r"positions must have an integer dtype"):
-        layer(x, positions=torch.arange(5.0))
-    with pytest.raises(ValueError, match=r"rotary_tables must have 4 columns .* = 8, got 2"):
-        layer(x, rotary_tables=rotary_tables(5, 4))
-    with pytest.raises(ValueError, match=r"rotary_tables must have 4 columns .* = 8, got 0"):
-        layer(x, rotary_tables=(torch.tensor(1.0), torch.tensor(1.0)))
-    for given in ((torch.complex(*tables), torch.complex(*tables)), (tables[0].int(), tables[1])):
-        with pytest.raises(
-            TypeError, match=r"cos must have a floating dtype, got torch\.(co|int32)"
-        ):
-            layer(x, rotary_tables=given)
-    for given, got in ((tables[0], r"torch\.float32"), (list(tables), "list")):
-        with pytest.raises(TypeError, match=rf"rotary_tables must be \(cos, sin\), .* got {got}"):
-            layer(x, rotary_tables=given)
-    with pytest.raises(ValueError, match=r"cos and sin must have shape \[5, R // 2\]"):
-        layer(x, rotary_tables=rotary_tables(6, 8))
-    with pytest.raises(TypeError, match=r"key_padding_mask must be a bool tensor"):
-        layer(x, key_padding_mask=torch.ones(2, 5))
-    plain = make_layer(num_heads=4)
-    for kwargs in ({"positions": torch.arange(5)}, {"rotary_tables": tables}):
-        (name,) = kwargs
-        with pytest.raises(ValueError, match=f"{name} needs a layer with rotary="):
-            plain(x, **kwargs)
+X, TABLES = torch.zeros(2, 5, WIDTH), rotary_tables(5, 8)
+COMPLEX, ONE = torch.complex(*TABLES), torch.tensor(1.0)
+NOT_BOTH = {"positions": torch.arange(5), "rotary_tables": TABLES}
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "match"),
+    [
+        (ValueError, {"x": X[..., :31]}, r"x must have shape \[B, T, 32\], got \(2, 5, 31\)"),
+        (ValueError, {"x": X[0]}, r"x must have shape \[B, T, 32\], got \(5, 32\)"),
+        (TypeError, {"x": X.tolist()}, "x must be a float tensor, got list"),
+        (TypeError, {"x": X.int()}, r"x must be a float tensor, got torch\.int32"),
+        (TypeError, {"cache": []}, r"cache must be a KVCache, .* got list"),
+        (ValueError, NOT_BOTH, r"positions or rotary_tables, not both"),
+        (ValueError, {"positions": torch.arange(4)}, r"have shape \[5\] or \[2, 5\] .* \(4,\)"),
+        (TypeError, {"positions": [0, 1, 2, 3, 4]}, r"must be a torch\.Tensor, got list"),
+        (TypeError, {"positions": torch.arange(5.0)}, r"positions must have an integer dtype"),
+        (ValueError, {"rotary_tables": rotary_tables(5, 4)}, r"have 4 columns .* = 8, got 2"),
+        (ValueError, {"rotary_tables": (ONE, ONE)}, r"must have 4 columns .* = 8, got 0"),
+        (TypeError, {"rotary_tables": (COMPLEX, COMPLEX)}, r"a floating dtype, got torch\.com"),
+        (TypeError, {"rotary_tables": (TABLES[0].int(), TABLES[1])}, r"dtype, got torch\.int32"),
+        (TypeError, {"rotary_tables": TABLES[0]}, r"must be \(cos, sin\), .* got torch\.float32"),
+        (TypeError, {"rotary_tables": list(TABLES)}, r"must be \(cos, sin\), .* got list"),
+        (ValueError, {"rotary_tables": rotary_tables(6, 8)}, r"have shape \[5, R // 2\]"),
+        (TypeError, {"key_padding_mask": torch.ones(2, 5)}, "key_padding_mask must be a bool ten"),
+        (ValueError, {"prefix_lengths": -1}, r"prefix_lengths must be at least 0, got -1"),
+        (ValueError, {"documents": torch.zeros(2, 4).int()}, r"have shape \[2, 5\], got \[2, 4\]"),
+        (TypeError, {"documents": X[..., 0]}, r"documents must be an int32 or int64 tensor"),
+    ],
+)
+def test_forward_errors(error, given, match):
+    with torch.no_grad(), pytest.raises(error, match=match):
+        make_layer(num_heads=4, rotary="half")(**{"x": X, **given})
+
+
+@pytest.mark.parametrize("name", NOT_BOTH)
+def test_positions_need_rotary(name):
+    with pytest.raises(ValueError, match=f"{name} needs a layer with rotary="):
+        make_layer(num_heads=4)(X, **{name: NOT_BOTH[name]})

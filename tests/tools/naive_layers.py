@@ -1,9 +1,9 @@
-"""A naive `CausalGQAttention`, layers to compare it on, and a plain layer to vary."""
+"""A naive `GQAttention`, layers to compare it on, and a plain layer to vary."""
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,15 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastattn.modules.self_attention import CausalGQAttention
+from fastattn.models.positions import RelativeScalar, RelativeTransformerXL
+from fastattn.modules.cross_attention import CrossGQAttention
+from fastattn.modules.layer import AttentionLayer
+from fastattn.modules.self_attention import CausalGQAttention, GQAttention
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.orders import worst_naive
 
 WIDTH = 32
+_Layer = TypeVar("_Layer", bound=AttentionLayer)
 
 # Constructor arguments beside the width; each case takes another path through the layer.
 LAYER_CASES: dict[str, dict[str, Any]] = {
@@ -73,20 +77,22 @@ TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
 
 
 def make_layer(
-    device: torch.device | str = "cpu", backend: str = "torch", **kwargs: Any
-) -> CausalGQAttention:
+    device: torch.device | str = "cpu",
+    backend: str = "torch",
+    kind: Callable[..., _Layer] = CausalGQAttention,  # type: ignore[assignment]
+    **kwargs: Any,
+) -> _Layer:
     """A layer of width WIDTH with fixed random parameters, none of them left at 0 or 1."""
     torch.manual_seed(0)
-    layer = CausalGQAttention(WIDTH, backend=backend, device=device, **kwargs)
-    norms = [layer.q_norm.weight, layer.k_norm.weight] if layer.qk_norm else []
-    for parameter in (*norms, layer.sinks, layer.relative_bias):
-        if parameter is not None:
+    layer = kind(WIDTH, backend=backend, device=device, **kwargs)
+    for name, parameter in layer.named_parameters():
+        if "proj" not in name or name.startswith("relative."):
             torch.nn.init.normal_(parameter)
-    return layer
+    return layer.to(device)
 
 
 def naive_layer(
-    layer: CausalGQAttention,
+    layer: GQAttention,
     x: Tensor,
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
@@ -97,37 +103,20 @@ def naive_layer(
     """`layer(x, ...)` computed naively: no fusion, no shared heads, no cache.
 
     Every step runs in the dtype of the layer's parameters, but rotary embedding in fp64.
-    Dropout is left out. Arguments and result are those of `CausalGQAttention.forward`.
+    Dropout is left out. Arguments and result are those of `GQAttention.forward`.
     """
     B, T, _ = x.shape
-    H_q, H_k, D = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    q, k, v = (
-        rearrange(F.linear(x, proj.weight, proj.bias), "b t (h d) -> b t h d", h=heads)
-        for heads, proj in zip((H_q, H_k, H_k), projections, strict=True)
-    )
+    q, k, v = _heads(layer, x, x)
     step = torch.arange(T, device=x.device)
-    if layer.qk_norm:
-        q, k = (
-            heads * (heads.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
-            for heads, norm in ((q, layer.q_norm), (k, layer.k_norm))
-        )
     if layer.rotary is not None:
         q, k = (
             _rotated(heads, step if positions is None else positions, layer) for heads in (q, k)
         )
-    k, v = (repeat(x, "b t h d -> b t (h group) d", group=H_q // H_k) for x in (k, v))
-    scale = D**-0.5 if layer.scale is None else layer.scale
-    scores = _modified_scores(layer, torch.einsum("bihd,bjhd->bhij", q, k) * scale)
-
     i, j = step[:, None], step
-    window = T if layer.window is None else layer.window
-    assert isinstance(window, int), "the naive layer takes no pairs"
-    near = (j > i - window) | (j < layer.keep_first)
-    behind = j <= i
+    behind = j <= i if layer.causal else torch.ones_like(j <= i)
     if prefix_lengths is not None:
         behind = behind | (j < prefix_lengths[:, None, None, None])
-    visible = (near & behind).expand(B, 1, T, T)
+    visible = (_near(layer, i, j) & behind).expand(B, 1, T, T)
     if documents is not None:
         same = documents[:, :, None] == documents[:, None, :]
         visible = visible & (same & (documents >= 0)[:, None, :])[:, None]
@@ -135,20 +124,96 @@ def naive_layer(
         visible = visible & key_padding_mask[:, None, None, :]
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
+    return _attended(layer, q, k, v, visible)
+
+
+def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
+    """A cross-attention in the way of `naive_layer`; seen: bool [B, S]."""
+    q, k, v = _heads(layer, x, memory)
+    return _attended(layer, q, k, v, seen[:, None, None])
+
+
+def _heads(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
+    """q, k, v [B, T, H_q, D], normalised, with key/value heads repeated."""
+    H_q, H_k = layer.num_heads, layer.num_kv_heads
+    found = []
+    for name, part, heads in (("q", x, H_q), ("k", memory, H_k), ("v", memory, H_k)):
+        proj = getattr(layer, f"{name}_proj")
+        y = rearrange(F.linear(part, proj.weight, proj.bias), "b t (h d) -> b t h d", h=heads)
+        if layer.qk_norm and name != "v":
+            weight = getattr(layer, f"{name}_norm").weight
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+        found.append(repeat(y, "b t h d -> b t (h group) d", group=H_q // heads))
+    return found
+
+
+def _near(layer: GQAttention, i: Tensor, j: Tensor) -> Tensor:
+    """The pairs that window, stride and first keys leave, bool [T, T]."""
+    window = layer.window
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window or (None, None)
+    near = torch.ones_like(i == j)
+    if left is not None:
+        near = near & (i - j <= left)
+    if right is not None and (not layer.causal or not isinstance(window, int)):
+        near = near & (j - i <= right)
+    if layer.stride is not None:
+        on_stride = (i - j) % layer.stride == 0
+        near = on_stride if window is None else near | on_stride
+    return near | (j < layer.keep_first)
+
+
+def _attended(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """softmax(scores) v over the visible keys, through the output projection."""
+    scores, relative = _scores(layer, q, k), getattr(layer, "relative", None)
     # min, not -inf: a row without visible keys gets uniform weights, then zeros, and no NaN.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if layer.sinks is not None:
-        sinks = layer.sinks.to(x.dtype)[:, None, None].expand(B, H_q, T, 1)
+        sinks = layer.sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), dim=-1)
-    weights = scores.softmax(dim=-1)[..., :T].masked_fill(~visible, 0)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]].masked_fill(~visible, 0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v)
+    if relative is not None and relative.has_values:
+        vectors = _by_pair(relative, relative.values(), q.shape[1])
+        out = out + torch.einsum("bhij,hijd->bihd", weights, vectors.expand(q.shape[2], -1, -1, -1))
     return layer.out_proj(rearrange(out, "b t h d -> b t (h d)"))
 
 
-def _modified_scores(layer: CausalGQAttention, scores: Tensor) -> Tensor:
+def _scores(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
+    """Scores [B, H_q, T_q, T_k] of any scoring, with all terms by position."""
+    if layer.scoring == "additive":
+        sums = (q[:, :, None] + k[:, None]).tanh()
+        scores = torch.einsum("hd,bijhd->bhij", layer.score_vector, sums)
+    elif layer.scoring == "multiplicative":
+        scores = torch.einsum("bjhd,hde,bihe->bhij", k, layer.score_weight, q)
+    else:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k)
+    scheme, T = getattr(layer, "relative", None), q.shape[1]
+    if scheme is not None and scheme.has_keys:
+        vectors = _by_pair(scheme, scheme.keys(), T)
+        vectors = vectors.repeat_interleave(q.shape[2] // len(vectors), dim=0)
+        scores = scores + torch.einsum("bihd,hijd->bhij", q, vectors)
+        if isinstance(scheme, RelativeTransformerXL):
+            scores = scores + torch.einsum("hd,bjhd->bhj", scheme.u, k)[:, :, None]
+            scores = scores + torch.einsum("hd,hijd->hij", scheme.v, vectors)
+    if layer.scoring == "scaled_dot":
+        scores = scores * (q.shape[-1] ** -0.5 if layer.scale is None else layer.scale)
+    if isinstance(scheme, RelativeScalar):
+        scores = scores + _by_pair(scheme, scheme.bias[..., None], T)[..., 0]
+    return _modified_scores(layer, scores)
+
+
+def _by_pair(scheme: Any, vectors: Tensor, T: int) -> Tensor:
+    """Vectors [H, 2R + 1, D] of distances for each pair of tokens, [H, T, T, D]."""
+    step, R = torch.arange(T, device=vectors.device), vectors.shape[1] // 2
+    return vectors[:, (step[:, None] - step).clamp(-R, R) + R]
+
+
+def _modified_scores(layer: AttentionLayer, scores: Tensor) -> Tensor:
     """Scores [B, H_q, T, T] with the layer's softcap, ALiBi and relative bias."""
     if layer.softcap is not None:
         scores = layer.softcap * (scores / layer.softcap).tanh()
+    if not isinstance(layer, GQAttention):
+        return scores
     T = scores.shape[-1]
     step = torch.arange(T, device=scores.device)
     distance = step[:, None] - step
@@ -156,8 +221,12 @@ def _modified_scores(layer: CausalGQAttention, scores: Tensor) -> Tensor:
         scores = scores - layer.alibi_slopes.to(scores.dtype)[:, None, None] * distance.abs()
     table = layer.relative_bias
     if table is not None:
-        last = layer.relative_max_distance
-        buckets = [_bucket(max(0, d), len(table), last) for d in distance.flatten().tolist()]
+        last, each = layer.relative_max_distance, len(table) // (1 if layer.causal else 2)
+        buckets = [
+            _bucket(max(0, d) if layer.causal else abs(d), each, last)
+            + each * (d < 0 and not layer.causal)
+            for d in distance.flatten().tolist()
+        ]
         bias = table[torch.tensor(buckets, device=table.device)].view(T, T, -1)
         scores = scores + bias.permute(2, 0, 1)
     return scores
@@ -173,7 +242,7 @@ def _bucket(distance: int, buckets: int, last: int) -> int:
     return sum(start <= distance for start in starts) - 1
 
 
-def _rotated(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, layer: GQAttention) -> Tensor:
     """Rotary embedding of x [B, T, H, D]: each channel pair as a complex number, in fp64."""
     pairs = layer.rotary_dim // 2
     rotary, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
@@ -190,12 +259,16 @@ def _rotated(x: Tensor, positions: Tensor, layer: CausalGQAttention) -> Tensor:
 
 
 def exact_and_naive(
-    layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None
+    layer: AttentionLayer,
+    *inputs: Tensor,
+    naive: Callable[..., Tensor] = naive_layer,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`naive_layer` in fp64, and in the layer's own dtype, on the same values."""
+    """The naive layer in fp64, and in the layer's own dtype, on the same values."""
     with torch.no_grad():
-        exact = naive_layer(copy.deepcopy(layer).double(), x.double(), **kwargs)
-        return exact, worst_naive(exact, lambda: naive_layer(layer, x, **kwargs))
+        wide = [x.double() for x in inputs]
+        exact = naive(copy.deepcopy(layer).double(), *wide, **kwargs)
+        return exact, worst_naive(exact, lambda: naive(layer, *inputs, **kwargs))
 
 
 def assert_checkpointing_changes_nothing(layer: nn.Module, x: Tensor) -> None:
@@ -213,22 +286,37 @@ def assert_checkpointing_changes_nothing(layer: nn.Module, x: Tensor) -> None:
         assert torch.equal(direct, recomputed)
 
 
-def assert_layer_equals_naive(layer: CausalGQAttention, x: Tensor, **kwargs: Tensor | None) -> None:
-    """Check layer(x, **kwargs) and its gradients by x and every parameter by the error budget."""
-    upstream = torch.randn_like(x)
-    exact = copy.deepcopy(layer).double()
+def assert_layer_equals_naive(
+    layer: AttentionLayer,
+    *inputs: Tensor,
+    forward: Callable[..., Tensor] | None = None,
+    naive: Callable[..., Tensor] = naive_layer,
+    **kwargs: Any,
+) -> None:
+    """Check a layer and its gradients by inputs and every parameter by the error budget.
 
-    def run(forward: Callable[..., Tensor], layer: CausalGQAttention, x: Tensor) -> list[Tensor]:
-        x = x.detach().requires_grad_()
-        y = forward(x)
-        wanted = [x, *layer.parameters()]
+    Args:
+        layer: any.
+        inputs: of the layer and the naive one.
+        forward: in place of the layer's own call.
+        naive: called with a layer and the inputs.
+        kwargs: of both.
+    """
+    upstream = torch.randn_like(inputs[0])
+
+    def run(
+        call: Callable[..., Tensor], layer: AttentionLayer, xs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        xs = [x.detach().requires_grad_() for x in xs]
+        y = call(layer, *xs, **kwargs)
+        wanted = [*xs, *layer.parameters()]
         return [y.detach(), *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
 
-    got = run(lambda x: layer(x, **kwargs), layer, x)
-    ref = run(lambda x: naive_layer(exact, x, **kwargs), exact, x.double())
-    naive = worst_naive(ref, lambda: run(lambda x: naive_layer(layer, x, **kwargs), layer, x))
-    names = ("output", "x.grad", *(f"{name}.grad" for name, _ in layer.named_parameters()))
-    for name, *triple in zip(names, got, ref, naive, strict=True):
+    got = run(forward or (lambda layer, *xs, **given: layer(*xs, **given)), layer, inputs)
+    exact = run(naive, copy.deepcopy(layer).double(), [x.double() for x in inputs])
+    plain = worst_naive(exact, lambda: run(naive, layer, inputs))
+    names = ["output", *(f"input {i}" for i in range(len(inputs))), *dict(layer.named_parameters())]
+    for name, *triple in zip(names, got, exact, plain, strict=True):
         assert_within_budget(name, *triple)
 
 
