@@ -321,8 +321,8 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Contents of the files by name, the manifest last."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     contents = {
-        MODEL: torch_format.save(_plain(checkpoint.model)),
-        TRAINING: torch_format.save(_plain(checkpoint.training)),
+        MODEL: torch_format.save(_on_cpu(checkpoint.model)),
+        TRAINING: torch_format.save(_on_cpu(checkpoint.training)),
         TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
     }
     files = {name: entry_of(content) for name, content in contents.items()}
@@ -330,13 +330,5 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {**contents, MANIFEST: manifest}
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the format takes them: on the CPU, and each with memory of its own."""
-    plain: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        # A parameter under two names, such as a token embedding that two sides share.
-        plain[name] = own.clone() if own.data_ptr() in seen else own
-        seen.add(own.data_ptr())
-    return plain
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return folders.apart({name: x.cpu().contiguous() for name, x in tensors.items()})

@@ -28,6 +28,7 @@ from .checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from .data.text import read_text_file
 from .extras import import_extra
 from .storage.manifest import file_in, read_json
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
@@ -134,7 +135,8 @@ def import_nanogpt(
     Raises:
         CheckpointError: the file is missing, unreadable or no such checkpoint, a field of it is
             unusable, or out_dir holds a run already.
-        ValueError: not one of tokenizer and text is given, or its ids do not fit the model.
+        ValueError: not one of tokenizer and text is given, the text is unreadable (DataError), or
+            its ids do not fit the model.
         UnsupportedModelError: the weights do not fit the configuration.
     """
     if (tokenizer is None) == (text is None):
@@ -154,7 +156,7 @@ def import_nanogpt(
         found = load_tokenizer(tokenizer)
     else:
         assert text is not None
-        found = CharacterTokenizer(_read_text(Path(text)))
+        found = CharacterTokenizer(read_text_file(Path(text)))
         if found.vocab_size != config.vocab_size:
             raise ValueError(
                 f"text must have the model's {config.vocab_size} characters, got {found.vocab_size}"
@@ -259,15 +261,6 @@ def _read_torch(path: Path) -> Any:
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} cannot be read without running code in it: {why}") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{path} is not UTF-8 text") from None
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +106,18 @@ def _tokens(found: Trained, text: str) -> list[int]:
 def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, Tensor]]:
     """Name and weights [H, T_q, T_k] of every attention, from the inputs that it gets."""
     calls: list[tuple[str, Tensor]] = []
+    names = {layer: name for name, layer in model.named_modules()}
+    kinds: dict[type[nn.Module], Callable[..., Tensor]] = {
+        GQAttention: self_attention_weights, CrossGQAttention: cross_attention_weights
+    }  # fmt: skip
 
-    def hear(
-        name: str,
-        weigh: Callable[..., Tensor],
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> None:
+    def hear(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         keywords = {key: value for key, value in keywords.items() if key != "cache"}
-        calls.append((name, weigh(layer, *args, **keywords)[0].float().cpu()))
+        weigh = next(weigh for kind, weigh in kinds.items() if isinstance(layer, kind))
+        calls.append((names[layer], weigh(layer, *args, **keywords)[0].float().cpu()))
 
-    hooks = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, GQAttention | CrossGQAttention):
-            weigh: Callable[..., Tensor] = self_attention_weights
-            if isinstance(layer, CrossGQAttention):
-                weigh = cross_attention_weights
-            heard = partial(hear, name, weigh)
-            hooks.append(layer.register_forward_pre_hook(heard, with_kwargs=True))
+    layers = [x for x in model.modules() if isinstance(x, GQAttention | CrossGQAttention)]
+    hooks = [layer.register_forward_pre_hook(hear, with_kwargs=True) for layer in layers]
     device = next(model.parameters()).device
     try:
         with torch.no_grad():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from ..files.replace import remove_partial, replacing
 from .extras import import_extra
@@ -19,11 +19,7 @@ _LINE_INTERVAL = 10.0
 
 
 def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Adds one record, which has a "step", to a run's metrics.jsonl.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Adds one record, which has a "step", to a run's metrics.jsonl."""
     path = run_dir / METRICS_FILE
     with _explained(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -43,11 +39,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
-    """Drops the records after a step, and starts the file if there is none.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Drops the records after a step, and starts the file if there is none."""
     path = run_dir / METRICS_FILE
     with _explained(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may be on its way
@@ -65,10 +57,6 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
     Args:
         records: the lines of a run's metrics.jsonl.
         path: the file, in the run's folder, whose name is in the title.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: the file cannot be written.
     """
     figure_module = import_extra("matplotlib.figure", "the loss curve")
     records = list(records)
@@ -91,8 +79,8 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
         figure.savefig(file, format="png", dpi=120)
 
 
-class Progress(Protocol):
-    """Where a trainer reports to."""
+class Progress:
+    """Where a trainer reports to; this one shows nothing."""
 
     def advance(self, step: int, *, loss: float, **figures: float) -> None:
         """Says that `step` steps are done.
@@ -110,17 +98,7 @@ class Progress(Protocol):
         """Ends the display."""
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def advance(self, step: int, *, loss: float, **figures: float) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class ProgressBar:
+class ProgressBar(Progress):
     """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal.
 
     The time left follows from the steps after the first `advance`: those before it hold what is
@@ -208,17 +186,16 @@ class Speed:
         return time.perf_counter() - self._started
 
 
+_FIGURES: Mapping[str, Callable[[float], str]] = {
+    "tokens_per_second": ", {:,.0f} tokens/s".format,
+    "tokens_per_second_per_rank": " ({:,.0f} a rank)".format,
+    "peak_mib": ", {:,.0f} MiB".format,
+    "mfu": lambda share: f", MFU {100 * share:.1f} %",
+}
+
+
 def _told(figures: Mapping[str, float]) -> str:
-    text = ""
-    if (speed := figures.get("tokens_per_second")) is not None:
-        text += f", {speed:,.0f} tokens/s"
-    if (speed := figures.get("tokens_per_second_per_rank")) is not None:
-        text += f" ({speed:,.0f} a rank)"
-    if (peak := figures.get("peak_mib")) is not None:
-        text += f", {peak:,.0f} MiB"
-    if (share := figures.get("mfu")) is not None:
-        text += f", MFU {100 * share:.1f} %"
-    return text
+    return "".join(show(figures[name]) for name, show in _FIGURES.items() if name in figures)
 
 
 def _clock(seconds: float) -> str:

@@ -38,9 +38,6 @@ class Pretrained:
 
         Args:
             asked: fields that the user has named.
-
-        Raises:
-            CheckpointError: one of them is not as the encoder has it.
         """
         fields = self._config.to_dict()
         del fields["vocab_size"]

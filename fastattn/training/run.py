@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,13 @@ from .checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from .distributed.degrees import Degrees, check_split
+from .distributed.degrees import Degrees, check_split, ranks_started
 from .distributed.launcher import begun, restarted
-from .distributed.ranks import Ranks, ranks_for
+from .distributed.ranks import Ranks
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
 from .tasks.kinds import KINDS, Kind
-from .tasks.sources import (
-    DataConfig,
-    LanguageDataConfig,
-    MaskedDataConfig,
-    PairDataConfig,
-    PairSource,
-    Source,
-    TaggedDataConfig,
-    TaggedSource,
-    TextSource,
-    language_source,
-)
+from .tasks.sources import DATA, DataConfig, Source
 from .tokenizers import from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
@@ -47,14 +36,6 @@ from .trainer import Trainer, TrainResult
 _CHANGEABLE = {
     *("device", "compile", "activation_checkpointing", "save_in_background"),
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
-}
-
-# How the data of each kind of model is named, and what reads it.
-_DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
-    "gpt": (LanguageDataConfig, language_source),
-    "masked": (MaskedDataConfig, TextSource),
-    "tagger": (TaggedDataConfig, TaggedSource),
-    "seq2seq": (PairDataConfig, PairSource),
 }
 
 
@@ -116,6 +97,20 @@ def train(
         return _train(options, folder, going_on, should_stop, say, ranks)
 
 
+def _silent(text: str) -> None: ...
+
+
+def ranks_for(degrees: Degrees) -> AbstractContextManager[Ranks]:
+    """The ranks that torchrun has started, as asked for, while the context lasts; or one alone."""
+    if ranks_started() == 1:
+        degrees.split(1)
+        return nullcontext(Ranks())
+    # One process needs none of what this imports.
+    from .distributed.together import started
+
+    return started(degrees)
+
+
 def _train(
     options: Options,
     out_dir: Path,
@@ -146,9 +141,6 @@ def _train(
         return trainer.run(should_stop)
     finally:
         trainer.progress.close()
-
-
-def _silent(text: str) -> None: ...
 
 
 def _build(
@@ -227,7 +219,7 @@ def _build(
 def _data_config(
     kind: Kind, options: Mapping[str, Any]
 ) -> tuple[DataConfig, Callable[[Any], Source]]:
-    config_class, read = _DATA[kind.name]
+    config_class, read = DATA[kind.name]
     for name in options:
         if name not in _field_names(config_class):
             raise ValueError(f"{name} is no option of task {kind.task}")
@@ -331,14 +323,14 @@ def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
         if "device" not in options.training:
             training.resolve_dtype(resolve_device(training.device))
         part = "data"
-        from_fields(_DATA[kind.name][0], _data_fields(kind, data))
+        from_fields(DATA[kind.name][0], _data_fields(kind, data))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.source} has no usable {part} config: {error}") from None
 
 
 def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of a run's "data" that its data configuration takes; the rest are facts."""
-    known = _field_names(_DATA[kind.name][0])
+    known = _field_names(DATA[kind.name][0])
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()

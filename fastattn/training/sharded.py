@@ -51,6 +51,7 @@ from .checkpoint import (
     load_checkpoint,
 )
 from .storage import folder as folders
+from .storage.folder import apart
 from .storage.manifest import MANIFEST, TOKENIZER, entry_of, read_manifest, write_manifest
 from .storage.shards import ShardWriter, agree, read_tensors
 
@@ -129,11 +130,14 @@ class ShardedWriter:
         """
         self.wait()
         final = folders.checkpoint_path(self._run_dir, checkpoint.step)
-        if _first(final.exists(), self._group):
+        # As the first rank sees it.
+        there = [final.exists()]
+        dist.broadcast_object_list(there, dist.get_global_rank(self._group, 0), self._group)
+        if there[0]:
             return final
         if both := checkpoint.model.keys() & checkpoint.training.keys():
             raise ValueError(f"model and training must differ in names, both have {min(both)!r}")
-        tensors = _apart({**checkpoint.model, **checkpoint.training})
+        tensors = apart({**checkpoint.model, **checkpoint.training})
         files = dict.fromkeys(checkpoint.model, 1) | dict.fromkeys(checkpoint.training, 2)
 
         def last(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
@@ -289,22 +293,3 @@ def _state_like(
                 f"optimizer needs {want}"
             )
     return state
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each with memory of its own, as the format asks for: two names may share one."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shared = local.data_ptr() in seen and local.numel() > 0
-        found[name] = tensor.detach().clone() if shared else tensor.detach()
-        seen.add(local.data_ptr())
-    return found
-
-
-def _first(value: Any, group: dist.ProcessGroup) -> Any:
-    """The first rank's value, on all of them."""
-    values = [value]
-    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    return values[0]

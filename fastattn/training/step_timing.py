@@ -17,7 +17,7 @@ from ..models.gpt import GPT, GPTConfig
 from ..options import Options
 from .train_config import TrainConfig
 from .trainer import make_optimizer
-from .usage import dense_bf16_tflops, flops_per_token, peak_mib
+from .usage import flops_per_token, full_rate, peak_mib
 
 BACKENDS = ("triton", "torch")
 
@@ -79,7 +79,8 @@ def time_training_steps(
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     with _backend(backend):
-        _check_backend(config, backend, device, dtype)
+        q = torch.zeros(1, 1, 1, config.head_dim, device=device, dtype=dtype)
+        choose(q, q, q, Options(causal=True), backend)
         step, parameters = _make_step(config, batch_size, device, dtype)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
@@ -96,15 +97,13 @@ def time_training_steps(
     median = statistics.median(seconds)
     tokens = batch_size * config.context_length
     tflops = flops_per_token(config, parameters) * tokens / median / 1e12
-    rate = None
-    if on_gpu and dtype != torch.float32:
-        rate = dense_bf16_tflops(torch.cuda.get_device_name(device))
+    rate = full_rate(device, dtype)
     return StepTiming(
         backend=backend,
         step_ms=1e3 * median,
         tokens_per_second=tokens / median,
         model_tflops=tflops,
-        mfu=None if rate is None else tflops / rate,
+        mfu=None if rate is None else 1e12 * tflops / rate,
         peak_mib=peak_mib(device) if on_gpu else None,
     )
 
@@ -127,13 +126,6 @@ def _make_step(
         optimizer.zero_grad(set_to_none=True)
 
     return step, model.num_parameters()
-
-
-def _check_backend(
-    config: GPTConfig, backend: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    q = torch.zeros(1, 1, 1, config.head_dim, device=device, dtype=dtype)
-    choose(q, q, q, Options(causal=True), backend)
 
 
 @contextmanager

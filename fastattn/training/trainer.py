@@ -16,11 +16,10 @@ from torch import nn
 from .checkpoint import Checkpoint, CheckpointError
 from .data.text import TextDataset
 from .distributed.gradients import by_mesh
-from .distributed.ranks import Alone, Ranks
+from .distributed.ranks import Ranks
 from .metrics import (
     CURVE_FILE,
     Progress,
-    SilentProgress,
     Speed,
     append_metrics,
     draw_loss_curve,
@@ -106,10 +105,10 @@ class Trainer:
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config
         self.out_dir = Path(out_dir)
         self.data_config, self.kind = dict(data_config or {}), kind
-        self.progress: Progress = SilentProgress() if progress is None else progress
+        self.progress = Progress() if progress is None else progress
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
-        self.ranks = Alone() if ranks is None else ranks
+        self.ranks = Ranks() if ranks is None else ranks
         parameters = sum(x.numel() for x in model.parameters())
         size = self.ranks.split.size
         self._usage = Usage(self.model_config, parameters, size, self.device, self.dtype)

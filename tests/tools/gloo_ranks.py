@@ -45,17 +45,29 @@ def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
     Returns:
         The results, by rank. The first error of a rank is raised.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world_size, context, _inherit, (dict(os.environ),)) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, _processes(world_size) as pool:
         store = (Path(folder) / "store").as_uri()
         ranks = [
             pool.submit(_run, function, store, r, world_size, kwargs) for r in range(world_size)
         ]
         return [rank.result() for rank in ranks]
+
+
+def run_alone(function: str, **kwargs: Any) -> Any:
+    """Call a function in one new process, which has no group and may fork; as `run_ranks`."""
+    with _processes(1) as pool:
+        return pool.submit(_run_alone, function, kwargs).result()
+
+
+def _run_alone(function: str, kwargs: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    return load_function(function)(**kwargs)
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    return ProcessPoolExecutor(count, context, _inherit, (dict(os.environ),))
 
 
 def _inherit(environment: dict[str, str]) -> None:

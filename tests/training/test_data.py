@@ -10,7 +10,6 @@ from fastattn.training.data.text import (
     evaluation_batches,
     random_batch,
     read_text_files,
-    split_text,
     standard_library_text,
 )
 from fastattn.training.tokenizers import CharacterTokenizer
@@ -38,12 +37,6 @@ def test_an_unusable_file_is_named(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             read_text_files([good, path])
-
-
-def test_split_keeps_the_last_tenth_for_validation():
-    train, validation = split_text("0123456789" * 10)
-    assert len(validation) == 10
-    assert train + validation == "0123456789" * 10
 
 
 def test_dataset_holds_the_text_s_tokens():
@@ -77,16 +70,6 @@ def test_random_batches_are_windows_and_their_continuations():
     assert set(inputs[:, 0].tolist()) == set(range(43))
 
 
-def test_random_batches_follow_their_generator_alone():
-    tokens = torch.arange(1000, dtype=torch.int32)
-    first = random_batch(tokens, 5, 7, torch.Generator().manual_seed(3))[0]
-    torch.rand(1)
-    again = random_batch(tokens, 5, 7, torch.Generator().manual_seed(3))[0]
-    other = random_batch(tokens, 5, 7, torch.Generator().manual_seed(4))[0]
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 30, 36])
 def test_evaluation_reads_every_target_once(length):
     tokens = torch.arange(length, dtype=torch.int32)
@@ -97,14 +80,6 @@ def test_evaluation_reads_every_target_once(length):
         assert torch.equal(targets, inputs + 1)
     seen = torch.cat([targets.flatten() for _, targets in batches])
     assert seen.tolist() == list(range(1, length))
-
-
-def test_standard_library_text_is_bounded_source_without_tests():
-    text = standard_library_text(300_000)
-    assert 200_000 < len(text) <= 300_000
-    assert text.isascii()
-    assert text.count("def ") > 100
-    assert standard_library_text(300_000) == text
 
 
 def test_standard_library_text_skips_what_it_should(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
 """Kinds of runs: found by model and task, and named alike by the CLI and the models."""
 
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from fastattn.cli import train as cli_train
 from fastattn.models import model_config as model_config
+from fastattn.training.checkpoint import CheckpointError, kind_of
 from fastattn.training.tasks.kinds import KINDS, find_kind
 
 
@@ -26,3 +28,9 @@ def test_kinds_are_found_by_model_and_task():
         find_kind("rnn")
     with pytest.raises(ValueError, match=r"task must be one of language, tagging, .* got 'none'"):
         find_kind(task="none")
+
+
+def test_a_checkpoint_that_names_no_kind_is_a_gpt():
+    assert kind_of(SimpleNamespace(config={})).name == "gpt"
+    with pytest.raises(CheckpointError, match="x is of kind 'rnn', this fastattn has gpt, tagger"):
+        kind_of(SimpleNamespace(config={"kind": "rnn"}, source="x"))

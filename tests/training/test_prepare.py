@@ -3,15 +3,18 @@
 import json
 import os
 import re
-import subprocess
-import sys
+import resource
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from file_faults import arm, fork, status_of
+from gloo_ranks import run_alone
+from nightly import gate_cases
 
 from fastattn.cli.main import main
 from fastattn.files.lock import LOCK, LockedError, locked
@@ -70,127 +73,77 @@ def test_an_end_token_follows_each_document(tmp_path):
     found = prepare([path], tmp_path / "out", tokenizer="wordpiece", documents="line")
     ids, numbers = read(found)
     end = found.tokenizer.special_id("end")
-    assert [i for i, x in enumerate(ids) if x == end] == [
-        i for i, n in enumerate(numbers) if i + 1 == len(ids) or numbers[i + 1] != n
-    ]
+    last = [i for i, n in enumerate(numbers) if i + 1 == len(ids) or numbers[i + 1] != n]
+    assert [i for i, x in enumerate(ids) if x == end] == last
     assert found.documents == 60 == ids.count(end)
 
 
-def test_more_ids_than_16_bits_hold(tmp_path):
-    characters = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
-    many = characters + "".join(map(chr, range(0x10000, 0x10000 + 50_000)))
-    path = write(tmp_path / "a", many)
+@pytest.mark.parametrize(("count", "dtype"), [(40_000, "uint16"), (70_000, "uint32")])
+def test_ids_have_the_bits_that_they_need(count, dtype, tmp_path):
+    characters = "".join(map(chr, [*range(0x4E00, 0x4E00 + 20_000), *range(0x10000, 0x1C350)]))
+    path = write(tmp_path / "a", characters[:count])
     found = prepare([path], tmp_path / "out", tokenizer="char")
-    assert found.dtype == "uint32" and found.tokens == 70_000
-    ids, _ = found.windows(torch.tensor([69_990]), 10)
-    assert ids[0].tolist() == list(range(69_990, 70_000))
-    small = prepare([write(tmp_path / "b", many[:40_000])], tmp_path / "b.out", tokenizer="char")
-    assert small.dtype == "uint16"
-    ids, _ = small.windows(torch.tensor([39_990]), 10)
-    assert ids[0].tolist() == list(range(39_990, 40_000))
+    assert found.dtype == dtype and found.tokens == count
+    ids, _ = found.windows(torch.tensor([count - 10]), 10)
+    assert ids[0].tolist() == list(range(count - 10, count))
 
 
-# Measures memory, and prepares a text in processes that are killed at their n-th file operation.
-PROCESS = """
-import os, resource, signal, sys
-import torch
-from fastattn.training.data import pieces
-from fastattn.training.data import prepare as preparing
-from fastattn.training.run import Options, train
-from fastattn.training.tasks.prepared import PreparedTask
-
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def use(megabytes, out):
-    with open(out + ".txt", "w") as file:
+def used(folder: Path, megabytes: int) -> int:
+    """Prepare a text of so many MiB and draw batches of it; the peak of memory so far, in MiB."""
+    text, out = folder / f"{megabytes}.txt", folder / str(megabytes)
+    with text.open("w") as file:
         for _ in range(megabytes << 14):
-            file.write("all work and no play makes a dull boy, they said, and went out.\\n")
-    found = preparing.prepare([out + ".txt"], out, tokenizer="char", documents="line")
-    task = PreparedTask(found, 512)
+            file.write("all work and no play makes a dull boy, they said, and went out.\n")
+    task = PreparedTask(prepare([text], out, tokenizer="char", documents="line"), 512)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         task.draw("train", 64, generator)
-    return peak()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-os.mkdir(sys.argv[2])
-print(use(2, sys.argv[2] + "/small"), use(12, sys.argv[2] + "/large"))
-pieces.PIECE_BYTES, preparing._BATCH_BYTES, preparing._MARK_BYTES = 64, 64, 128
-text, folder = sys.argv[1], sys.argv[2]
-EVENTS = {"open", "os.rename", "os.remove", "os.truncate"}
-wanted = preparing.prepare([text], folder + "/whole", tokenizer="bpe", documents="line")
-names = ("tokens.bin", "documents.bin", "tokenizer.json", "prepared.json")
+def memory(folder: str) -> tuple[int, int]:
+    used(Path(folder), 1)  # what is allocated once
+    return used(Path(folder), 2), used(Path(folder), 12)
 
 
-def contents(out):
-    return [open(os.path.join(out, name), "rb").read() for name in names]
-
-
-def go(out, n=0):
-    pid = os.fork()
-    if pid == 0:
-        left = n
-
-        def operation(*_):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        real = os.fsync
-        os.fsync = lambda number: (operation(), real(number))
-        sys.addaudithook(lambda event, args: operation() if event in EVENTS else None)
-        preparing.prepare([text], out, tokenizer="bpe", documents="line")
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-kills = 0
-for n in range(1, 200):
-    out = f"{folder}/{n}"
-    killed = go(out, n)
-    again = go(out)
-    assert again == 0 and contents(out) == contents(folder + "/whole"), n
-    assert sorted(os.listdir(out)) == sorted(names), (n, os.listdir(out))
-    if killed == 0:
-        break
-    assert killed == -9, killed
-    kills += 1
-print(kills)
-"""
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Run the process: peaks of memory in MiB for 2 and 12 MiB of text, and its kills."""
-    folder = tmp_path_factory.mktemp("process")
-    text = write(folder / "text", "".join(f"line {i} of a text\n" for i in range(60)))
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(text), str(folder / "runs")],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return list(map(int, done.stdout.split()))
-
-
-def test_memory_does_not_grow_with_the_text(printed):
+def test_memory_does_not_grow_with_the_text(tmp_path):
     """The ids of 10 MiB more are 20 MiB, and far more as Python's numbers."""
-    small, large, _ = printed
+    small, large = run_alone(f"{__file__}:memory", folder=str(tmp_path))
     assert large - small < 8
 
 
-def test_a_call_goes_on_where_a_killed_one_has_ended(printed):
-    assert printed[-1] >= 20
+def kills(folder: str) -> int:
+    """Prepare a text in processes that are killed at their n-th file operation, and again."""
+    base = Path(folder)
+    text = write(base / "text", "".join(f"line {i} of a text\n" for i in range(60)))
+    pieces.PIECE_BYTES, preparing._BATCH_BYTES, preparing._MARK_BYTES = 64, 64, 128
+
+    def call(out: Path, n: int = 0) -> None:
+        arm(n, under=str(out))
+        prepare([text], out, tokenizer="bpe", documents="line")
+
+    def contents(out: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+
+    prepare([text], base / "whole", tokenizer="bpe", documents="line")
+    for n in range(1, 200, gate_cases([3], [1])[-1]):
+        killed = status_of(fork(partial(call, base / str(n), n)))
+        assert status_of(fork(partial(call, base / str(n)))) == 0, n
+        assert contents(base / str(n)) == contents(base / "whole"), n
+        if killed == 0:
+            return n - 1
+        assert killed == -9, killed
+    return 0
+
+
+def test_a_call_goes_on_where_a_killed_one_has_ended(tmp_path):
+    assert run_alone(f"{__file__}:kills", folder=str(tmp_path)) >= 20
 
 
 @pytest.fixture(params=["one file", "many"])
-def lines(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    """1000 lines of 7 bytes, in files."""
+def lines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> list[Path]:
+    """1000 lines of 7 bytes, in files, of which 64 bytes are read at once."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
     if request.param == "one file":
         return [write(tmp_path / "text", "a line\n" * 1000)]
     return [write(tmp_path / f"text{i:03d}", "a line\n" * 5) for i in range(200)]
@@ -198,7 +151,6 @@ def lines(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 def test_a_call_that_goes_on_reads_only_the_rest(lines, tmp_path, monkeypatch):
     """From where an interrupt came; the check of the files is not repeated either."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
     monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
     first: list[int] = []
     rest: list[int] = []
@@ -231,7 +183,6 @@ def test_a_call_that_goes_on_reads_only_the_rest(lines, tmp_path, monkeypatch):
 
 
 def test_an_interrupt_within_a_batch_leaves_the_mark_before_it(lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
     monkeypatch.setattr(preparing, "_BATCH_BYTES", 150)
     real = preparing._Writer.end_document
     left = [0 if len(lines) == 1 else 70]
@@ -250,49 +201,41 @@ def test_an_interrupt_within_a_batch_leaves_the_mark_before_it(lines, tmp_path, 
     assert found.fingerprint == prepare(lines, tmp_path / "new", tokenizer="char").fingerprint
 
 
-def test_a_text_that_changes_meanwhile_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+def test_a_text_that_changes_meanwhile_is_named(lines, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
-    text = write(tmp_path / "text", "a line\n" * 100)
 
     def change_it(done: int, total: int) -> None:
-        os.utime(text, ns=(0, done))
+        os.utime(lines[-1], ns=(0, done))
 
-    with pytest.raises(DataError, match="text changed while it was prepared"):
-        prepare([text], tmp_path / "out", tokenizer="char", progress=change_it)
+    with pytest.raises(DataError, match="changed while it was prepared"):
+        prepare(lines, tmp_path / "out", tokenizer="char", progress=change_it)
 
 
 def test_marks_come_by_bytes_of_all_files(lines, tmp_path, monkeypatch):
     """A call that is killed loses a bounded part, of however many files; a file counts as some."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
-    for name, size in (("_BATCH_BYTES", 64), ("_MARK_BYTES", 1000), ("_FILE_BYTES", 15)):
-        monkeypatch.setattr(preparing, name, size)
     saved: list[tuple[int, int]] = []
-    real = preparing.Work.save
-
-    def save(work: preparing.Work, out_dir: Path) -> None:
-        saved.append((work.mark.source, work.mark.offset))
-        real(work, out_dir)
-
-    monkeypatch.setattr(preparing.Work, "save", save)
-    prepare(lines, tmp_path / "out", tokenizer="char")
-    assert len(saved) == (7 if len(lines) == 1 else 11)
-    assert saved == sorted(saved) and saved[0] == (0, 0)
-
-
-def test_texts_are_encoded_many_at_once(lines, tmp_path, monkeypatch):
-    """On all cores: `tokenizers` gives each a text of a batch."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
     batches: list[int] = []
-    real = CharacterTokenizer.encode_batch
+    save, encode = preparing.Work.save, CharacterTokenizer.encode_batch
+
+    def noted(work: preparing.Work, out_dir: Path) -> None:
+        saved.append((work.mark.source, work.mark.offset))
+        save(work, out_dir)
 
     def encode_batch(self: CharacterTokenizer, texts: list[str]) -> list[list[int]]:
         batches.append(len(texts))
-        return real(self, texts)
+        return encode(self, texts)
 
+    monkeypatch.setattr(preparing.Work, "save", noted)
     monkeypatch.setattr(CharacterTokenizer, "encode_batch", encode_batch)
     prepare(lines, tmp_path / "out", tokenizer="char")
-    assert batches == [112 if len(lines) == 1 else 200]
+    # All at once, on all cores: `tokenizers` gives each a text of a batch.
+    assert batches == [112 if len(lines) == 1 else 200] and saved == [(0, 0)]
+    saved.clear()
+    for name, size in (("_BATCH_BYTES", 64), ("_MARK_BYTES", 1000), ("_FILE_BYTES", 15)):
+        monkeypatch.setattr(preparing, name, size)
+    prepare(lines, tmp_path / "again", tokenizer="char")
+    assert len(saved) == (7 if len(lines) == 1 else 11)
+    assert saved == sorted(saved) and saved[0] == (0, 0)
 
 
 def test_one_call_at_a_time_writes_a_folder(tmp_path):
@@ -339,8 +282,6 @@ def test_files_that_are_not_utf8(tmp_path, monkeypatch, capsys):
     arguments = ["--tokenizer", "char", "--out", str(tmp_path / "command"), "--errors", "skip"]
     assert main(["prepare", "--text", *map(str, files), *arguments]) == 0
     assert "3 files that are not UTF-8 left out\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="errors must be one of 'strict', 'replace', 'skip'"):
-        prepare(files, tmp_path / "out", errors="ignore")
 
 
 def test_files_from_a_list(tmp_path, capsys, monkeypatch):
@@ -409,29 +350,22 @@ def test_a_damaged_folder_is_named(damage, message, tmp_path, monkeypatch):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    text = write(tmp_path / "a", "some text\n" * 40)
-    for call, error, message in (
-        (lambda: prepare([], tmp_path / "o"), ValueError, "texts must name a file, got none"),
-        (
-            lambda: prepare([text], tmp_path / "o", documents="page"),
-            ValueError,
-            "documents must be one of 'file', 'line', 'paragraph', got 'page'",
-        ),
-        (lambda: prepare([tmp_path / "b"], tmp_path / "o"), DataError, "cannot read text file"),
-        (
-            lambda: prepare([text], tmp_path),
-            DataError,
-            "is no folder for prepared text: it holds a",
-        ),
-    ):
-        with pytest.raises(error, match=re.escape(message)):
-            call()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    text, out = write(tmp_path / "a", "some text\n" * 40), tmp_path / "o"
     (tmp_path / "latin").write_bytes(b"abc\xe4bc")
-    with pytest.raises(DataError, match="latin is not UTF-8: byte 0xe4 at offset 3"):
-        prepare([tmp_path / "latin"], tmp_path / "o", tokenizer="char")
-    with pytest.raises(DataError, match="the text is empty"):
-        prepare([write(tmp_path / "none", "\n\n")], tmp_path / "e", documents="line")
+    write(tmp_path / "none", "\n\n")
+    known = "documents must be one of 'file', 'line', 'paragraph', got 'page'"
+    for texts, folder, options, message in (
+        ([], out, {}, "texts must name a file, got none"),
+        ([text], out, {"documents": "page"}, known),
+        ([text], out, {"errors": "ignore"}, "errors must be one of 'strict', 'replace', 'skip'"),
+        ([tmp_path / "b"], out, {}, "cannot read text file"),
+        ([text], tmp_path, {}, "is no folder for prepared text: it holds a"),
+        ([tmp_path / "latin"], out, {}, "latin is not UTF-8: byte 0xe4 at offset 3"),
+        ([tmp_path / "none"], tmp_path / "e", {"documents": "line"}, "the text is empty"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            prepare(texts, folder, **{"tokenizer": "char", **options})
+    assert not out.exists()
     prepare([text], tmp_path / "out", tokenizer="char")
     with pytest.raises(DataError, match=r"what another call has prepared.*\(tokenizer differs\)"):
         prepare([text], tmp_path / "out", tokenizer="bpe")
@@ -449,10 +383,7 @@ def test_a_change_of_one_id_is_found(tmp_path, capsys):
     assert made.startswith("40 tokens of 1 documents in")
     for wrong in ([], ["--check", "--text", str(text)]):
         assert main(["prepare", *wrong, *out]) == 1
-        assert (
-            "prepare takes --text FILE ..., --files-from FILE or both, or --check"
-            in capsys.readouterr().err
-        )
+        assert "prepare takes --text FILE ..., --files-from FILE" in capsys.readouterr().err
     path = tmp_path / "out" / "tokens.bin"
     path.write_bytes(array("H", [3]).tobytes() + path.read_bytes()[2:])
     assert main(["prepare", "--check", *out]) == 1

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: saved at one split and read at another."""
+"""Sharded checkpoints: saved at one split, read at another, and refused by all ranks or by none."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import full_disk, run_ranks
+from nightly import gate_cases
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -45,18 +46,18 @@ from fastattn.training.tokenizers import CharacterTokenizer
 # An odd vocabulary and width: some ranks have a smaller part than others, or none.
 CONFIG = GPTConfig(vocab_size=7, context_length=6, num_layers=1, num_heads=1, embed_dim=6)
 # Degrees of (dp, fsdp, tp). Context parallelism holds parameters as dp does.
-SPLITS = {
-    "one": (1, 1, 1),
-    "dp2": (2, 1, 1),
-    "fsdp2": (1, 2, 1),
-    "tp2": (1, 1, 2),
-    "dp4": (4, 1, 1),
-    "fsdp4": (1, 4, 1),
-    "tp4": (1, 1, 4),
-    "dp2-fsdp2": (2, 2, 1),
-    "dp2-tp2": (2, 1, 2),
-    "fsdp2-tp2": (1, 2, 2),
-}
+SPLITS = dict(
+    gate_cases(
+        {
+            "one": (1, 1, 1), "fsdp4": (1, 4, 1), "tp4": (1, 1, 4), "dp2-fsdp2": (2, 2, 1),
+            "fsdp2-tp2": (1, 2, 2),
+        }.items(),
+        {
+            "dp2": (2, 1, 1), "fsdp2": (1, 2, 1), "tp2": (1, 1, 2), "dp4": (4, 1, 1),
+            "dp2-tp2": (2, 1, 2),
+        }.items(),
+    )
+)  # fmt: skip
 
 
 @lru_cache
@@ -124,7 +125,7 @@ class Split:
 def world(folder: str) -> dict[str, Any]:
     """Everything that this file asserts of a rank, in one start of four processes."""
     found: dict[str, Any] = {}
-    for case in (matrix, background, first_step, one_file):
+    for case in (matrix, background, one_file, refusals, failures):
         found[case.__name__] = case(Path(folder) / case.__name__)
         dist.barrier()
     return found
@@ -157,8 +158,8 @@ def matrix(folder: Path) -> dict[str, dict[str, Any]]:
             found[name]["next"] = True, split.loss().item()
     dist.barrier()
     for i, other in enumerate(names):
-        # Every split reads what three others have saved, each time different ones.
-        for name in (names[(i + shift) % len(names)] for shift in (1, 4, 7)):
+        # Every split reads what two others have saved, each time different ones.
+        for name in (names[(i + shift) % len(names)] for shift in (1, 3)):
             if other not in splits:
                 continue
             resumed = Split(other, seed=1)
@@ -175,6 +176,13 @@ def matrix(folder: Path) -> dict[str, dict[str, Any]]:
 def background(folder: Path) -> dict[str, Any]:
     """A save in the background keeps the values it was given, and its error is not lost."""
     split, writer = Split("fsdp4"), ShardedWriter(folder, background=True)
+    # Before its first step an optimizer has no state, and neither saving nor reading makes one.
+    writer.save(split.checkpoint(0))
+    writer.wait()
+    resumed = Split("fsdp2-tp2", seed=1)
+    restore_sharded(folder, resumed.model, resumed.optimizer)
+    assert not split.optimizer.state and not resumed.optimizer.state
+    assert same(split.whole(), resumed.whole())
     split.step()
     writer.save(split.checkpoint(1))
     split.step()
@@ -203,18 +211,6 @@ def background(folder: Path) -> dict[str, Any]:
         writer.save(split.checkpoint(4))
         found["next save"] = message(lambda: writer.save(split.checkpoint(5)))
     return found
-
-
-def first_step(folder: Path) -> dict[str, bool]:
-    """Before its first step an optimizer has no state, and neither saving nor reading makes one."""
-    split = Split("fsdp4")
-    ShardedWriter(folder).save(split.checkpoint(0))
-    resumed = Split("fsdp2-tp2", seed=1)
-    restore_sharded(folder, resumed.model, resumed.optimizer)
-    return {
-        "stateless": not split.optimizer.state and not resumed.optimizer.state,
-        "values": same(split.whole(), resumed.whole()),
-    }
 
 
 def one_file(folder: Path) -> dict[str, bool]:
@@ -265,6 +261,61 @@ def fused(folder: Path, split: Split) -> bool:
     return same(found.whole(), split.whole()) and set(read.training) == {"random", "loss_sum"}
 
 
+def refusals(folder: Path) -> dict[str, str]:
+    """Messages about damaged and unsuitable checkpoints, as every rank gives them."""
+    split = Split("fsdp4")
+    split.step()
+    made = split.checkpoint(1)
+    path = ShardedWriter(folder).save(made)
+    twice = replace(made, step=2, training={**made.training, "norm.weight": torch.ones(2)})
+    found = {"names": message(lambda: ShardedWriter(folder).save(twice))}
+    wide = Split("fsdp4", config=replace(CONFIG, embed_dim=8))
+    before = wide.whole()
+    found["wide"] = message(lambda: restore_sharded(folder, wide.model, wide.optimizer))
+    found["kept"] = str(same(wide.whole(), before) and not wide.optimizer.state)
+    few = torch.optim.AdamW(list(split.model.parameters())[:-1], foreach=False)
+    found["few"] = message(lambda: restore_sharded(folder, split.model, few))
+    found["nothing"] = message(lambda: restore_sharded(folder / "none", split.model))
+    shard = path / "shard-00003-model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    changed = whole[:-1] + bytes([whole[-1] ^ 1])
+    for name, content in {"missing": None, "truncated": whole[:-5], "changed": changed}.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shard.unlink() if content is None else shard.write_bytes(content)
+        dist.barrier()
+        found[name] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shard.write_bytes(whole)
+    dist.barrier()
+    found["mended"] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+    return found
+
+
+FULL = {"prepare_global_plan": 0, "write_data": 3, "finish": 0}
+
+
+def failures(folder: Path) -> dict[str, Any]:
+    """A full disk on one rank is told on all, and what was there before is kept."""
+    split, writer = Split("fsdp4"), ShardedWriter(folder)
+    split.step()
+    writer.save(split.checkpoint(1))
+    found: dict[str, Any] = {}
+    for name, rank in FULL.items():
+        with full_disk(shards.ShardWriter, name, rank):
+            told = message(lambda: writer.save(split.checkpoint(2)))
+        found[name] = told, sorted(path.name for path in folder.iterdir())
+        dist.barrier()
+    split.step()
+    writer.save(split.checkpoint(2))
+    kept = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
+    writer.save(split.checkpoint(2))
+    again = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
+    found["after"] = sorted(path.name for path in folder.iterdir()), kept == again
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
@@ -279,7 +330,7 @@ def test_every_split_resumes_from_others(by_rank: list[dict[str, Any]]) -> None:
     found = by_rank[0]["matrix"]
     _, wanted = found["one"]["next"]
     for name, by_split in found.items():
-        assert len(by_split) == 4
+        assert len(by_split) == 3
         for other, (_, loss) in by_split.items():
             assert math.isclose(loss, wanted, rel_tol=1e-5), (name, other)
     for rank in by_rank:
@@ -296,11 +347,6 @@ def test_a_background_save_keeps_what_it_was_given(by_rank: list[dict[str, Any]]
         assert again == "no error"
         assert "cannot write checkpoint" in found["next save"]
         assert "step-00000004: rank 2: No space" in found["next save"]
-
-
-def test_a_run_is_saved_before_its_first_step(by_rank: list[dict[str, Any]]) -> None:
-    for rank in by_rank:
-        assert rank["first_step"] == {"stateless": True, "values": True}
 
 
 def test_one_file_and_shards_are_the_same(by_rank: list[dict[str, Any]]) -> None:
@@ -332,25 +378,12 @@ def test_one_process_reads_what_ranks_have_written(
     assert all(torch.equal(x, whole.model[name]) for name, x in model.state_dict().items())
 
 
-def test_there_is_no_pickle(by_rank: list[dict[str, Any]], folder: Path) -> None:
-    path = latest_checkpoint(folder / "matrix" / "fsdp4")
-    assert path is not None
-    names = sorted(file.name for file in path.iterdir())
-    assert names[:2] == ["checkpoint.json", "shard-00001-model-00001-of-00002.safetensors"]
-    assert names[-1] == "tokenizer.json" and len(names) == 10
-    for name in names:
-        content = (path / name).read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        json.loads(content if name.endswith(".json") else content[8 : 8 + length])
-
-
 def test_a_part_that_is_not_there_is_missed(
     by_rank: list[dict[str, Any]], folder: Path, tmp_path: Path
 ) -> None:
     """Also where the manifest does not name it."""
     shutil.copytree(folder / "matrix" / "fsdp4", tmp_path / "run")
     path = latest_checkpoint(tmp_path / "run")
-    assert path is not None
     fields = json.loads((path / "checkpoint.json").read_text())
     del fields["files"]["shard-00002-model-00001-of-00002.safetensors"]
     (path / "checkpoint.json").write_text(json.dumps(fields))
@@ -360,6 +393,34 @@ def test_a_part_that_is_not_there_is_missed(
     (path / "checkpoint.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"names '\.\./x\.safetensors', which is no file"):
         load_checkpoint(path, training=False)
+
+
+def test_all_ranks_refuse_what_one_cannot_read(by_rank: list[dict[str, Any]]) -> None:
+    first = by_rank[0]["refusals"]
+    assert all(rank["refusals"] == first for rank in by_rank)
+    assert first["kept"] == "True" and first["mended"] == "no error"
+    shard = "shard-00003-model-00002-of-00002.safetensors"
+    for name, part in {
+        "names": "ValueError: model and training must differ in names, both have 'norm.weight'",
+        "wide": "of another configuration: blocks.0.attention.k_proj.weight has shape (6, 6), "
+        "the model needs (8, 8)",
+        "few": "of another configuration: optimizer.norm.weight.exp_avg has shape (6,), the "
+        "optimizer needs none",
+        "nothing": "CheckpointError: there is no checkpoint in",
+        "missing": "cannot read",
+        "truncated": f"{shard} is truncated or changed: it has",
+        "changed": f"{shard} is corrupt: its SHA-256 differs",
+    }.items():
+        assert part in first[name], name
+
+
+def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -> None:
+    for found in (rank["failures"] for rank in by_rank):
+        for name, rank in FULL.items():
+            told, left = found[name]
+            assert f"step-00000002: rank {rank}: No space left on device; " in told
+            assert "step-00000001 is kept" in told and left == ["step-00000001"]
+        assert found["after"] == (["step-00000002"], True)
 
 
 def test_a_process_group_is_needed(tmp_path: Path) -> None:

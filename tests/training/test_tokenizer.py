@@ -1,7 +1,5 @@
 """Tokenizers: text to ids and back, files, and messages."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,16 +31,7 @@ def test_bpe_has_merged_what_is_frequent(bpe):
     assert bpe.vocab_size == 280
     assert len(bpe.encode(" the")) == 1
     assert len(bpe.encode("zzz")) == 3
-
-
-def test_bpe_stops_where_the_text_has_no_more_pairs():
-    assert 256 <= BPETokenizer.train("ab", 1000).vocab_size < 1000
-
-
-@pytest.mark.parametrize("kind", ["char", "bpe"])
-def test_training_is_repeatable(kind):
-    first, second = (train_tokenizer(kind, TEXT, vocab_size=290) for _ in range(2))
-    assert first.to_json() == second.to_json()
+    assert 256 <= BPETokenizer.train("ab", 1000).vocab_size < 1000, "no more pairs"
 
 
 @settings(max_examples=50, deadline=None)
@@ -58,17 +47,6 @@ def test_bpe_decodes_any_ids_piece_by_piece(bpe, tokens):
     pieces = [decoder.feed(token) for token in tokens] + [decoder.finish()]
     whole = b"".join(bpe.token_bytes[token] for token in tokens).decode("utf-8", "replace")
     assert "".join(pieces) == whole == bpe.decode(tokens)
-
-
-def test_a_character_of_several_tokens_appears_when_it_is_complete(bpe):
-    tokens = bpe.encode("漢")
-    assert len(tokens) == 3
-    decoder = bpe.decoder()
-    assert [decoder.feed(token) for token in tokens] == ["", "", "漢"]
-    assert decoder.finish() == ""
-    decoder = bpe.decoder()
-    assert decoder.feed(tokens[0]) == ""
-    assert decoder.finish() == "\ufffd"
 
 
 def test_long_texts_are_encoded_in_pieces_cut_at_line_breaks(bpe, monkeypatch):
@@ -88,6 +66,7 @@ def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
     assert loaded.vocab_size == tokenizer.vocab_size
     assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
     assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
+    assert loaded.to_json() == train_tokenizer(kind, TEXT, vocab_size=280).to_json(), "repeatable"
 
 
 def test_bpe_file_is_hugging_faces_own(bpe, tmp_path):
@@ -106,11 +85,6 @@ def test_an_unknown_character_is_named():
         CharacterTokenizer("abc").encode("abé")
     with pytest.raises(TokenizerError, match=r"character '\\udcff' \(U\+DCFF\) does not occur"):
         CharacterTokenizer("abc").encode("a\udcff")
-
-
-def test_half_a_character_is_named(bpe):
-    with pytest.raises(TokenizerError, match=r"holds '\\udcff' at position 1"):
-        bpe.encode("a\udcff")
 
 
 @pytest.mark.parametrize("token", [-1, 280])
@@ -140,19 +114,16 @@ def test_wrong_training_requests_are_named():
         (b"[]", "neither a character tokenizer nor a Hugging Face one"),
         (b'{"format": "fastattn-characters"}', "has no text under 'characters'"),
         (b'{"model": {}}', "cannot be read by Hugging Face tokenizers"),
+        (None, "No such file"),
     ],
 )
 def test_an_unusable_file_is_named(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(TokenizerError, match=rf"tokenizer.json .*{message}|{message}") as error:
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=message) as error:
         load_tokenizer(path)
     assert str(path) in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(TokenizerError, match=r"cannot read tokenizer .*absent: No such file"):
-        load_tokenizer(tmp_path / "absent")
 
 
 def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
@@ -170,9 +141,3 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "fastattn\[gpt\]"'):
         BPETokenizer.train(TEXT, 280)
-
-
-def test_character_file_holds_readable_json(tmp_path):
-    CharacterTokenizer("ab").save(tmp_path / "t.json")
-    fields = json.loads((tmp_path / "t.json").read_text())
-    assert fields == {"format": "fastattn-characters", "characters": "ab"}

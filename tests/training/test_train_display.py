@@ -41,7 +41,7 @@ def test_the_first_line_is_through_a_pipe_before_data_are_read(tmp_path, monkeyp
         seen.append(pipe.arrived.decode())
         raise DataError("stop here")
 
-    monkeypatch.setattr("fastattn.training.run.DataConfig.read", read)
+    monkeypatch.setattr("fastattn.training.tasks.sources.DataConfig.read", read)
     out = tmp_path / "run"
     assert main(["train", "--out", str(out), "--text", str(tmp_path / "book.txt")]) == 1
     assert main(["train", "--out", str(out)]) == 1
@@ -59,7 +59,7 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_time_left_does_not_count_the_start(terminal, monkeypatch):
+def test_progress_has_what_is_known_and_a_time_left_without_the_start(terminal, monkeypatch):
     """The first ten steps take 1000 s, as they compile; each further one a second."""
     now = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -67,14 +67,20 @@ def test_the_time_left_does_not_count_the_start(terminal, monkeypatch):
     screen = Screen(terminal)
     shown = ProgressBar(100, stream=screen)
     now[0] = 1000.0
-    shown.advance(10, loss=1.0, tokens_per_second=1.0)
-    assert " left" not in screen.getvalue()
+    many = {"tokens_per_second": 9876.5, "tokens_per_second_per_rank": 2469.1}
+    shown.advance(10, loss=1.25, **many, peak_mib=3072, mfu=0.4125)
+    shown._bar.refresh()
+    text = "loss 1.2500, 9,876 tokens/s (2,469 a rank), 3,072 MiB, MFU 41.2 %"
+    assert text in screen.getvalue() and " left" not in screen.getvalue()
     for step, left in ((20, "1:20"), (40, "1:00")):
         now[0] = 1000.0 + step - 10
-        shown.advance(step, loss=1.0, tokens_per_second=1.0)
+        shown.advance(step, loss=1.0, tokens_per_second=4321.0)
         shown._bar.refresh()
-        assert f", {left} left" in screen.getvalue()
+        assert f"loss 1.0000, 4,321 tokens/s, {left} left" in screen.getvalue()
+    shown.note("a line of its own")
     shown.close()
+    assert "a line of its own\n" in screen.getvalue() and "40/100" in screen.getvalue()
+    assert ("\r" in screen.getvalue()) == terminal
 
 
 @pytest.fixture
@@ -91,15 +97,21 @@ def drawn(monkeypatch) -> list[Figure]:
     return figures
 
 
-def test_the_loss_curve_names_the_run(tmp_path, drawn):
-    run = tmp_path / "mine-$x_{$"
-    run.mkdir()
-    draw_loss_curve([{"step": 1, "loss": 2.0}], run / "loss.png")
-    assert drawn[0].axes[0].get_title() == "Loss of the run mine-$x_{$"
+def test_the_loss_curve_shows_its_records_and_names_the_run(tmp_path, drawn):
+    path = tmp_path / "mine-$x_{$" / "loss.png"
+    path.parent.mkdir()
+    draw_loss_curve([], path)
+    records = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+    draw_loss_curve([*records, {"step": 2, "validation_loss": 2.5}], path)
+    assert [list(path.parent.iterdir()), path.read_bytes()[:4]] == [[path], b"\x89PNG"]
+    axes = drawn[1].axes[0]
+    assert axes.get_title() == "Loss of the run mine-$x_{$"
+    assert [list(line.get_ydata()) for line in axes.lines] == [[3.0, 2.0], [2.5]]
 
 
 def test_maps_have_titles_in_words_and_a_bar_of_colours(tmp_path, drawn):
-    names = ["a", "b"]
+    """A token is no formula; the font lacks the second one."""
+    names = ["$a{b$", "漢"]
     maps = [
         Map(name, torch.full((2, 2, 2), 0.5), names, names)
         for name in ("encoder.blocks.0.attention", "decoder.blocks.11.cross", "blocks.1.attention")
@@ -107,16 +119,19 @@ def test_maps_have_titles_in_words_and_a_bar_of_colours(tmp_path, drawn):
     draw_maps(maps, tmp_path / "maps.png")
     axes = drawn[0].axes
     expected = ["encoder layer 0", "decoder layer 11 cross", "layer 1"]
-    assert [one.get_title() for one in axes[:6]] == [
-        f"{title}, head {head}" for title in expected for head in range(2)
-    ]
+    titles = [f"{title}, head {head}" for title in expected for head in range(2)]
+    assert [one.get_title() for one in axes[:6]] == titles
     bars = axes[6:]
     assert [bar.get_ylabel() for bar in bars] == ["attention weight"]
     assert bars[0].get_ylim() == (0.0, 1.0)
-    sizes = [one.title.get_fontsize() for one in axes[:6]]
-    assert min(sizes) >= 8
+    assert min(one.title.get_fontsize() for one in axes[:6]) >= 8
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == names
     # No title reaches into the next one.
     drawn[0].canvas.draw()
     ends = [one.title.get_window_extent() for one in axes[:6]]
     assert all(left.x1 < right.x0 for left, right in zip(ends[::2], ends[1::2], strict=True))
     assert math.isfinite(ends[0].x0)
+    draw_maps(
+        [Map("layer", torch.rand(1, 60, 60), ["漢"] * 60, ["漢"] * 60)], tmp_path / "long.png"
+    )
+    assert drawn[1].axes[0].get_xticklabels() == [], "too many to name"

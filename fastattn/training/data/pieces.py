@@ -29,11 +29,7 @@ class Source:
 
     @classmethod
     def of(cls, path: str | Path) -> Source:
-        """The file at a path.
-
-        Raises:
-            DataError: it is missing or unreadable.
-        """
+        """The file at a path."""
         try:
             found = os.stat(path)
         except OSError as error:
@@ -66,11 +62,7 @@ class Piece:
 def read_pieces(
     source: Source, offset: int = 0, separator: bytes = b"\n", errors: Errors = "strict"
 ) -> Iterator[Piece]:
-    """Read a file from an offset on; pieces end with a separator where they have one.
-
-    Raises:
-        DataError: the file is unreadable, or not UTF-8 and errors is not "replace".
-    """
+    """Read a file from an offset on; pieces end with a separator where they have one."""
     path = source.path
     try:
         with open(path, "rb") as file:
@@ -113,9 +105,6 @@ def not_utf8(sources: Sequence[Source]) -> dict[int, str]:
     """Which files are not UTF-8: by number, the sentence that says where.
 
     All are read, a part at a time.
-
-    Raises:
-        DataError: one is unreadable.
     """
     found = {}
     for i, source in enumerate(sources):

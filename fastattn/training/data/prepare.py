@@ -161,11 +161,7 @@ def prepare(
 
 
 def _check(sources: list[Source], errors: Errors, say: Callable[[str], None]) -> list[int]:
-    """Numbers of the files to leave out.
-
-    Raises:
-        DataError: there are some, and errors is "strict".
-    """
+    """Numbers of the files to leave out."""
     if errors == "replace":
         return []
     say(f"checking that {len(sources):,} files are UTF-8")
@@ -223,11 +219,7 @@ class _Texts:
         return [0 if i in self.skipped else x.size for i, x in enumerate(self.sources)]
 
     def after(self, source: int = 0, offset: int = 0) -> Iterator[tuple[int, Piece]]:
-        """Read on from a place: pieces, each with the number of its file.
-
-        Raises:
-            DataError: a file cannot be read, or has changed.
-        """
+        """Read on from a place: pieces, each with the number of its file."""
         for i in range(source, len(self.sources)):
             if i in self.skipped:
                 continue

@@ -77,11 +77,7 @@ def _conll_sentences(path: Path) -> list[Sentence]:
 
 
 def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence]:
-    """The lines of the standard library's source, tagged; see `standard_library_sources`.
-
-    Raises:
-        DataError: the installation has no source files.
-    """
+    """The lines of the standard library's source, tagged; see `standard_library_sources`."""
     found: list[Sentence] = []
     for name, source in standard_library_sources(max_characters).items():
         try:
@@ -129,9 +125,6 @@ def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
         text: any.
         name: what messages call it.
         python: words are Python's tokens; else they are what stands between spaces.
-
-    Raises:
-        DataError: as `python_sentences`.
     """
     if python:
         return [sentence.words for sentence in python_sentences(text, name)]
@@ -162,11 +155,7 @@ def tags_of(sentences: Iterable[Sentence]) -> tuple[str, ...]:
 
 
 def check_tags(sentences: Iterable[Sentence], known: Iterable[str]) -> None:
-    """All tags are known ones.
-
-    Raises:
-        DataError: one is not; the message names its line.
-    """
+    """All tags are known ones."""
     known = tuple(known)
     for sentence in sentences:
         for tag, place in zip(sentence.tags, sentence.places, strict=True):

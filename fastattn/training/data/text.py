@@ -64,9 +64,6 @@ def read_text_files(paths: Iterable[str | Path]) -> str:
     """Reads UTF-8 text files and joins them in the order given, each ending in a line break.
 
     The last file is taken as it is; a byte order mark is dropped.
-
-    Raises:
-        DataError: a file is missing, unreadable, empty, or not UTF-8.
     """
     texts = [read_text_file(Path(path)) for path in paths]
     ended = [text if text.endswith("\n") else text + "\n" for text in texts[:-1]]
@@ -78,9 +75,6 @@ def standard_library_text(max_characters: int = 2_000_000) -> str:
 
     Args:
         max_characters: as for `standard_library_sources`.
-
-    Raises:
-        DataError: the installation has no source files.
     """
     return "".join(standard_library_sources(max_characters).values())
 

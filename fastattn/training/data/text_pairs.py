@@ -78,9 +78,6 @@ def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
 
     The source is a docstring's first line, the target the name with spaces for underscores:
     "Return the current time." and "time now". Each pair comes once; see `standard_library_sources`.
-
-    Raises:
-        DataError: the installation has no source files.
     """
     found: dict[tuple[str, str], Pair] = {}
     for name, source in standard_library_sources(max_characters).items():

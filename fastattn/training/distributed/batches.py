@@ -19,11 +19,12 @@ class Part(NamedTuple):
 
     Args:
         batch: the rank's rows and tokens.
-        targets: targets that count in the global batch, over which the loss is the mean.
+        targets: targets that count in the global batch, over which the loss is the mean; None =
+            the part is all of it.
     """
 
     batch: Batch
-    targets: int
+    targets: int | None
 
 
 class Place(NamedTuple):

@@ -25,9 +25,6 @@ def shard_model(
         split: of the run.
         config: its compile and dtype.
         device: of the model.
-
-    Raises:
-        SplitError: heads or hidden features cannot be shared out.
     """
     if split.tp > 1:
         try:

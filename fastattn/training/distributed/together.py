@@ -30,12 +30,13 @@ from .degrees import NAMES, TIMEOUT, Degrees, Split, SplitError
 from .dropout import SplitDropout
 from .gradients import clip_gradients
 from .launcher import attempt
+from .ranks import Ranks
 from .sharding import shard_model, synchronise
 
 _Value = TypeVar("_Value")
 
 
-class Together:
+class Together(Ranks):
     """`Ranks` of the process group, which has been started.
 
     Args:
@@ -146,12 +147,6 @@ class Together:
         finally:
             model.reshard()
 
-    def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        batch = part.batch
-        _, loss = forward(*batch.inputs, batch.targets, **batch.keywords, target_count=part.targets)
-        found: Tensor = loss
-        return found
-
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         synchronise(model, self.split, last)
         # torch takes the mean over the ranks of the mesh, and these are shares of a sum.
@@ -221,11 +216,7 @@ class Together:
 
 @contextmanager
 def started(degrees: Degrees) -> Iterator[Together]:
-    """All ranks, as asked for, while the block runs.
-
-    Raises:
-        SplitError: the degrees do not multiply to them.
-    """
+    """All ranks, as asked for, while the block runs."""
     # gloo beside NCCL, for what is on the CPU.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store, rank, size = next(rendezvous("env://"))

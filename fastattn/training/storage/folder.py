@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from .manifest import MANIFEST, CheckpointError
 
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -40,22 +42,14 @@ def writing_path(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Makes the folder that a checkpoint is written in, and removes what a kill has left.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes the folder that a checkpoint is written in, and removes what a kill has left."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final.parent)
     writing_path(final).mkdir()
 
 
 def publish(final: Path, contents: Mapping[str, bytes]) -> None:
-    """Adds the last files of a checkpoint, names it, and removes the older ones.
-
-    Raises:
-        OSError: it cannot be written and flushed.
-    """
+    """Adds the last files of a checkpoint, names it, and removes the older ones."""
     run_dir, temporary = final.parent, writing_path(final)
     older = _checkpoints(run_dir)
     for name, content in contents.items():
@@ -74,15 +68,11 @@ def discard(final: Path) -> None:
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
     """Folder of a run's newest checkpoint, or None."""
-    return max(_checkpoints(Path(run_dir)), key=_step_of, default=None)
+    return max(_checkpoints(Path(run_dir)), key=lambda x: int(x.name[5:]), default=None)
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest in a run's folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint that a path means: itself, or the newest in a run's folder."""
     path = Path(path)
     if (path / MANIFEST).exists() or _FOLDER.fullmatch(path.name):
         found: Path | None = path if path.is_dir() else None
@@ -102,6 +92,21 @@ def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
         return CheckpointError(f"checkpoint {final} may not survive a power cut: {cause}")
     state = f"{kept} is kept" if kept else "there is no earlier one"
     return CheckpointError(f"cannot write checkpoint {final}: {cause}; {state}")
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each with memory of its own, as the format asks for.
+
+    A parameter may have two names, such as a token embedding that two sides share.
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        local: Tensor = getattr(tensor, "to_local", lambda x=tensor: x)()  # of a DTensor its part
+        shared = local.data_ptr() in seen and local.numel() > 0
+        found[name] = tensor.detach().clone() if shared else tensor.detach()
+        seen.add(local.data_ptr())
+    return found
 
 
 def _write_durably(path: Path, content: bytes) -> None:
@@ -124,12 +129,6 @@ def _checkpoints(run_dir: Path) -> list[Path]:
     if not run_dir.is_dir():
         return []
     return [path for path in run_dir.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
-
-
-def _step_of(folder: Path) -> int:
-    match = _FOLDER.fullmatch(folder.name)
-    assert match is not None
-    return int(match[1])
 
 
 def _remove(folder: Path) -> None:

@@ -83,9 +83,6 @@ class Manifest:
         Args:
             name: of the file.
             content: compare the digest as well, not the size alone.
-
-        Raises:
-            CheckpointError: as `read`.
         """
         path, entry = file_in(self.folder, name), self.files[name]
         try:
@@ -172,11 +169,7 @@ def entry_of(content: bytes) -> dict[str, Any]:
 
 
 def entry_of_file(path: Path) -> dict[str, Any]:
-    """Make `entry_of` for a file that may be too large for memory.
-
-    Raises:
-        OSError: it is unreadable.
-    """
+    """Make `entry_of` for a file that may be too large for memory."""
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
@@ -189,11 +182,7 @@ def _digest(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file that holds an object.
-
-    Raises:
-        CheckpointError: it is unreadable, or no such file.
-    """
+    """The fields of a JSON file that holds an object."""
     try:
         fields = json.loads(read_bytes(path))
     except UnicodeDecodeError:
@@ -206,11 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content.
-
-    Raises:
-        CheckpointError: it is unreadable.
-    """
+    """A file's content."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -36,34 +36,25 @@ class Kind:
     build: Callable[[Any, Mapping[str, Any]], nn.Module]
 
 
-def _gpt(config: GPTConfig, data: Mapping[str, Any]) -> nn.Module:
-    return GPT(config)
+def _alone(model: Callable[[Any], nn.Module]) -> Callable[[Any, Mapping[str, Any]], nn.Module]:
+    """Build a model from its configuration, whatever its data."""
+    return lambda config, data: model(config)
 
 
 def _tagger(config: EncoderConfig, data: Mapping[str, Any]) -> nn.Module:
     return Tagger(config, len(data["tags"]))
 
 
-def _masked(config: EncoderConfig, data: Mapping[str, Any]) -> nn.Module:
-    return MaskedLM(config)
-
-
-def _seq2seq(config: Seq2SeqConfig, data: Mapping[str, Any]) -> nn.Module:
-    return Seq2Seq(config)
-
-
 _ALL = (
-    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, _gpt),
+    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, _alone(GPT)),
     Kind("tagger", "a tagger", "encoder", "tagging", "tag", EncoderConfig, _tagger),
-    Kind("masked", "a masked-token model", "encoder", "masked", "inspect", EncoderConfig, _masked),
     Kind(
-        "seq2seq",
-        "an encoder-decoder",
-        "seq2seq",
-        "translation",
-        "translate",
-        Seq2SeqConfig,
-        _seq2seq,
+        *("masked", "a masked-token model", "encoder", "masked", "inspect"),
+        *(EncoderConfig, _alone(MaskedLM)),
+    ),
+    Kind(
+        *("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate"),
+        *(Seq2SeqConfig, _alone(Seq2Seq)),
     ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.prepared import PreparedText
 from ..data.rows import IGNORED
 from ..data.text import DataError
-from .task import Batch, Split
+from .task import Batch, Split, Task
 
 # Of a text of a billion tokens a tenth would take longer to measure than it tells.
 _MOST_VALIDATION = 1_000_000
 
 
-class PreparedTask:
+class PreparedTask(Task):
     """Prediction of every next token, by those of its own document alone.
 
     The last tenth of the tokens, a million at most, is for validation. A batch reads its own
@@ -37,6 +36,11 @@ class PreparedTask:
         self._text, self._context_length = text, context_length
         self._validation = min(text.tokens // 10, _MOST_VALIDATION)
         self._train = text.tokens - self._validation
+        self.fingerprint = text.fingerprint
+        self.extent = (
+            f"{self._train:,} training and {self._validation:,} validation tokens of "
+            f"{text.documents:,} documents"
+        )
         if self._train < context_length + 1 or self._validation < 2:
             raise DataError(
                 f"the prepared text is too short: it has {self._train} tokens for training and "
@@ -44,23 +48,8 @@ class PreparedTask:
                 f"least {context_length + 1} and 2"
             )
 
-    @property
-    def fingerprint(self) -> str:
-        return self._text.fingerprint
-
-    @property
-    def extent(self) -> str:
-        return (
-            f"{self._train:,} training and {self._validation:,} validation tokens of "
-            f"{self._text.documents:,} documents"
-        )
-
     def draw(
-        self,
-        split: Split,
-        batch_size: int,
-        generator: torch.Generator,
-        rows: slice | None = None,
+        self, split: Split, batch_size: int, generator: torch.Generator, rows: slice | None = None
     ) -> Batch:
         """Windows of the split at random places; shorter ones if the split is shorter.
 
@@ -87,10 +76,6 @@ class PreparedTask:
         left = self._train + context * whole
         if left < last:
             yield self._batch(torch.tensor([left]), last - left)
-
-    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """None beside the loss."""
-        return {}
 
     def _batch(self, starts: Tensor, context: int) -> Batch:
         tokens, documents = self._text.windows(starts, context + 1)

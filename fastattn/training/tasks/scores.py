@@ -77,9 +77,5 @@ def text_scores(got: Sequence[str], expected: Sequence[str]) -> dict[str, float]
 
 
 def import_sacrebleu() -> Any:
-    """The package `sacrebleu`.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message names the extra.
-    """
+    """The package `sacrebleu`."""
     return import_extra("sacrebleu", "the score of translations")

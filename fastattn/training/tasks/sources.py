@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..data.prepared import PreparedText
 from ..data.tagged_text import (
@@ -61,29 +61,14 @@ class DataConfig:
     vocab_size: int = 1024
 
     def read(self) -> str:
-        """The whole text.
-
-        Raises:
-            DataError: a file is missing, empty or undecodable.
-        """
+        """The whole text."""
         return read_text_files(self.text) if self.text else standard_library_text()
 
-    def make_tokenizer(self, text: str) -> Tokenizer:
-        """The tokenizer: characters of the whole text, merges of its training part alone.
-
-        Raises:
-            TokenizerError: the kind is unknown, or the file is unusable.
-        """
-        if self.tokenizer == "char":
-            return train_tokenizer("char", text)
-        return self._learn_tokenizer(split_text(text)[0], special=False)
-
-    def _learn_tokenizer(self, text: str, *, special: bool) -> Tokenizer:
-        if self.tokenizer in TOKENIZER_KINDS:
-            return train_tokenizer(
-                self.tokenizer, text, vocab_size=self.vocab_size, special=special
-            )
-        return load_tokenizer(self.tokenizer)
+    def make_tokenizer(self, text: str, *, special: bool) -> Tokenizer:
+        """The tokenizer, learned from a text where it is one that learns."""
+        if self.tokenizer not in TOKENIZER_KINDS:
+            return load_tokenizer(self.tokenizer)
+        return train_tokenizer(self.tokenizer, text, vocab_size=self.vocab_size, special=special)
 
 
 @dataclass(frozen=True)
@@ -111,9 +96,6 @@ class MaskedDataConfig(DataConfig):
 
     tokenizer: str = "bpe"
 
-    def make_tokenizer(self, text: str) -> Tokenizer:
-        return self._learn_tokenizer(split_text(text)[0], special=True)
-
 
 @dataclass(frozen=True)
 class LabelledDataConfig(DataConfig):
@@ -126,9 +108,6 @@ class LabelledDataConfig(DataConfig):
 
     tokenizer: str = "bpe"
     validation: tuple[str, ...] = ()
-
-    def make_tokenizer(self, text: str) -> Tokenizer:
-        return self._learn_tokenizer(text, special=True)
 
 
 @dataclass(frozen=True)
@@ -166,134 +145,99 @@ class PairDataConfig(LabelledDataConfig):
         if self.pairs is not None and self.text:
             raise ValueError("pairs are made where there is no text: leave out one of the two")
 
-    def read_pairs(self) -> list[Pair]:
-        """The text's pairs, or those that are made.
 
-        Raises:
-            DataError: as `read_pairs` and `standard_library_pairs`.
-        """
-        return read_pairs(self.text) if self.text else _PAIRS[self.pairs or "names"]()
+@dataclass(frozen=True)
+class Source:
+    """Data that has been read, before there are a tokenizer and a model for it.
 
+    Args:
+        fingerprint: SHA-256 of all data, in hexadecimal.
+        make_tokenizer: makes the tokenizer that the options name.
+        make_task: makes the task for a tokenizer and a model of a configuration.
+        facts: about the data that a trained model's user needs, JSON values.
+    """
 
-class Source(Protocol):
-    """Data that has been read, before there are a tokenizer and a model for it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all data, in hexadecimal."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the data that a trained model's user needs, JSON values."""
-
-    def make_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the options name."""
-
-    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
-        """The task for a model of this configuration."""
+    fingerprint: str
+    make_tokenizer: Callable[[], Tokenizer]
+    make_task: Callable[[Tokenizer, Any], Task]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class TextSource:
-    """Text, to predict every next token of or to name hidden tokens of."""
+def text_source(config: DataConfig) -> Source:
+    """Read text, to predict every next token of or to name hidden tokens of."""
+    text, masked = config.read(), isinstance(config, MaskedDataConfig)
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config, self._text = config, config.read()
-        self.fingerprint = fingerprint(self._text)
-        self.facts: dict[str, Any] = {}
+    def make_tokenizer() -> Tokenizer:
+        # Characters of the whole text, but merges of its training part alone.
+        whole = config.tokenizer == "char" and not masked
+        return config.make_tokenizer(text if whole else split_text(text)[0], special=masked)
 
-    def make_tokenizer(self) -> Tokenizer:
-        return self._config.make_tokenizer(self._text)
+    def make_task(tokenizer: Tokenizer, model: Any) -> Task:
+        dataset = TextDataset.from_text(text, tokenizer, model.context_length)
+        if masked:
+            return MaskedTask(dataset, tokenizer, model.context_length)
+        return LanguageTask(dataset, model.context_length)
 
-    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
-        context = model_config.context_length
-        dataset = TextDataset.from_text(self._text, tokenizer, context)
-        if isinstance(self._config, MaskedDataConfig):
-            return MaskedTask(dataset, tokenizer, context)
-        return LanguageTask(dataset, context)
-
-
-class PreparedSource:
-    """Token files, to predict every next token of."""
-
-    def __init__(self, folder: str) -> None:
-        self._text = PreparedText.open(folder)
-        self.fingerprint = self._text.fingerprint
-        self.facts: dict[str, Any] = {}
-
-    def make_tokenizer(self) -> Tokenizer:
-        return self._text.tokenizer
-
-    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
-        return PreparedTask(self._text, model_config.context_length)
+    return Source(fingerprint(text), make_tokenizer, make_task)
 
 
 def language_source(config: LanguageDataConfig) -> Source:
-    """The source of a configuration: token files or a text."""
-    return TextSource(config) if config.prepared is None else PreparedSource(config.prepared)
+    """Read a text, or open token files, to predict every next token of."""
+    if config.prepared is None:
+        return text_source(config)
+    text = PreparedText.open(config.prepared)
+    return Source(
+        text.fingerprint,
+        lambda: text.tokenizer,
+        lambda tokenizer, model: PreparedTask(text, model.context_length),
+    )
 
 
-class TaggedSource:
-    """Words with tags."""
+def tagged_source(config: TaggedDataConfig) -> Source:
+    """Read words with tags."""
+    found = read_conll(config.text) if config.text else standard_library_sentences()
+    train, validation = _split(found, read_conll(config.validation), "sentences")
+    tags = tags_of(train)
+    check_tags(validation, tags)
+    digest = sentences_fingerprint([*train, *validation])
+    # A word a line: every word begins as it does when it is encoded alone.
+    words = "\n".join(word for sentence in train for word in sentence.words)
 
-    def __init__(self, config: LabelledDataConfig) -> None:
-        self._config = config
-        found = read_conll(config.text) if config.text else standard_library_sentences()
-        self._train, self._validation = _split(found, read_conll(config.validation), "sentences")
-        self._tags = tags_of(self._train)
-        check_tags(self._validation, self._tags)
-        self.fingerprint = sentences_fingerprint([*self._train, *self._validation])
-        self.facts = {"tags": list(self._tags), "python": not config.text}
+    def make_task(tokenizer: Tokenizer, model: Any) -> Task:
+        options: dict[str, Any] = {"context_length": model.context_length, "fingerprint": digest}
+        return TaggingTask(train, validation, tags=tags, tokenizer=tokenizer, **options)
 
-    def make_tokenizer(self) -> Tokenizer:
-        # A word a line: every word begins as it does when it is encoded alone.
-        words = (word for sentence in self._train for word in sentence.words)
-        return self._config.make_tokenizer("\n".join(words))
+    facts = {"tags": list(tags), "python": not config.text}
+    return Source(digest, lambda: config.make_tokenizer(words, special=True), make_task, facts)
 
-    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
-        return TaggingTask(
-            self._train,
-            self._validation,
-            tags=self._tags,
-            tokenizer=tokenizer,
-            context_length=model_config.context_length,
-            fingerprint=self.fingerprint,
+
+def pair_source(config: PairDataConfig) -> Source:
+    """Read, or make, pairs of texts."""
+    import_sacrebleu()
+    found = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
+    train, validation = _split(found, read_pairs(config.validation), "pairs")
+    digest = pairs_fingerprint([*train, *validation])
+    lines = "\n".join(line for pair in train for line in (pair.source, pair.target))
+
+    def make_task(tokenizer: Tokenizer, model: Any) -> Task:
+        options = {"source_length": model.source_length, "target_length": model.target_length}
+        cut = config.truncate or not config.text
+        first, second = (
+            encode_pairs(pairs, tokenizer, **options, truncate=cut) for pairs in (train, validation)
         )
+        references = [pair.target for pair in validation]
+        return TranslationTask(first, second, references, tokenizer=tokenizer, fingerprint=digest)
+
+    return Source(digest, lambda: config.make_tokenizer(lines, special=True), make_task)
 
 
-class PairSource:
-    """Pairs of texts."""
-
-    def __init__(self, config: PairDataConfig) -> None:
-        import_sacrebleu()
-        self._config = config
-        self._train, self._validation = _split(
-            config.read_pairs(), read_pairs(config.validation), "pairs"
-        )
-        self.fingerprint = pairs_fingerprint([*self._train, *self._validation])
-        self.facts: dict[str, Any] = {}
-
-    def make_tokenizer(self) -> Tokenizer:
-        lines = (line for pair in self._train for line in (pair.source, pair.target))
-        return self._config.make_tokenizer("\n".join(lines))
-
-    def make_task(self, tokenizer: Tokenizer, model_config: Any) -> Task:
-        train, validation = (
-            encode_pairs(
-                pairs,
-                tokenizer,
-                source_length=model_config.source_length,
-                target_length=model_config.target_length,
-                truncate=self._config.truncate or not self._config.text,
-            )
-            for pairs in (self._train, self._validation)
-        )
-        return TranslationTask(
-            train,
-            validation,
-            [pair.target for pair in self._validation],
-            tokenizer=tokenizer,
-            fingerprint=self.fingerprint,
-        )
+# By kind of model how its data are named, and what reads them.
+DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
+    "gpt": (LanguageDataConfig, language_source),
+    "masked": (MaskedDataConfig, text_source),
+    "tagger": (TaggedDataConfig, tagged_source),
+    "seq2seq": (PairDataConfig, pair_source),
+}
 
 
 def _split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..data.tagged_text import Sentence
 from ..data.text import DataError
 from ..tokenizers.base import Tokenizer, TokenizerError
 from .scores import confusion, tag_scores
-from .task import Batch, Split
+from .task import Batch, RowsTask
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Ro
     return rows
 
 
-class TaggingTask:
+class TaggingTask(RowsTask[tuple[list[int], list[int]]]):
     """Tags of words, learned from sentences that have them.
 
     Args:
@@ -85,42 +85,24 @@ class TaggingTask:
         context_length: int,
         fingerprint: str,
     ) -> None:
-        self.tags, self._fingerprint = tuple(tags), fingerprint
+        self.tags, self.fingerprint = tuple(tags), fingerprint
         self._fill = pad_id(tokenizer)
-        numbers = {tag: i for i, tag in enumerate(self.tags)}
-        self._rows: dict[Split, list[tuple[list[int], list[int]]]] = {"train": [], "validation": []}
-        self._words: dict[Split, int] = {}
-        splits: tuple[tuple[Split, Sequence[Sentence]], ...]
-        splits = (("train", train), ("validation", validation))
-        for split, sentences in splits:
-            self._words[split] = sum(len(sentence.words) for sentence in sentences)
+        words = [sum(len(x.words) for x in sentences) for sentences in (train, validation)]
+        kinds = f"of {len(self.tags)} tags"
+        self.extent = f"{words[0]:,} training and {words[1]:,} validation words {kinds}"
+
+        def rows(sentences: Sequence[Sentence]) -> list[tuple[list[int], list[int]]]:
+            found = []
             for sentence in sentences:
                 try:
-                    rows = cut_rows(sentence.words, tokenizer, context_length)
+                    cut = cut_rows(sentence.words, tokenizer, context_length)
                 except TokenizerError as error:
                     raise DataError(f"{sentence.places[0]}: {error}") from None
-                self._rows[split] += [_with_targets(row, sentence, numbers) for row in rows]
+                found += [_with_targets(row, sentence, numbers) for row in cut]
+            return found
 
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def extent(self) -> str:
-        train, validation = self._words["train"], self._words["validation"]
-        return f"{train:,} training and {validation:,} validation words of {len(self.tags)} tags"
-
-    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """Random rows, each as likely as any other."""
-        rows = self._rows[split]
-        chosen = torch.randint(len(rows), (batch_size,), generator=generator)
-        return self._batch([rows[i] for i in chosen.tolist()])
-
-    def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Every row once."""
-        rows = self._rows["validation"]
-        for i in range(0, len(rows), batch_size):
-            yield self._batch(rows[i : i + batch_size])
+        numbers = {tag: i for i, tag in enumerate(self.tags)}
+        super().__init__(rows(train), rows(validation))
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
         """Compute `tag_scores` over all words."""
@@ -134,7 +116,7 @@ class TaggingTask:
             counts += confusion(batch.targets[real], got[real], K)
         return tag_scores(counts, self.tags)
 
-    def _batch(self, rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
+    def batch(self, rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
         tokens = pad([tokens for tokens, _ in rows], self._fill)
         targets = pad([targets for _, targets in rows], IGNORED)
         return Batch((tokens.tokens,), targets.tokens, {"key_lengths": tokens.lengths})
@@ -167,9 +149,6 @@ def tag_words(
         words: any number.
         tags: the model's, numbered from 0.
         context_length: tokens that the model reads at most.
-
-    Raises:
-        TokenizerError: as `cut_rows`.
     """
     if not words:
         return []

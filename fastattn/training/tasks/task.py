@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..data.text import TextDataset, evaluation_batches, random_batch
 _VALIDATION_SEED = 0
 
 Split = Literal["train", "validation"]
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -73,31 +74,59 @@ class Batch:
         )
 
 
-class Task(Protocol):
-    """Task to learn, with its data."""
+class Task:
+    """Task to learn, with its data.
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all data, in hexadecimal."""
+    Attributes:
+        fingerprint: SHA-256 of all data, in hexadecimal.
+        extent: how much data there is, for people: "90 training and 10 validation pairs".
+    """
 
-    @property
-    def extent(self) -> str:
-        """How much data there is, for people: "90 training and 10 validation pairs"."""
+    fingerprint: str
+    extent: str
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         """A random batch; the generator is the only source of randomness."""
+        raise NotImplementedError
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """The whole validation split, the same batches every time."""
+        raise NotImplementedError
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Figures beyond the loss over the validation split, JSON values by name.
+        """Figures beyond the loss over the validation split, JSON values by name; none here.
 
         The model is in evaluation mode, and gradients are off.
         """
+        return {}
 
 
-class LanguageTask:
+class RowsTask(Task, Generic[_Row]):
+    """A task whose batches are made of rows, each as likely as any other.
+
+    Args:
+        train, validation: not empty.
+    """
+
+    def __init__(self, train: Sequence[_Row], validation: Sequence[_Row]) -> None:
+        self.rows: Mapping[Split, Sequence[_Row]] = {"train": train, "validation": validation}
+
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        rows = self.rows[split]
+        chosen = torch.randint(len(rows), (batch_size,), generator=generator)
+        return self.batch([rows[i] for i in chosen.tolist()])
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        rows = self.rows["validation"]
+        for i in range(0, len(rows), batch_size):
+            yield self.batch(rows[i : i + batch_size])
+
+    def batch(self, rows: Sequence[_Row]) -> Batch:
+        """Make a batch of some rows."""
+        raise NotImplementedError
+
+
+class LanguageTask(Task):
     """Prediction of every next token of a text.
 
     Args:
@@ -106,17 +135,10 @@ class LanguageTask:
     """
 
     def __init__(self, dataset: TextDataset, context_length: int) -> None:
-        self._dataset = dataset
-        self._context_length = context_length
-
-    @property
-    def fingerprint(self) -> str:
-        return self._dataset.fingerprint
-
-    @property
-    def extent(self) -> str:
-        train, validation = len(self._dataset.train), len(self._dataset.validation)
-        return f"{train:,} training and {validation:,} validation tokens"
+        self._dataset, self._context_length = dataset, context_length
+        self.fingerprint = dataset.fingerprint
+        train, validation = len(dataset.train), len(dataset.validation)
+        self.extent = f"{train:,} training and {validation:,} validation tokens"
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         """Windows of the split at random places; shorter ones if the split is shorter."""
@@ -131,10 +153,6 @@ class LanguageTask:
         tokens = self._dataset.validation
         for windows in evaluation_batches(tokens, batch_size, self._context_length):
             yield self._batch(*windows, generator)
-
-    def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """None beside the loss."""
-        return {}
 
     def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
         """Make a batch from windows and the same windows one token further on."""

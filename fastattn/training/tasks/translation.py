@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...generation.translate import beam_translate, greedy_translate
@@ -16,7 +15,7 @@ from ..data.text import DataError
 from ..data.text_pairs import Pair
 from ..tokenizers.base import Tokenizer
 from .scores import text_scores
-from .task import Batch, Split
+from .task import Batch, RowsTask
 
 # Decoding is a step a token; so many pairs estimate the scores well enough.
 _SCORED_PAIRS = 500
@@ -66,11 +65,7 @@ def encode_sources(
     source_length: int,
     truncate: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Encodes texts to translate, each given with its place, as `encode_pairs` does.
-
-    Raises:
-        DataError: as `encode_pairs`.
-    """
+    """Encodes texts to translate, each given with its place, as `encode_pairs` does."""
     return _encode("source", texts, tokenizer, source_length, begin=False, truncate=truncate)
 
 
@@ -81,11 +76,7 @@ def encode_targets(
     target_length: int,
     truncate: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Encodes what has been written, each text given with its place, as `encode_pairs` does.
-
-    Raises:
-        DataError: as `encode_pairs`.
-    """
+    """Encodes what has been written, each text given with its place, as `encode_pairs` does."""
     return _encode("target", texts, tokenizer, target_length, begin=True, truncate=truncate)
 
 
@@ -117,7 +108,7 @@ def _encode(
     return found
 
 
-class TranslationTask:
+class TranslationTask(RowsTask[EncodedPair]):
     """Targets of sources, each token learned from the source and the target's tokens before it.
 
     Args:
@@ -139,31 +130,11 @@ class TranslationTask:
         tokenizer: Tokenizer,
         fingerprint: str,
     ) -> None:
-        self._pairs: dict[Split, Sequence[EncodedPair]] = {"train": train, "validation": validation}
+        super().__init__(train, validation)
         self._references, self._tokenizer = list(references), tokenizer
-        self._fingerprint = fingerprint
         self._begin, self._end = tokenizer.special_id("begin"), tokenizer.special_id("end")
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def extent(self) -> str:
-        train, validation = len(self._pairs["train"]), len(self._pairs["validation"])
-        return f"{train:,} training and {validation:,} validation pairs"
-
-    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """Random pairs, each as likely as any other."""
-        pairs = self._pairs[split]
-        chosen = torch.randint(len(pairs), (batch_size,), generator=generator)
-        return self._batch([pairs[i] for i in chosen.tolist()])
-
-    def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Every pair once."""
-        pairs = self._pairs["validation"]
-        for i in range(0, len(pairs), batch_size):
-            yield self._batch(pairs[i : i + batch_size])
+        self.fingerprint = fingerprint
+        self.extent = f"{len(train):,} training and {len(validation):,} validation pairs"
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
         """Compute `text_scores` of greedy translations, and "pairs", how many were translated.
@@ -171,13 +142,13 @@ class TranslationTask:
         It translates the first 500 pairs of the validation split.
         """
         assert isinstance(model, Seq2Seq), "the task's batches suit no other model"
-        sources = [pair.source for pair in self._pairs["validation"][:_SCORED_PAIRS]]
+        sources = [pair.source for pair in self.rows["validation"][:_SCORED_PAIRS]]
         got: list[str] = []
         for i in range(0, len(sources), batch_size):
             got += translate_tokens(model, self._tokenizer, sources[i : i + batch_size])
         return {**text_scores(got, self._references[: len(got)]), "pairs": len(got)}
 
-    def _batch(self, pairs: Sequence[EncodedPair]) -> Batch:
+    def batch(self, pairs: Sequence[EncodedPair]) -> Batch:
         source = pad([pair.source for pair in pairs], pad_id(self._tokenizer))
         inputs = pad([(self._begin, *pair.target) for pair in pairs], pad_id(self._tokenizer))
         targets = pad([(*pair.target, self._end) for pair in pairs], IGNORED)
@@ -195,9 +166,6 @@ def translate_tokens(
         tokenizer: of the model.
         sources: ids, at least one row of at least one.
         beams: 1 = greedy.
-
-    Raises:
-        ValueError: beams is not positive.
     """
     if beams == 1:
         rows = greedy_tokens(model, tokenizer, sources)

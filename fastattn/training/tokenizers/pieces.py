@@ -193,22 +193,6 @@ def read_vocabulary(path: str | Path) -> PieceTokenizer:
     return PieceTokenizer(backend)
 
 
-def write_vocabulary(tokenizer: BackendTokenizer, path: str | Path) -> None:
-    """Writes a tokenizer's tokens, one a line in the order of their ids, as UTF-8.
-
-    `read_vocabulary` makes the same tokenizer of it again for the kinds "word" and "wordpiece";
-    the other kinds need more than their tokens, and `Tokenizer.save`.
-
-    Raises:
-        TokenizerError: a token holds a line break.
-    """
-    tokens = sorted(tokenizer.backend.get_vocab().items(), key=lambda item: item[1])
-    for token, _ in tokens:
-        if token.splitlines() != [token]:
-            raise TokenizerError(f"token {token!r} does not fit into a line of {path}")
-    Path(path).write_text("".join(f"{token}\n" for token, _ in tokens), encoding="utf-8")
-
-
 def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")

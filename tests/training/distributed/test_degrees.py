@@ -8,8 +8,8 @@ import torch
 from fastattn.models.encoder import EncoderConfig
 from fastattn.models.gpt import GPTConfig
 from fastattn.training.distributed.degrees import Degrees, Split, SplitError, check_split
-from fastattn.training.distributed.ranks import Alone, ranks_for
-from fastattn.training.run import Options, train
+from fastattn.training.distributed.ranks import Ranks
+from fastattn.training.run import Options, ranks_for, train
 from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.train_config import TrainConfig
 
@@ -50,6 +50,7 @@ def test_degrees_that_make_no_split_are_named(asked, ranks, message):
 
 
 GPT = {"vocab_size": 9, "context_length": 64}
+VALUES = {"relative_values": True, "positions": "content"}
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,7 @@ GPT = {"vocab_size": 9, "context_length": 64}
         (Split(cp=3), {}, "gpt", "context_length must be divisible by context_parallel=3, got 64"),
         (Split(cp=2), {}, "tagger", "context_parallel must be 1 for a tagger"),
         (Split(cp=2), {"scoring": "additive"}, "gpt", "1 with scoring='additive', got 2"),
-        (
-            Split(cp=2),
-            {"relative_values": True, "positions": "content"},
-            "gpt",
-            "1 with relative_values=True",
-        ),
+        (Split(cp=2), VALUES, "gpt", "1 with relative_values=True"),
     ],
 )
 def test_what_does_not_divide_is_named(split, changes, kind, message):
@@ -94,7 +90,7 @@ def test_one_process_is_alone_under_torchrun_too(monkeypatch, tmp_path):
     assert train(options, tmp_path / "run").finished
     assert not torch.distributed.is_initialized()
     with ranks_for(Degrees()) as ranks:
-        assert isinstance(ranks, Alone)
+        assert type(ranks) is Ranks
     with pytest.raises(SplitError, match="multiply to the 1 rank"):
         train(dataclasses.replace(options, parallel={"fsdp": 2}), tmp_path / "other")
     assert not (tmp_path / "other").exists()
