@@ -94,8 +94,8 @@ def test_text_comes_in_whole_characters():
 
 
 def test_an_empty_prompt_starts_behind_a_line_break():
-    tokenizer = CharacterTokenizer("\nabc")
-    model = make_gpt(vocab_size=4)
+    tokenizer = CharacterTokenizer("\t\nabc")
+    model = make_gpt(vocab_size=5)
     empty, line = (list(generate_text(model, tokenizer, p, 20, seed=0)) for p in ("", "\n"))
     assert empty == line
     assert len("".join(empty)) == 20

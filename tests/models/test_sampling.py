@@ -46,6 +46,7 @@ ALL = [0, 1, 2, 3]
         *(({"min_p": p}, left) for p, left in ((0.05, ALL), (0.2, [0, 2, 3]), (0.5, [0, 2]))),
         ({"min_p": 1.0}, [0]),
         ({"min_p": 0.5, "temperature": 0.5}, [0]),
+        ({"min_p": 0.5, "temperature": 2.0}, [0, 2, 3]),
         # By itself, of what top-k has left, and the likeliest: the second has three eighths.
         *(({"epsilon_cutoff": p}, left) for p, left in ((0.03, ALL), (0.1, [0, 2, 3]), (1.0, [0]))),
         ({"epsilon_cutoff": 0.29}, [0, 2]),
