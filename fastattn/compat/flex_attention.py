@@ -186,10 +186,14 @@ class _Score:
             raise _refused("takes tanh of a score that something was added to")
         return replace(self, outer=1.0)
 
-    def to(self, *_: Any, **__: Any) -> "_Score":
+    def to(self, *given: Any, **named: Any) -> "_Score":
+        for x in (*given, *named.values()):
+            if isinstance(x, torch.dtype) and not (x.is_floating_point and x.itemsize > 1):
+                raise _refused("rounds the score")
         return self
 
-    float = to
+    def float(self) -> "_Score":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         raise _refused(f"calls .{name} of the score")

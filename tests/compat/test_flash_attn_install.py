@@ -219,67 +219,50 @@ def test_what_their_tests_import(installed):
         found["_get_block_size_n"]("cuda", 64, True, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("losses.cross_entropy", r"torch\.nn\.functional\.cross_entropy"),
-        ("modules.mha", "fastattn.MultiheadAttention"),
-        ("models.gpt", "fastattn.models"),
-        ("ops.rms_norm", "torch.nn.RMSNorm"),
-        ("ops.triton.layer_norm", "torch.nn.LayerNorm and torch.nn.RMSNorm"),
-        ("ops.triton.cross_entropy", "functions of torch"),
-        ("utils.generation", "uninstall"),
-    ],
-)
-def test_modules_that_are_not_here_say_what_is(name, instead, installed):
-    with pytest.raises(ModuleNotFoundError, match=f"flash_attn.* use .*{instead}"):
-        importlib.import_module(f"flash_attn.{name}")
+def test_modules_that_are_not_here_say_what_is(installed):
+    for name, instead in {
+        "losses.cross_entropy": r"torch\.nn\.functional\.cross_entropy",
+        "modules.mha": "fastattn.MultiheadAttention",
+        "models.gpt": "fastattn.models",
+        "ops.rms_norm": "torch.nn.RMSNorm",
+        "ops.triton.layer_norm": "torch.nn.LayerNorm and torch.nn.RMSNorm",
+        "ops.triton.cross_entropy": "functions of torch",
+        "utils.generation": "uninstall",
+    }.items():
+        with pytest.raises(ModuleNotFoundError, match=f"flash_attn.* use .*{instead}"):
+            importlib.import_module(f"flash_attn.{name}")
+
+
+# Functions of versions 3 and 4, and their positional arguments.
+ORDERS = """
+3.flash_attn_func q k v softmax_scale causal qv q_descale k_descale v_descale window_size
+    attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs
+3.flash_attn_qkvpacked_func qkv softmax_scale causal q_descale k_descale v_descale window_size
+    attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs
+3.flash_attn_varlen_func q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
+    seqused_k softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk
+    softcap num_splits pack_gqa deterministic sm_margin return_attn_probs
+3.flash_attn_with_kvcache q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens
+    cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q
+    rotary_seqlens q_descale k_descale v_descale softmax_scale causal window_size attention_chunk
+    softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse
+4.flash_attn_func q k v qv gather_kv_indices softmax_scale causal window_size learnable_sink
+    softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod aux_tensors
+    aux_scalars block_sparse_tensors block_sparse_tensors_bwd return_lse
+4.flash_attn_varlen_func q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k
+    min_seqlen_k seqused_q seqused_k gather_kv_indices page_table softmax_scale causal window_size
+    learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod
+    block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata seqlen_k_per_split
+    disable_scheduler_metadata
+"""
 
 
 def test_orders_are_those_of_the_packages():
-    """Positional arguments of versions 3 and 4."""
-    for function, names in (
-        (
-            version_3.flash_attn_func,
-            "q k v softmax_scale causal qv q_descale k_descale v_descale window_size "
-            "attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
-        ),
-        (
-            version_3.flash_attn_qkvpacked_func,
-            "qkv softmax_scale causal q_descale k_descale v_descale window_size attention_chunk "
-            "softcap deterministic num_heads_q sm_margin return_attn_probs",
-        ),
-        (
-            version_3.flash_attn_varlen_func,
-            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k "
-            "softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk "
-            "softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
-        ),
-        (
-            version_3.flash_attn_with_kvcache,
-            "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
-            "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens "
-            "q_descale k_descale v_descale softmax_scale causal window_size attention_chunk "
-            "softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
-            "return_softmax_lse",
-        ),
-        (
-            version_4.flash_attn_func,
-            "q k v qv gather_kv_indices softmax_scale causal window_size learnable_sink softcap "
-            "num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod aux_tensors "
-            "aux_scalars block_sparse_tensors block_sparse_tensors_bwd return_lse",
-        ),
-        (
-            version_4.flash_attn_varlen_func,
-            "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q "
-            "seqused_k gather_kv_indices page_table softmax_scale causal window_size "
-            "learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd "
-            "mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
-            "seqlen_k_per_split disable_scheduler_metadata",
-        ),
-    ):
-        parameters = inspect.signature(function).parameters
-        assert list(parameters) == names.split()
+    for line in ORDERS.replace("\n    ", " ").strip().splitlines():
+        (version, name), *names = line.split(" ")[0].split("."), *line.split(" ")[1:]
+        module = {"3": version_3, "4": version_4}[version]
+        parameters = inspect.signature(getattr(module, name)).parameters
+        assert list(parameters) == names
         assert all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters.values())
 
 
@@ -311,15 +294,9 @@ def test_version_4(draw, device):
     assert torch.equal(o, found[0]) and lse is None
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, None)}
-    o, lse = version_4.flash_attn_varlen_func(
-        *flat,
-        None,
-        offsets((5, 5), device),
-        offsets((7, 7), device),
-        learnable_sink=sinks,
-        return_lse=True,
-        **given,
-    )
+    cu = (offsets((5, 5), device), offsets((7, 7), device))
+    given |= {"learnable_sink": sinks, "return_lse": True}
+    o, lse = version_4.flash_attn_varlen_func(*flat, None, *cu, **given)
     assert lse.shape == (4, 10)
     check(o.view(2, 5, 4, 8), q, k, v, **options)
     with pytest.raises(NotImplementedError, match="cu_seqlens_q=None"):

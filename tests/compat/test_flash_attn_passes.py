@@ -46,15 +46,8 @@ def test_a_ring_of_two(draw):
     own, other = slice(3, None), slice(3)
     parts = []
     for part, causal in ((own, True), (other, False)):
-        result = filled(
-            passes._flash_attn_forward,
-            q=q,
-            k=k[:, part],
-            v=v[:, part],
-            causal=causal,
-            return_softmax=False,
-            **COMMON,
-        )
+        given = {"q": q, "k": k[:, part], "v": v[:, part], "causal": causal, **COMMON}
+        result = filled(passes._flash_attn_forward, return_softmax=False, **given)
         assert len(result) == 4 and result[1].shape == (2, 4, 3)
         parts.append(result[:2])
     lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in parts]), 0)
@@ -70,20 +63,10 @@ def test_a_ring_of_two(draw):
     for part, causal in ((own, True), (other, False)):
         share, keys, values = (torch.full_like(x, 7.0) for x in (q, k[:, part], v[:, part]))
         delta = filled(
-            passes._flash_attn_backward,
-            dout=do,
-            q=q,
-            k=k[:, part],
-            v=v[:, part],
-            out=o,
-            softmax_lse=lse,
-            dq=share,
-            dk=keys,
-            dv=values,
-            causal=causal,
-            deterministic=False,
+            passes._flash_attn_backward, dout=do, q=q, k=k[:, part], v=v[:, part], out=o,
+            softmax_lse=lse, dq=share, dk=keys, dv=values, causal=causal, deterministic=False,
             **COMMON,
-        )
+        )  # fmt: skip
         naive = (do * o).sum(-1).transpose(1, 2)
         assert_within_budget("delta", delta, (do.double() * o).sum(-1).transpose(1, 2), naive)
         dq += share
@@ -132,17 +115,9 @@ def test_dropout_is_repeated_by_the_state(draw):
     again = flash_attn.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, True)
     assert torch.equal(out, again)
     grads = [torch.empty_like(q) for _ in range(3)]
-    given = {
-        "dout": do,
-        "q": q,
-        "k": q,
-        "v": q,
-        "out": out,
-        "softmax_lse": lse,
-        "deterministic": False,
-        **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
-        **dropping,
-    }
+    given = {"dout": do, "q": q, "k": q, "v": q, "out": out, "softmax_lse": lse,
+             "deterministic": False, **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+             **dropping}  # fmt: skip
     filled(passes._flash_attn_backward, rng_state=state, **given)
     (wanted,) = torch.autograd.grad(again, leaf, do)
     assert_within_budget("dq + dk + dv", sum(grads), wanted.double(), wanted)
@@ -155,23 +130,10 @@ def test_errors(draw):
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="block_table is not served"):
         filled(passes._flash_attn_varlen_forward, q=q[0], k=q, v=q, block_table=table, **COMMON)
-    given = {
-        "q": q,
-        "k": q,
-        "v": q,
-        "causal": False,
-        "dq": None,
-        "dk": None,
-        "dv": None,
-        **COMMON,
-    }
+    absent = dict.fromkeys(("dq", "dk", "dv"))
+    given = {"dout": q, "q": q, "k": q, "v": q, "causal": False, **absent, **COMMON}
     with pytest.raises(RuntimeError, match=r"out must have shape \[1, 2, 4, 8\]"):
-        filled(passes._flash_attn_backward, dout=q, out=q[..., :4], softmax_lse=q, **given)
+        filled(passes._flash_attn_backward, out=q[..., :4], softmax_lse=q, **given)
     with pytest.raises(RuntimeError, match="softmax_lse must be float32"):
-        filled(
-            passes._flash_attn_backward,
-            dout=q,
-            out=q,
-            softmax_lse=q.new_zeros(1, 2, 4).half(),
-            **given,
-        )
+        half = q.new_zeros(1, 2, 4).half()
+        filled(passes._flash_attn_backward, out=q, softmax_lse=half, **given)

@@ -84,25 +84,21 @@ def test_gradients_flow_through_the_caches():
 
 
 def test_errors():
-    layer = make()
-    x = torch.randn(B, 1, C)
-    cache = torch.zeros(B, 3, H_K, D)
+    layer, x, cache = make(), torch.randn(B, 1, C), torch.zeros(B, 3, H_K, D)
     with pytest.raises(TypeError, match="attention must be a GQAttention, got Linear"):
         LlamaAttention(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="cache_k and cache_v need use_kv_cache=True, got False"):
-        layer(x, None, False, cache, cache)
-    with pytest.raises(ValueError, match="cache_k and cache_v go together, got cache_v alone"):
-        layer(x, None, True, None, cache)
-    for wrong in (cache[:1], cache[:, :2], cache[..., :1, :], cache[0]):
-        with pytest.raises(ValueError, match=r"cache_v must have shape \[2, 3, 2, 8\], got"):
-            layer(x, None, True, cache, wrong)
-    with pytest.raises(ValueError, match=r"cache_k must have shape \[2, 0, 2, 8\], got \(8,\)"):
-        layer(x, None, True, cache[0, 0, 0], cache)
-    with pytest.raises(TypeError, match=r"cache_v must be a torch\.Tensor, got numpy\.ndarray"):
-        layer(x, None, True, cache, cache.numpy())
-    with pytest.raises(
-        ValueError, match=r"cache_k must be torch.float32 on cpu, got torch.float64"
+    shape = r"cache_v must have shape \[2, 3, 2, 8\], got"
+    for error, message, *given in (
+        (ValueError, "need use_kv_cache=True, got False", None, False, cache, cache),
+        (ValueError, "cache_v go together, got cache_v alone", None, True, None, cache),
+        *(
+            (ValueError, shape, None, True, cache, wrong)
+            for wrong in (cache[:1], cache[:, :2], cache[..., :1, :], cache[0])
+        ),
+        (ValueError, r"have shape \[2, 0, 2, 8\], got \(8,\)", None, True, cache[0, 0, 0], cache),
+        (TypeError, r"must be a torch\.Tensor, got numpy", None, True, cache, cache.numpy()),
+        (ValueError, "float32 on cpu, got torch.float64", None, True, cache.double(), cache),
+        (ValueError, r"must have shape \[1, R // 2\]", FREQS_CIS, True, cache, cache),
     ):
-        layer(x, None, True, cache.double(), cache)
-    with pytest.raises(ValueError, match=r"cos and sin must have shape \[1, R // 2\]"):
-        layer(x, FREQS_CIS, True, cache, cache)
+        with pytest.raises(error, match=message):
+            layer(x, *given)

@@ -42,48 +42,30 @@ def factor() -> float:
     return float(F.scaled_dot_product_attention(x, x, x))
 
 
-def test_switch(doubling):
+def test_patches_nest_and_end_once_each(doubling):
+    fastattn.patch_sdpa()
     fastattn.patch_sdpa()
     assert factor() == 2
-    fastattn.patch_sdpa()
     fastattn.unpatch_sdpa()
     assert factor() == 1
     fastattn.unpatch_sdpa()
-    assert F.scaled_dot_product_attention is torch_attention
-
-
-def test_context_manager_nests_and_ends_on_errors(doubling):
+    first, second = fastattn.patch_sdpa(), fastattn.patch_sdpa()
+    first.undo()
+    first.undo()
+    assert factor() == 2
+    second.undo()
+    assert factor() == 1
     with pytest.raises(KeyError), fastattn.patch_sdpa():
         with fastattn.patch_sdpa() as inner, inner:
             assert factor() == 2
         assert factor() == 2
         raise KeyError
     assert factor() == 1
-
-
-def test_a_patch_can_be_entered_again(doubling):
-    again = fastattn.patch_sdpa()
-    with again, again:
-        pass
-    assert factor() == 1
-    with again:
+    with inner:
         assert factor() == 2
-    assert factor() == 1
-
-
-def test_switch_ends_open_blocks(doubling):
     with fastattn.patch_sdpa():
         fastattn.unpatch_sdpa()
         assert factor() == 1
-    assert factor() == 1
-
-
-def test_one_patch_undone_leaves_the_other(doubling):
-    first, second = fastattn.patch_sdpa(), fastattn.patch_sdpa()
-    first.undo()
-    first.undo()
-    assert factor() == 2
-    second.undo()
     assert factor() == 1
 
 
@@ -136,15 +118,6 @@ def test_a_patch_over_ours_stays_and_gets_torchs(doubling, monkeypatch):
     monkeypatch.undo()
 
 
-def test_torchs_module_goes_through_the_patch(doubling):
-    layer = torch.nn.MultiheadAttention(8, 2, bias=False)
-    x = torch.randn(3, 1, 8)
-    plain, _ = layer(x, x, x, need_weights=False)
-    with fastattn.patch_sdpa():
-        patched, _ = layer(x, x, x, need_weights=False)
-    torch.testing.assert_close(patched, 2 * plain, rtol=0, atol=0)
-
-
 def test_compiled_code_follows_the_patch(doubling):
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -160,18 +133,6 @@ def test_compiled_code_follows_the_patch(doubling):
             assert attend(x) == 2
     # Both graphs are kept: going back and forth compiles nothing more.
     assert counter.frame_count == 2
-
-
-def test_a_region_may_not_patch_while_it_is_compiled():
-    torch._dynamo.reset()
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def attend(x: Tensor) -> Tensor:
-        with fastattn.patch_sdpa():
-            return F.scaled_dot_product_attention(x, x, x)
-
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        attend(torch.ones(1, 1, 1, 1))
 
 
 def test_the_library_itself_keeps_torchs_function(doubling):

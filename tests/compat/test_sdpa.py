@@ -5,8 +5,7 @@ many times as fast as interpreting them; a few calls of each kind go through the
 """
 
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.utils.checkpoint import checkpoint
 
-import fastattn
 from fastattn import dispatch
 from fastattn.compat import sdpa
 from fastattn.testing import assert_within_budget, worst_naive
@@ -137,25 +135,12 @@ def test_equals_torch_over_its_arguments(served, kwargs):
             sdpa.scaled_dot_product_attention(**kwargs)
         return
     o = sdpa.scaled_dot_product_attention(**kwargs)
+    both = kwargs["is_causal"] and "attn_mask" in kwargs
+    assert len(served) == (kwargs.get("scale", 1) > 0 and not both)
     if served:
         assert_equals_torch(kwargs)
     else:
         assert torch.allclose(o, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dims", [2, 3, 4, 5])
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
-def test_every_kind_of_call_is_served(served, dims, mask):
-    shapes = {"query": (2, 3, 4, 5, 8), "key": (2, 3, 4, 6, 8), "value": (2, 3, 4, 6, 7)}
-    generator = torch.Generator().manual_seed(0)
-    kwargs: dict[str, Any] = {
-        name: torch.randn(shape[5 - dims :], generator=generator) for name, shape in shapes.items()
-    }
-    if mask in ("bool", "float"):
-        scores = torch.randn(*(2, 3, 4)[5 - dims :], 5, 6, generator=generator)
-        kwargs["attn_mask"] = scores > 0 if mask == "bool" else scores
-    assert_equals_torch({**kwargs, "is_causal": mask == "causal"})
-    assert len(served) == 1
 
 
 def qkv(L: int = 5, S: int = 7, H_k: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -226,12 +211,6 @@ def test_dropout_drops_with_torchs_seed(served):
     assert o.std() > 0.05
 
 
-def test_all_weights_dropped_is_torchs():
-    assert torch.equal(
-        sdpa.scaled_dot_product_attention(**qkv(), dropout_p=1.0), torch.zeros(2, 4, 5, 16)
-    )
-
-
 def test_autocast(served):
     inputs = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -253,31 +232,9 @@ def test_vmap_over_the_batch(monkeypatch, device):
     assert torch.equal(torch.vmap(attend)(*inputs), attend(*inputs))
 
 
-def test_checkpointed_gradients_are_the_same(monkeypatch, device):
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
-    inputs = [x.to(device).requires_grad_() for x in qkv(6, 6).values()]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square()
-
-    with fastattn.patch_sdpa():
-        plain = torch.autograd.grad(attend(*inputs).sum(), inputs)
-        o = checkpoint(attend, *inputs, use_reentrant=False)
-        again = torch.autograd.grad(o.sum(), inputs)
-    assert all(map(torch.equal, plain, again))
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
+def test_compiled_once_for_all_lengths(monkeypatch):
     torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_compiled_once_for_all_lengths(fresh_dynamo, monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
-    from torch._dynamo.testing import CompileCounter
-
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
@@ -292,9 +249,3 @@ def test_compiled_once_for_all_lengths(fresh_dynamo, monkeypatch):
         naive = worst_naive(exact, partial(torch_attention, *inputs, mask))
         assert_within_budget("o", o, exact, naive)
     assert counter.frame_count == 1
-
-
-def test_warnings_are_not_raised_for_plain_calls():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sdpa.scaled_dot_product_attention(**qkv())

@@ -237,11 +237,7 @@ def drawn_call(kind: str, dice: random.Random) -> tuple[Tensor, dict[str, Tensor
     dtype = torch.float32
     if dice.random() < 0.3:
         dtype = dice.choice((torch.bfloat16, torch.float16, torch.float64))
-    how = {
-        "dtype": dtype,
-        "graph": dice.random() < 0.8,
-        "needs": dice.random() < 0.8,
-    }
+    how = {"dtype": dtype, "graph": dice.random() < 0.8, "needs": dice.random() < 0.8}
     return x, options, how
 
 

@@ -48,7 +48,7 @@ def test_weights_on_request():
     assert torch.equal(weights.triu(1), torch.zeros_like(weights))
 
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 61}
 # They are asked for weights and do not tell their layers.
 SILENT = {
     "gpt2": lambda: tr.GPT2Config(**GPT2),
@@ -64,7 +64,7 @@ SILENT = {
     ("name", "compiled"),
     [
         *((name, False) for name in SILENT),
-        *((name, True) for name in gate_cases(["gpt2", "llama"], [*SILENT][1:-1])),
+        *((name, True) for name in gate_cases(["gpt2"], [*SILENT][1:])),
     ],
 )
 def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool, device: str):
@@ -74,7 +74,7 @@ def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool,
     model.set_attn_implementation("fastattn")
     run = torch.compile(model, backend="eager") if compiled else model
     found = run(ids, output_attentions=True).attentions
-    assert len(found) == len(wanted) == 2
+    assert len(found) == len(wanted) == model.config.num_hidden_layers
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert model(ids).attentions is None

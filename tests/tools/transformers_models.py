@@ -28,6 +28,10 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 GQA = {**SIZES, "num_key_value_heads": 2}
+VISION = {
+    **{n: SIZES[n] for n in ("hidden_size", "intermediate_size", "num_attention_heads")},
+    **{"num_hidden_layers": 1, "image_size": 16, "patch_size": 8},
+}
 MIXED = ["sliding_attention", "full_attention"]
 # Rotary positions stretched from 32 tokens to 64.
 _YARN = {
@@ -84,12 +88,19 @@ _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 DECODERS = tuple(_DECODERS)
 
 
-def decoder_config(name: str) -> Any:
+def decoder_config(name: str, **changed: Any) -> Any:
     """The config of one of DECODERS."""
     import transformers
 
     kind, arguments = _DECODERS[name]
-    return getattr(transformers, kind)(**arguments)
+    return getattr(transformers, kind)(**{**arguments, **changed})
+
+
+def decoder(name: str, device: str) -> Any:
+    """One of DECODERS with a head for tokens, as `build` makes it."""
+    import transformers
+
+    return build(transformers.AutoModelForCausalLM, decoder_config(name), device)
 
 
 def build(auto: Any, config: Any, device: str) -> Any:

@@ -17,10 +17,13 @@ from torch.nn.modules import module as torch_module
 from ..calls import Calls, running
 from ..sdpa import scaled_dot_product_attention, torch_attention
 from .adapted import REASON, REFUSED, UNSERVED
-from .graph import rewrite
+from .graph import Unmatched, rewrite
 from .scope import is_of_swap
 
 _OFF = "torch.compile is switched off"
+# A graph for each module of a model, where torch.compile can be told so.
+_KNOWN = inspect.signature(torch.compile).parameters
+_LIMIT: Any = {"recompile_limit": 64} if "recompile_limit" in _KNOWN else {}
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -57,25 +60,15 @@ def backend(
     return inner(graph, example_inputs, **rest)
 
 
-class _NoAttention(Exception):
-    """Why nothing in a captured forward is served."""
-
-
 def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
     from torch._dynamo.utils import get_traced_code
 
     if any({"environ", "getenv"} & {*code.co_names} for code in get_traced_code() or ()):
-        raise _NoAttention("it reads the environment, on which torch.compile does not guard")
+        raise Unmatched("it reads the environment, on which torch.compile does not guard")
     count, reasons = rewrite(graph)
     if not count:
-        raise _NoAttention("; ".join(reasons) or "no softmax is in its graph")
+        raise Unmatched("; ".join(reasons) or "no softmax is in its graph")
     return graph.forward
-
-
-def _limit() -> dict[str, Any]:
-    """Options of torch.compile, if it has them, that allow a graph for each module of a model."""
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters
-    return {"recompile_limit": 64} if known else {}
 
 
 class CapturedForward:
@@ -96,24 +89,16 @@ class CapturedForward:
         import torch._dynamo.config
         import torch._dynamo.exc as errors
 
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or REFUSED in vars(module):
             return NotImplemented
-        if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
-            setattr(module, REASON, "torch.jit or torch.fx traces the call")
-            return NotImplemented
-        if REFUSED in vars(module):
-            return NotImplemented
-        if torch._dynamo.config.disable:  # which fullgraph=True would call an error
-            setattr(module, REASON, _OFF)
-            return NotImplemented
-        if _has_hooks_inside(module):
-            setattr(module, REASON, "a hook, or a forward of its own, is on a part of it")
+        if (reason := _why_not(module)) is not None:
+            setattr(module, REASON, reason)
             return NotImplemented
         functions = _functions(module)
         if functions not in self._compiled:
             # Another object for a backend keeps torch.compile from what it captured before.
             self._compiled[functions] = torch.compile(
-                self.kind.forward, backend=partial(_attention_alone), fullgraph=True, **_limit()
+                self.kind.forward, backend=partial(_attention_alone), fullgraph=True, **_LIMIT
             )
         # Calls of torch's function count where the forward runs, not where it is captured.
         running.begin_capture(self._captured)
@@ -149,18 +134,18 @@ def _functions(module: nn.Module) -> tuple[Any, ...]:
 def _why(error: Exception) -> str:
     inner = getattr(error, "inner_exception", None) or error
     reason = str(inner).strip().partition("\n")[0]
-    return reason if isinstance(inner, _NoAttention) else f"{type(inner).__name__}: {reason}"
+    return reason if isinstance(inner, Unmatched) else f"{type(inner).__name__}: {reason}"
 
 
-def _has_hooks_inside(module: nn.Module) -> bool:
-    """Whether a part of a module does more than its class says: hooks, or another forward."""
-    for part in module.modules():
-        if part is module:
-            continue
-        if "forward" in vars(part):
-            return True
-        for name in _HOOKS:
-            hooks = getattr(part, name)
-            if hooks and not all(map(is_of_swap, hooks.values())):
-                return True
-    return bool(torch_module._has_any_global_hook())  # type: ignore[no-untyped-call]
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module's forward is not to be captured: who runs it, or what is on a part of it."""
+    if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
+        return "torch.jit or torch.fx traces the call"
+    if torch._dynamo.config.disable:  # which fullgraph=True would call an error
+        return _OFF
+    parts = [part for part in module.modules() if part is not module]
+    hooks = (hook for x in parts for name in _HOOKS for hook in getattr(x, name).values())
+    changed = any("forward" in vars(part) for part in parts) or not all(map(is_of_swap, hooks))
+    if changed or torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "a hook, or a forward of its own, is on a part of it"
+    return None

@@ -6,13 +6,11 @@ from typing import Any
 from torch import fx
 
 # What makes a new tensor, so that nothing else is a view of it.
-FRESH = frozenset(
-    (
-        *("matmul", "bmm", "baddbmm", "einsum", "linear", "mul", "div", "truediv", "add", "sub"),
-        *("masked_fill", "where", "softmax", "layer_norm", "neg", "exp", "sigmoid", "clone", "cat"),
-        *("stack", "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"),
-    )
-)
+FRESH = frozenset((
+    "matmul", "bmm", "baddbmm", "einsum", "linear", "mul", "div", "truediv", "add", "sub", "where",
+    "masked_fill", "softmax", "layer_norm", "neg", "exp", "sigmoid", "clone", "cat", "stack",
+    "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full",
+))  # fmt: skip
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
              "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
 
@@ -20,8 +18,7 @@ _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod",
 def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
     """Why nodes cannot all be computed where the last one is, or None.
 
-    Something between them changes a tensor that may share memory with what one of them has read, or
-    changes how the rest is computed.
+    Something between them changes memory that one of them has read, or how the rest is computed.
     """
     moved = set(chain)
     waiting, read = len(moved), set[Any]()

@@ -27,13 +27,8 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.add, operator.add), "add"),
     **dict.fromkeys((torch.softmax, F.softmax), "softmax"),
     **dict.fromkeys((torch.dropout, F.dropout), "dropout"),
-    torch.masked_fill: "masked_fill",
-    torch.where: "where",
-    torch.einsum: "einsum",
-    torch.baddbmm: "baddbmm",
-    operator.imul: "mul_",
-    operator.itruediv: "div_",
-    operator.iadd: "add_",
+    **{getattr(torch, name): name for name in ("masked_fill", "where", "einsum", "baddbmm")},
+    **{operator.imul: "mul_", operator.itruediv: "div_", operator.iadd: "add_"},
 }
 _METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div"}
 # How many operands an operation has by position; others are not known.
@@ -43,7 +38,7 @@ _CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "conti
 
 
 class Unmatched(Exception):
-    """Why a softmax stays as it is."""
+    """Why a softmax, or a whole graph, stays as it is."""
 
 
 @dataclass
@@ -126,15 +121,14 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         raise Unmatched("a softmax is not of the last of 3 or 4 dims")
     product = _product_of_weights(softmax, found)
     q, k = _product_of_scores(scores, found)
-    reason = why_not_moved(graph, found.chain)
-    if reason is not None:
+    if (reason := why_not_moved(graph, found.chain)) is not None:
         raise Unmatched(reason)
     if any(_value(x).dtype not in _FLOATS for x in found.chain):
         raise Unmatched("scores or weights are rounded to something else than 16, 32 or 64 bits")
     if _value(found.chain[-1]).shape != _value(scores).shape:
         raise Unmatched("scores have another shape in their softmax than in their product")
     with graph.inserting_before(product):
-        v, order = _values(graph, product, rank)
+        v, order = _values(product)
         _check_sizes(q, k, v)
         if not 0 < found.scale < math.inf:
             raise Unmatched(f"scores are multiplied by {found.scale}")
@@ -210,14 +204,13 @@ def _step(node: fx.Node, name: str, found: _Found) -> Any:
             _multiply(scores, other, node, name, found)
         return scores
     if name == "masked_fill":
-        scores, mask, value = (
-            _argument(node, place, key) for place, key in enumerate(("self", "mask", "value"))
-        )
+        scores = node.args[0]
+        mask, value = _argument(node, 1, "mask"), _argument(node, 2, "value")
         _fill(node, mask, value, found, hides=True)
     elif name == "where":
-        method = node.op == "call_method"
-        first, second, third = node.args
-        condition, chosen, other = (second, first, third) if method else (first, second, third)
+        condition, chosen, other = node.args
+        if node.op == "call_method":
+            condition, chosen = chosen, condition
         hides = _is_number(chosen)
         scores, value = (other, chosen) if hides else (chosen, other)
         _fill(node, condition, value, found, hides)
@@ -324,11 +317,10 @@ def _einsum_scores(node: fx.Node) -> tuple[fx.Node, fx.Node]:
         return q, _permuted(node.args[2], second, batch + d + j)
 
 
-def _values(graph: fx.Graph, product: fx.Node, rank: int) -> tuple[fx.Node, list[int] | None]:
+def _values(product: fx.Node) -> tuple[fx.Node, list[int] | None]:
     """Values [..., T_k, D_v], and the order of dims of the result if it is another."""
     if _name(product) == "matmul":
-        v: Any = product.args[1]
-        return v, None
+        return product.args[1], None  # type: ignore[return-value]
     first, second, result = _letters(product)
     batch, i, j = first[:-2], first[-2], first[-1]
     inner = [x for x in second if x not in first]

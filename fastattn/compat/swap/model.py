@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -61,27 +61,25 @@ class Swap:
             for name, kind in self._watched.items()
             if name not in served and name not in self._of_transformers and _may_attend(kind)
         }
-        in_vain = {
-            name: f"{way}. None was: {self.calls[name].reason}"
-            for name, way in served.items()
-            if self._in_vain(name)
-        }
+        in_vain = [name for name in served if self._in_vain(name)]
         # A class that is only named as attention may hold what is.
         known = served | left | self._left
         left = {
             name: why
             for name, why in left.items()
             if not _SOFTMAX.isdisjoint(names_in(self._watched[name]))
-            or not any(_is_inside(other, name) for other in known)
+            or not any(x != name and x.startswith(name and f"{name}.") for x in known)
         }
         left |= {name: why for name, why in self._left.items() if name not in served}
-        return left | in_vain
+        return left | {x: f"{served[x]}. None was: {self.calls[x].reason}" for x in in_vain}
 
     def _served(self) -> dict[str, str]:
         watched = {
             name: f"{_class_name(kind)}: {_BY_TORCHS_FUNCTION}"
             for name, kind in self._watched.items()
-            if self.calls[name].counted or _calls_torch(kind)
+            if self.calls[name].counted
+            or _SDPA in names_in(kind)
+            or issubclass(kind, nn.MultiheadAttention)
         }
         return watched | self._ways
 
@@ -96,34 +94,21 @@ class Swap:
 
     def __str__(self) -> str:
         lines = [
-            f"replaced {_shown(name)}: {what}{self._counted(name)}"
+            f"replaced {name or 'the model'}: {what}{self._counted(name)}"
             for name, what in self.replaced.items()
         ]
-        lines += [f"left {_shown(name)}: {why}" for name, why in self.left.items()]
+        lines += [f"left {name or 'the model'}: {why}" for name, why in self.left.items()]
         return "\n".join(lines) or "no attention was found in the code of the model's modules"
 
     def _counted(self, name: str) -> str:
-        calls = self.calls.get(name)
-        if calls is None:
+        if (calls := self.calls.get(name)) is None:
             return ""
         why = f"; the last of these: {calls.reason}" if calls.passed else ""
         return f" ({calls.served} calls served, {calls.passed} not{why})"
 
 
-def _shown(name: str) -> str:
-    return name or "the model"
-
-
 def _class_name(kind: type[nn.Module]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and name.startswith(f"{other}." if other else "")
-
-
-def _calls_torch(kind: type[nn.Module]) -> bool:
-    return _SDPA in names_in(kind) or issubclass(kind, nn.MultiheadAttention)
 
 
 def _may_attend(kind: type[nn.Module]) -> bool:
@@ -183,12 +168,13 @@ def swap(
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
             _swap_multihead(name, module, done)  # type: ignore[arg-type]
             continue
-        if kind.__module__.startswith("torch.nn.") and kind not in (
-            nn.MultiheadAttention,
+        if kind.__module__.startswith("torch.nn.") and kind not in {
             *adapters,
-        ):
+            nn.MultiheadAttention,
+        }:
             continue
-        _watch(name, module, done)
+        done.calls[name], done._watched[name] = Calls(), kind
+        done._undo.append(watch(module, done.calls[name]))
         if kind in adapters:
             _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
         elif eager and not _SOFTMAX.isdisjoint(names_in(kind)):
@@ -217,7 +203,7 @@ def _found(
     name: str,
     done: Swap,
     seen: set[int],
-    adapters: Mapping[Any, Any],
+    adapters: Any,
     registered: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules that may be attention or hold some, each once, under its first name.
@@ -245,12 +231,6 @@ def _found(
         yield from _found(child, full, done, seen, adapters, registered)
 
 
-def _watch(name: str, module: nn.Module, done: Swap) -> None:
-    done.calls[name] = Calls()
-    done._watched[name] = type(module)
-    done._undo.append(watch(module, done.calls[name]))
-
-
 def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:
     if "forward" in vars(module):
         return
@@ -260,8 +240,7 @@ def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap)
 
 def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> None:
     module.__class__ = MultiheadAttention
-    served = module
-    assert isinstance(served, MultiheadAttention)
+    served = cast(MultiheadAttention, module)
     done.calls[name] = served.calls = Calls()
     hook = stay_on_path(served)
 
