@@ -10,6 +10,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from .checks import FARTHEST
 from .options import Window
 from .torch_backend import dropout as dropout_bits
 from .torch_backend import triton_language
@@ -222,10 +223,11 @@ def torch_places(
 
     offset = T_k - T_q if query_offset is None else query_offset
     if isinstance(offset, Tensor):
-        offset = offset.to(device, torch.int32).reshape(-1, 1, 1, 1)
+        near = offset.clamp(-FARTHEST, FARTHEST)
+        offset = near.to(device, torch.int32).reshape(-1, 1, 1, 1)
     p, j = count(T_q, 1, 1, T_q, 1) + offset, count(T_k, 1, 1, 1, T_k)
     if positions is not None:
-        p, j = positions[0].reshape(-1, 1, T_q, 1), positions[1].reshape(-1, 1, 1, T_k)
+        p, j = positions[0][:, None, :, None], positions[1][:, None, None, :]
     return triton_language.Places(first_row, B, 0 if heads is None else heads[0], H_q, p, j)
 
 
@@ -307,8 +309,8 @@ def visible_mask(
     key = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k)
     distance = key - (rows + offset)
     if positions is not None:
-        key = positions[1].reshape(-1, 1, 1, T_k)
-        distance = key - positions[0].reshape(-1, 1, T_q, 1)
+        key = positions[1][:, None, None, :]
+        distance = key - positions[0][:, None, :, None]
     keep = torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         before, after = (window - 1, 0) if isinstance(window, int) else window

@@ -131,7 +131,7 @@ def cascade_attention(
     o1, lse1 = decode_attention(
         together, shared, causal=False, scale=scale, softcap=softcap, return_lse=True, **how
     )
-    o1 = o1.view(H_q, B, T_q, -1).transpose(0, 1)
+    o1 = o1.view(H_q, B, T_q, o1.shape[3]).transpose(0, 1)
     lse1 = lse1.view(H_q, B, T_q).transpose(0, 1)
     o, lse = merge(o1, lse1, o2, lse2, backend=how.get("backend"))
     return (o, lse) if return_lse else o

@@ -1,7 +1,7 @@
 """Check attention against the oracle: outputs, lse and every gradient, by the error budget."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,12 +58,25 @@ def assert_matches_reference(
         return run(oracle, *(x.detach() for x in originals), *positional, **arguments)
 
     names = (*NAMES, *(f"d{name}" for name in _floats(arguments)))[: None if backward else 2]
-    # The worst of several orders only permits more than the first of them does.
+    return assert_all_near(names, ours, ref, naive, orders)
+
+
+def assert_all_near(
+    names: Sequence[str],
+    found: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    naive: Callable[[], Sequence[Tensor]],
+    orders: int = RUNS,
+) -> float:
+    """`assert_all_within_budget` beside `worst_naive`, of one order where that is enough.
+
+    The worst of several orders only permits more than the first of them does.
+    """
     state = torch.get_rng_state()
     with contextlib.suppress(PastBudget):
-        return assert_all_within_budget(names, ours, ref, naive())
+        return assert_all_within_budget(names, found, exact, naive())
     torch.set_rng_state(state)
-    return assert_all_within_budget(names, ours, ref, worst_naive(ref, naive, orders))
+    return assert_all_within_budget(names, found, exact, worst_naive(exact, naive, orders))
 
 
 def _outputs(

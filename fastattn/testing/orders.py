@@ -140,7 +140,7 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _softmax(self, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         order = self._order(x, dim)
         shuffled = x.index_select(dim, order)
-        if not self.base_two:
+        if not self.base_two or not x.numel():
             weights = torch._softmax(shuffled, dim, half_to_float)
         else:
             wide = shuffled.to(torch.promote_types(x.dtype, torch.float32))

@@ -29,13 +29,15 @@ class _Block(torch.autograd.Function):
         *leaves: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         o, lse = fastattn.attention_block_forward(q, k, v, **options)
+        ctx.set_materialize_grads(False)
         ctx.options, ctx.names = options, names
         ctx.save_for_backward(q, k, v, o, lse, *leaves)
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, o, lse, *_ = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
         found = fastattn.attention_block_backward(do, q, k, v, o, lse, dlse=dlse, **ctx.options)
         learned = (found.of_options[name] for name in ctx.names)
         return None, None, found.dq, found.dk, found.dv, *learned

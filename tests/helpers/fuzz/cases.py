@@ -49,6 +49,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 # Codes come back in 32 bits at most, and a part's lse goes with its gradients.
 _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
+# Of caches there is none of no rows, and packed sequences are those of a first row.
+_OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
 _HIDING = frozenset(
     ("window", "stride", "mask_mod", "key_lengths", "query_offset", "attn_mask", "attn_bias",
      "key_padding_mask", "documents", "positions")
@@ -59,17 +61,20 @@ ORDERS = 40
 # Batch rows times heads that the interpreter has time for.
 _HEADS = 6
 LAYOUTS = (
-    "plain", "plain", "bthd", "wide", "shifted", "every-second", "columns", "one-row", "one-head",
-    "one-token",
+    "plain", "plain", "bthd", "wide", "shifted", "every-second", "columns", "negative", "one-row",
+    "one-head", "one-token",
 )  # fmt: skip
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4
     "nan": 0.4,  # keys and values that no query may see are NaN
     "forward": 0.35,  # no gradients
     "split": 0.5,  # few queries split their keys
-    "again": 0.25,  # a second call of other numbers, which the memo may know
+    "again": 0.25,  # calls of other numbers and layouts, which the memo may know
     "environment": 0.15,  # FASTATTN_BACKEND names the backend
     "parts": 0.3,  # heads of dK and dV are dealt out to programs
+    "o": 0.4,  # a call without lse
+    "lse": 0.1,  # gradients of lse alone
+    "some": 0.3,  # gradients of some inputs
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -98,6 +103,11 @@ class Case:
     @property
     def H_q(self) -> int:
         return self.H_k * self.G
+
+    @property
+    def packed(self) -> bool:
+        """Whether the call's sequences are packed."""
+        return self.call in ("attention_varlen", "attention_varlen_fp8")
 
     @property
     def learns(self) -> bool:
@@ -155,7 +165,7 @@ def drawn(seed: int, backend: str) -> Case:
     T_q, T_k = (_length(draw, block) for block in tile)
     if draw.chance(0.15):
         T_q = T_k
-    D = draw.choice(8, 16, 16, 24, 32, 5, 64)
+    D = draw.choice(8, 16, 16, 24, 32, 5, 64, 1, 80)
     case = Case(
         seed=seed,
         call=call,
@@ -175,6 +185,9 @@ def drawn(seed: int, backend: str) -> Case:
         ),
         traits=frozenset(name for name, share in TRAITS.items() if draw.chance(share)),
     )
+    if draw.chance(0.04):
+        some = ("T_q", "T_k") if call in _OF_CACHES else ("T_q", "T_k", "B")
+        case = replace(case, **{draw.choice(*some): 0})
     return legal(case)
 
 

@@ -19,12 +19,13 @@ from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference
+from fastattn.testing.compare import DIFFERENTIABLE
 from fastattn.testing.inputs import nan_filled_empty
 
 from . import caches, others
 from .block import attention_block
-from .cases import ORDERS, Case
-from .tensors import inputs, offsets, poisoned
+from .cases import LAYOUTS, ORDERS, Case
+from .tensors import inputs, offsets, poisoned, relaid
 from .values import drawn_options
 
 
@@ -84,12 +85,13 @@ def _compare(
 ) -> None:
     rows = case.B if not starts else starts[0].shape[0] - 1
     options = drawn_options(case, rows)
-    ours, theirs = (_seeded(case, x) for x in (partial(function, **_how(case)), oracle))
-    if case.backend == "torch" and case.seed % 2 == 0:
-        # Both, since a gradient is then the sum of two that were rounded.
-        ours, theirs = _without_lse(ours), _without_lse(theirs)
-    for turn in range(3 if "again" in case.traits else 1):
-        clean = _packed(inputs(case, f"/{turn}"), starts)
+    ours, theirs = (
+        _asked(case, _seeded(case, x)) for x in (partial(function, **_how(case)), oracle)
+    )
+    turned = replace(case, layouts=(*case.layouts[1:], case.layouts[0]))
+    for turn in range(4 if "again" in case.traits else 1):
+        # The last of them in other layouts.
+        clean = _packed(inputs(turned if turn == 3 else case, f"/{turn}"), starts)
         tested = _with_poison(case, clean, options, bool(starts))
         backward = case.learns and turn == 0
         assert_matches_reference(
@@ -127,16 +129,38 @@ def _seeded(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _without_lse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """o as a call without lse gives it, which may come from another kernel."""
+def _asked(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, asked for what the case's traits say.
 
-    def call(*args: Any, return_lse: bool, **kwargs: Any) -> Any:
-        state = torch.get_rng_state()
-        _, lse = function(*args, return_lse=True, **kwargs)
-        torch.set_rng_state(state)
-        return function(*args, **kwargs), lse
+    Other results are 0, and other gradients 0 too, so that all have the same names.
+    """
+    draw = case.random("asked")
+    layout = draw.choice(*LAYOUTS)
+    some = {name for name in ("q", "k", "v", *DIFFERENTIABLE) if draw.chance(0.5)}
+    with_lse = "o" not in case.traits
+
+    def call(*args: Any, return_lse: bool, **options: Any) -> Any:
+        inputs = dict(zip(("q", "k", "v"), args, strict=False)) | options
+        learned = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        if "some" in case.traits:
+            inputs |= {name: inputs[name].detach() for name in some & inputs.keys()}
+        tensors = (inputs.pop(name) for name in ("q", "k", "v"))
+        found = function(*tensors, *args[3:], **inputs, return_lse=with_lse)
+        o, lse = found if with_lse else (found, _no_lse(case, found))
+        if "lse" in case.traits and with_lse:
+            o = o.detach()
+        if o.requires_grad:
+            o.register_hook(partial(relaid, layout=layout, packed=case.packed))
+        never = torch.zeros((), dtype=torch.bool)
+        nothing = [torch.where(never, x, 0.0).sum().double() for x in learned]
+        zero = torch.stack(nothing).sum() if nothing else torch.zeros(())
+        return o + zero.to(o.dtype), lse + zero.to(lse.dtype)
 
     return call
+
+
+def _no_lse(case: Case, o: Tensor) -> Tensor:
+    return o.new_zeros(o.shape[:-1]) if not case.packed else o.new_zeros(o.shape[1::-1])
 
 
 def _packed(rows: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,9 +7,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.testing.budget import assert_all_within_budget
+from fastattn.testing.compare import assert_all_near
 from fastattn.testing.fp8 import dequantized
-from fastattn.testing.orders import worst_naive
 from fastattn.testing.verify.scoring import additive_formula, assert_additive, assert_statistics
 from fastattn.torch_backend import triton_language
 
@@ -91,8 +90,7 @@ def _judge(case: Case, found: Any, numbers: list[Tensor], oracle: Any) -> None:
     """Numbers are read back in the dtype of the output, and attention takes those."""
     rounded = [x.to(case.dtype) for x in numbers]
     exact = oracle(*(x.double() for x in rounded))
-    naive = worst_naive(exact, lambda: oracle(*rounded), ORDERS)
-    assert_all_within_budget(("o", "lse"), found, exact, naive)
+    assert_all_near(("o", "lse"), found, exact, lambda: oracle(*rounded), ORDERS)
 
 
 def merge(case: Case, how: dict[str, Any]) -> None:
@@ -109,15 +107,33 @@ def merge(case: Case, how: dict[str, Any]) -> None:
     given = []
     for o, lse, blind in parts:
         given += [o.masked_fill(blind[..., None], torch.nan) if "nan" in case.traits else o, lse]
-    found = fastattn.merge(*given, **how)
+    tested = _with_gradients(lambda *x: fastattn.merge(*x, **how), case, given)
 
     def formula(*x: Tensor) -> tuple[Tensor, Tensor]:
         o1, lse1, o2, lse2 = x
-        lse = torch.logaddexp(lse1, lse2)
-        shares = [(y - lse).exp().nan_to_num(0.0)[..., None].to(o1.dtype) for y in (lse1, lse2)]
-        return o1 * shares[0] + o2 * shares[1], lse
+        largest = torch.maximum(lse1, lse2).detach()
+        largest = largest.masked_fill(largest == -torch.inf, 0.0)
+        total = (lse1 - largest).exp() + (lse2 - largest).exp()
+        blind = total == 0
+        lse = largest + total.masked_fill(blind, 1.0).log()
+        lse = lse.masked_fill(blind, -torch.inf)
+        shares = [(y - largest).exp() / total.masked_fill(blind, 1.0) for y in (lse1, lse2)]
+        first, second = (share[..., None].to(o1.dtype) for share in shares)
+        return o1 * first + o2 * second, lse
 
     plain = [x for o, lse, _ in parts for x in (o, lse)]
-    exact = formula(*(x.double() for x in plain))
-    naive = worst_naive(exact, lambda: formula(*plain), ORDERS)
-    assert_all_within_budget(("o", "lse"), found, exact, naive)
+    exact = _with_gradients(formula, case, [x.double() for x in plain])
+    names = ("o", "lse", "do1", "dlse1", "do2", "dlse2")[: len(exact)]
+    assert_all_near(names, tested, exact, lambda: _with_gradients(formula, case, plain), ORDERS)
+
+
+def _with_gradients(function: Any, case: Case, given: list[Tensor]) -> tuple[Tensor, ...]:
+    """The results, and unless the case is one of the forward alone the gradients of all inputs."""
+    if "forward" in case.traits:
+        found: tuple[Tensor, ...] = function(*given)
+        return found
+    leaves = [x.detach().requires_grad_() for x in given]
+    results = function(*leaves)
+    draw = case.random("gradients")
+    grads = [draw.normal(*x.shape).bfloat16().to(x.dtype) for x in results]
+    return (*results, *torch.autograd.grad(results, leaves, grads))

@@ -35,6 +35,15 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def relaid(grad: Tensor, layout: str, packed: bool) -> Tensor:
+    """A gradient of o [B, H, T, D_v], or packed, in another layout, or the same for rows."""
+    x = grad.transpose(0, 1)[None] if packed else grad
+    if layout in _EXPANDED:
+        x = x.narrow(_EXPANDED[layout], 0, min(1, x.shape[_EXPANDED[layout]])).expand_as(x)
+    x = laid(x, layout)
+    return x[0].transpose(0, 1) if packed else x
+
+
 _EXPANDED = {"one-row": 0, "one-head": 1, "one-token": 2}
 
 
@@ -51,7 +60,14 @@ def laid(x: Tensor, layout: str) -> Tensor:
         return torch.stack((x, x), 3).flatten(2, 3)[:, :, ::2]
     if layout == "columns":
         return x.mT.contiguous().mT
+    if layout == "negative":
+        return negative(x)
     return x if layout in _EXPANDED else x.contiguous()
+
+
+def negative(x: Tensor) -> Tensor:
+    """x with torch's negative bit: memory holds -x."""
+    return torch._neg_view(x.neg())
 
 
 def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:

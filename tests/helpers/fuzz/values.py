@@ -12,8 +12,10 @@ from fastattn.testing.inputs import to_device
 
 from . import mods
 from .cases import Case, Draw
+from .tensors import negative
 
-_FAR = 1 << 28
+# Farther than int32 counts, and than fp32 does.
+_FAR, _NEARER = 1 << 40, 1 << 28
 
 
 def drawn_options(case: Case, rows: int, salt: str = "") -> dict[str, Any]:
@@ -36,7 +38,7 @@ class _Sizes:
         self.B, self.H_q, self.H_k = case.B, case.H_q, case.H_k
         self.T_q, self.T_k, self.D = case.T_q, case.T_k, case.D
         self.has = set(case.options).__contains__
-        self.packed = case.call in ("attention_varlen", "attention_varlen_fp8")
+        self.packed = case.packed
 
 
 def _near(draw: Draw, x: int, block: int) -> int:
@@ -47,7 +49,7 @@ def _near(draw: Draw, x: int, block: int) -> int:
 
 def _window(s: _Sizes, draw: Draw) -> Any:
     def side() -> int | None:
-        return draw.choice(None, _near(draw, s.T_k, s.case.tile[1]), draw.integer(0, 9))
+        return draw.choice(None, _near(draw, s.T_k, s.case.tile[1]), draw.integer(0, 9), _FAR)
 
     if draw.chance(0.4):
         return max(1, _near(draw, s.T_k, s.case.tile[1]))
@@ -59,11 +61,12 @@ def _window(s: _Sizes, draw: Draw) -> Any:
 
 def _per_row(s: _Sizes, draw: Draw, most: int) -> Tensor:
     """Lengths, each from below 0 to past the most there is."""
+    dtype = draw.choice(torch.int32, torch.int64)
+    ends = (-2, most + 5) if dtype is torch.int32 else (-_FAR, _FAR)
     lengths = [
-        draw.choice(-2, 0, 1, most, most + 5, _near(draw, most, s.case.tile[1]))
-        for _ in range(s.rows)
+        draw.choice(*ends, 0, 1, most, _near(draw, most, s.case.tile[1])) for _ in range(s.rows)
     ]
-    return torch.tensor(lengths, dtype=draw.choice(torch.int32, torch.int64))
+    return torch.tensor(lengths, dtype=dtype)
 
 
 def _prefix_lengths(s: _Sizes, draw: Draw) -> Any:
@@ -73,16 +76,20 @@ def _prefix_lengths(s: _Sizes, draw: Draw) -> Any:
 
 
 def _query_offset(s: _Sizes, draw: Draw) -> Any:
+    kind = draw.choice(int, int, torch.int32, torch.int64)
+
     def one() -> int:
-        far = draw.choice(-_FAR, _FAR, -(1 << 20), 1 << 20)
+        far = draw.choice(1 << 20, _NEARER)
+        if kind is torch.int64 and not s.has("stride"):  # which would repeat from another place
+            far = _FAR
         near = s.T_k - s.T_q + draw.integer(-4, 4)
         # Slopes times such a distance leave fp32 nothing of the score.
         sloped = s.has("alibi_slopes")
-        return int(draw.choice(0, near, near, -s.T_q, s.T_k, near if sloped else far))
+        return int(
+            draw.choice(0, near, near, -s.T_q, s.T_k, near if sloped else draw.choice(-1, 1) * far)
+        )
 
-    if draw.chance(0.5):
-        return one()
-    return torch.tensor([one() for _ in range(s.B)], dtype=draw.choice(torch.int32, torch.int64))
+    return one() if kind is int else torch.tensor([one() for _ in range(s.B)], dtype=kind)
 
 
 def _positions(s: _Sizes, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -106,15 +113,19 @@ def _dims(s: _Sizes, draw: Draw) -> tuple[int, ...]:
     return tuple(shape[draw.choice(0, 0, 1, 2) :])
 
 
-def _strided(x: Tensor, draw: Draw) -> Tensor:
+def _strided(s: _Sizes, x: Tensor, draw: Draw) -> Tensor:
     """x in another layout: of [B] [H_q] [T_q] [T_k] any strides are taken."""
-    kind = draw.choice("plain", "plain", "turned", "wide", "every-second")
+    kind = draw.choice("plain", "plain", "turned", "wide", "every-second", "expanded", "negative")
     if kind == "turned":
         return x.mT.contiguous().mT
     if kind == "wide":
         return torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]]
     if kind == "every-second":
         return torch.stack((x, x), -1)[..., 0]
+    if kind == "expanded" and x.dim() == 4:
+        return x.expand(s.B, s.H_q, -1, -1)
+    if kind == "negative" and x.is_floating_point():
+        return negative(x)
     return x
 
 
@@ -123,7 +134,7 @@ def _attn_mask(s: _Sizes, draw: Draw) -> Tensor:
     if dense and not s.has("attn_bias") and draw.chance(0.2):
         return _attn_bias(s, draw)
     mask = draw.bools(draw.choice(0.1, 0.5, 0.95, 1.0), *_dims(s, draw))
-    return _strided(mask, draw)
+    return _strided(s, mask, draw)
 
 
 def _float_dtype(s: _Sizes, draw: Draw) -> torch.dtype:
@@ -135,7 +146,7 @@ def _attn_bias(s: _Sizes, draw: Draw) -> Tensor:
     # A score of -inf is for the mask of a function to hide, and has no slope.
     if not s.has("score_mod") and draw.chance(0.4):
         bias = bias.masked_fill(draw.bools(0.3, *bias.shape), -math.inf)
-    return _strided(bias.to(_float_dtype(s, draw)), draw)
+    return _strided(s, bias.to(_float_dtype(s, draw)), draw)
 
 
 def _key_padding_mask(s: _Sizes, draw: Draw) -> Tensor:
