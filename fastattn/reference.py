@@ -309,8 +309,9 @@ def visible_mask(
     key = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k)
     distance = key - (rows + offset)
     if positions is not None:
-        key = positions[1][:, None, None, :]
-        distance = key - positions[0][:, None, :, None]
+        # In int64: torch wraps a number that is compared with int32.
+        key = positions[1].long()[:, None, None, :]
+        distance = key - positions[0].long()[:, None, :, None]
     keep = torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         before, after = (window - 1, 0) if isinstance(window, int) else window

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn import reference
+from fastattn import checks, reference
 from fastattn.testing import make_qkv
 
 THREE, LAST_THREE = torch.tensor([3]), torch.tensor([[False, True, True, True]])
@@ -47,6 +47,13 @@ def test_offsets_and_lengths_of_each_row_of_the_batch() -> None:
         1, 3, causal=True, query_offset=torch.tensor([0, 2]), key_lengths=torch.tensor([3, 2])
     )
     assert keep[:, 0].tolist() == [[[True, False, False]], [[True, True, False]]]
+
+
+def test_numbers_past_int32_beside_positions() -> None:
+    at = torch.arange(3, dtype=torch.int32)[None]
+    assert reference.visible_mask(3, 3, window=(2**40, 2**40), positions=(at, at)).all()
+    far = reference.torch_places(1, 1, 3, 3, torch.tensor([2**40]), torch.device("cpu"))
+    assert (far.q_pos >= checks.FARTHEST).all()
 
 
 def test_one_row_written_out() -> None:

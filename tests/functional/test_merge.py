@@ -100,6 +100,7 @@ def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
     # Without `forked` the prefix would count twice.
     twice = cascade_attention(q, *views, backend=backend)
     assert (twice - found[0]).abs().max() > 0.01
+    assert cascade_attention(q[:, :, :0], *views, backend=backend).shape == q[:, :, :0].shape
 
 
 def test_cascades_are_checked(device: str) -> None:
