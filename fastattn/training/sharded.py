@@ -39,10 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..modules.fused_weights import separated
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -213,12 +210,11 @@ def restore_sharded(
     found: list[Checkpoint] = []
 
     def look() -> None:
-        read = load_checkpoint(path, device="meta")
-        found.extend((read, _separated(model, read)))
-        check_shapes(model_part, found[1])
+        found.append(load_checkpoint(path, device="meta"))
+        check_shapes(model_part, found[0])
 
     agree(look, group)
-    stored, checkpoint = found
+    (checkpoint,) = found
     saved = {name for name in checkpoint.training if name.startswith(_OPTIMIZER)}
     state: dict[str, Any] = {}
     if optimizer is not None and saved:
@@ -231,40 +227,12 @@ def restore_sharded(
     manifest = read_manifest(find_checkpoint(path))
     named = {_OPTIMIZER + name.removeprefix(_STATE): x for name, x in state.items()}
     tensors = {**model_part, **named, **others}
-    if stored.model.keys() == checkpoint.model.keys():
-        read_tensors(manifest, manifest.model_files + manifest.training_files, tensors, group)
-    else:
-        # Of before: each rank reads all, and keeps its part.
-        whole = _separated(model, load_checkpoint(path))
-        _fill(tensors, {**whole.model, **whole.training})
+    read_tensors(manifest, manifest.model_files + manifest.training_files, tensors, group)
     set_model_state_dict(model, dict(model_part))
     if optimizer is not None and state:
         flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS) | state
         set_optimizer_state_dict(model, optimizer, flat, options=_OPTIONS)
     return dataclasses.replace(checkpoint, model={}, training=others)
-
-
-def _separated(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint with a tensor for each projection; those of before have some in one."""
-    return dataclasses.replace(
-        checkpoint,
-        model=separated(model, checkpoint.model),
-        training=separated(model, checkpoint.training, _OPTIMIZER),
-    )
-
-
-@torch.no_grad()
-def _fill(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-    """Copies whole values into tensors, and into a DTensor its own part."""
-    for name, tensor in tensors.items():
-        value = whole[name]
-        if isinstance(tensor, DTensor):
-            sizes, offsets = compute_local_shape_and_global_offset(
-                value.shape, tensor.device_mesh, tensor.placements
-            )
-            part = (slice(i, i + n) for i, n in zip(offsets, sizes, strict=True))
-            tensor, value = tensor.to_local(), value[tuple(part)]
-        tensor.copy_(value)
 
 
 def _group_or_all(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from fastattn.cli.main import main
+from fastattn.generation.generate import generate_texts
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.training.checkpoint import Checkpoint, save_checkpoint
+from fastattn.models.sampling import Sampling
+from fastattn.training.checkpoint import Checkpoint, load_model, save_checkpoint
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -52,6 +54,16 @@ def test_stop_strings_and_beams_reach_the_text(finished_run, capsys):
     assert len(generated(capsys, finished_run, *several)[0]) == len("def ") + 30 + 1
 
 
+@pytest.mark.parametrize("way", ["restart", "crop"])
+def test_what_goes_on_past_the_context_is_the_library_s(way, finished_run, capsys):
+    model, tokenizer = load_model(finished_run)
+    sampling = Sampling(epsilon_cutoff=0.02, temperature=0.8)
+    options = {"sampling": sampling, "seed": 3, "past_context": way}
+    text = "ab" + "".join(x for _, x in generate_texts(model, tokenizer, ["ab"], 30, **options))
+    given = ["--prompt", "ab", "--seed", 3, "--epsilon-cutoff", 0.02, "--past-context", way]
+    assert generated(capsys, finished_run, *given)[0] == text + "\n"
+
+
 def test_a_draft_model_changes_the_speed_alone(finished_run, capsys):
     options = ["--prompt", "def ", "--greedy"]
     text, _ = generated(capsys, finished_run, *options)
@@ -92,6 +104,8 @@ def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
         ("--beams 0", "beams must be at least 1, got 0"),
         ("--beams 2 --top-k 3", "--beams searches for the likeliest text: leave out --top-k"),
         ("--beams 2 --cuda-graph", "searches for the likeliest text: leave out --cuda-graph"),
+        ("--beams 2 --past-context crop", "for the likeliest text: leave out --past-context"),
+        ("--draft x --past-context crop", "--draft takes no --past-context"),
         ("--length-penalty 1", "--length-penalty needs --beams"),
         ("--draft-tokens 2", "--draft-tokens needs --draft"),
         ("--draft x --cuda-graph", "--draft takes no --cuda-graph"),

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -88,17 +88,3 @@ def test_a_public_name_without_a_docstring_is_found(
     monkeypatch.setattr(fastattn.merge, "__doc__", None)
     hooks.reference()
     assert caplog.messages == ["fastattn.merge has no docstring"]
-
-
-def test_links_into_the_repository(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="doors/page.md"))
-
-    def shown(text: str) -> str:
-        return hooks.on_page_markdown(text, page=page, config=None, files=None)
-
-    for text in ("[a](../masks.md#b)", "[a](#b)", "[a](https://b.c)", "![a](../pictures/b.svg)"):
-        assert shown(text) == text
-    assert shown("[a](../../tests/docs)") == f"[a]({hooks.home()}/blob/main/tests/docs)"
-    assert caplog.messages == []
-    shown("[a](../../tests/none.py#b)")
-    assert caplog.messages == ["doors/page.md leads to tests/none.py, which is not there"]

@@ -6,13 +6,10 @@ import pytest
 import torch
 from small_gpt import make_gpt
 
-from fastattn.cli.main import main
 from fastattn.generation.engine import Engine
-from fastattn.generation.generate import generate_batch, generate_texts, generate_tokens
+from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.training.checkpoint import Checkpoint, save_checkpoint
-from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -108,29 +105,3 @@ def test_an_unknown_way_past_the_context_is_named():
         list(generate_tokens(make_gpt(), [1], 3, past_context="half"))
     with pytest.raises(ValueError, match=message):
         Engine(make_gpt(), num_pages=4, past_context="half")
-
-
-def test_options_of_the_command(tmp_path, capsys):
-    model, tokenizer = make_gpt(vocab_size=9, context=4), CharacterTokenizer("abcdefghi")
-    config = {"model": model.config.to_dict()}
-    run = save_checkpoint(tmp_path, Checkpoint(0, model.state_dict(), {}, tokenizer, config, {}))
-    command = ["generate", "--checkpoint", str(run), "--device", "cpu", "--prompt", "ab"]
-
-    def written(*options: str) -> str:
-        assert main([*command, "--tokens", "20", *options]) == 0
-        return capsys.readouterr().out.removesuffix("\n")
-
-    def generated(sampling: Sampling, past_context: str) -> str:
-        pieces = generate_texts(
-            model, tokenizer, ["ab"], 20, sampling=sampling, seed=3, past_context=past_context
-        )
-        return "ab" + "".join(piece for _, piece in pieces)
-
-    cutoff = Sampling(epsilon_cutoff=0.02, temperature=0.8)
-    for way in ("restart", "crop"):
-        options = ("--seed", "3", "--epsilon-cutoff", "0.02", "--past-context", way)
-        assert written(*options) == generated(cutoff, way)
-    assert generated(cutoff, "crop") != generated(cutoff, "restart")
-    for other in (["--beams", "2"], ["--draft", str(run)]):
-        assert main([*command, *other, "--past-context", "crop"]) == 1
-        assert "--past-context" in capsys.readouterr().err

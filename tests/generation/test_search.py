@@ -102,17 +102,6 @@ def test_few_beams_follow_the_rule(beams, length_penalty, context):
         assert [beam.tokens for beam in got] == wanted
 
 
-def test_the_search_goes_on_past_the_context():
-    """Beyond it one beam is greedy generation, by the same windows."""
-    from fastattn.generation.generate import generate_tokens
-    from fastattn.models.sampling import Sampling
-
-    model = make_model(context=5)
-    greedy = list(generate_tokens(model, PROMPT, 20, sampling=Sampling(greedy=True)))
-    assert beam_search(model, PROMPT, 20, beams=1)[0].tokens == greedy
-    assert len(beam_search(model, PROMPT * 9, 20, beams=3)) == 3
-
-
 def test_the_search_ends_when_nothing_better_can_come():
     model = make_model()
     steps = []

@@ -83,16 +83,6 @@ def test_greedy_takes_the_likeliest_token_of_each_step():
     assert len({len(tokens) for tokens in expected}) > 1, "a row that ends before others"
 
 
-def test_rows_do_not_depend_on_each_other():
-    model = make_model()
-    together = translate(model, SOURCE, beams=2, length_penalty=1.0, **CALL)
-    for row in range(3):
-        alone = {**CALL, "source_lengths": None}
-        source = SOURCE[row : row + 1, : LENGTHS[row]]
-        got = translate(model, source, beams=2, length_penalty=1.0, **alone)
-        assert got == together[row : row + 1]
-
-
 def test_target_length_bounds_what_is_chosen():
     model = make_model()
     unknown = {"begin": BEGIN, "end": V - 2}

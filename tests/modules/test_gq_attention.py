@@ -6,7 +6,6 @@ from naive_layers import assert_layer_equals_naive, exact_and_naive, make_layer,
 
 import fastattn.modules.cross_attention
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention, swap
-from fastattn.modules.cross_attention import ProjectedMemory
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.testing import assert_within_budget
 
@@ -140,15 +139,6 @@ def test_padding_of_a_memory_reaches_nothing():
     nothing = layer(x, memory, memory_lengths=torch.tensor([0, 9]))
     assert not nothing[0].any()
     assert nothing[1].any()
-
-
-def test_rows_of_a_memory_are_repeated_side_by_side():
-    memory = ProjectedMemory(torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4), torch.tensor([3, 1]))
-    twice = memory.repeat_rows(2)
-    assert twice.lengths.tolist() == [3, 3, 1, 1]
-    assert torch.equal(twice.k[1], memory.k[0])
-    assert torch.equal(twice.v[2], memory.v[1])
-    assert twice.padding_mask is None
 
 
 def test_dropout_of_weights_and_outputs_acts_in_training_alone():

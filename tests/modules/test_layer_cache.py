@@ -73,22 +73,6 @@ def test_what_is_not_kept_in_order_is_not_read_in_order(device: str) -> None:
     assert ring.length_bound == 0
 
 
-def test_new_tokens_that_are_padding(decoded: list[int], device: str) -> None:
-    layer = make_layer(device, num_heads=2, rotary="half")
-    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    exact, naive = exact_and_naive(layer, x)
-    cache = layer.new_cache(2, 8)
-    with torch.no_grad():
-        first = layer(x[:, :3], cache=cache, key_lengths=torch.tensor([3, 1], device=device))
-        # Row 1 goes on with its second token.
-        rest = torch.stack((x[0, 3:5], x[1, 1:3]))
-        second = layer(rest, cache=cache)
-    assert_within_budget("row 0", torch.cat((first[0], second[0])), exact[0], naive[0])
-    row = torch.cat((first[1, :1], second[1]))
-    assert_within_budget("row 1", row, exact[1, :3], naive[1, :3])
-    assert decoded == [3, 2]
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_decoding_rotates_as_it_appends(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch

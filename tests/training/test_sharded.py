@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -230,35 +230,9 @@ def one_file(folder: Path) -> dict[str, bool]:
     return {
         "read": same(resumed.whole(), split.whole()),
         "written": same(again.whole(), split.whole()),
-        "fused": fused(folder / "before", split),
         "model alone": not model_alone.optimizer.state
         and torch.equal(model_alone.whole()["norm.weight"], split.whole()["norm.weight"]),
     }
-
-
-def fused(folder: Path, split: Split) -> bool:
-    """Whether a checkpoint of before, with q, k and v in one parameter, is read by ranks."""
-    made = split.checkpoint(1)
-
-    def join(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        joined = {}
-        for name, x in tensors.items():
-            parts = [tensors.get(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-            if "q_proj" in name:
-                x = torch.cat(parts) if x.dim() else x
-                joined[name.replace("q_proj", "qkv_proj")] = x
-            elif "k_proj" not in name and "v_proj" not in name:
-                joined[name] = x
-        return joined
-
-    if dist.get_rank() == 0:
-        before = replace(made, model=join(made.model), training=join(made.training))
-        assert len(before.model) == len(made.model) - 2
-        save_checkpoint(folder, before)
-    dist.barrier()
-    found = Split("fsdp2-tp2", seed=1)
-    read = restore_sharded(folder, found.model, found.optimizer)
-    return same(found.whole(), split.whole()) and set(read.training) == {"random", "loss_sum"}
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -351,7 +325,7 @@ def test_a_background_save_keeps_what_it_was_given(by_rank: list[dict[str, Any]]
 
 def test_one_file_and_shards_are_the_same(by_rank: list[dict[str, Any]]) -> None:
     for rank in by_rank:
-        assert rank["one_file"] == dict.fromkeys(("read", "written", "fused", "model alone"), True)
+        assert rank["one_file"] == dict.fromkeys(("read", "written", "model alone"), True)
 
 
 def test_one_process_reads_what_ranks_have_written(

@@ -9,7 +9,7 @@ import torch
 from fastattn.models.encoder import EncoderConfig
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training import usage
-from fastattn.training.usage import Usage, dense_bf16_tflops, flops_per_token, peak_mib
+from fastattn.training.usage import Usage, flops_per_token, peak_mib
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -33,15 +33,6 @@ def test_operations_of_a_training_token(config, unused, keys):
     parameters = GPT(config).num_parameters()
     expected = 6 * (parameters - unused) + config.num_layers * (3 * 4 * 16) * keys
     assert flops_per_token(config, parameters) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA A100-SXM4-80GB", 312.0)],
-)
-def test_dense_rate_of_the_data_sheet(name, rate):
-    assert dense_bf16_tflops(name) == rate
-    assert dense_bf16_tflops("Imaginary GPU") is None
 
 
 @pytest.fixture
