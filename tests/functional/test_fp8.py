@@ -215,7 +215,7 @@ def test_scales_default_to_one():
 
 def test_interpreted_kernels_serve_codes_too(monkeypatch: pytest.MonkeyPatch):
     if not call.interpreting():
-        pytest.skip("kernels are compiled here; a GPU's tests are in test_hopper_gpu_fp8.py")
+        pytest.skip("kernels are compiled here; a GPU's tests are in test_hopper_gpu.py")
     codes, scales = drawn(B=1, T_q=5, T_k=9)
     options = {"causal": True, "out_dtype": torch.float32}
     plain = fastattn.attention_fp8(*codes, **named(scales), **options, backend="torch")

@@ -1,8 +1,10 @@
-"""The Hopper kernels on the GPU they are written for, against the oracle.
+"""The Hopper kernels on the GPU they are written for, against the oracle and the bound of 8 bits.
 
-The emulator's tests cover more cases; these say whether the hardware agrees.
+The emulator's tests cover more cases; these say whether the hardware agrees. Packed sequences, many
+heads and repeated bits are cases of `fastattn verify`.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -10,13 +12,28 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import reference
+from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper.tile_table import backward_config
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attend as ops
-from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
 pytestmark = pytest.mark.gpu
+# 144 tiles, more than multiprocessors; the last tile of each head is not whole.
+SIZES = (2, 4, 2, 2300, 2500)
+LENGTHS, SINKS = [2500, 301], [0.5, -1.0, 3.0, 0.0]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    # Scores rise in some blocks by more than 2^8, in others in none but the first.
+    "steep": {"scale": 0.5},
+    "window": {"causal": True, "window": (200, 0), "keep_first": 3},
+    "lengths": {"causal": True, "key_lengths": LENGTHS},
+    "score": {"causal": True, "softcap": 5.0, "sinks": SINKS},
+}
+BY_D = pytest.mark.parametrize("D", [64, 128, 256])
+BY_OPTION = pytest.mark.parametrize("option", OPTIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -25,101 +42,64 @@ def on_hopper(device: str) -> None:
         pytest.skip("this GPU is not of compute capability 9.0")
 
 
-def attention(*inputs: Tensor, **arguments: Any) -> Any:
-    packed = inputs[0].dim() == 3
-    function = fastattn.attention_varlen if packed else fastattn.attention
-    return function(*inputs, **arguments, backend="hopper")
-
-
 def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options whose lists are tensors."""
     given = options.items()
     return {n: torch.tensor(x, device=device) if isinstance(x, list) else x for n, x in given}
 
 
+def attention(*inputs: Tensor, **arguments: Any) -> Any:
+    return fastattn.attention(*inputs, **arguments, backend="hopper")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"causal": True}, id="causal"),
-        pytest.param({}, id="full"),
-        pytest.param({"scale": 0.5}, id="steep"),
-        pytest.param({"causal": True, "window": (200, 0)}, id="window"),
-        pytest.param({"causal": True, "key_lengths": [2500, 300]}, id="lengths"),
-        pytest.param({"causal": True, "softcap": 5.0, "sinks": [0.5, -1.0, 3.0, 0.0]}, id="score"),
-    ],
-)
-def test_hopper_matches_the_reference(
-    options: dict[str, Any], D: int, dtype: torch.dtype, device: str
-) -> None:
-    """There are 144 tiles, more than multiprocessors; the last tile of each head is not whole.
-
-    Steep scores rise in some blocks by more than 2^8, others in none but the first.
-    """
-    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=dtype, device=device)
-    assert_matches_reference(attention, *inputs, **on(device, options))
+@BY_D
+@BY_OPTION
+def test_hopper_matches_the_reference(option: str, D: int, dtype: torch.dtype, device: str) -> None:
+    inputs = make_qkv(*SIZES, D, dtype=dtype, device=device)
+    assert_matches_reference(attention, *inputs, **on(device, OPTIONS[option]))
 
 
+@pytest.mark.parametrize("by", ["tma", "threads-2", "threads-4"])
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"causal": True}, id="causal"),
-        pytest.param({}, id="full"),
-        pytest.param({"causal": True, "window": (200, 0), "key_lengths": [2500, 300]}, id="band"),
-    ],
-)
-def test_hopper_one_pass(options: dict[str, Any], D: int, device: str) -> None:
-    """dQ of 20 tiles of keys, added up by TMA."""
-    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
-    assert_matches_reference(attention, *inputs, **on(device, options), deterministic=False)
-
-
-@pytest.mark.parametrize("STAGES", [2, 4])
-@pytest.mark.parametrize("D", [64, 128])
-def test_hopper_one_pass_by_threads(D: int, STAGES: int, device: str) -> None:
-    """dQ added up by the threads: without tiles for it four stages of D 128 fit."""
+@pytest.mark.parametrize("option", ["full", "causal", "window", "lengths"])
+def test_hopper_one_pass(option: str, D: int, by: str, device: str) -> None:
+    """dQ of 20 tiles of keys, added by TMA or by threads, which have room for four stages."""
     config = backward_config("one_pass", D, False, False)
-    config = config._replace(DQ_BY_TMA=False, STAGES=STAGES)
-    inputs = make_qkv(2, 4, 2, 2300, 2500, D, dtype=torch.bfloat16, device=device)
+    if by != "tma":
+        config = config._replace(DQ_BY_TMA=False, STAGES=int(by[-1]))
+    inputs = make_qkv(*SIZES, D, dtype=torch.bfloat16, device=device)
+    options = on(device, OPTIONS[option])
     with tiles.forced(hopper_one_pass=config):
-        assert_matches_reference(attention, *inputs, causal=True, deterministic=False)
+        assert_matches_reference(attention, *inputs, **options, deterministic=False)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("deterministic", [True, False], ids=["two-passes", "one-pass"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_hopper_packed_sequences(causal: bool, deterministic: bool, D: int, device: str) -> None:
-    starts_q = torch.tensor([0, 700, 700, 829, 1000], dtype=torch.int32, device=device)
-    starts_k = torch.tensor([0, 500, 620, 620, 1100], dtype=torch.int32, device=device)
-    batch = make_qkv(1, 4, 2, 1000, 1100, D, dtype=torch.bfloat16, device=device, layout="bthd")
-    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
-    assert_matches_reference(
-        attention, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen,
-        causal=causal, deterministic=deterministic,
-    )  # fmt: skip
+def drawn(T_q: int, T_k: int, D: int, device: str) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Codes of 2 rows, 4 heads of queries and 2 of keys, with scales that differ by head."""
+    tensors = make_qkv(2, 4, 2, T_q, T_k, D, device=device, layout="bthd", requires_grad=False)
+    codes, scales = {}, {}
+    for name, x, grow in zip("qkv", tensors, (3.0, 1 / 9, 5.0), strict=True):
+        sizes = grow ** torch.arange(x.shape[1], device=device)
+        codes[name], scales[f"{name}_scale"] = fastattn.quantize_fp8(x * sizes[:, None, None])
+    return tuple(codes.values()), scales
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_hopper_packed_sequences_in_order(D: int, device: str) -> None:
-    """600 tiles of queries, which are sorted by their length first."""
-    lengths = torch.tensor([0, *(37 * n * n % 1100 for n in range(17))])
-    starts = lengths.cumsum(0).to(torch.int32).to(device)
-    total = int(lengths.sum())
-    batch = make_qkv(1, 8, 8, total, None, D, dtype=torch.bfloat16, device=device, layout="bthd")
-    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in batch)
-    assert_matches_reference(
-        attention, q, k, v, starts, starts, oracle=reference.attention_varlen, causal=True
-    )
+@BY_D
+@BY_OPTION
+def test_hopper_in_8_bits_is_within_its_bound(option: str, D: int, device: str) -> None:
+    codes, scales = drawn(*SIZES[3:], D, device)
+    options = on(device, OPTIONS[option])
+    if "key_lengths" in options:
+        for x in codes[1:]:
+            x[1, :, LENGTHS[1] :] = torch.full((), math.nan, device=device).to(E4M3)
+    o, lse = fastattn.attention_fp8(*codes, **scales, **options, return_lse=True, backend="hopper")
+    assert_within_fp8_bounds(o, lse, codes, tuple(scales.values()), tensor_cores=True, **options)
 
 
-def test_hopper_gradients_repeat_bit_for_bit(device: str) -> None:
-    inputs = make_qkv(2, 4, 2, 1000, None, 128, dtype=torch.bfloat16, device=device)
-
-    def gradients() -> tuple[Tensor, ...]:
-        o = attention(*inputs, causal=True)
-        return torch.autograd.grad(o.float().square().sum(), inputs)
-
-    for once, again in zip(gradients(), gradients(), strict=True):
-        assert torch.equal(once, again)
+@BY_D
+def test_hopper_in_8_bits_gives_each_value_its_place(D: int, device: str) -> None:
+    """A query that sees its own key alone has that key's value, which costs no accuracy."""
+    codes, scales = drawn(1000, 1000, D, device)
+    o = fastattn.attention_fp8(*codes, **scales, window=(0, 0), backend="hopper")
+    expected = dequantized(codes[2], scales["v_scale"]).repeat_interleave(2, 1)
+    assert_within_budget("o", o, expected, expected.bfloat16())

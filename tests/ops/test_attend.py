@@ -98,16 +98,9 @@ def test_compiles_for_every_length(device: str) -> None:
 def test_every_mask_compiles(device: str) -> None:
     def model(q, k, v, mask, lengths, offset):
         return fastattn.attention(
-            q,
-            k,
-            v,
-            window=(9, 3),
-            key_padding_mask=mask,
-            key_lengths=lengths,
-            query_offset=offset,
-            return_lse=True,
-            backend="triton",
-        )
+            q, k, v, window=(9, 3), key_padding_mask=mask, key_lengths=lengths,
+            query_offset=offset, return_lse=True, backend="triton",
+        )  # fmt: skip
 
     torch._dynamo.reset()
     q, k, v, *masks = op_arguments(device=device)[1][:6]
@@ -293,13 +286,9 @@ def test_packed_ops_of_the_torch_backend_are_registered_right(device: str) -> No
     offsets = (torch.tensor([0, 2, T, T], device=device) for T in (T_q, T_k))
     bias = torch.randn(heads, 3, device=device, requires_grad=True)
     options = Options(
-        cu_seqlens_q=next(offsets),
-        cu_seqlens_k=next(offsets),
-        relative_bias=bias,
-        query_offset=None,
-        causal=True,
-        scale=0.25,
-    )
+        cu_seqlens_q=next(offsets), cu_seqlens_k=next(offsets), relative_bias=bias,
+        query_offset=None, causal=True, scale=0.25,
+    )  # fmt: skip
     flat = schema.flat(options)
     torch.library.opcheck(torch_varlen.varlen_forward, (q, k, v, *flat))
     torch.library.opcheck(torch_varlen.varlen_forward_lse, (q, k, v, *flat))

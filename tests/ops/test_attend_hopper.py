@@ -9,6 +9,11 @@ import triton
 import fastattn
 from fastattn import tracing
 from fastattn.functional import call_memo
+from fastattn.kernels import backward, forward
+from fastattn.kernels.hopper import backward as hopper_backward
+from fastattn.kernels.hopper import forward as hopper_forward
+from fastattn.kernels.hopper import tile_table
+from fastattn.kernels.launch import tiles
 from fastattn.ops import attend
 from fastattn.options import Options
 from fastattn.testing import make_qkv
@@ -21,10 +26,6 @@ def test_hopper_kernels_come_first_on_their_gpu(
     backend: str | None, traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """Their launchers, replaced by the portable ones: the way to them and back is under test."""
-    from fastattn.kernels import backward, forward
-    from fastattn.kernels.hopper import backward as hopper_backward
-    from fastattn.kernels.hopper import forward as hopper_forward
-
     called = []
 
     def launch_forward(*arguments):
@@ -58,10 +59,6 @@ def test_hopper_kernels_come_first_on_their_gpu(
 def test_what_does_not_compile_for_hopper_is_served_all_the_same(
     launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    from fastattn.kernels import backward, forward
-    from fastattn.kernels.hopper import backward as hopper_backward
-    from fastattn.kernels.hopper import forward as hopper_forward
-
     error: Exception = triton.TritonError("no such\ninstruction")
 
     def refuse(*_):
@@ -104,11 +101,6 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
 def test_a_tuned_shape_that_does_not_compile_is_taken_back(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastattn.kernels import forward
-    from fastattn.kernels.hopper import forward as hopper_forward
-    from fastattn.kernels.hopper import tile_table
-    from fastattn.kernels.launch import tiles
-
     def launch(*arguments):
         if tile_table.forward_config(64, False).BLOCK == 64:
             raise triton.TritonError("too many registers")

@@ -4,9 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from nightly import gate_cases
 
-import fastattn
 from fastattn import BlockMask
 from fastattn.ops import attend, schema
 from fastattn.options import Options
@@ -118,10 +116,7 @@ def test_second_derivatives(which: str, way: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("which", "outputs"),
-    gate_cases(
-        [("causal", "o"), ("causal", "lse"), ("everything", "both"), ("packed", "both")],
-        [("causal", "both"), ("everything", "o"), ("everything", "lse"), ("packed", "o")],
-    ),
+    [("causal", "o"), ("causal", "lse"), ("everything", "both"), ("packed", "both")],
 )
 def test_many_gradients_at_once(which: str, outputs: str, device: str) -> None:
     """`is_grads_batched=True`, torch's vmap before torch.func: the bits of one after the other."""
@@ -151,13 +146,3 @@ def test_many_gradients_at_once(which: str, outputs: str, device: str) -> None:
     each = [gradients([x[i] for x in dout]) for i in range(3)]
     for x, rows in zip(gradients(dout, batched=True), zip(*each, strict=True), strict=True):
         assert torch.equal(x, torch.stack(rows))
-
-
-def test_a_whole_jacobian_at_once(device: str) -> None:
-    q, k, v = make_qkv(**SIZES | {"T_q": 2, "D": 8}, device=device)
-
-    def ours(q):
-        return fastattn.attention(q, k, v, causal=True, backend="triton").sum((0, 1))
-
-    by_rows = torch.autograd.functional.jacobian(ours, q)
-    assert torch.equal(torch.autograd.functional.jacobian(ours, q, vectorize=True), by_rows)

@@ -67,14 +67,8 @@ def dense(B: int, room: int, cache: Any = KVCache, steps: int = 1, **kind: Any) 
 
 
 def paged(rows: int, page_size: int) -> None:
-    held = PagedKVCache(
-        num_pages=64,
-        page_size=page_size,
-        num_kv_heads=2,
-        head_dim=64,
-        device="cuda",
-        dtype=torch.bfloat16,
-    )
+    place = {"device": "cuda", "dtype": torch.bfloat16}
+    held = PagedKVCache(64, page_size, num_kv_heads=2, head_dim=64, **place)
     row_numbers = [held.allocate() for _ in range(rows)]
     held.append(row_numbers, random(rows, 2, 40, 64), random(rows, 2, 40, 64))
     held.fork(row_numbers[0])

@@ -9,14 +9,13 @@ import pkgutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import public
 import torch
 from calls import ones, random
-from stage import Stage
+from stage import ANSWERS, Stage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
@@ -69,27 +68,8 @@ class _Driver:
 @contextmanager
 def gpu(direct: bool) -> Iterator[None]:
     """Tensors made in the block are fake; direct: kernels are launched as untraced calls do."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        L2_cache_size=50 << 20,
-        total_memory=80 << 30,
-    )
-    constants = {
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "get_device_capability": (9, 0),
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "is_current_stream_capturing": False,
-        "is_available": True,
-        "_lazy_init": None,
-    }
     patches = [
-        *[mock.patch.object(torch.cuda, k, lambda *_, v=v: v) for k, v in constants.items()],
+        *[mock.patch.object(torch.cuda, k, lambda *_, v=v: v) for k, v in ANSWERS.items()],
         *[mock.patch.object(kind, "run", _launch) for kind in (JITFunction, GluonJITFunction)],
         mock.patch.object(FakeTensor, "data_ptr", lambda x: 0),
         mock.patch.object(driver, "_active", _Driver()),

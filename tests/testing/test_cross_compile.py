@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from nightly import gate_cases
 
-from fastattn.testing.compiling import cross_compile, kept
+from fastattn.testing.compiling import kept
 from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError
 from fastattn.testing.compiling.cross_compile import (
     TARGETS,
@@ -68,24 +67,6 @@ def launch_matmul(
     b = torch.empty(K, N, dtype=torch.bfloat16, device=device)
     c = torch.empty(M, N, device=device)
     matmul_kernel[(1,)](a, b, c, K, M, N, BLOCK_K, twice, **options)
-
-
-def facts_without_tools() -> tuple[str, int, int, tuple[Loop, ...]]:
-    """Facts of a kernel in Triton's cache, where ptxas and the disassembler fail."""
-
-    def broken(*_: object, **__: object) -> None:
-        raise AssertionError("read again")
-
-    matmul_kernel.device_caches.clear()
-    cross_compile._reports.clear()
-    with (
-        mock.patch.object(cross_compile, "_assemble", broken),
-        mock.patch.object(cross_compile, "_loops", broken),
-        compiling_for("sm_90") as launched,
-    ):
-        launch_matmul()
-        (fact,) = map(cross_compile.describe, launched)
-        return fact.name, fact.registers, fact.shared_bytes, fact.loops
 
 
 def count_new_lengths() -> list[int]:
@@ -161,13 +142,6 @@ def test_a_product_that_feeds_a_product_stays_in_registers(compile_pool: Compile
     (twice,) = compile_pool.facts(f"{HERE}:launch_matmul", "sm_90", twice=True)
     assert once.wgmma_register_a == 0
     assert twice.wgmma_register_a > 0
-
-
-def test_what_was_read_of_a_kernel_is_kept_beside_it(compile_pool: CompilePool) -> None:
-    (fact,) = compile_pool.facts(f"{HERE}:launch_matmul", "sm_90")
-    expected = (fact.name, fact.registers, fact.shared_bytes, fact.loops)
-    assert fact.loops
-    assert compile_pool.call(f"{HERE}:facts_without_tools", "sm_90") == expected
 
 
 def test_only_the_same_code_by_the_same_reader_is_found_again(

@@ -33,7 +33,6 @@ FILES = (
     "kernels/test_descriptors.py",
     "functional/test_attention.py",
     "kernels/test_hopper_gpu.py",
-    "kernels/test_hopper_gpu_fp8.py",
     "kernels/test_one_pass.py",
     "ops/test_ecosystem.py",
     "generation/test_graph.py",

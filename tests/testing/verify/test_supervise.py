@@ -89,13 +89,6 @@ def test_one_child_runs_all_jobs() -> None:
     assert host.children[0].sent == JOBS
 
 
-def test_children_share_the_jobs() -> None:
-    slow = [READY, *passed("a", "b"), DONE]
-    host = Host(slow, [READY, *passed("c"), DONE, *passed("d"), DONE])
-    assert [x.subject for x in host.run(JOBS, children=2)] == [SECOND, FIRST, THIRD]
-    assert [len(child.sent) for child in host.children] == [1, 2]
-
-
 def test_a_case_that_hangs_is_named_and_the_next_job_has_a_new_child() -> None:
     host = Host([READY, *passed("a"), {"starts": "b"}], [READY, *passed("c"), DONE])
     found = host.run(JOBS[:2])

@@ -9,12 +9,14 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .errors import DeadlockError, EmulationError, UnfinishedError
 from .global_memory import GlobalMemory
 
 
+@dataclass(eq=False)
 class Access:
     """A read or a write of a stretch of an allocation.
 
@@ -22,13 +24,12 @@ class Access:
     proxy", which sees generic writes only after a fence.
     """
 
-    def __init__(self, what: str, span: tuple[int, int], writes: bool, generic: bool) -> None:
-        self.what = what
-        self.span = span
-        self.writes = writes
-        self.generic = generic
-        self.fenced = False
-        self.live = True
+    what: str
+    span: tuple[int, int]
+    writes: bool
+    generic: bool
+    fenced: bool = False
+    live: bool = True
 
     def __str__(self) -> str:
         return f"{'write' if self.writes else 'read'} by {self.what}"

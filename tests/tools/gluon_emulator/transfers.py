@@ -6,6 +6,7 @@ later, before or after others: within the program nothing tells when.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -78,24 +79,16 @@ class Descriptor:
         return tuple(inside), tuple(within)
 
 
+@dataclass(eq=False)
 class Load:
     """A tile on its way into shared memory."""
 
-    def __init__(
-        self,
-        descriptor: Descriptor,
-        first: list[int],
-        barrier: Barrier,
-        target: SharedView,
-        access: Access,
-        machine: Machine,
-    ) -> None:
-        self.descriptor = descriptor
-        self.first = first
-        self.barrier = barrier
-        self.target = target
-        self.access = access
-        self.machine = machine
+    descriptor: Descriptor
+    first: list[int]
+    barrier: Barrier
+    target: SharedView
+    access: Access
+    machine: Machine
 
     def land(self) -> None:
         self.target.data.copy_(self.descriptor.read(self.first))
@@ -103,16 +96,14 @@ class Load:
         self.barrier.land(self.access, self.descriptor.nbytes)
 
 
+@dataclass(eq=False)
 class Store:
     """A tile on its way out of shared memory."""
 
-    def __init__(
-        self, descriptor: Descriptor, first: list[int], source: SharedView, access: Access
-    ) -> None:
-        self.descriptor = descriptor
-        self.first = first
-        self.source = source
-        self.access = access
+    descriptor: Descriptor
+    first: list[int]
+    source: SharedView
+    access: Access
 
     def complete(self) -> None:
         self.descriptor.write(self.first, self.source.data)
