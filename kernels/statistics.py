@@ -7,6 +7,7 @@ shapes, the weights themselves. All are computed again from scores and lse, as b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import mask_for_keys, mask_for_queries
+from .launch.tiles import TileConfig
 from .rules.blocks import (
     key_head,
     key_tile,
@@ -266,32 +268,15 @@ def launch_row_statistics(
     q, k and options as `launch_forward` takes them, dense and without dropout; lse as it gives it,
     contiguous.
     """
-    q, k = aligned(q), aligned(k)
     B, H_q, T_q, _ = q.shape
     entropy = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     largest = torch.empty(B, H_q, T_q, top, dtype=torch.float32, device=q.device)
     positions = torch.empty(B, H_q, T_q, top, dtype=torch.int64, device=q.device)
-    tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]))
-    if programs := query_programs(options, q, tile.BLOCK_M):
-        attention_row_statistics_kernel[(programs,)](
-            q,
-            k,
-            lse,
-            entropy,
-            largest,
-            positions,
-            strides(q),
-            strides(k),
-            mask_for_queries(options, q, k, tile),
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
-            top,
-            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
-            _places(top),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-    return entropy, largest, positions
+    found, tile = (entropy, largest, positions), _tile("backward_dq", options, q)
+    programs = query_programs(options, q, tile.BLOCK_M)
+    kernel, mask = attention_row_statistics_kernel, mask_for_queries
+    _launch(kernel, programs, tile, mask, q, k, lse, found, options, (top,), (_places(top),))
+    return found
 
 
 def _places(top: int) -> int:
@@ -300,48 +285,48 @@ def _places(top: int) -> int:
 
 def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tensor:
     """fp32 [B, H_q, T_k]; arguments as for `launch_row_statistics`."""
-    q, k = aligned(q), aligned(k)
-    B, H_q, _, _ = q.shape
-    received = torch.empty(B, H_q, k.shape[2], dtype=torch.float32, device=q.device)
-    tile = tile_for("backward_dkv", options, q, block_dim(q.shape[3]))
-    if programs := key_programs(options, received[..., None], tile.BLOCK_N):
-        attention_received_kernel[(programs,)](
-            q,
-            k,
-            lse,
-            received,
-            strides(q),
-            strides(k),
-            mask_for_keys(options, q, k, tile),
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
-            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    received = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+    tile = _tile("backward_dkv", options, q)
+    programs = key_programs(options, received[..., None], tile.BLOCK_N)
+    kernel, mask = attention_received_kernel, mask_for_keys
+    _launch(kernel, programs, tile, mask, q, k, lse, (received,), options)
     return received
 
 
 def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tensor:
     """fp32 [B, H_q, T_q, T_k]; arguments as for `launch_row_statistics`."""
-    q, k = aligned(q), aligned(k)
-    B, H_q, T_q, _ = q.shape
-    found = torch.zeros(B, H_q, T_q, k.shape[2], dtype=torch.float32, device=q.device)
+    found = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
     # Addresses of the weights take as many registers as a mask.
-    tile = tile_for("backward_dq", options, q, block_dim(q.shape[3]), calls="masked")
-    if programs := query_programs(options, q, tile.BLOCK_M):
-        attention_weights_kernel[(programs,)](
-            q,
-            k,
-            lse,
-            found,
-            strides(q),
-            strides(k),
-            mask_for_queries(options, q, k, tile),
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
-            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    tile = _tile("backward_dq", options, q, calls="masked")
+    programs = query_programs(options, q, tile.BLOCK_M)
+    kernel, mask = attention_weights_kernel, mask_for_queries
+    _launch(kernel, programs, tile, mask, q, k, lse, (found,), options)
     return found
+
+
+def _tile(kernel: str, options: Options, q: Tensor, **how: Any) -> TileConfig:
+    return tile_for(kernel, options, aligned(q), block_dim(q.shape[3]), **how)
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    tile: TileConfig,
+    mask_for: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    found: tuple[Tensor, ...],
+    options: Options,
+    numbers: tuple[int, ...] = (),
+    constexprs: tuple[int, ...] = (),
+) -> None:
+    """Launch a kernel that writes what is found of q and k, if there are programs."""
+    if programs:
+        q, k = aligned(q), aligned(k)
+        kernel[(programs,)](
+            q, k, lse, *found, strides(q), strides(k), mask_for(options, q, k, tile),
+            kernel_score(options, q.dtype), *sizes(q, k), *numbers,
+            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query), *constexprs,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
