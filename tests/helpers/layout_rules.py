@@ -63,6 +63,7 @@ ENTRIES = {
     "fastattn.compat.flex_attention",
     "fastattn.compat.llama",
     "fastattn.compat.torch_flash",
+    "fastattn.testing.compiling.calls",
     "fastattn.testing.verify.child",
 }
 # What a plain install has; everything else is imported inside the function that needs it.
