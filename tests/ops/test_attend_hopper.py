@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import triton
+from torch import Tensor
 
 import fastattn
 from fastattn import tracing
@@ -19,83 +20,77 @@ from fastattn.options import Options
 from fastattn.testing import make_qkv
 
 
-@pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize("backend", ["hopper", None])
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
-def test_hopper_kernels_come_first_on_their_gpu(
-    backend: str | None, traced: bool, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    """Their launchers, replaced by the portable ones: the way to them and back is under test."""
-    called = []
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> list[str]:
+    """The Hopper launchers that were called: the portable ones, in their place."""
+    found = []
 
     def launch_forward(*arguments):
-        called.append("forward")
+        found.append("forward")
         return forward.launch_forward(*arguments)
 
     def launch_backward(*arguments):
-        called.append("backward")
+        found.append("backward")
         return backward.launch_backward(*arguments)[:4]
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(attend, "uncompiled", [])
+    return found
+
+
+@pytest.fixture
+def inputs(device: str) -> tuple[Tensor, ...]:
+    return make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
+
+
+def run(inputs: tuple[Tensor, ...], backend: str | None) -> tuple[Tensor, ...]:
+    o = fastattn.attention(*inputs, causal=True, backend=backend)
+    return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
+
+
+@pytest.mark.parametrize("backend", ["hopper", None])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "op"])
+def test_hopper_kernels_come_first_on_their_gpu(
+    backend: str | None, traced: bool, called, inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to the launchers and back is under test."""
     monkeypatch.setattr(tracing, "may_be_traced", lambda x: traced)
-    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
-
-    def run(backend):
-        o = fastattn.attention(*inputs, causal=True, backend=backend)
-        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
-
-    for ours, theirs in zip(run(backend), run("triton"), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, run(inputs, backend), run(inputs, "triton")))
     assert called == ["forward", "backward"]
     assert fastattn.explain(*inputs, backend=backend).backend == "hopper"
     portable = fastattn.explain(*inputs, backend="triton")
     assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
 def test_what_does_not_compile_for_hopper_is_served_all_the_same(
-    launcher: str, monkeypatch: pytest.MonkeyPatch, device: str
+    launcher: str, called, inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error: Exception = triton.TritonError("no such\ninstruction")
 
     def refuse(*_):
         raise error
 
-    def launch_backward(*arguments):
-        return backward.launch_backward(*arguments)[:4]
-
-    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", forward.launch_forward)
-    monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     owner = hopper_forward if "forward" in launcher else hopper_backward
     monkeypatch.setattr(owner, launcher, refuse)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
-    monkeypatch.setattr(attend, "uncompiled", [])
-    inputs = make_qkv(B=1, H_q=2, H_k=1, T_q=64, D=64, dtype=torch.bfloat16, device=device)
-
-    def run(backend):
-        o = fastattn.attention(*inputs, causal=True, backend=backend)
-        return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
-
     with pytest.warns(UserWarning, match="goes on with triton: .*TritonError: no such instruction"):
-        ours = run(None)
-    for x, y in zip(ours, run("triton"), strict=True):
-        assert torch.equal(x, y)
+        ours = run(inputs, None)
+    assert all(map(torch.equal, ours, run(inputs, "triton")))
     told = fastattn.explain(*inputs)
     assert told.backend == "triton"
     assert "does not compile here" in told.reasons["hopper"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(None)
+        run(inputs, None)
 
     # What ran and failed is no reason to go on.
     call_memo.forget()
     monkeypatch.setattr(attend, "uncompiled", [])
     error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory"):
-        run(None)
+        run(inputs, None)
 
 
 def test_a_tuned_shape_that_does_not_compile_is_taken_back(

@@ -30,31 +30,18 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
     "narrow-values-bias": {"num_heads": 4, "num_kv_heads": 2, "v_head_dim": 4, "qkv_bias": True},
     "rotary-half": {"num_heads": 2, "rotary": "half", "rotary_base": 100.0},
     "rotary-interleaved-partial-gqa-window-scale": {
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "qkv_bias": True,
-        "window": 5,
-        "rotary": "interleaved",
-        "rotary_dim": 6,
-        "scale": 0.5,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qkv_bias": True, "window": 5,
+        "rotary": "interleaved", "rotary_dim": 6, "scale": 0.5,
     },
     "first-softcap-gqa": {
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "window": 3,
-        "keep_first": 2,
-        "softcap": 1.5,
+        "num_heads": 4, "num_kv_heads": 2, "window": 3, "keep_first": 2, "softcap": 1.5,
     },
     "alibi-sinks": {"num_heads": 3, "head_dim": 16, "alibi": True, "sinks": True},
     "norm-rotary-buckets": {
-        "num_heads": 2,
-        "qk_norm": True,
-        "rotary": "half",
-        "relative_bias": 6,
+        "num_heads": 2, "qk_norm": True, "rotary": "half", "relative_bias": 6,
         "relative_max_distance": 10,
     },
-}
+}  # fmt: skip
 
 # Few and small: without a GPU these run in Triton's interpreter.
 TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
@@ -62,18 +49,11 @@ TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
     "narrow-values": {"num_heads": 2, "num_kv_heads": 1, "v_head_dim": 8, "rotary": "half"},
     "mha-window": {"num_heads": 2, "window": 4, "qkv_bias": True},
     "mqa-all-scores": {
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "window": 3,
-        "keep_first": 1,
-        "qk_norm": True,
-        "alibi": True,
-        "relative_bias": 6,
-        "relative_max_distance": 10,
-        "softcap": 2.0,
+        "num_heads": 2, "num_kv_heads": 1, "window": 3, "keep_first": 1, "qk_norm": True,
+        "alibi": True, "relative_bias": 6, "relative_max_distance": 10, "softcap": 2.0,
         "sinks": True,
     },
-}
+}  # fmt: skip
 
 
 def make_layer(

@@ -16,17 +16,10 @@ from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.orders import worst_naive
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
 GQA = {**SIZES, "num_key_value_heads": 2}
 VISION = {
     **{n: SIZES[n] for n in ("hidden_size", "intermediate_size", "num_attention_heads")},
@@ -35,11 +28,8 @@ VISION = {
 MIXED = ["sliding_attention", "full_attention"]
 # Rotary positions stretched from 32 tokens to 64.
 _YARN = {
-    "rope_type": "yarn",
-    "factor": 2.0,
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 def _grouped(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
@@ -55,36 +45,20 @@ _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2Config", head_dim=8, sliding_window=5, attn_logit_softcapping=2.0, layer_types=MIXED
     ),
     "gpt-oss-sinks": _grouped(
-        "GptOssConfig",
-        head_dim=8,
-        sliding_window=5,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        layer_types=MIXED,
-        rope_parameters=_YARN,
+        "GptOssConfig", head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=MIXED, rope_parameters=_YARN,
     ),
     "qwen3-norm": _grouped("Qwen3Config", head_dim=8),
     "deepseek-values": _grouped(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=2,
+        "DeepseekV3Config", num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=2,
     ),
     "llama4-chunks": _grouped(
-        "Llama4TextConfig",
-        head_dim=8,
-        intermediate_size_mlp=40,
-        num_local_experts=2,
-        attention_chunk_size=4,
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-        moe_layers=[],
+        "Llama4TextConfig", head_dim=8, intermediate_size_mlp=40, num_local_experts=2,
+        attention_chunk_size=4, layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0], moe_layers=[],
     ),
-}
+}  # fmt: skip
 DECODERS = tuple(_DECODERS)
 
 
