@@ -6,7 +6,7 @@ imported, so the choice has to be made here, before any test module imports trit
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,36 +132,6 @@ def compile_pool() -> Iterator["CompilePool"]:
 
     with CompilePool() as pool:
         yield pool
-
-
-class Compiled(dict[Any, Any]):
-    """Compiled cases, each submitted when it is first asked for."""
-
-    def __init__(self, submit: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._submit = submit
-
-    def __missing__(self, case: Any) -> Any:
-        self[case] = self._submit(case)
-        return self[case]
-
-
-@pytest.fixture(scope="session")
-def submit_cases(request: pytest.FixtureRequest) -> Callable[..., Compiled]:
-    """submit_cases(submit, cases): `submit(case)` by case.
-
-    All at once where whole files run, so that every worker of a pool has something to do.
-    """
-    config = request.config
-    whole_files = not (config.option.keyword or any("::" in name for name in config.args))
-
-    def start(submit: Callable[[Any], Any], cases: Iterable[Any]) -> Compiled:
-        compiled = Compiled(submit)
-        for case in cases if whole_files else ():
-            compiled[case]
-        return compiled
-
-    return start
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -12,6 +12,9 @@ from triton.runtime import JITFunction
 from fastattn.kernels.launch import launches as launch_memo
 from fastattn.testing.compiling.cross_compile import RELEASE, count_compilations
 
+LIMITS = {"spill", "full", "masked", "pair", "moved", "moved_masked", "selects", "once", "mma"}
+LIMITS |= {"width"}
+
 
 class Case(NamedTuple):
     """A GPU, a function of `meta_launches` with its arguments, and limits by their names."""
@@ -73,6 +76,8 @@ def _rows(text: str) -> Iterator[Case]:
 
 
 def _limit(name: str, text: str) -> tuple[str, Any]:
+    if name.split("@")[0] not in LIMITS:
+        raise ValueError(f"no limit has the name {name}")
     if not text:
         return name, True
     if not text[0].isdigit():

@@ -32,6 +32,7 @@ from fastattn.testing.compiling.sass import Loop
 DAY, NIGHT = compiled_cases.read(Path(__file__).with_name("compiled.txt"))
 CASES = gate_cases(DAY, NIGHT)
 BY_NAME = {case.name: case for case in CASES}
+assert len(BY_NAME) == len(CASES), "a case is in two rows"
 UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}  # mma.sync of the others
 CONSUMERS = 2  # of a Hopper kernel
 KINDS = {
@@ -64,18 +65,30 @@ PRODUCTS = {FORWARD: 2, DQ: 3, DKV: 4}
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_pool: CompilePool, submit_cases: Callable) -> Callable[[str], list]:
-    """The facts of the kernels of a case, by its name."""
+def compiled(
+    compile_pool: CompilePool, request: pytest.FixtureRequest
+) -> Callable[[str], list[CompiledFacts]]:
+    """The facts of the kernels of a case, by its name.
+
+    All are submitted at once where whole files run, so that every worker has something to do.
+    """
+    submitted: dict[str, Future] = {}
 
     def submit(name: str) -> Future:
         case = BY_NAME[name]
-        function = f"{compiled_cases.__file__}:run"
-        return compile_pool.submit(
-            function, case.target, launch=case.launch, arguments=case.arguments
-        )
+        function, given = f"{compiled_cases.__file__}:run", case.arguments
+        return compile_pool.submit(function, case.target, launch=case.launch, arguments=given)
 
-    submitted = submit_cases(submit, BY_NAME)
-    return lambda name: [x for x in submitted[name].result() if x.name not in TABLES]
+    config = request.config
+    if not (config.option.keyword or any("::" in name for name in config.args)):
+        submitted.update({name: submit(name) for name in BY_NAME})
+
+    def facts(name: str) -> list[CompiledFacts]:
+        if name not in submitted:
+            submitted[name] = submit(name)
+        return [x for x in submitted[name].result() if x.name not in TABLES]
+
+    return facts
 
 
 def loops_of(fact: CompiledFacts) -> tuple[list[Loop], list[Loop]]:
