@@ -5,7 +5,7 @@ import torch
 from naive_layers import assert_layer_equals_naive, exact_and_naive, make_layer, naive_cross
 
 import fastattn.modules.cross_attention
-from fastattn import CausalGQAttention, CrossGQAttention, GQAttention, swap
+from fastattn import CrossGQAttention, GQAttention, swap
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
 from fastattn.testing import assert_within_budget
 
@@ -64,20 +64,6 @@ def test_cached_steps_equal_the_formula(name):
     cache = layer.new_cache(2, 9)
     steps = [layer(part, cache=cache) for part in x.split([4, 1, 1, 3], dim=1)]
     assert_within_budget("steps", torch.cat(steps, dim=1), *exact_and_naive(layer, x))
-
-
-def test_causal_is_gq_attention_by_default():
-    options = {"num_kv_heads": H_k, "window": 3, "qk_norm": True, "backend": "torch"}
-    torch.manual_seed(1)
-    causal = CausalGQAttention(C, H_q, **options)
-    torch.manual_seed(1)
-    layer = GQAttention(C, H_q, **options)
-    assert list(causal.state_dict()) == list(layer.state_dict())
-    x = torch.randn(2, 7, C)
-    assert torch.equal(causal(x), layer(x))
-    assert causal.extra_repr() == layer.extra_repr()
-    with pytest.raises(TypeError, match="causal"):
-        CausalGQAttention(C, H_q, causal=False)
 
 
 CROSS = {

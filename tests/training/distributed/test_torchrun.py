@@ -1,4 +1,4 @@
-"""The documented torchrun command trains on a CPU, and goes on when a rank of it has failed."""
+"""The documented torchrun command trains on a CPU until a rank fails; by night it goes on then."""
 
 import os
 import re
@@ -18,7 +18,9 @@ SMALL = """
     --log-every 1 --eval-every 2 --save-every 3 --save-in-background
     --timeout 20
 """
-# The command, whose rank 1 fails after a checkpoint, and, when it is started again by night, stops.
+# By night the ranks are started again, twice: a first time rank 1 stops, a second time all is well.
+RESTARTS = gate_cases([0], [2])[-1]
+# The command, whose rank 1 fails after a checkpoint, and stops when it is started again.
 DRIVER = """
 import os, signal, sys
 from fastattn.cli.main import main
@@ -31,8 +33,7 @@ def failing(self):
     if first and os.environ["RANK"] == "1" and self.step == 4:
         raise RuntimeError("planted in rank 1")
     again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
-    by_night = os.environ.get("FASTATTN_NIGHTLY") == "1"
-    if again and by_night and os.environ["RANK"] == "1" and self.step == 4:
+    if again and os.environ["RANK"] == "1" and self.step == 4:
         os.kill(os.getpid(), signal.SIGSTOP)
     train_step(self)
 
@@ -57,8 +58,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     at = words.index("-m")
     assert words[at : at + 2] == ["-m", "fastattn"]
     words[at : at + 2] = [str(folder / "driver.py")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
-    launch += ["--shutdown-timeout", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--shutdown-timeout", "1", "--max-restarts", str(RESTARTS)]
     environment = {**os.environ, "FASTATTN_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
     command = [*launch, *words[1:], "--text", str(folder / "text"), *SMALL.split()]
     run = subprocess.run(
@@ -67,18 +68,19 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return run, folder / "runs" / "two"
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_after_a_failure(ended):
     run, out = ended
     assert run.returncode == 0, run.stderr
-    steps = [record["step"] for record in read_metrics(out) if "loss" in record]
-    assert steps == [1, 2, 3, 4, 5, 6]
     assert "from step 3" in run.stderr
     assert [path.name for path in out.glob("step-*")] == ["step-00000006"]
 
 
 def test_the_first_cause_is_shown_once(ended):
     run, _ = ended
-    assert len(re.findall("^.*RuntimeError: planted in rank 1$", run.stderr, re.MULTILINE)) == 1
+    assert (run.returncode == 0) == (RESTARTS > 0)
+    cause = r"^\[rank\d\]: RuntimeError: planted in rank 1$"  # and once in torchrun's report
+    assert len(re.findall(cause, run.stderr, re.MULTILINE)) == 1
     assert "Connection closed by peer" not in run.stderr
 
 
@@ -90,8 +92,9 @@ def test_a_rank_that_has_stopped_is_named(ended):
 
 
 def test_one_rank_speaks(ended):
-    run, _ = ended
+    run, out = ended
     assert "of 2 ranks: cp 2" in run.stderr
-    starts = gate_cases([2], [3])[-1]  # a restart each
-    assert len(re.findall("^training a GPT in", run.stderr, re.MULTILINE)) == starts
-    assert run.stdout.count("validation loss") == 1
+    assert len(re.findall("^training a GPT in", run.stderr, re.MULTILINE)) == 1 + RESTARTS
+    assert run.stdout.count("validation loss") == (RESTARTS > 0)
+    steps = [record["step"] for record in read_metrics(out) if "loss" in record]
+    assert steps == ([1, 2, 3, 4] if RESTARTS == 0 else [1, 2, 3, 4, 5, 6])
