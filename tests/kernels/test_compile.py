@@ -216,7 +216,7 @@ def multiply_adds(loop: Loop, warps: int) -> float:
     """
     found = 0.0
     for opcode, number in loop.opcodes.items():
-        if shape := re.search(r"(\\d+)x(\\d+)x(\\d+)", opcode.replace("16816", "16x8x16")):
+        if shape := re.search(r"(\d+)x(\d+)x(\d+)", opcode.replace("16816", "16x8x16")):
             M, N, K = map(int, shape.groups())
             # Products of 64 rows keep tensor memory's unit as long as those of 128.
             M = 128 if opcode.startswith("UTCHMMA") else M
@@ -278,7 +278,7 @@ def check_sums_of_dq(D: int, how: str, full: list[Loop]) -> None:
     """Check that a number of dQ goes to shared memory once, to its tile or to the sums."""
     config = meta_launches.one_pass_config(D, how)
     for loop in full:
-        pairs = sum(n for op, n in loop.opcodes.items() if re.match(r"REDG?\\.\\S*F32x2", op))
+        pairs = sum(n for op, n in loop.opcodes.items() if re.match(r"REDG?\.\S*F32x2", op))
         if config.DQ_BY_TMA:
             assert (loop.count("UTMAREDG"), pairs) == (1, 0), "no TMA adds to dQ"
         else:
