@@ -396,6 +396,7 @@ def test_a_softcap_takes_two_passes_at_head_dim_128() -> None:
         (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
+        (dict(), {"alibi_slopes": torch.ones(4)}, "they do not know alibi_slopes"),
         (dict(T_k=64), {"key_padding_mask": torch.ones(1, 64, dtype=torch.bool)}, "key_padding"),
     ],
 )
