@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,34 @@ import torch
 _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
-# Seconds of a benchmark on a GPU: check against the oracle, samples, sometimes a compilation.
-_SECONDS_EACH = 1.0
+from fastattn.bench.cases.case import SETS, cpu_cases, gpu_cases  # noqa: E402
+from fastattn.bench.cases.figures import figures  # noqa: E402
+from fastattn.bench.cases.inputs import make_inputs  # noqa: E402
+from fastattn.bench.cases.registry import OURS, side_by_side  # noqa: E402
+from fastattn.bench.time import samples  # noqa: E402
+from fastattn.bench.time.attention import prepare, release  # noqa: E402
+
 _MOST_MEMORY = 1.05  # of the least
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    from fastattn.bench.cases.case import SETS
-
     parser.addoption("--case-set", choices=SETS, default="quick", help="on a GPU (quick)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of (case, implementation) runs for every pair."""
-    if not {"case", "implementation"} <= set(metafunc.fixturenames):
-        return
-    from fastattn.bench.cases.case import cpu_cases, gpu_cases
-    from fastattn.bench.cases.registry import side_by_side
-
-    which = metafunc.config.getoption("--case-set")
-    on_cpu = [] if which == "minute" and torch.cuda.is_available() else cpu_cases()
-    pairs = [
-        pytest.param(
-            case,
-            implementation,
-            id=f"{case.name}-{implementation.name}",
-            marks=pytest.mark.gpu if case.device == "cuda" else (),
-        )
-        for case in [*gpu_cases(which), *on_cpu]
-        for implementation in side_by_side(case.device)
-    ]
-    metafunc.parametrize(("case", "implementation"), pairs)
+    if {"case", "implementation"} <= set(metafunc.fixturenames):
+        pairs = [
+            pytest.param(
+                case,
+                implementation,
+                id=f"{case.name}-{implementation.name}",
+                marks=pytest.mark.gpu if case.device == "cuda" else (),
+            )
+            for case in [*gpu_cases(metafunc.config.getoption("--case-set")), *cpu_cases()]
+            for implementation in side_by_side(case.device)
+        ]
+        metafunc.parametrize(("case", "implementation"), pairs)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -57,27 +55,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU: torch sees no CUDA device")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Replay what the harness times; the minute set has attention calls only."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Replay what the harness times."""
     for item in items:
         if "run" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=_Samples.clock))
-    if config.getoption("--case-set") == "minute":
-        cases = [item for item in items if "case" in getattr(item, "fixturenames", ())]
-        config.hook.pytest_deselected(items=[item for item in items if item not in cases])
-        items[:] = cases
-
-
-def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
-    """Print the expected duration."""
-    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if not on_gpu or not torch.cuda.is_available():
-        return ""
-    minutes = max(1, round(len(on_gpu) * _SECONDS_EACH / 60))
-    return (
-        f"{len(on_gpu)} benchmarks on the GPU: about {minutes} min, and longer where "
-        "a peer compiles first (--case-set minute has the least)"
-    )
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
@@ -117,22 +99,15 @@ class _Workbench:
     def __init__(self) -> None:
         self._case: Any = None
         self._prepared: Any = None
-        self._benches: dict[str, Any] = {}
 
-    def bench(self, device: str) -> Any:
-        from fastattn.bench.time.samples import Bench, Effort, HostTimer
-        from fastattn.bench.time.suite import gpu_bench
-
-        if device not in self._benches:
-            host = Bench(HostTimer(), Effort(target_ms=1000, least=5, most=20, pause=0))
-            self._benches[device] = gpu_bench("quick") if device == "cuda" else host
-        return self._benches[device]
+    @cache  # noqa: B019  there is one workbench
+    def bench(self, device: str) -> samples.Bench:
+        effort = samples.Effort(target_ms=1000, least=5, most=20, pause=0)
+        on_cpu = samples.Bench(samples.HostTimer(), effort)
+        return samples.gpu_bench("quick") if device == "cuda" else on_cpu
 
     def prepared(self, case: Any) -> Any:
         """Inputs and expected results of a case; those of the last case are dropped."""
-        from fastattn.bench.cases.inputs import make_inputs
-        from fastattn.bench.time.attention import release
-
         if case != self._case:
             self._case = self._prepared = None
             release(case.device)
@@ -164,19 +139,15 @@ def run(
     fewest = request.config.getoption("benchmark_min_rounds")
 
     def measure(function: Callable[[], object], device: str) -> float:
-        from fastattn.bench.time.samples import Timing
-
         bench = workbench.bench(device)
-        effort = bench.effort
-        effort = replace(
-            effort, target_ms=min(effort.target_ms, longest), least=min(effort.least, fewest)
-        )
-        samples = replace(bench, effort=effort).samples({"it": function})["it"]
-        if isinstance(samples, Exception):
-            raise samples
-        timing = Timing.of(samples)
+        target, least = min(bench.effort.target_ms, longest), min(bench.effort.least, fewest)
+        effort = replace(bench.effort, target_ms=target, least=least)
+        timed = replace(bench, effort=effort).samples({"it": function})["it"]
+        if isinstance(timed, Exception):
+            raise timed
+        timing = samples.Timing.of(timed)
         benchmark.extra_info["ms"] = timing.to_dict()
-        benchmark.pedantic(_Samples(samples), rounds=len(samples))
+        benchmark.pedantic(_Samples(timed), rounds=len(timed))
         return timing.median
 
     return measure
@@ -191,9 +162,6 @@ def run_attention(
     Skips an implementation that cannot serve the case, with the reason, and a peer that fails or
     gives wrong results.
     """
-    from fastattn.bench.cases.figures import figures
-    from fastattn.bench.cases.registry import OURS
-    from fastattn.bench.time.attention import prepare
 
     def measure(case: Any, implementation: Any) -> None:
         benchmark.group = case.name
@@ -203,13 +171,13 @@ def run_attention(
         try:
             work, memory = prepare(implementation, case, *workbench.prepared(case))
         except Exception as error:
-            ours = implementation.name.startswith("fastattn")
+            ours = implementation.name.startswith(OURS)
             if ours and not isinstance(error, torch.OutOfMemoryError):
                 raise
             pytest.skip(f"{implementation.name}: {type(error).__name__}: {error}")
-        found = figures(case, run(work, case.device))
+        numbers = figures(case, run(work, case.device))
         readings = workbench.bench(case.device).readings()
-        benchmark.extra_info.update({**memory, **found, **readings})
+        benchmark.extra_info.update({**memory, **numbers, **readings})
         assert implementation.name != OURS or memory.get("memory_ratio", 1.0) <= _MOST_MEMORY
 
     return measure

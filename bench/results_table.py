@@ -13,55 +13,40 @@ import sys
 from pathlib import Path
 
 from fastattn.bench.results import charts
-from fastattn.bench.results.page import check, draw
-from fastattn.bench.results.tuned import add
+from fastattn.bench.results.report import Report
+from fastattn.bench.results.tables import add, check, draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def draw_charts(path: Path, folder: Path) -> int:
-    try:
-        drawn = charts.drawn(path)
-        written = charts.write(drawn, folder)
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.writelines(f"{file}\n" for file in written)
-    if not written:
-        sys.stderr.write(f"{path} has no figure that a chart shows\n")
-    return int(not written)
+def run(arguments: argparse.Namespace) -> str:
+    """Do what was asked for; what is wrong, or ""."""
+    if arguments.charts:
+        path, folder = arguments.charts
+        written = charts.write(charts.measured(Report.load(path).data), folder)
+        sys.stdout.writelines(f"{file}\n" for file in written)
+        return "" if written else f"{path} has no figure that a chart shows"
+    for path in arguments.add:
+        sys.stdout.writelines(f"{file}\n" for file in add(path, arguments.results))
+    if arguments.check:
+        return check(arguments.results)
+    draw(arguments.results)
+    return ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 on a difference"
-    )
-    parser.add_argument(
-        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports"
-    )
-    parser.add_argument(
-        "--charts", type=Path, nargs=2, metavar=("FILE", "DIR"), help="draw SVGs of a file into DIR"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    arguments = parser.parse_args()
-    if arguments.charts:
-        return draw_charts(*arguments.charts)
-    for path in arguments.add:
-        try:
-            written = add(path, arguments.results)
-        except (OSError, ValueError) as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
-        sys.stdout.writelines(f"{file}\n" for file in written)
-    if not arguments.check:
-        draw(arguments.results)
-        return 0
-    difference = check(arguments.results)
-    if difference:
-        sys.stderr.write(difference + "\n")
-        return 1
-    return 0
+    option = parser.add_argument
+    option("--check", action="store_true", help="change nothing; exit 1 on a difference")
+    option("--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports")
+    option("--charts", type=Path, nargs=2, metavar=("FILE", "DIR"), help="SVGs of a file into DIR")
+    option("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    try:
+        wrong = run(parser.parse_args())
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+    sys.stderr.write(wrong + "\n" if wrong else "")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
 Leaves results.json, results.md, charts (SVG), log.txt, tests.jsonl and, without --quick, tuned.json
 in DIR, the findings of `fastattn tune`; JSON files are whole after every case, so an end in the
 middle loses nothing. The same command goes on from there: with the tests, cases and tiles that have
-no outcome yet. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` takes them in.
+no outcome yet. Cases of which bench/results has no figure, or one of kernels that have changed
+since, come first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json`
+takes them in.
 """
 
 import argparse
@@ -14,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from fastattn.bench.results.tables import reports
 from fastattn.bench.time.environment import command_line
-from fastattn.bench.time.full_run import run_all, summary
+from fastattn.bench.time.full_run import PARTS, run_all, summary
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -32,14 +35,14 @@ def main() -> int:
     parser.add_argument(
         "--budget-minutes", type=float, help="for everything (9 with --quick, else 60)"
     )
-    parser.add_argument(
-        "--skip", nargs="+", default=[], choices=("tests", "suite", "tuning"), help="leave out"
-    )
+    parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="leave out")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to measure here\n")
         return 2
     minutes = arguments.budget_minutes or (9 if arguments.quick else 60)
+    name = torch.cuda.get_device_name()
+    known = reports(CHECKOUT / "bench" / "results")
     report = run_all(
         arguments.out,
         CHECKOUT,
@@ -47,6 +50,7 @@ def main() -> int:
         60 * minutes,
         command_line(),
         skip=arguments.skip,
+        earlier=[data for data in known if data["environment"]["gpu"]["name"] == name],
         say=say,
     )
     sys.stdout.write((arguments.out / "results.md").read_text(encoding="utf-8")[-6000:])

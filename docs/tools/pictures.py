@@ -9,7 +9,6 @@ these options give every key, for the last row of the batch and its first head.
 """
 
 import argparse
-import json
 import re
 import runpy
 import sys
@@ -23,10 +22,11 @@ from torch import Tensor
 
 import fastattn
 from fastattn.bench.results import charts
+from fastattn.bench.results.report import together
+from fastattn.bench.results.tables import reports
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "bench" / "results"
-MEASURED = RESULTS / "h100-2026-11-22.json"
 ROW = re.compile(r"^\| !\[[^]]*\]\(pictures/([\w-]+\.svg)\)[^|]* \| [^|]+ \| `([^`]+)` \|$", re.M)
 SETUP = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 SEEN, BEHIND = "#5c6bc0", "#9e9e9e"
@@ -174,7 +174,7 @@ def overview(theme: str) -> str:
 
 def pictures() -> dict[str, str]:
     """All pictures by their names."""
-    measured = charts.measured(json.loads(MEASURED.read_text(encoding="utf-8")))
+    measured = charts.measured(together(reports(RESULTS)))
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))

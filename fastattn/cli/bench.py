@@ -25,7 +25,7 @@ def add_bench(commands: Any) -> None:
     add("--batch", type=int, help="sequences a step (16; 4 on a CPU)")
     add("--vocab-size", type=int, help="(50304; 256 on a CPU)")
     add("--steps", type=int, default=10, help="timed steps (10)")
-    add("--backends", nargs="+", choices=("triton", "torch"), help="(all)")
+    add("--backends", nargs="+", choices=("auto", "triton", "torch"), help="(all)")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", default="auto", choices=dtypes, help="of activations (auto)")

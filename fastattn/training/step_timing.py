@@ -19,7 +19,7 @@ from .train_config import TrainConfig
 from .trainer import make_optimizer
 from .usage import flops_per_token, full_rate, peak_mib
 
-BACKENDS = ("triton", "torch")
+BACKENDS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)

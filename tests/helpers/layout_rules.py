@@ -58,7 +58,6 @@ MOST_FILES = 14  # directly in one folder
 # What a user or a script imports, and what a process is started with.
 ENTRIES = {
     "fastattn.__main__",
-    "fastattn.bench.results.page",
     "fastattn.bench.time.full_run",
     "fastattn.compat.flex_attention",
     "fastattn.compat.llama",

@@ -15,7 +15,7 @@ Direction = Literal["forward", "backward", "forward_backward"]
 
 _BOTH: tuple[Direction, ...] = ("forward", "backward")
 
-SETS = ("minute", "quick", "full")
+SETS = ("quick", "full")
 FAMILIES = ("forward", "backward", "padded", "masks", "decode")
 
 # Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the sizes of the modules of
@@ -124,7 +124,7 @@ def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
 
 
 def masks(direction: Direction, T: int) -> Iterator[Case]:
-    """Every kind of mask, at the same sizes."""
+    """Every kind of mask, and options, at the same sizes."""
     plain = Case("masks", direction, 2, 16, 16, T, T, 128)
     yield replace(plain, causal=True)
     yield replace(plain, causal=True, window=(1023, 0))
@@ -132,48 +132,35 @@ def masks(direction: Direction, T: int) -> Iterator[Case]:
     half = (T, T // 2)
     yield replace(plain, causal=True, lengths=half, label="lengths")
     yield replace(plain, causal=True, lengths=half, padding_side="left", label="left-padded")
+    for option in ("alibi_slopes", "attn_bias", "relative_bias"):
+        yield replace(plain, causal=True, option=option)
 
 
 # So many of the most important cases come before training, layers and host costs.
-AIMS = 20
+AIMS = 26
 
 
 def _important() -> Iterator[Case]:
-    """The cases of the project's goals, the most important first."""
-    for T in (4096, 16384):
-        for direction in _BOTH:
-            yield sweep(direction, 128, T, causal=True)
-    for T in (4096, 16384):
-        yield sweep("forward", 64, T, causal=True)
-    yield sweep("backward", 64, 4096, causal=True)
+    """The cases of the project's goals, the most important first: plain, decoding, options."""
+    for D, lengths in ((128, (4096, 16384)), (64, (4096, 16384)), (256, (4096,))):
+        for T in lengths:
+            for direction in _BOTH:
+                yield sweep(direction, D, T, causal=True)
     for direction in _BOTH:
         yield sweep(direction, 128, 4096, causal=False)
-    for kind in ("dense", "half", "documents"):
-        yield padded("forward", kind, 4096, causal=False)
+        yield grouped(direction, 8192, causal=True)
     for B in (32, 1):
         for graph in (True, False):
             yield decode(B, 4096, graph=graph)
-    for direction in _BOTH:
-        yield grouped(direction, 8192, causal=True)
     # The first two are causal, and a window.
     yield from masks("forward", 8192)
-    for direction in _BOTH:
-        yield sweep(direction, 256, 4096, causal=True)
-        yield sweep(direction, 128, 8192, causal=True)
-    for T in (512, 1024, 2048):
+    for kind in ("dense", "half", "documents"):
+        yield padded("forward", kind, 4096, causal=False)
+    for T in (8192, 512, 1024, 2048):
         for direction in _BOTH:
             yield sweep(direction, 128, T, causal=True)
     yield sweep("forward_backward", 128, 4096, causal=True)
     yield padded("forward_backward", "documents", 4096, causal=True)
-
-
-def _minute() -> Iterator[Case]:
-    for direction in _BOTH:
-        yield sweep(direction, 128, 4096, causal=True)
-    yield decode(32, 4096, graph=True)
-    yield padded("forward", "documents", 4096, causal=False)
-    _, window, *_ = masks("forward", 8192)
-    yield window
 
 
 def _remaining() -> Iterator[Case]:
@@ -208,16 +195,13 @@ def gpu_cases(which: str = "quick") -> list[Case]:
     """The cases of a set, the most important first, each once.
 
     Args:
-        which: "minute", one case of each family; "quick", a few minutes, with slow peers at a
-            few lengths only; or "full".
+        which: "quick", a few minutes, with slow peers at a few lengths only; or "full".
 
     Raises:
         ValueError: there is no such set.
     """
     if which not in SETS:
         raise ValueError(f"case set must be one of {', '.join(SETS)}, got {which!r}")
-    if which == "minute":
-        return [replace(case, slow_peers=n == 0) for n, case in enumerate(_minute())]
     if which == "full":
         return _each_once([*_important(), *_remaining()])
     return [replace(case, slow_peers=_compares_all(case)) for case in _each_once(_important())]

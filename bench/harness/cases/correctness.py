@@ -136,7 +136,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
 
 def _rows(option: Tensor, heads: slice, first: int, rows: int) -> Tensor:
     """An option's tensor, as `Inputs` has it, for some heads and rows of queries."""
-    if option.dim() == 2:
+    if option.dim() <= 2:
         return option[heads]
     part = option[:, :, first : first + rows]
     return part if part.shape[1] == 1 else part[:, heads]

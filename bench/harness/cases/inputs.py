@@ -13,7 +13,7 @@ from .case import Case
 
 # Options of `attention` that a case may have, by name or by two names joined by "+": each entry is
 # for a class of calls with tiles of their own.
-OPTIONS = ("", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
+OPTIONS = ("", "alibi_slopes", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
 _REACH = 128  # distances in a table of relative biases
 
 
@@ -23,8 +23,7 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k]. option: those of the case, by their names: attn_bias [1, H_q, T_q, T_k],
-    attn_mask bool [1, 1, T_q, T_k], relative_bias [H_q, distances].
+    bool [B, T_k]. option: those of the case, by their names, in the shapes of `option_shapes`.
     """
 
     q: Tensor
@@ -75,23 +74,23 @@ def make_inputs(case: Case, seed: int = 0, *, empty: bool = False) -> Inputs:
         else:
             keys = torch.arange(case.T_k, device=device)
             inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
-    inputs.option = _option(case, generator, device)
+    for name, shape in option_shapes(case).items():
+        wide = dtype if name == "attn_bias" else torch.float32
+        x = torch.randn(shape, generator=generator, device=device, dtype=wide)
+        inputs.option[name] = x > -1 if name == "attn_mask" else x
     return inputs
 
 
-def _option(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Tensor]:
+def option_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shapes of the option's tensors: alibi_slopes, attn_bias, attn_mask (bool), relative_bias."""
     assert case.option in OPTIONS, case.option
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
+        "alibi_slopes": (case.H_q,),
         "attn_bias": (1, case.H_q, case.T_q, case.T_k),
         "attn_mask": (1, 1, case.T_q, case.T_k),
         "relative_bias": (case.H_q, 2 * _REACH + 1),
     }
-    found = {}
-    for name in filter(None, case.option.split("+")):
-        dtype = getattr(torch, case.dtype) if name == "attn_bias" else torch.float32
-        x = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
-        found[name] = x > -1 if name == "attn_mask" else x
-    return found
+    return {name: shapes[name] for name in filter(None, case.option.split("+"))}
 
 
 def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
@@ -99,11 +98,5 @@ def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
     sees_all = case.window is None and (not case.causal or case.T_q == 1)
     if sees_all and case.lengths is None:
         return None
-    return reference.visible_mask(
-        case.T_q,
-        case.T_k,
-        causal=case.causal,
-        window=case.window,
-        device=inputs.q.device,
-        **inputs.padding(),
-    )
+    options = {"causal": case.causal, "window": case.window, **inputs.padding()}
+    return reference.visible_mask(case.T_q, case.T_k, device=inputs.q.device, **options)

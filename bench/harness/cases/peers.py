@@ -1,4 +1,4 @@
-"""Peers: FlexAttention, flash-attn 2, 3 and 4, xFormers, FlashInfer.
+"""Peers: FlexAttention, flash-attn 2, 3 and 4, FlashInfer.
 
 A peer that is not installed gives that as its reason for every case, so that reports name it.
 """
@@ -45,9 +45,8 @@ def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
     block_mask = None
     if mask_mod is not None:
         B = None if case.lengths is None else case.B
-        block_mask = create_block_mask(
-            mask_mod, B, None, case.T_q, case.T_k, device=inputs.q.device
-        )
+        sizes = (B, None, case.T_q, case.T_k)
+        block_mask = create_block_mask(mask_mod, *sizes, device=inputs.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,7 +81,12 @@ def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
     return mask_mod
 
 
-def _flash_serves(module: str, newest_gpu_only: bool) -> Callable[[Case], str | None]:
+def _flash(name: str, module: str, unbounded: int | None, least: int) -> Implementation:
+    """flash_attn_func of a module: takes [B, T, H, D], and may return (o, lse).
+
+    unbounded: a side of a window without end. least: compute capability that it needs.
+    """
+
     def serves(case: Case) -> str | None:
         if not _installed(module):
             return f"{module} is not installed"
@@ -92,21 +96,14 @@ def _flash_serves(module: str, newest_gpu_only: bool) -> Callable[[Case], str | 
             return "it takes float16 and bfloat16 only"
         if case.lengths is not None:
             return "it takes packed sequences, not padded ones"
-        if newest_gpu_only and torch.cuda.get_device_capability()[0] < 9:
-            return "it needs a GPU of compute capability 9.0 or later"
+        if torch.cuda.get_device_capability()[0] < least:
+            return f"it needs a GPU of compute capability {least}.0 or later"
         return None
-
-    return serves
-
-
-def _flash_prepare(module: str, unbounded: int | None) -> Callable[[Case, Inputs], Attention]:
-    """flash_attn_func of a module: takes [B, T, H, D], and may return (o, lse)."""
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         function: Callable[..., Any] = import_module(module).flash_attn_func
-        left, right = case.window or (None, None)
-        sides = tuple(unbounded if side is None else side for side in (left, right))
-        window = {} if case.window is None else {"window_size": sides}
+        sides = (unbounded if side is None else side for side in case.window or ())
+        window = {"window_size": tuple(sides)} if case.window else {}
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = (x.transpose(1, 2) for x in (q, k, v))
@@ -116,30 +113,7 @@ def _flash_prepare(module: str, unbounded: int | None) -> Callable[[Case, Inputs
 
         return call
 
-    return prepare
-
-
-def _xformers_serves(case: Case) -> str | None:
-    if not _installed("xformers"):
-        return "xformers is not installed"
-    if case.device != "cuda":
-        return "measured on a GPU only"
-    if case.lengths is not None or case.window is not None or case.H_q != case.H_k:
-        return "compared on plain and causal attention without shared heads only"
-    return None
-
-
-def _xformers_prepare(case: Case, inputs: Inputs) -> Attention:
-    ops = import_module("xformers.ops")
-    triangle = case.causal and case.T_q > 1
-    bias = ops.LowerTriangularMask() if triangle else None
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        o: Tensor = ops.memory_efficient_attention(*rows, attn_bias=bias)
-        return o.transpose(1, 2)
-
-    return call
+    return Implementation(name, serves, prepare)
 
 
 def _flashinfer_serves(case: Case) -> str | None:
@@ -179,17 +153,8 @@ def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention
     pages = torch.arange(case.B + 1, dtype=torch.int32, device=device)
     last = torch.full((case.B,), case.T_k, dtype=torch.int32, device=device)
     dtype = inputs.q.dtype
-    wrapper.plan(
-        pages,
-        pages[:-1],
-        last,
-        case.H_q,
-        case.H_k,
-        case.D,
-        case.T_k,
-        q_data_type=dtype,
-        kv_data_type=dtype,
-    )
+    sizes = (case.H_q, case.H_k, case.D, case.T_k)
+    wrapper.plan(pages, pages[:-1], last, *sizes, q_data_type=dtype, kv_data_type=dtype)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = wrapper.run(q[:, :, 0], (k, v))
@@ -198,15 +163,10 @@ def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention
     return call
 
 
-def _flash(name: str, module: str, unbounded: int | None, newest: bool) -> Implementation:
-    return Implementation(name, _flash_serves(module, newest), _flash_prepare(module, unbounded))
-
-
 PEERS: tuple[Implementation, ...] = (
     Implementation("flex", _flex_serves, _flex_prepare, slow_to_prepare=True),
-    _flash("flash-attn-2", "flash_attn", -1, False),
-    _flash("flash-attn-3", "flash_attn_interface", -1, True),
-    _flash("flash-attn-4", "flash_attn.cute", None, True),
-    Implementation("xformers", _xformers_serves, _xformers_prepare),
+    _flash("flash-attn-2", "flash_attn", -1, 8),
+    _flash("flash-attn-3", "flash_attn_interface", -1, 9),
+    _flash("flash-attn-4", "flash_attn.cute", None, 9),
     Implementation("flashinfer", _flashinfer_serves, _flashinfer_prepare),
 )

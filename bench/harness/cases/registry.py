@@ -21,16 +21,23 @@ from ...options import Options
 from .case import Case
 from .fp8 import EIGHT_BITS
 from .implementation import Attention, Implementation, Unserved
-from .inputs import Inputs, visible_mask
+from .inputs import Inputs, option_shapes, visible_mask
 from .peers import PEERS
 
-OURS = "fastattn-triton"
+# What users get: the backend that `auto` takes.
+OURS = "fastattn"
+PORTABLE = "fastattn-triton"
 # The same with deterministic=False.
 ONE_PASS = "fastattn-one-pass"
 # The peers that ratios compare with: the fused kernels that come with torch.
 TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
 # Most scores for which implementations that materialise them are measured.
 _MOST_SCORES = 2**30
+
+
+def named(backend: str) -> str:
+    """The name of our implementation by a backend."""
+    return OURS if backend == "auto" else f"{OURS}-{backend}"
 
 
 def _holds_all_scores(case: Case) -> str | None:
@@ -43,32 +50,24 @@ def _holds_all_scores(case: Case) -> str | None:
 def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     def serves(case: Case) -> str | None:
         if not deterministic and case.direction == "forward":
-            return "its forward is that of fastattn-" + backend
+            return f"its forward is that of {named(backend)}"
         if backend == "hopper":
             return _why_not_hopper(case, deterministic)
-        if backend == "triton" and case.device != "cuda":
+        if backend != "torch" and case.device != "cuda":
             return "its kernels need a GPU"
         return None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         if case.family == "decode":
             return _decode(case, inputs, backend)
+        arguments = {"causal": case.causal, "window": case.window, **inputs.arguments()}
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(
-                q,
-                k,
-                v,
-                causal=case.causal,
-                window=case.window,
-                backend=backend,
-                deterministic=deterministic,
-                **inputs.arguments(),
-            )
+            return attention(q, k, v, backend=backend, deterministic=deterministic, **arguments)
 
         return call
 
-    name = f"fastattn-{backend}"
+    name = named(backend)
     if not deterministic:
         name = ONE_PASS if backend == "triton" else f"{name}-one-pass"
     return Implementation(name, serves, prepare)
@@ -80,14 +79,14 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
     dtype = getattr(torch, case.dtype)
     q = torch.empty(case.B, case.H_q, case.T_q, case.D, dtype=dtype, device="meta")
     k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
+    tensors = {n: torch.empty(shape, device="meta") for n, shape in option_shapes(case).items()}
     if case.lengths is not None and case.padding_side == "left":
-        return "its kernels know key_lengths, and no key_padding_mask"
-    if case.option:
-        return f"its kernels do not know {case.option}"
+        tensors["key_padding_mask"] = k.new_empty((case.B, case.T_k), dtype=torch.bool)
+    options = Options(causal=case.causal, **tensors)
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
-    reason = ops.why_not_hopper(q, k, k, Options(), device)
+    reason = ops.why_not_hopper(q, k, k, options, device)
     if reason is None and not deterministic:
-        return ops.why_not_one_pass_on_hopper(case.D, Options())
+        return ops.why_not_one_pass_on_hopper(case.D, options)
     return reason
 
 
@@ -104,29 +103,17 @@ def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
     return call
 
 
-def _naive() -> Implementation:
-    def prepare(case: Case, inputs: Inputs) -> Attention:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = reference.attention(
-                q, k, v, causal=case.causal, window=case.window, **inputs.arguments()
-            )
-            assert isinstance(o, Tensor)
-            return o
+def _naive(case: Case, inputs: Inputs) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"causal": case.causal, "window": case.window, **inputs.arguments()}
+        o = reference.attention(q, k, v, **options)
+        assert isinstance(o, Tensor)
+        return o
 
-        return call
-
-    return Implementation("naive", _holds_all_scores, prepare)
+    return call
 
 
-_SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def _sdpa_call(case: Case, inputs: Inputs) -> Attention:
+def _sdpa(case: Case, inputs: Inputs) -> Attention:
     """scaled_dot_product_attention for a case."""
     square = case.causal and case.window is None and case.lengths is None
     is_causal = square and case.T_q == case.T_k
@@ -140,16 +127,14 @@ def _sdpa_call(case: Case, inputs: Inputs) -> Attention:
     return call
 
 
-def _pinned_sdpa(name: str) -> Implementation:
-    backend = _SDPA[name]
-
+def _pinned_sdpa(name: str, backend: SDPBackend) -> Implementation:
     def serves(case: Case) -> str | None:
         if case.device != "cuda":
             return "torch's backends can be pinned on a GPU only"
-        return _holds_all_scores(case) if name == "math" else None
+        return _holds_all_scores(case) if backend == SDPBackend.MATH else None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
-        call = _sdpa_call(case, inputs)
+        call = _sdpa(case, inputs)
 
         def pinned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
@@ -179,38 +164,31 @@ def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
     return " ".join(" ".join(said).split())[:300] or "torch says no, without a reason"
 
 
-def _default_sdpa() -> Implementation:
-    def serves(case: Case) -> str | None:
-        return "on a GPU its backends are measured one by one" if case.device == "cuda" else None
-
-    def prepare(case: Case, inputs: Inputs) -> Attention:
-        return _sdpa_call(case, inputs)
-
-    return Implementation("sdpa", serves, prepare)
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("triton"),
     _fastattn("triton", deterministic=False),
-    *(_pinned_sdpa(name) for name in ("flash", "cudnn")),
+    _pinned_sdpa("flash", SDPBackend.FLASH_ATTENTION),
+    _pinned_sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
     *PEERS,
-    _pinned_sdpa("efficient"),
+    _pinned_sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     _fastattn("torch"),
-    _default_sdpa(),
-    _pinned_sdpa("math"),
-    _naive(),
+    Implementation("sdpa", lambda case: None, _sdpa),
+    _pinned_sdpa("math", SDPBackend.MATH),
+    Implementation("naive", _holds_all_scores, _naive),
     # Last: a fault in kernels with barriers can hang the device.
+    _fastattn("auto"),
     _fastattn("hopper"),
     _fastattn("hopper", deterministic=False),
     *EIGHT_BITS,
 )
-
-
 _ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
 
 
 def side_by_side(device: str) -> list[Implementation]:
     """The implementations that are compared on a device type, "cuda" or "cpu"."""
-    if device == "cuda":
-        return [i for i in IMPLEMENTATIONS if i.name != "sdpa"]
-    return [i for i in IMPLEMENTATIONS if i.name in _ON_A_CPU]
+    # On a GPU torch's backends are measured one by one.
+    return [
+        i
+        for i in IMPLEMENTATIONS
+        if (i.name != "sdpa" if device == "cuda" else i.name in _ON_A_CPU)
+    ]

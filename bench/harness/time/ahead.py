@@ -24,23 +24,17 @@ from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
 from ..cases.case import Case
 from ..cases.fp8 import EIGHT_BITS
 from ..cases.inputs import make_inputs
-from ..cases.registry import IMPLEMENTATIONS
+from ..cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
 from .attention import work_from_nothing
 
 EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
-OURS = (
-    "fastattn-triton",
-    "fastattn-one-pass",
-    "fastattn-hopper",
-    "fastattn-hopper-one-pass",
-    *EIGHT_BIT_NAMES,
-)
+COMPILED = (PORTABLE, ONE_PASS, "fastattn-hopper", "fastattn-hopper-one-pass", *EIGHT_BIT_NAMES)
 _SMALL = 256  # tokens
 
 
 def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
     """Launch the kernels of a case, to be compiled only: runs in a process of `CompilePool`."""
-    found = next(i for i in IMPLEMENTATIONS if i.name == implementation)
+    ours = next(i for i in IMPLEMENTATIONS if i.name == implementation)
     here = replace(case, device="cpu")
     inputs = make_inputs(here, empty=True)
     with (
@@ -48,7 +42,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
         mock.patch.object(attend, "on_hopper", lambda device: True),
     ):
-        work_from_nothing(here, found.prepare(here, inputs), inputs)()
+        work_from_nothing(here, ours.prepare(here, inputs), inputs)()
 
 
 def small(case: Case) -> Case:
@@ -63,15 +57,13 @@ class Ahead:
     """Compiles calls in the order of the requests, each once.
 
     Args:
-        arch: name of the GPU's architecture. One that `cross_compile.TARGETS` lacks compiles
-            nothing ahead.
-        workers: processes; default all but four of the machine's CPUs.
-        pool: compiles; default a `CompilePool` of that many.
+        arch: name of the GPU's architecture; `cross_compile.TARGETS` has those that are compiled.
+        pool: compiles; default a `CompilePool` of 1 to 10 processes, leaving four CPUs.
     """
 
-    def __init__(self, arch: str, workers: int | None = None, pool: Any = None) -> None:
+    def __init__(self, arch: str, pool: Any = None) -> None:
         self._arch = arch
-        self._pool = pool or CompilePool(workers or max(1, (os.cpu_count() or 1) - 4))
+        self._pool = pool or CompilePool(max(1, min(10, (os.cpu_count() or 1) - 4)))
         self._started: dict[Hashable, Future[list[CompiledFacts]]] = {}
         self._wanted: dict[Hashable, list[Future[list[CompiledFacts]]]] = {}
 
@@ -91,17 +83,15 @@ class Ahead:
         # A GPU would only lose memory to processes that start here.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
-                for name in implementations or _serving(case):
+                serving = (i.name for i in IMPLEMENTATIONS if i.why_not(case) is None)
+                for name in implementations or [name for name in serving if name in COMPILED]:
                     call = (small(case), name, repr(forced))
                     if call not in self._started:
                         # Quantising to 8 bits computes on the inputs, so it gets the smaller case.
                         of = call[0] if name in EIGHT_BIT_NAMES or forced else case
+                        job = {"case": of, "implementation": name, "forced": forced}
                         self._started[call] = self._pool.submit(
-                            f"{__name__}:launch",
-                            self._arch,
-                            case=of,
-                            implementation=name,
-                            forced=forced,
+                            f"{__name__}:launch", self._arch, **job
                         )
                     wanted.append(self._started[call])
 
@@ -130,7 +120,3 @@ class Ahead:
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
-
-
-def _serving(case: Case) -> list[str]:
-    return [i.name for i in IMPLEMENTATIONS if i.name in OURS and i.why_not(case) is None]

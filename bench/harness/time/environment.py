@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ... import kernels
 from ...training.usage import dense_bf16_tflops
 
-_PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "xformers", "flashinfer-python")
-# Fields of nvidia-smi; older drivers lack some.
+_PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "flashinfer-python")
+# Fields of nvidia-smi, and ours.
 _FIELDS = {
     "driver_version": "driver",
     "clocks.max.sm": "max_sm_clock_mhz",
     "clocks.max.mem": "max_memory_clock_mhz",
     "power.limit": "power_limit_w",
-    "clocks_event_reasons.active": "clock_limits",
     "temperature.gpu": "temperature_c",
-    "persistence_mode": "persistence_mode",
 }
+# Groups of kernels, and the files of kernels/ that their speed depends on beside _COMMON.
+SOURCES = {
+    "hopper": ("hopper/*.py",),
+    "forward": ("forward.py",),
+    "backward": ("backward*.py",),
+    "decode": ("decode.py", "combine.py"),
+    "all": ("*.py", "hopper/*.py"),
+}
+_COMMON = ("rules/*.py", "launch/**/*.py", "launch/**/*.json")
 Run = Callable[[list[str]], str]
 
 
@@ -40,67 +51,70 @@ def collect(run: Run = _run) -> dict[str, Any]:
     Args:
         run: returns what a read-only command prints; raises if it fails.
     """
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": versions(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "commit": _commit(run),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = gpu(run)
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of fastattn, its dependencies and its peers."""
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = run(["git", "rev-parse", "HEAD"])
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "commit": commit,
+        "kernels": fingerprints(),
+        "gpu": _gpu(run) if torch.cuda.is_available() else None,
+    }
 
 
-def gpu(run: Run = _run) -> dict[str, Any]:
+@cache
+def fingerprints() -> dict[str, str]:
+    """A hash of the sources of each group of kernels, as they are now."""
+    root = Path(str(kernels.__file__)).parent
+    return {
+        group: hashlib.sha256(
+            b"".join(
+                path.read_bytes()
+                for pattern in (*patterns, *_COMMON)
+                for path in sorted(root.glob(pattern))
+            )
+        ).hexdigest()[:16]
+        for group, patterns in SOURCES.items()
+    }
+
+
+def _gpu(run: Run) -> dict[str, Any]:
     """The current CUDA device: properties from torch and from nvidia-smi."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    found: dict[str, Any] = {
+    return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "sm_count": properties.multi_processor_count,
         "memory_mib": properties.total_memory >> 20,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         "dense_bf16_tflops": dense_bf16_tflops(properties.name),
+        **smi(run),
     }
-    return found | smi(run)
 
 
 def smi(run: Run = _run) -> dict[str, Any]:
-    """nvidia-smi's _FIELDS, one by one: a field that the driver lacks is left out."""
-    found: dict[str, Any] = {}
-    for field, key in _FIELDS.items():
-        with contextlib.suppress(OSError, IndexError, subprocess.SubprocessError):
-            found[key] = number(query(run, field)[0])
-    return found
+    """nvidia-smi's _FIELDS; {} without it, and without a field that has no value."""
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        values = dict(zip(_FIELDS.values(), _query(run, *_FIELDS), strict=True))
+        driver = values.pop("driver")
+        numbers = {name: float(x) for name, x in values.items() if x.replace(".", "").isdigit()}
+        return {"driver": driver, **numbers}
+    return {}
 
 
-def query(run: Run, *fields: str) -> list[str]:
+def _query(run: Run, *fields: str) -> list[str]:
     """Ask nvidia-smi for fields of the first GPU."""
     names = f"--query-gpu={','.join(fields)}"
     said = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", names])
     return said.splitlines()[0].split(", ")
-
-
-def number(text: str) -> float | str | None:
-    """Parse a value of nvidia-smi: a number, text, or None if it has no value."""
-    text = text.strip()
-    if text in ("", "[N/A]", "N/A", "[Not Supported]"):
-        return None
-    with contextlib.suppress(ValueError):
-        return float(text)
-    return text
 
 
 class ClockReader:
@@ -112,22 +126,22 @@ class ClockReader:
 
     def __init__(self, run: Run = _run, nvml: bool | None = None) -> None:
         self._run, self._nvml = run, find_spec("pynvml") is not None if nvml is None else nvml
-        self.readings: list[tuple[float, float]] = []
+        self._readings: list[tuple[float, float]] = []
 
     def __call__(self) -> None:
         """Take a reading; one that fails is left out."""
-        if self.readings and not self._nvml:
+        if self._readings and not self._nvml:
             return
         with contextlib.suppress(Exception):
             if self._nvml:
                 clock, power = float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
             else:
-                clock, power = map(float, query(self._run, "clocks.sm", "power.draw"))
-            self.readings.append((clock, power))
+                clock, power = map(float, _query(self._run, "clocks.sm", "power.draw"))
+            self._readings.append((clock, power))
 
     def take(self) -> dict[str, float]:
         """Least and most sm_clock_mhz and most power_w since the last call; {} without readings."""
-        readings, self.readings = self.readings, []
+        readings, self._readings = self._readings, []
         if not readings:
             return {}
         clocks, powers = zip(*readings, strict=True)
@@ -136,12 +150,6 @@ class ClockReader:
             "least_sm_clock_mhz": min(clocks),
             "power_w": max(powers),
         }
-
-
-def _commit(run: Run) -> str | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return run(["git", "rev-parse", "HEAD"])
-    return None
 
 
 def command_line() -> str:

@@ -8,17 +8,11 @@ from collections.abc import Callable
 
 # Exit code of a process whose CUDA context is lost; a new process can continue.
 LOST = 3
-_MOST = 400  # characters of a reason
-_BEGINNING = 120
+_MOST, _BEGINNING = 400, 120  # characters of a reason, and of its start if it is longer
 
 
 class DeviceLost(RuntimeError):
-    """The CUDA context is broken: nothing more can be measured in this process.
-
-    Args:
-        implementation: the one that broke it.
-        reason: its error.
-    """
+    """The CUDA context is broken by an implementation; nothing more runs in this process."""
 
     def __init__(self, implementation: str, reason: str) -> None:
         super().__init__(f"{implementation}: {reason}")
@@ -26,15 +20,9 @@ class DeviceLost(RuntimeError):
 
 
 def raise_if_lost(error: Exception, who: str, synchronize: Callable[[], object]) -> None:
-    """Raise `DeviceLost` if an error has lost the CUDA context, where every later call fails.
+    """Raise `DeviceLost` if an error of `who` has lost the CUDA context.
 
-    Args:
-        error: the error.
-        who: the implementation that raised it.
-        synchronize: waits for the device; raises if the context is lost.
-
-    Raises:
-        DeviceLost: the context is lost.
+    synchronize: waits for the device; raises if the context is lost.
     """
     try:
         synchronize()

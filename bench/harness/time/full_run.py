@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...testing.verify.supervise import ChildProcess
 from ...tuned.store import CACHE_DIR
 from ..results import charts
-from ..results.report import DONE, Report, markdown, write_whole
+from ..results.report import DONE, Report, newest, untimed, write_whole
+from ..results.tables import markdown
 from . import numeric_tests
-from .supervise import Budget, ProcessGroup, supervise
+from .jobs import gpu_jobs
+from .supervise import supervise
 
+PARTS = ("tests", "suite", "tuning")
 # Seconds kept for the tables and pictures at the end.
 _RESERVE = 20.0
 
@@ -33,8 +38,9 @@ def run_all(
     command: str,
     *,
     skip: Collection[str] = (),
+    earlier: Iterable[Mapping[str, Any]] = (),
     say: Callable[[str], None] = lambda line: None,
-    start: Callable[..., ProcessGroup] = ProcessGroup,
+    start: Callable[..., ChildProcess] = ChildProcess,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:
@@ -47,60 +53,65 @@ def run_all(
         which: case set; with "quick" there is no time for tuning.
         seconds: for everything.
         command: for the report.
-        skip: of "tests", "suite", "tuning".
+        skip: of PARTS.
+        earlier: reports of this GPU; what they have no figure of, or one of kernels that have
+            changed since, is measured first.
         say: prints a line as each part begins.
-        start: starts a process, given its command, its log and its environment.
+        start: starts a process, as `ChildProcess` does.
         sleep, clock: of the host.
 
     Returns:
         The report as it is on disk.
     """
-    budget = Budget(seconds, clock)
+    end = clock() + seconds
     out = out.resolve()
     share = shares(seconds)
-    wanted = {"tests", "suite", "tuning"} - set(skip) - ({"tuning"} if which == "quick" else set())
+    wanted = set(PARTS) - set(skip) - ({"tuning"} if which == "quick" else set())
     out.mkdir(parents=True, exist_ok=True)
-    path, log = out / "results.json", out / "log.txt"
-    report = Report.at(path, command)
-    variables = _variables()
-    started = partial(start, log=log, environment=variables)
+    report = Report.at(out / "results.json", command)
+    begin = partial(start, log=out / "log.txt")
+    environment = _variables()
+
+    def left(reserve: float = _RESERVE) -> float:
+        return end - clock() - reserve
+
+    def code_of(command: list[str], variables: dict[str, str], until: float) -> int | None:
+        """The exit code of a command; None: it was ended, with `until` seconds left."""
+        process = begin(command, environment | variables, listen=False)
+        while (code := process.poll()) is None and left(until) > 0:
+            sleep(0.2)
+        process.kill()
+        return code
+
     if "tests" in wanted and report.data["tests"].get("status") != "finished":
-        most = share["tests"] if "suite" in wanted else budget.left(_RESERVE)
+        most = share["tests"] if "suite" in wanted else left()
         say(f"numeric tests, at most {most:.0f} s")
-        report.data["tests"] = numeric_tests.run(
-            numeric_tests.command(checkout),
-            out / "tests.jsonl",
-            most,
-            start=started,
-            sleep=sleep,
-            clock=clock,
-        )
+        path = out / "tests.jsonl"
+        variables = numeric_tests.variables(path)
+        code = code_of(numeric_tests.command(checkout), variables, left(0.0) - most)
+        report.data["tests"] = numeric_tests.summary(path, code)
         report.save()
     if "suite" in wanted:
         kept = _RESERVE + (share["tuning"] if "tuning" in wanted else 0.0)
-        say(f"measurements, at most {budget.left(kept):.0f} s")
-        suite = [sys.executable, "-m", "fastattn.bench.time.suite", "--report", str(path)]
-        outcome = supervise(
-            lambda left: started([*suite, "--set", which, "--seconds", f"{left:.0f}"]),
-            path,
-            lambda: budget.left(kept),
+        say(f"measurements, at most {left(kept):.0f} s")
+        suite = [sys.executable, "-m", "fastattn.bench.time.suite", which]
+        records = newest(earlier)
+        jobs = sorted(gpu_jobs(which), key=lambda job: not untimed(job.name, records))
+        report.data["suite"] = supervise(
+            jobs,
+            report,
+            lambda plan: begin([*suite, json.dumps(plan)], environment),
+            lambda: left(kept),
             sleep=sleep,
             clock=clock,
         )
-        report = Report.load(path)
-        report.data["suite"] = outcome
         report.save()
-    if "tuning" in wanted and report.data.get("suite") != "no GPU":
-        seconds = budget.left(_RESERVE)
-        say(f"tiles, at most {seconds:.0f} s")
+    if "tuning" in wanted and report.data.get("suite") != "no GPU" and left() >= 10:
+        say(f"tiles, at most {left():.0f} s")
         tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
-        if seconds >= 10:
-            beside = variables | {CACHE_DIR: str(out / "findings")}
-            process = started([*tune, "--seconds", f"{seconds - 5:.0f}"], environment=beside)
-            # It keeps its own deadline; this ends one that hangs.
-            while process.poll() is None and budget.left(_RESERVE) > 0:
-                sleep(0.2)
-            process.kill()
+        # It keeps its own deadline; ours ends one that hangs.
+        tune += ["--seconds", f"{left() - 5:.0f}"]
+        code_of(tune, {CACHE_DIR: str(out / "findings")}, _RESERVE)
     write_whole(out / "results.md", markdown(report.data))
     try:
         charts.write(charts.measured(report.data), out)

@@ -13,7 +13,7 @@ from ...models.gpt import GPTConfig
 from ...modules.self_attention import CausalGQAttention
 from ...training.step_timing import BACKENDS, as_dict, time_training_steps
 from ..cases.case import AIMS, Case, gpu_cases
-from ..cases.registry import OURS, side_by_side
+from ..cases.registry import OURS, named, side_by_side
 from . import overhead
 from .attention import TIMED, UNSERVED, Record, release, run_case
 from .failures import reason
@@ -23,6 +23,10 @@ from .samples import PREPARES, RUNS, Announce, Bench, Timing
 GPT2_SMALL = GPTConfig(
     vocab_size=50304, context_length=1024, num_layers=12, num_heads=12, embed_dim=768
 )
+# The attention of the layer that `_module` measures.
+_MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
+_NAMES = {named(backend): backend for backend in BACKENDS}
+Run = Callable[[Bench, Mapping[str, str], Announce], list[Record]]
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,12 @@ class Job:
     """
 
     name: str
-    run: Callable[[Bench, Mapping[str, str], Announce], list[Record]]
+    run: Run
     kinds: tuple[str, ...] = ()
     compiles: tuple[Case, ...] = ()
 
-    @property
-    def blamed(self) -> str:
-        """The kind that an implementation is barred from if it breaks the process here."""
-        return self.kinds[-1] if self.kinds else self.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", self.kinds or (self.name,))
 
 
 def gpu_jobs(which: str) -> list[Job]:
@@ -59,17 +61,14 @@ def gpu_jobs(which: str) -> list[Job]:
     cases = [
         Job(case.name, partial(_attention, case), kinds(case), (case,)) for case in gpu_cases(which)
     ]
-    lengths = {"minute": (), "quick": (1024, 4096), "full": (1024, 4096, 16384)}[which]
-    cost, *host = _HOST
-    others = [
-        cost,
-        *(
-            Job(f"training-T{T}", partial(_training, T), ("training",), (_training_case(T),))
-            for T in lengths
-        ),
-        Job("module-B8-T2048", _module, compiles=(_MODULE,)),
-        *host,
-    ]
+    lengths = (1024, 4096) if which == "quick" else (1024, 4096, 16384)
+    training = (
+        Job(f"training-T{T}", partial(_training, T), ("training",), (_training_case(T),))
+        for T in lengths
+    )
+    module = Job("module-B8-T2048", _module, compiles=(_MODULE,))
+    others = [Job("host cost of a call", _host_cost), *training, module]
+    others += [Job("first call", _first_call), Job("import", _import)]
     # The most important cases, then the other measurements, then the rest of the sweeps.
     return [*cases[:AIMS], *others, *cases[AIMS:]]
 
@@ -95,41 +94,25 @@ def record(family: str, name: str, implementation: str, **figures: Any) -> Recor
 
 def unserved(family: str, name: str, implementation: str, reason: str) -> Record:
     """A record of a measurement that was not possible, with the reason."""
-    return {**record(family, name, implementation), "status": UNSERVED, "reason": reason}
+    return record(family, name, implementation, reason=reason) | {"status": UNSERVED}
 
 
-def _overhead(
-    name: str,
-    measure: Callable[[], Mapping[str, float]],
-    described: Callable[[str, float], Record],
-) -> Job:
-    """Host times, which run no implementation that could break the device."""
-
-    def run(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-        return [described(of, value) for of, value in measure().items()]
-
-    return Job(name, run)
+def _host_cost(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    name = "host cost of a call"
+    costs = overhead.call_costs().items()
+    return [record("overhead", name, call, host_us=round(us, 2)) for call, us in costs]
 
 
-_HOST = (
-    _overhead(
-        "host cost of a call",
-        overhead.call_costs,
-        lambda call, us: record("overhead", "host cost of a call", call, host_us=round(us, 2)),
-    ),
-    _overhead(
-        "first call",
-        partial(overhead.first_call_ms, "cuda"),
-        lambda cache, ms: record(
-            "overhead", f"first call, {cache}", OURS, first_call_ms=round(ms, 1)
-        ),
-    ),
-    _overhead(
-        "import",
-        lambda: {"import over torch and triton": overhead.import_ms()},
-        lambda name, ms: record("overhead", name, "fastattn", import_ms=round(ms, 1)),
-    ),
-)
+def _first_call(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    return [
+        record("overhead", f"first call, {cache}", OURS, first_call_ms=round(ms, 1))
+        for cache, ms in overhead.first_call_ms("cuda").items()
+    ]
+
+
+def _import(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    ms = round(overhead.import_ms(), 1)
+    return [record("overhead", "import over torch and triton", OURS, import_ms=ms)]
 
 
 def _training_case(T: int) -> Case:
@@ -140,20 +123,16 @@ def _training_case(T: int) -> Case:
 
 def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
     """16384 tokens a step at context T."""
-    name = f"training-GPT2-small-T{T}"
+    name = f"training-T{T}, GPT-2 small"
     config = replace(GPT2_SMALL, context_length=T)
-    records = []
-    for backend in BACKENDS:
-        implementation = f"fastattn-{backend}"
-        if implementation in broken:
-            records.append(unserved("training", name, implementation, broken[implementation]))
-            continue
+    records = [unserved("training", name, n, broken[n]) for n in _NAMES if n in broken]
+    for implementation in (n for n in _NAMES if n not in broken):
         announce(implementation, PREPARES)
         try:
             timing = time_training_steps(
                 config,
                 batch_size=max(1, 16384 // T),
-                backend=backend,
+                backend=_NAMES[implementation],
                 device="cuda",
                 issued=partial(announce, implementation, RUNS),
             )
@@ -165,19 +144,14 @@ def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announc
     return records
 
 
-# The attention of the layer that `_module` measures.
-_MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
-
-
 def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
     """A layer of width 2048 with 16 query heads on 4, forward and backward, in bf16."""
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
     name = "module-B8-T2048-C2048-H16:4 fwdbwd"
-    names = {f"fastattn-{backend}": backend for backend in BACKENDS}
-    works = {n: module_work(backend, x) for n, backend in names.items() if n not in broken}
+    works = {n: module_work(backend, x) for n, backend in _NAMES.items() if n not in broken}
     timings = bench.compare(works, announce)
     readings = bench.readings()
-    records = [unserved("module", name, n, broken[n]) for n in names if n in broken]
+    records = [unserved("module", name, n, broken[n]) for n in _NAMES if n in broken]
     for n, timing in timings.items():
         if isinstance(timing, Timing):
             records.append(record("module", name, n, ms=timing.to_dict(), **readings))

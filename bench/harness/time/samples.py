@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..cases.case import Case
 from ..cases.correctness import Expected, expect
 from ..cases.inputs import Inputs
+from . import environment
 from .failures import raise_if_lost
 
 Function = Callable[[], object]
@@ -28,6 +29,7 @@ Function = Callable[[], object]
 # compilation and drawing inputs; RUNS is work on the device.
 Announce = Callable[[str, str], None]
 PREPARES, RUNS = "prepares", "runs"
+_MOST_FLUSHES = 50
 # Named as the implementation at work while functions take turns.
 TIMING = "the timing"
 
@@ -49,51 +51,28 @@ class Timing:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         """Summary of samples in milliseconds, at least one."""
-        ordered = sorted(samples)
-        return cls(
-            statistics.median(ordered),
-            _percentile(ordered, 0.2),
-            _percentile(ordered, 0.8),
-            ordered[0],
-            len(ordered),
-        )
+        several = samples if len(samples) > 1 else [*samples, *samples]
+        p20, _, _, p80 = statistics.quantiles(several, n=5, method="inclusive")
+        return cls(statistics.median(samples), p20, p80, min(samples), len(samples))
 
     def to_dict(self) -> dict[str, float]:
         """The fields as JSON values, rounded to a tenth of a microsecond."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Interpolate linearly between the two nearest samples."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 # Issues one call; returns a function that gives its milliseconds once the timer has synchronized.
 Start = Callable[[], Callable[[], float]]
 
 
-class Timer(Protocol):
-    """Times single calls."""
-
-    def prepare(self, function: Function) -> Start:
-        """Calibrate on a function that is warmed up; return what issues its samples."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until every issued call has finished."""
-        ...
-
-
 class HostTimer:
-    """Wall time of a call that ends when it returns, for the CPU."""
+    """Wall time of a call that ends when it returns, for the CPU; the interface of a timer."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
     def prepare(self, function: Function) -> Start:
+        """Calibrate on a function that is warmed up; return what issues its samples."""
+
         def start() -> Callable[[], float]:
             begin = self._clock()
             function()
@@ -103,13 +82,13 @@ class HostTimer:
         return start
 
     def synchronize(self) -> None:
-        return
+        """Wait until every issued call has finished."""
 
 
 _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 
 
-class DeviceTimer:
+class DeviceTimer(HostTimer):
     """Time between CUDA events around a call, with a cold L2 cache.
 
     Args:
@@ -126,8 +105,9 @@ class DeviceTimer:
         synchronize: Callable[[], None] = torch.cuda.synchronize,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._flush, self._event, self._clock = flush, event, clock
-        self.synchronize = synchronize
+        super().__init__(clock)
+        self._flush, self._event = flush, event
+        self._synchronize = synchronize
         self._flush_ms: float | None = None
 
     def prepare(self, function: Function) -> Start:
@@ -144,10 +124,8 @@ class DeviceTimer:
 
         return start
 
-    def flush(self) -> None:
-        """Overwrite the cache and wait."""
-        self._flush()
-        self.synchronize()
+    def synchronize(self) -> None:
+        self._synchronize()
 
     def _flushes_to_hide(self, function: Function) -> int:
         """Flushes that take twice as long as the host's work for one call."""
@@ -169,9 +147,6 @@ class DeviceTimer:
             self.synchronize()
             self._flush_ms = max(1e-3, float(begin.elapsed_time(end)) / 4)
         return self._flush_ms
-
-
-_MOST_FLUSHES = 50
 
 
 def device_timer() -> DeviceTimer:
@@ -217,7 +192,7 @@ class Bench:
         alone: time one function after the other, to find the one that breaks the device.
     """
 
-    timer: Timer
+    timer: HostTimer
     effort: Effort = field(default_factory=Effort)
     while_busy: Callable[[], None] = lambda: None
     readings: Callable[[], dict[str, float]] = dict
@@ -248,10 +223,8 @@ class Bench:
             DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
         """
         if self.alone and len(functions) > 1:
-            each = (
-                self.samples({name: function}, announce) for name, function in functions.items()
-            )
-            return {name: x for found in each for name, x in found.items()}
+            each = (self.samples({n: function}, announce) for n, function in functions.items())
+            return {name: x for timed in each for name, x in timed.items()}
         found: dict[str, list[float] | Exception] = {}
         starts: dict[str, tuple[Start, int]] = {}
         for name, function in functions.items():
@@ -302,3 +275,10 @@ class Bench:
             raise_if_lost(error, who, self.timer.synchronize)
             raise
         return [(name, read()) for name, read in pending]
+
+
+def gpu_bench(which: str) -> Bench:
+    """Timer, effort and clock readings of a run on the current CUDA device."""
+    reader = environment.ClockReader()
+    effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
+    return Bench(device_timer(), effort, while_busy=reader, readings=reader.take)

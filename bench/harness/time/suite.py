@@ -1,156 +1,91 @@
-"""The process that measures: runs jobs one by one and saves after each.
+"""The process that measures: runs jobs one by one, and tells of each in lines of JSON.
 
-    python -m fastattn.bench.time.suite --report results.json --set quick --seconds 300
+    python -m fastattn.bench.time.suite quick '{"jobs": [...], "broken": {}, "alone": []}'
 
-It continues an existing report, so a run can be spread over several calls. If the process dies,
-`supervise` finds in the report which implementation was running.
+Messages: `job` starts; `at` names the implementation at work, `doing` its phase; `records` or
+`failed` end the job; `lost` is why the device is lost. `ceilings` come with the environment, if the
+plan is `new`. `supervise` listens, and starts another process where this one ends early.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
+import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...kernels.launch import tiles
-from ..cases.case import SETS
-from ..results.report import BROKEN, DONE, LEFT, RUNNING, Report
 from . import environment
 from .ahead import Ahead
-from .attention import REFERENCE
 from .failures import LOST, DeviceLost, log, raise_if_lost, reason
 from .jobs import Job, gpu_jobs
-from .samples import PREPARES, TIMING, Bench, Effort, device_timer
+from .samples import PREPARES, Bench, gpu_bench
 
-# Exit codes beside LOST: nothing left to do; no GPU.
-FINISHED, NO_GPU = 0, 2
-# Seconds between two heartbeats of an implementation that stays in one phase.
-_BEAT = 1.0
-# What runs before a job's implementations: if it fails, there is none to leave out.
-NOBODY = ("", REFERENCE)
+FINISHED, NO_GPU = 0, 2  # exit codes beside LOST
+Tell = Callable[..., None]
 
 
 def run_jobs(
-    jobs: Iterable[Job],
-    report: Report,
+    jobs: Sequence[Job],
+    plan: Mapping[str, Any],
     bench: Bench,
-    left: Callable[[], float],
-    clock: Callable[[], float] = time.monotonic,
+    tell: Tell,
     ready: Callable[[str], object] = lambda name: None,
 ) -> int:
-    """Run the jobs that the report lacks, while there is time left.
+    """Run jobs in their order; the exit code.
 
     Args:
-        jobs: run in this order.
-        report: continued, and saved after each job.
-        bench: timer, effort and clocks.
-        left: seconds left.
-        clock: seconds.
+        plan: broken: kind of job to implementation to how it broke an earlier process (see
+            `Job.kinds`). alone: jobs whose implementations take no turns.
+        tell: sends a message to the parent.
         ready: waits until the kernels of the job of this name are compiled.
-
-    Returns:
-        FINISHED, or LOST if the device is lost and a new process must continue.
     """
-    known = report.data["jobs"]
-    for job in _to_do(jobs, report):
-        if left() <= 0:
-            known[job.name] = {"status": LEFT, "reason": "the time was up"}
-            continue
-        begin = clock()
-        if _run_job(job, report, bench, ready, clock) == LOST:
+    for job in jobs:
+        left_out = {
+            implementation: why
+            for kind in job.kinds
+            for implementation, why in plan["broken"].get(kind, {}).items()
+        }
+        try:
+            _run(job, replace(bench, alone=job.name in plan["alone"]), left_out, tell, ready)
+        except DeviceLost as lost:
+            tell(at=lost.implementation, lost=lost.reason)
             return LOST
-        known[job.name]["seconds"] = round(clock() - begin, 2)
-        report.save()
-    report.save()
     return FINISHED
 
 
-def _to_do(jobs: Iterable[Job], report: Report) -> list[Job]:
-    known = report.data["jobs"]
-    return [job for job in jobs if known.get(job.name, {}).get("status") not in (DONE, BROKEN)]
-
-
-def _run_job(
+def _run(
     job: Job,
-    report: Report,
     bench: Bench,
+    left_out: Mapping[str, str],
+    tell: Tell,
     ready: Callable[[str], object],
-    clock: Callable[[], float],
-) -> int:
-    jobs = report.data["jobs"]
-    alone = jobs.get(job.name, {}).get("alone", False)
-    state = jobs[job.name] = {"status": RUNNING, "blamed": job.blamed, "alone": alone}
-
-    saved = -math.inf
+) -> None:
+    at = ""
 
     def announce(who: str, doing: str) -> None:
-        nonlocal saved
-        # A save writes the whole report: one at each of many short steps would take longer.
-        if (who, doing) == (state.get("at"), state.get("doing")) and clock() - saved < _BEAT:
-            return
-        saved = clock()
-        state.update(at=who, doing=doing)
-        report.save()
+        nonlocal at
+        at = who
+        tell(at=who, doing=doing)
 
+    tell(job=job.name)
     announce("", PREPARES)
     ready(job.name)
     try:
-        try:
-            records = job.run(replace(bench, alone=alone), _left_out(job, report), announce)
-            bench.timer.synchronize()
-        except Exception as error:
-            raise_if_lost(error, state["at"], bench.timer.synchronize)
-            raise
-    except DeviceLost as lost:
-        state["at"] = lost.implementation
-        blame(report, job.name, f"broke the device: {lost.reason}")
-        report.save()
-        return LOST
+        records = job.run(bench, left_out, announce)
+        bench.timer.synchronize()
+    except DeviceLost:
+        raise
     except Exception as error:
+        raise_if_lost(error, at, bench.timer.synchronize)
         log(job.name, error)
-        jobs[job.name] = {"status": BROKEN, "reason": reason(error)}
-        return FINISHED
-    report.data["results"] += records
-    jobs[job.name] = {"status": DONE}
-    return FINISHED
-
-
-def _left_out(job: Job, report: Report) -> dict[str, str]:
-    """The implementations that broke the process in a job of the same kind, and how."""
-    broken = report.data["broken"]
-    return {
-        implementation: why
-        for kind in job.kinds or (job.name,)
-        for implementation, why in broken.get(kind, {}).items()
-    }
-
-
-def blame(report: Report, name: str, why: str) -> None:
-    """Record why a running job's process ended, and how the job continues.
-
-    The implementation at work is left out of this job and of all jobs of its kind. If the
-    implementations took turns, the job runs again with one after the other. If there is none to
-    leave out, the job is given up.
-    """
-    state = report.data["jobs"][name]
-    who = state.get("at", "")
-    broken = report.data["broken"].setdefault(state["blamed"], {})
-    settled: dict[str, Any] = {"status": LEFT, "reason": f"{who} {why}".strip()}
-    if who in NOBODY or who in broken or (who == TIMING and state["alone"]):
-        settled["status"] = BROKEN
-    elif who == TIMING:
-        settled["alone"] = True
+        tell(failed=reason(error))
     else:
-        broken[who] = f"{why} (in {name})"
-    report.data["jobs"][name] = settled
+        tell(records=records)
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
@@ -180,32 +115,15 @@ def ceilings(bench: Bench) -> dict[str, float]:
     }
 
 
-def gpu_bench(which: str) -> Bench:
-    """Timer, effort and clock readings of a run on the current CUDA device."""
-    reader = environment.ClockReader()
-    effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
-    return Bench(device_timer(), effort, while_busy=reader, readings=reader.take)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on the current CUDA device; returns one of the exit codes above."""
-    parser = argparse.ArgumentParser(prog="python -m fastattn.bench.time.suite")
-    parser.add_argument("--report", type=Path, required=True, help="JSON file, made if missing")
-    parser.add_argument("--set", choices=SETS, default="quick")
-    parser.add_argument("--seconds", type=float, default=300)
-    arguments = parser.parse_args(argv)
-    deadline = time.monotonic() + arguments.seconds
+def main(which: str, plan: Mapping[str, Any], tell: Tell) -> int:
+    """Measure jobs of a case set on the current CUDA device; the exit code."""
     if not torch.cuda.is_available():
-        sys.stderr.write("no GPU: torch sees no CUDA device\n")
         return NO_GPU
-    report = Report.at(arguments.report, environment.command_line())
-    bench = gpu_bench(arguments.set)
-    if not report.data["environment"]:
-        report.data["environment"] = environment.collect()
-        report.save()
-    jobs = gpu_jobs(arguments.set)
+    bench = gpu_bench(which)
+    by_name = {job.name: job for job in gpu_jobs(which)}
+    jobs = [by_name[name] for name in plan["jobs"]]
     ahead = Ahead(tiles.current_arch())
-    for job in _to_do(jobs, report):
+    for job in jobs:
         ahead.submit(job.name, job.compiles)
 
     def ready(job: str) -> None:
@@ -213,18 +131,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Its launch compiles again, and raises there.
             sys.stderr.write(f"ahead of {job}: {why_not}\n")
 
-    if not report.data["ceilings"]:
-        report.data["ceilings"] = ceilings(bench)
-        report.save()
     try:
-        return run_jobs(jobs, report, bench, lambda: deadline - time.monotonic(), ready=ready)
+        if plan["new"]:
+            tell(environment=environment.collect(), ceilings=ceilings(bench))
+        return run_jobs(jobs, plan, bench, tell, ready)
     finally:
         ahead.close()
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+
+    def _tell(**message: Any) -> None:
+        out.write(json.dumps(message, allow_nan=False) + "\n")
+        out.flush()
+
+    code = main(sys.argv[1], json.loads(sys.argv[2]), _tell)
     sys.stderr.flush()
     # With a lost context, destructors abort the process and change its exit code.
     os._exit(code)

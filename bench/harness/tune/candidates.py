@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ...kernels.hopper.tile_table import (
     APART_HEAD_DIM,
@@ -13,11 +14,25 @@ from ...kernels.hopper.tile_table import (
     forward_config,
     fp8_config,
 )
+from ...kernels.launch import tiles
 from ...kernels.launch.tiles import HOPPER_FORWARD, TileConfig
-from .entries import BY_KEYS, TableEntry
+from ..cases.case import Case
 
-_MOST = 24  # candidates of a row, each with both kinds of loads
+# What makes a call one of a class with tiles of its own: arguments of `Case`, causal and not.
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "masked": ({"window": (1023, 0)}, {"window": (511, 512)}),
+    "bias": ({"option": "attn_bias"}, {"option": "attn_bias"}),
+    "scores": ({"option": "relative_bias"}, {"option": "relative_bias"}),
+    "heavy": ({"option": "attn_bias+relative_bias"}, {"option": "attn_bias+relative_bias"}),
+}
+NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
+# Kernels whose programs each hold a block of keys and loop over the queries.
+BY_KEYS = ("backward_dkv", "backward_one_pass")
+DTYPES = {2: "bfloat16", 4: "float32"}
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TMA = ("sm_90", "sm_100")
+_MOST = 24  # candidates of an entry, each with both kinds of loads
 # BLOCK_M, the rows of a query tile. A new token fills them with its query heads on one key head.
 _ROWS = {
     "forward": (64, 128),
@@ -32,6 +47,67 @@ _CONSUMER_ROWS = 64
 _FFMA_SCORES = 8
 # From so many rows on, Triton 3.7 gives tensor memory, as TF32, products that were said to be IEEE.
 _TENSOR_ROWS = 64
+
+
+class Shape(NamedTuple):
+    """The attention of a model: head dim, query heads, key/value heads, dtype and tokens."""
+
+    D: int
+    H_q: int
+    H_k: int
+    dtype: str = "bfloat16"
+    T: int = 4096
+
+    @property
+    def BLOCK_D(self) -> int:
+        """Columns of the entry that serves this head dim."""
+        return next((D for D in (64, 128) if self.D <= D), 256)
+
+
+def usual_shape(D: int, dtype: str = "bfloat16") -> Shape:
+    """16384 tokens in sequences of 4096, hidden size 2048, as many key/value heads as heads."""
+    return Shape(D, 2048 // D, 2048 // D, dtype)
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """Key of an entry of a tuning table: kernel, bytes of an element, padded head dim, calls.
+
+    calls: one of CALLS.
+    """
+
+    kernel: str
+    element_size: int
+    BLOCK_D: int
+    calls: str = "plain"
+
+    def shipped(self, arch: str) -> TileConfig:
+        """The tile of the table that serves an architecture."""
+        kind = self.kernel if self.calls == "plain" else f"{self.kernel}_{self.calls}"
+        return tiles.tile_of(arch, kind, self.element_size, self.BLOCK_D)
+
+    def case(self, causal: bool, shape: Shape | None = None) -> Case:
+        """The case that tiles are timed on, of a shape; default `usual_shape`.
+
+        Decoding: caches of as many tokens, four query heads to a key/value head unless the shape
+        says otherwise, always causal.
+        """
+        grouped = 4 if shape is None else 1
+        D, H_q, H_k, dtype, T = shape or usual_shape(self.BLOCK_D, DTYPES[self.element_size])
+        if self.kernel in NEW_TOKENS:
+            tokens = NEW_TOKENS[self.kernel]
+            one = Case("decode", "forward", 16, H_q, H_k // grouped, tokens, T, D, causal=True)
+            return replace(one, dtype=dtype, layout="bhtd")
+        B = max(1, 16384 // T)
+        plain = Case("forward", "forward", B, H_q, H_k, T, T, D, causal, dtype=dtype)
+        if self.kernel != "forward":
+            plain = replace(plain, family="backward", direction="backward")
+        return replace(plain, **CALLS[self.calls][not causal])
+
+    def cases(self, shape: Shape | None = None) -> tuple[Case, ...]:
+        """Causal, and with all pairs of query and key; decoding is causal only."""
+        both = (True,) if self.kernel in NEW_TOKENS else (True, False)
+        return tuple(self.case(causal, shape) for causal in both)
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
@@ -49,20 +125,19 @@ def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConf
     sides = (16, 32, 64) if by_ffma else (32, 64, 128)
     rows = (32, 64) if by_ffma and entry.kernel == "forward" else _ROWS.get(entry.kernel, sides)
     stages = (1, 2) if entry.kernel == "backward_one_pass" else (1, 2, 3)
-    grid = itertools.product(rows, sides, (4, 8), stages)
     apart = (False, True) if entry.kernel == "backward_dkv" and entry.BLOCK_D > 128 else (False,)
     sizes = [
         TileConfig(*numbers, sum_parts=usual.sum_parts, apart=each)
-        for numbers in grid
+        for numbers in itertools.product(rows, sides, (4, 8), stages)
         for each in apart
     ]
     fitting = [t for t in sizes if _plausible(entry, t, shared_bytes, arch)]
     fitting.sort(key=lambda t: (-t.BLOCK_M * t.BLOCK_N, abs(t.num_stages - 2)))
+    if arch.startswith("gfx"):
+        return [made for tile in fitting[:_MOST] for made in _of_amd(entry, tile)]
     loads = (False, True) if arch in TMA and entry.kernel == "forward" else (False,)
     if entry.calls == "bias":
         loads = (True,)
-    if arch.startswith("gfx"):
-        return [made for tile in fitting[:_MOST] for made in _of_amd(entry, tile)]
     return [replace(tile, descriptors=load) for tile in fitting[:_MOST] for load in loads]
 
 
@@ -78,21 +153,18 @@ def _by_ffma(entry: TableEntry, arch: str) -> bool:
     return entry.element_size == 4 and arch.startswith("sm_")
 
 
-def _suits_ffma(tile: TileConfig, arch: str) -> bool:
-    tensor_memory = arch.startswith("sm_10") and max(tile.BLOCK_M, tile.BLOCK_N) >= _TENSOR_ROWS
-    scores = tile.BLOCK_M * tile.BLOCK_N
-    return not tensor_memory and scores <= _FFMA_SCORES * 32 * tile.num_warps
-
-
 def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str) -> bool:
-    D, threads = entry.BLOCK_D, 32 * tile.num_warps
-    if _by_ffma(entry, arch) and not _suits_ffma(tile, arch):
-        return False
+    D, threads, scores = entry.BLOCK_D, 32 * tile.num_warps, tile.BLOCK_M * tile.BLOCK_N
+    if _by_ffma(entry, arch):
+        longest = max(tile.BLOCK_M, tile.BLOCK_N)
+        tensor_memory = arch.startswith("sm_10") and longest >= _TENSOR_ROWS
+        if tensor_memory or scores > _FFMA_SCORES * threads:
+            return False
     backward = entry.kernel.startswith("backward")
     by_keys = entry.kernel in BY_KEYS
     held, streamed = (tile.BLOCK_N, tile.BLOCK_M) if by_keys else (tile.BLOCK_M, tile.BLOCK_N)
     kept = 2 if by_keys and not tile.apart else 1
-    accumulators = held * D * kept + tile.BLOCK_M * tile.BLOCK_N * (1 + backward)
+    accumulators = held * D * kept + scores * (1 + backward)
     most = 224
     if entry.kernel == "backward_one_pass":
         accumulators += streamed * D
@@ -109,7 +181,7 @@ def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
     """The shape of one of `tiles.HOPPER` in plain calls; None: it does not serve this head dim."""
     if kernel in HOPPER_FORWARD and D in HEAD_DIMS:
         return fp8_config(D, False) if kernel == "hopper_fp8" else forward_config(D, False)
-    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # of which shared memory leaves one shape
+    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # shared memory leaves one shape there
         return None
     return backward_config(kernel.removeprefix("hopper_"), D, False, False)
 
@@ -159,3 +231,17 @@ def _fits(kernel: str, config: HopperConfig) -> bool:
         return config.BLOCK >= 64 and 3 * held + rings <= _HOPPER_BYTES
     copies = (1 if kernel == "hopper_forward" else 2) + config.APART
     return 2 * (copies * held + rings) <= _HOPPER_BYTES
+
+
+def names_of(tile: TileConfig | HopperConfig) -> str:
+    """A tile or shape in a few words: its sizes, and what else is unlike the default."""
+    if isinstance(tile, TileConfig):
+        parts = [tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, tile.num_stages]
+        words = [name for name in ("descriptors", "apart") if getattr(tile, name)]
+        words += [f"{tile.waves_per_eu} waves"] * (tile.waves_per_eu > 0)
+        words += [f"products of {tile.matrix_instr_nonkdim} rows"] * (tile.matrix_instr_nonkdim > 0)
+    else:
+        parts = [tile.BLOCK, tile.STAGES]
+        words = ["turns"] * tile.PING_PONG + ["3 consumers"] * (tile.CONSUMERS == 3)
+        words += ["threads add"] * (not tile.DQ_BY_TMA) + ["no slack"] * (not tile.SLACK)
+    return f"({', '.join(map(str, [*parts, *words]))})"

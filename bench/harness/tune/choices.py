@@ -11,9 +11,16 @@ from ...kernels.hopper.tile_table import HopperConfig
 from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
 from ...kernels.launch.tiles import HOPPER_FORWARD, SPLITS, TileConfig
 from ..cases.case import Case
-from ..cases.registry import ONE_PASS, OURS
-from .candidates import TMA, candidates, hopper_candidates, hopper_shipped
-from .entries import SIZES, Shape, TableEntry
+from ..cases.registry import ONE_PASS, PORTABLE, named
+from .candidates import (
+    SIZES,
+    Shape,
+    TableEntry,
+    candidates,
+    hopper_candidates,
+    hopper_shipped,
+    names_of,
+)
 
 KERNEL_OF = {
     "forward": "attention_forward_kernel",
@@ -63,15 +70,13 @@ class Choice:
         key: the row's key.
         cases: calls to time; the first has twice the weight of the second, since a causal mask
             leaves half of the pairs.
-        shipped: what is in use without findings.
-        others: the other candidates.
+        candidates: the first is shipped, in use without findings.
     """
 
     kind: str
     key: dict[str, Any]
     cases: tuple[Case, ...]
-    shipped: Candidate
-    others: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
 
     @property
     def name(self) -> str:
@@ -84,8 +89,8 @@ class Choice:
         return KERNEL_OF.get(self.key.get("kernel", ""))
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return (self.shipped, *self.others)
+    def shipped(self) -> Candidate:
+        return self.candidates[0]
 
     @property
     def size(self) -> tuple[str, int]:
@@ -105,35 +110,23 @@ def _words(key: dict[str, Any]) -> Iterable[str]:
 
 def tile_candidate(kernel: str, calls: str, tile: TileConfig) -> Candidate:
     """Our kernels with this tile for one of them, in calls of a class."""
-    implementation = ONE_PASS if kernel == "backward_one_pass" else OURS
-    extra = [name for name in ("descriptors", "apart") if getattr(tile, name)]
-    extra += [f"{tile.waves_per_eu} waves"] * (tile.waves_per_eu > 0)
-    extra += [f"products of {tile.matrix_instr_nonkdim} rows"] * (tile.matrix_instr_nonkdim > 0)
-    sizes = (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, tile.num_stages, *extra)
-    return Candidate(
-        f"({', '.join(map(str, sizes))})",
-        implementation,
-        {kernel: tile},
-        asdict(tile),
-        (("triton", _family(kernel) if calls == "plain" else calls),),
-    )
+    implementation = ONE_PASS if kernel == "backward_one_pass" else PORTABLE
+    verified = (("triton", _family(kernel) if calls == "plain" else calls),)
+    return Candidate(names_of(tile), implementation, {kernel: tile}, asdict(tile), verified)
 
 
 def tile_choice(
     entry: TableEntry, arch: str, shared_bytes: int, shape: Shape | None = None
 ) -> Choice:
-    """The tile of a row of a table, on calls of a shape."""
-    shipped = entry.shipped(arch)
-    tried = candidates(entry, shared_bytes, arch)
-    made = [tile_candidate(entry.kernel, entry.calls, tile) for tile in tried if tile != shipped]
-    key = {"kernel": entry.kernel, "calls": entry.calls}
-    return Choice(
-        "tiles",
-        {**key, "element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D},
-        entry.cases(shape),
-        tile_candidate(entry.kernel, entry.calls, shipped),
-        tuple(made),
-    )
+    """The tile of an entry of a table, on calls of a shape."""
+    tried = dict.fromkeys([entry.shipped(arch), *candidates(entry, shared_bytes, arch)])
+    made = (tile_candidate(entry.kernel, entry.calls, tile) for tile in tried)
+    return Choice("tiles", _key(entry), entry.cases(shape), tuple(made))
+
+
+def _key(entry: TableEntry) -> dict[str, Any]:
+    sizes = {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D}
+    return {"kernel": entry.kernel, "calls": entry.calls, **sizes}
 
 
 def _family(kernel: str) -> str:
@@ -153,26 +146,15 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
     if shipped is None or shape.dtype == "float32":
         return None
     extra = {"hopper_one_pass": "-one-pass", "hopper_fp8": "-fp8-packed"}.get(kernel, "")
-    name = f"fastattn-hopper{extra}"
-
-    def candidate(config: HopperConfig) -> Candidate:
-        extra = ["turns"] if config.PING_PONG else []
-        extra += ["3 consumers"] if config.CONSUMERS == 3 else []
-        extra += [] if config.DQ_BY_TMA else ["threads add"]
-        extra += [] if config.SLACK else ["no slack"]
-        words = f"({', '.join(map(str, (config.BLOCK, config.STAGES, *extra)))})"
-        verified = (("hopper", _family(kernel)),)
-        return Candidate(words, name, {kernel: config}, config._asdict(), verified)
-
-    timed = "forward" if kernel in HOPPER_FORWARD else "backward_dq"
-    element_size = 1 if kernel == "hopper_fp8" else 2
-    return Choice(
-        "tiles",
-        {"kernel": kernel, "calls": "plain", "element_size": element_size, "BLOCK_D": shape.D},
-        TableEntry(timed, 2, shape.D).cases(shape),
-        candidate(shipped),
-        tuple(map(candidate, hopper_candidates(kernel, shape.D))),
+    name = named("hopper") + extra
+    verified = (("hopper", _family(kernel)),)
+    made = (
+        Candidate(names_of(config), name, {kernel: config}, config._asdict(), verified)
+        for config in (shipped, *hopper_candidates(kernel, shape.D))
     )
+    timed = TableEntry("forward" if kernel in HOPPER_FORWARD else "backward_dq", 2, shape.D)
+    entry = TableEntry(kernel, 1 if kernel == "hopper_fp8" else 2, shape.D)
+    return Choice("tiles", _key(entry), timed.cases(shape), tuple(made))
 
 
 def backend_choice(
@@ -189,33 +171,17 @@ def backend_choice(
     if not least <= B * shape.H_q * -(-T // _QUERIES) / multiprocessors < limit:
         return None
     case = Case("forward", "forward", B, shape.H_q, shape.H_k, T, T, shape.D, causal)
+    families = ["forward"]
     if direction == "training":
         case = replace(case, family="backward", direction="forward_backward")
-    names = ("hopper", "triton", "torch") if hopper else ("triton", "torch")
-    families = ("forward",) if direction == "forward" else ("forward", "backward")
-    made = [
-        Candidate(
-            name,
-            f"fastattn-{name}",
-            {},
-            {"backend": name},
-            tuple((name, family) for family in families if name != "torch"),
-        )
-        for name in names
-    ]
-    return Choice(
-        "backends",
-        {
-            "direction": direction,
-            "dtype": shape.dtype,
-            "head_dim": shape.BLOCK_D,
-            "causal": causal,
-            "waves": waves,
-        },
-        (replace(case, dtype=shape.dtype),),
-        made[0],
-        tuple(made[1:]),
-    )
+        families.append("backward")
+    key = {"direction": direction, "dtype": shape.dtype, "head_dim": shape.BLOCK_D}
+    made = []
+    for name in ("hopper", "triton", "torch")[not hopper :]:
+        verified = tuple((name, family) for family in families if name != "torch")
+        made.append(Candidate(name, named(name), {}, {"backend": name}, verified))
+    cases = (replace(case, dtype=shape.dtype),)
+    return Choice("backends", key | {"causal": causal, "waves": waves}, cases, tuple(made))
 
 
 def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]:
@@ -230,14 +196,14 @@ def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]
 
 def pass_choice(backend: str, shape: Shape) -> Choice:
     """Gradients in two passes, or in one where atomics are permitted."""
-    one = ONE_PASS if backend == "triton" else f"fastattn-{backend}-one-pass"
-    return Choice(
-        "passes",
-        {"backend": backend, "dtype": shape.dtype, "head_dim": shape.BLOCK_D},
-        TableEntry("backward_dq", SIZES[shape.dtype], shape.BLOCK_D).cases(shape),
+    one = ONE_PASS if backend == "triton" else f"{named(backend)}-one-pass"
+    made = (
         Candidate("one", one, {}, {"passes": "one"}, ((backend, "one-pass"),)),
-        (Candidate("two", f"fastattn-{backend}", {}, {"passes": "two"}, ((backend, "backward"),)),),
+        Candidate("two", named(backend), {}, {"passes": "two"}, ((backend, "backward"),)),
     )
+    key = {"backend": backend, "dtype": shape.dtype, "head_dim": shape.BLOCK_D}
+    entry = TableEntry("backward_dq", SIZES[shape.dtype], shape.BLOCK_D)
+    return Choice("passes", key, entry.cases(shape), made)
 
 
 def split_choice(shape: Shape) -> Choice:
@@ -245,19 +211,9 @@ def split_choice(shape: Shape) -> Choice:
     entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
     (many,) = entry.cases(shape)
     decode = (("triton", "decode"),)
-    made = [
-        Candidate(f"{n} at once", OURS, {SPLITS: n}, {"programs": n}, decode)
+    made = (
+        Candidate(f"{n} at once", PORTABLE, {SPLITS: n}, {"programs": n}, decode)
         for n in (PROGRAMS_AT_ONCE, *_PROGRAMS)
-    ]
-    return Choice(
-        "splits",
-        {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D},
-        (many, replace(many, B=1)),
-        made[0],
-        tuple(made[1:]),
     )
-
-
-def serves_bias(arch: str, element_size: int) -> bool:
-    """Whether a bias comes by TMA, and so has tiles of its own."""
-    return arch in TMA and element_size == 2
+    key = {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D}
+    return Choice("splits", key, (many, replace(many, B=1)), tuple(made))

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ...kernels.launch import tiles
+from .candidates import CALLS, NEW_TOKENS, SIZES, TMA, Shape, TableEntry, usual_shape
 from .choices import (
     WAVES,
     Choice,
     backend_choice,
     hopper_choice,
     pass_choice,
-    serves_bias,
     split_choice,
     tile_choice,
 )
-from .entries import CALLS, NEW_TOKENS, SIZES, Shape, TableEntry, usual_shape
 
 # What is tuned unless a model says otherwise.
 USUAL_SHAPES = tuple(
     usual_shape(D, dtype)
-    for dtype, D in (
-        ("bfloat16", 128),
-        ("bfloat16", 64),
-        ("bfloat16", 256),
-        ("float32", 64),
-        ("float32", 128),
-        ("float32", 256),
-    )
+    for dtype, dims in (("bfloat16", (128, 64, 256)), ("float32", (64, 128, 256)))
+    for D in dims
 )
 _ATTENTION = ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
 # Names in the configurations of models, ours and those of transformers.
@@ -119,7 +113,9 @@ def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
 
 def _other_calls(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
     for calls in CALLS:
-        if calls == "plain" or (calls == "bias" and not serves_bias(gpu.arch, SIZES[shape.dtype])):
+        # A bias comes by TMA, or has no tiles of its own.
+        by_tma = gpu.arch in TMA and SIZES[shape.dtype] == 2
+        if calls == "plain" or (calls == "bias" and not by_tma):
             continue
         for kernel in _ATTENTION:
             yield _tiles(kernel, calls, shape, gpu)
@@ -152,21 +148,19 @@ def shapes_of(
         return list(USUAL_SHAPES)
     found = {} if model is None else _configuration(Path(model))
     heads = heads or found.get("heads")
-    if model is not None and not head_dims:
-        head_dims = [found["head_dim"]]
+    head_dims = head_dims or ([found["head_dim"]] if found else [128, 64])
     made = []
-    for dtype in dtypes or ("bfloat16",):
+    for dtype, D in itertools.product(dtypes or ("bfloat16",), head_dims):
         if dtype not in SIZES:
             raise ValueError(f"dtype must be one of {', '.join(SIZES)}, got {dtype!r}")
-        for D in head_dims or (128, 64):
-            H_q = heads or usual_shape(D).H_q
-            H_k = kv_heads or found.get("kv_heads") or H_q
-            if not 1 <= D <= 256 or H_q < 1 or H_q % H_k:
-                raise ValueError(
-                    f"a head dim is 1 to 256, and heads are a multiple of kv_heads; got head dim "
-                    f"{D}, {H_q} heads on {H_k}"
-                )
-            made.append(Shape(D, H_q, H_k, dtype, found.get("tokens", 4096)))
+        H_q = heads or usual_shape(D).H_q
+        H_k = kv_heads or found.get("kv_heads") or H_q
+        if not 1 <= D <= 256 or H_q < 1 or H_q % H_k:
+            raise ValueError(
+                f"a head dim is 1 to 256, and heads are a multiple of kv_heads; got head dim "
+                f"{D}, {H_q} heads on {H_k}"
+            )
+        made.append(Shape(D, H_q, H_k, dtype, found.get("tokens", 4096)))
     return made
 
 

@@ -20,8 +20,7 @@ from ...tuned import choices
 from ...tuned.environment import environment
 from ...tuned.store import Store
 from ..time.ahead import Ahead
-from ..time.samples import Bench, Effort
-from ..time.suite import gpu_bench
+from ..time.samples import Effort, gpu_bench
 from .choices import Choice
 from .plan import Gpu, Step, Verification, shapes_of, steps
 from .trial import expect_all
@@ -82,7 +81,7 @@ def tune(
     Raises:
         ValueError: there is no GPU, or the model or a size cannot be served.
     """
-    left = deadline(seconds)
+    end = time.monotonic() + seconds
     shapes = shapes_of(model, heads, kv_heads, head_dims, dtypes)
     if not torch.cuda.is_available():
         raise ValueError("no GPU: torch sees no CUDA device, so there is nothing to time here")
@@ -93,47 +92,29 @@ def tune(
         choices.forget()
         choices.adopt(device, {})
         gpu = gpu_of(device)
-        plan = steps(shapes, gpu)
-        bench = replace(gpu_bench("quick"), effort=effort_for(seconds), expected=expect_all)
+        quick = seconds < QUICK_SECONDS
+        effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
+        bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
         store = Store(environment(device), folder)
-        verify = partial(_verify, device, store, seconds < QUICK_SECONDS)
-        ahead = Ahead(gpu.arch, max(1, min(10, (os.cpu_count() or 1) - 4)))
+        verify = partial(_verify, device, store, quick)
+        ahead = Ahead(gpu.arch)
         try:
             with Watchdog(show, partial(store.put, "culprits")) as watched:
-                instruments = (bench, left, store, ahead, verify)
-                return run(plan, gpu, *instruments, watched, watched.trying)
+                tuner = Tuner(
+                    bench,
+                    lambda: end - time.monotonic(),
+                    ahead,
+                    store,
+                    gpu.arch,
+                    verify,
+                    watched.trying,
+                    watched,
+                )
+                records = tuner.run(unknown_first(steps(shapes, gpu), store))
+                return Tuning(records, tuner.rows, tuner.tried, store.folder)
         finally:
             ahead.close()
             choices.forget()
-
-
-def run(
-    plan: list[Step],
-    gpu: Gpu,
-    bench: Bench,
-    left: Callable[[], float],
-    store: Store,
-    ahead: Ahead,
-    verify: Callable[[Verification, Callable[[str], None]], Verdicts],
-    show: Callable[[Progress], None],
-    trying: Callable[[str, str], None] = lambda choice, candidate: None,
-) -> Tuning:
-    """Run a plan with these instruments: see `Tuner`."""
-
-    def keep(kind: str, row: dict[str, Any]) -> None:
-        store.put(kind, {**row, "arch": gpu.arch})
-
-    known = {
-        (row["backend"], row["family"], row["dtype"], row["head_dim"]): row["verdict"]
-        for row in store.read("verification")
-    }
-    culprits = {
-        (row["choice"], row["candidate"]): f"{row['reason']} ({row['date']})"
-        for row in store.read("culprits")
-    }
-    tuner = Tuner(bench, left, ahead, keep, verify, known, culprits, trying, show)
-    records = tuner.run(unknown_first(plan, store))
-    return Tuning(records, tuner.rows, tuner.tried, store.folder)
 
 
 def unknown_first(plan: list[Step], store: Store) -> list[Step]:
@@ -177,18 +158,6 @@ def gpu_of(device: torch.device) -> Gpu:
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     hopper = attend.on_hopper(device) and not attend.uncompiled
     return Gpu(tiles.current_arch(), shared, properties.multi_processor_count, hopper)
-
-
-def effort_for(seconds: float) -> Effort:
-    """How long to measure finalists in a run of so many seconds."""
-    quick = seconds < QUICK_SECONDS
-    return replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
-
-
-def deadline(seconds: float) -> Callable[[], float]:
-    """Seconds left until `seconds` from now."""
-    end = time.monotonic() + seconds
-    return lambda: end - time.monotonic()
 
 
 class Watchdog:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ...tuned.store import Store
 from ..time.ahead import Ahead
 from ..time.failures import DeviceLost
 from ..time.samples import Bench
@@ -53,11 +54,9 @@ class Tuner:
         bench: what to measure with.
         left: seconds left.
         ahead: compiles the candidates.
-        keep: stores a row of a kind of findings.
+        store: findings: each winner is put there, and verdicts and culprits of earlier runs read.
+        arch: of the GPU, for the rows.
         verify: verifies families of backends for a dtype and head dim, and says how far it is.
-        verified: verdicts that are known.
-        culprits: why candidates of choices, by the names of both, are passed over: they ended an
-            earlier run.
         trying: called with the names of a choice and of the candidate that is about to run, or "".
         show: called with the progress.
     """
@@ -65,10 +64,9 @@ class Tuner:
     bench: Bench
     left: Callable[[], float]
     ahead: Ahead
-    keep: Callable[[str, dict[str, Any]], object]
+    store: Store
+    arch: str
     verify: Callable[[Verification, Callable[[str], None]], Verdicts]
-    verified: Verdicts = field(default_factory=dict)
-    culprits: Mapping[tuple[str, str], str] = field(default_factory=dict)
     trying: Callable[[str, str], None] = lambda choice, candidate: None
     show: Callable[[Progress], None] = lambda progress: None
     tried: list[dict[str, Any]] = field(default_factory=list)
@@ -77,6 +75,14 @@ class Tuner:
     def __post_init__(self) -> None:
         # Tiles and shapes of plain calls that won, by dtype and head dim.
         self._best: dict[tuple[str, int], dict[str, Any]] = {}
+        self._verified: Verdicts = {
+            (row["backend"], row["family"], row["dtype"], row["head_dim"]): row["verdict"]
+            for row in self.store.read("verification")
+        }
+        self._culprits = {
+            (row["choice"], row["candidate"]): f"{row['reason']} ({row['date']})"
+            for row in self.store.read("culprits")
+        }
 
     def run(self, plan: Sequence[Step]) -> list[Record]:
         """Take the steps in their order, and record the outcome of each."""
@@ -92,7 +98,11 @@ class Tuner:
             def show(text: str, done: bool = False, number: int = number, of: Step = step) -> None:
                 self.show(Progress(number, len(plan), self.left(), of.name, text, done))
 
-            records.append(self._step(step, show))
+            show("")
+            if isinstance(step, Choice):
+                records.append(self._choose(step, show))
+            else:
+                records.append(Record(step.name, DONE, self._verify(step, show)))
             show(records[-1].text, done=True)
         return records
 
@@ -104,25 +114,12 @@ class Tuner:
                 ours = (candidate.implementation,)
                 self.ahead.submit((choice.name, candidate.name), few, ours, candidate.forced)
 
-    def _step(self, step: Step, show: Callable[[str], None]) -> Record:
-        show("")
-        if isinstance(step, Verification):
-            return Record(step.name, DONE, self._verify(step, show))
-        try:
-            return self._choose(step, show)
-        except DeviceLost as lost:
-            if lost.implementation in [candidate.name for candidate in step.candidates]:
-                self.keep("culprits", culprit(step.name, lost.implementation, lost.reason))
-            return Record(step.name, LOST, f"{lost.implementation}: {lost.reason}")
-
     def _verify(self, step: Verification, show: Callable[[str], None]) -> str:
-        def key(backend: str, family: str) -> tuple[str, str, str, int]:
-            return backend, family, step.dtype, step.head_dim
-
-        unknown = tuple(pair for pair in step.families if key(*pair) not in self.verified)
+        keys = {pair: (*pair, step.dtype, step.head_dim) for pair in step.families}
+        unknown = tuple(pair for pair, key in keys.items() if key not in self._verified)
         if unknown:
-            self.verified.update(self.verify(step._replace(families=unknown), show))
-        verdicts = {pair: self.verified.get(key(*pair), "not verified") for pair in step.families}
+            self._verified.update(self.verify(step._replace(families=unknown), show))
+        verdicts = {pair: self._verified.get(key, "not verified") for pair, key in keys.items()}
         bad = [f"{' '.join(pair)}: {said}" for pair, said in verdicts.items() if said != RIGHT]
         return "; ".join(bad) or "all right"
 
@@ -130,50 +127,55 @@ class Tuner:
         if (why_not := self._why_wrong(choice, choice.shipped)) and choice.kind != "backends":
             return Record(choice.name, SKIPPED, why_not)
         plain = choice.key.get("calls", "plain") == "plain"
-        seen: dict[str, float] = {}
+        times: dict[str, float] = {}
+        count = 0
 
         def remember(candidate: Candidate, outcome: float | str) -> None:
-            told = {"ms": outcome} if isinstance(outcome, float) else {"reason": outcome}
-            self.tried.append({**choice.key, **candidate.row, **told})
+            nonlocal count
+            count += 1
+            said = "ms" if isinstance(outcome, float) else "reason"
+            self.tried.append({**choice.key, **candidate.row, said: outcome})
             if isinstance(outcome, float):
-                seen[candidate.name] = outcome
-            count = f"{len(self.tried) - first} of {len(choice.candidates)}"
-            show(f"{count}{_best_so_far(choice, seen)}")
+                times[candidate.name] = outcome
+            show(f"{count} of {len(choice.candidates)}{_best_so_far(choice, times)}")
 
-        first = len(self.tried)
-        outcome = decide(
-            choice,
-            self.bench,
-            self.left,
-            lambda candidate: (
-                self._why_passed_over(choice, candidate)
-                or self._why_wrong(choice, candidate)
-                or self.ahead.why_not((choice.name, candidate.name), self.left(), choice.kernel)
-            ),
-            self._best.get(choice.size, {}) if plain else {},
-            remember,
-            lambda name: self.trying(choice.name, name),
-        )
         passed = [c.name for c in choice.candidates if self._why_passed_over(choice, c)]
         also = f"; passed over, for it ended an earlier run: {', '.join(passed)}" if passed else ""
+        try:
+            outcome = decide(
+                choice,
+                self.bench,
+                self.left,
+                lambda candidate: (
+                    self._why_passed_over(choice, candidate)
+                    or self._why_wrong(choice, candidate)
+                    or self.ahead.why_not((choice.name, candidate.name), self.left(), choice.kernel)
+                ),
+                self._best.get(choice.size, {}) if plain else {},
+                remember,
+                lambda name: self.trying(choice.name, name),
+            )
+        except DeviceLost as lost:
+            if lost.implementation in [candidate.name for candidate in choice.candidates]:
+                self.store.put("culprits", culprit(choice.name, lost.implementation, lost.reason))
+            return Record(choice.name, LOST, str(lost))
         row = outcome.row()
-        if row is None:
-            return Record(choice.name, DONE, _why_nothing(outcome) + also)
-        self.rows.append((choice.kind, row))
-        self.keep(choice.kind, row)
+        if row is not None:
+            self.rows.append((choice.kind, row))
+            self.store.put(choice.kind, row | {"arch": self.arch})
         if plain and outcome.best is not None:
             self._best.setdefault(choice.size, {}).update(outcome.best.forced)
         return Record(choice.name, DONE, _told(outcome) + also)
 
     def _why_passed_over(self, choice: Choice, candidate: Candidate) -> str | None:
-        why = self.culprits.get((choice.name, candidate.name))
+        why = self._culprits.get((choice.name, candidate.name))
         return None if why is None else f"ended an earlier run: {why}"
 
     def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
         dtype, _ = choice.size
         head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
         for backend, family in candidate.verified:
-            verdict = self.verified.get((backend, family, dtype, head_dim), RIGHT)
+            verdict = self._verified.get((backend, family, dtype, head_dim), RIGHT)
             if verdict != RIGHT:
                 return f"verification of {backend} {family} says: {verdict}"
         return None
@@ -184,29 +186,22 @@ def culprit(choice: str, candidate: str, reason: str) -> dict[str, Any]:
     return {"choice": choice, "candidate": candidate, "reason": reason}
 
 
-def _best_so_far(choice: Choice, seen: Mapping[str, float]) -> str:
-    if not seen:
+def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
+    if not times:
         return ""
-    best = min(seen, key=seen.__getitem__)
-    shipped = seen.get(choice.shipped.name)
-    gained = "" if shipped is None else f", {_percent(1 - seen[best] / shipped)} less"
-    return f"; best so far {best} {seen[best]:.4g} ms{gained}"
+    best = min(times, key=times.__getitem__)
+    shipped = times.get(choice.shipped.name)
+    gained = "" if shipped is None else f", {1 - times[best] / shipped:.1%} less".replace("%", " %")
+    return f"; best so far {best} {times[best]:.4g} ms{gained}"
 
 
 def _told(outcome: Outcome) -> str:
     shipped = outcome.choice.shipped.name
+    if outcome.best is None:
+        reasons = [x for x in outcome.times.values() if isinstance(x, str)]
+        return f"nothing was compared: {reasons[0] if reasons else 'the time was up'}"
     if outcome.winner is None:
         return f"{shipped} stays: nothing else saves more than 3 %"
     name, gain = outcome.winner
-    if shipped not in outcome.finals:
-        return f"{name} in place of {shipped}: {outcome.times.get(shipped)}"
-    return f"{name} in place of {shipped}: {_percent(gain)} less time"
-
-
-def _why_nothing(outcome: Outcome) -> str:
-    reasons = [x for x in outcome.times.values() if isinstance(x, str)]
-    return f"nothing was compared: {reasons[0] if reasons else 'the time was up'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    saved = f"{100 * gain:.1f} % less time" if shipped in outcome.finals else outcome.times[shipped]
+    return f"{name} in place of {shipped}: {saved}"

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...bench.time.failures import LOST
@@ -206,14 +207,24 @@ class ChildProcess:
     Args:
         command: and its arguments.
         environment: its variables.
+        log: file that what it writes to stderr is appended to; default one of its own.
+        listen: its stdout has messages; else the log has that too.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as the process
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        *,
+        listen: bool = True,
+    ) -> None:
+        # Open for as long as the process.
+        self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if listen else self._log,
             stderr=self._log,
             env=environment,
             start_new_session=True,
@@ -246,8 +257,7 @@ class ChildProcess:
         # One that waits in a driver ends when that lets it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        for file in (self._process.stdin, self._process.stdout, self._log):
-            assert file is not None
+        for file in filter(None, (self._process.stdin, self._process.stdout, self._log)):
             with contextlib.suppress(BrokenPipeError):
                 file.close()
 

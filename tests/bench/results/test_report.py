@@ -1,6 +1,5 @@
 """Reports, tables and the page of results, from fake results; the page of the repository."""
 
-import json
 import os
 import re
 import runpy
@@ -12,8 +11,8 @@ import torch
 
 from fastattn.bench.cases import case as cases
 from fastattn.bench.cases.figures import figures
-from fastattn.bench.results import charts, page
-from fastattn.bench.results.report import Report, markdown
+from fastattn.bench.results import charts, tables
+from fastattn.bench.results.report import Report, newest
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULTS = CHECKOUT / "bench" / "results"
@@ -73,10 +72,11 @@ def test_a_write_that_fails_leaves_the_old_file(report, monkeypatch):
 
 
 def test_table_has_every_figure_and_every_gap(report):
-    text = markdown(report.data)
+    text = tables.markdown(report.data)
     case = cases.sweep("forward", 128, 4096, causal=True)
     assert f"| {case.name} | {figures(case, 2.0)['tflops']:.3g} |" in text
-    assert f"| {case.name} | 1.50 |  |  |" in text  # 3 ms against 2 ms, no cuDNN, no flex
+    # 3 ms against 2 ms, no cuDNN, no flex.
+    assert f"| {case.name} | fastattn-triton | 1.50 |  |  |" in text
     assert "decode, GB/s of keys and values:" in text
     assert "flash-attn-3, cannot serve" in text
     assert "- late: not reached. the time was up" in text
@@ -84,11 +84,11 @@ def test_table_has_every_figure_and_every_gap(report):
 
 
 def test_page_names_what_ran_where(report, tmp_path):
-    nothing = page.page(tmp_path)
+    nothing = tables.page(tmp_path)
     assert "There is no such file yet" in nothing
     assert nothing.count("| not run | not run |") == 5
     (report.path.parent / "notes.md").write_text("before\n<!-- tables -->\nbehind\n")
-    text = page.page(report.path.parent)
+    text = tables.page(report.path.parent)
     assert "There is no such file yet" not in text
     ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
     assert f"| sm_90 | {ran} |" in text
@@ -96,20 +96,22 @@ def test_page_names_what_ran_where(report, tmp_path):
     assert text.startswith("before\n\n## Measured") and text.endswith("|\n\nbehind\n")
 
 
-def test_page_has_what_was_measured_outside_a_full_run(tmp_path):
-    (tmp_path / "probes").mkdir()
-    name = "h100-2026-11-22.json"
-    data = json.loads((RESULTS / "probes" / name).read_text())
-    (call, *_), data["calls"] = data["calls"], data["calls"][:1]
-    same = {"B": 1, "H": 2, "Hk": 2, "T": 3, "D": 4, "causal": True}
-    call["rows"] += [
-        {"job": "fwd", "name": implementation, **same, "ms": 1.0, "tflops": tflops}
-        for implementation, tflops in (("triton", 111.4), ("cudnn", 222.0), ("triton", 333.0))
-    ]
-    (tmp_path / "probes" / name).write_text(json.dumps(data))
-    text = page.page(tmp_path)
-    assert "| forward | causal | 1 | 2 | 3 | 4 | 333 |  |  |  |  | 222 |" in text
-    assert "| sm_90 | NVIDIA H100 80GB HBM3, 2026-11-22: in parts, see above | NVIDIA" in text
+def test_of_several_runs_the_newest_figure_is_shown_with_its_commit(report):
+    case = cases.sweep("forward", 128, 4096, causal=True)
+    report.data["environment"]["commit"] = "0123456789"
+    later = {**report.data, "started": "2001", "environment": {"commit": "abcdef012345"}}
+    ours = timed(case, "fastattn-hopper", 1.0)
+    wrong = {**timed(case, "fastattn-triton", 1.0), "status": "wrong", "reason": "too far off"}
+    later["results"] = [ours | {"commit": "fedcba9"}, wrong, timed(case, "sdpa-flash", 1.5)]
+    text = tables.markdown(later, report.data)
+    # The kernels of neither commit are known, so that they may have changed.
+    hopper, triton = (figures(case, ms)["tflops"] for ms in (1.0, 2.0))
+    flash = f"{figures(case, 1.5)['tflops']:.0f}"
+    row = f"| {case.name} | *{hopper:.0f}* fedcba9 | *{triton:.0f}* 0123456 | {flash} |"
+    assert row in text
+    # What `auto` takes there.
+    assert f"| {case.name} | fastattn-hopper | 1.50 |  |  |" in text
+    assert sum(x["case"]["name"] == case.name for x in newest([later, report.data])) == 3
 
 
 def run_script(monkeypatch, name, *arguments):
@@ -129,7 +131,7 @@ def test_the_page_in_the_repository_agrees_with_its_files(monkeypatch):
 def test_check_fails_on_a_figure_that_was_changed(report, changed, monkeypatch, capsys):
     folder = report.path.parent
     assert run_script(monkeypatch, "results_table.py", "--results", folder) == 0
-    assert page.check(folder) == ""
+    assert tables.check(folder) == ""
     readme = folder / "README.md"
     if changed == "page":
         assert "| 1.50 |" in readme.read_text()

@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from fastattn.bench.cases import case as cases
-from fastattn.bench.cases.registry import IMPLEMENTATIONS, ONE_PASS, OURS
+from fastattn.bench.cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
 from fastattn.bench.time import ahead
 from fastattn.bench.time.ahead import Ahead
 from fastattn.bench.time.jobs import gpu_jobs
@@ -50,11 +50,15 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
     for case in (FIRST, cases.sweep("forward", 64, 16384, causal=True), backward):
         found.submit(case.name, [case])
     by_triton = [request for request in pool.requests if "hopper" not in request[1]]
-    assert by_triton == [(FIRST.name, OURS), (backward.name, OURS), (backward.name, ONE_PASS)]
+    assert by_triton == [
+        (FIRST.name, PORTABLE),
+        (backward.name, PORTABLE),
+        (backward.name, ONE_PASS),
+    ]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     tile = {"forward": TileConfig(64, 64)}
-    found.submit("a tile", [FIRST], [OURS], tile)
-    found.submit("it again", [FIRST], [OURS], tile)
+    found.submit("a tile", [FIRST], [PORTABLE], tile)
+    found.submit("it again", [FIRST], [PORTABLE], tile)
     assert len(pool.requests) == len(by_triton) + 1 + sum("hopper" in r[1] for r in pool.requests)
     found.close()
     assert pool.closed
@@ -83,8 +87,8 @@ def fact(spilled=0, fits=True, spills=0, name=KERNEL):
 def test_what_is_not_worth_a_launch(facts, why_not):
     pool = Pool()
     found = Ahead("sm_90", pool=pool)
-    found.submit("a", [FIRST], [OURS])
-    found.submit("b", [SECOND], [OURS])  # would be waited for for ever
+    found.submit("a", [FIRST], [PORTABLE])
+    found.submit("b", [SECOND], [PORTABLE])  # would be waited for for ever
     if isinstance(facts, list):
         pool.futures[0].set_result(facts)
     elif facts is not None:
@@ -104,7 +108,7 @@ def test_the_jobs_of_a_run_say_what_they_launch():
     assert by_name[FIRST.name].compiles == (FIRST,)
     (case,) = by_name["training-T1024"].compiles
     assert (case.B * case.T_q, case.H_q * case.D) == (16384, 768)
-    assert set(ahead.OURS) <= {i.name for i in IMPLEMENTATIONS}
+    assert set(ahead.COMPILED) <= {i.name for i in IMPLEMENTATIONS}
 
 
 def cache_hits() -> list[tuple[str, bool]]:
@@ -121,7 +125,7 @@ def cache_hits() -> list[tuple[str, bool]]:
                 forget()
                 triton.knobs.compilation.listener = note
                 try:
-                    ahead.launch(case, OURS, {})
+                    ahead.launch(case, PORTABLE, {})
                 finally:
                     triton.knobs.compilation.listener = None
     # Other tests of this process would look for the kernel in the folder, which is gone.
@@ -143,6 +147,6 @@ def test_a_forced_tile_is_the_one_that_is_compiled(compile_pool: CompilePool):
     found = Ahead("sm_90", pool=compile_pool)
     tiles = {"fits": TileConfig(64, 32, 4, 1), "too large": TileConfig(128, 128, 8, 8)}
     for name, tile in tiles.items():
-        found.submit(name, [FIRST], [OURS], {"forward": tile})
+        found.submit(name, [FIRST], [PORTABLE], {"forward": tile})
     assert found.why_not("fits", 1e6, KERNEL) is None
     assert "shared memory" in found.why_not("too large", 1e6, KERNEL)

@@ -1,7 +1,5 @@
 """GPU, clocks, power and versions from a fake nvidia-smi."""
 
-import subprocess
-
 import pytest
 
 from fastattn.bench.time import environment
@@ -11,19 +9,18 @@ def nothing(command):
     raise OSError("no such program")
 
 
-def test_nvidia_smi_is_read_and_a_field_that_a_driver_lacks_left_out():
+def test_nvidia_smi_is_read_and_a_field_without_a_value_left_out():
     def run(command):
         assert not any(word.startswith(("-pm", "-lgc", "-pl", "-ac", "-r")) for word in command)
-        field = command[-1].removeprefix("--query-gpu=")
-        if field == "clocks_event_reasons.active":
-            raise subprocess.CalledProcessError(2, command)
-        return {"driver_version": "580.1.2", "power.limit": "[N/A]"}.get(field, "1980")
+        return "580.1.2, 1980, 2619.5, [N/A], 48"
 
-    found = environment.smi(run)
-    assert (found["driver"], found["power_limit_w"]) == ("580.1.2", None)
-    assert found["max_sm_clock_mhz"] == 1980
-    assert "clock_limits" not in found
-    assert environment.smi(nothing) == {}
+    assert environment.smi(run) == {
+        "driver": "580.1.2",
+        "max_sm_clock_mhz": 1980.0,
+        "max_memory_clock_mhz": 2619.5,
+        "temperature_c": 48.0,
+    }
+    assert environment.smi(nothing) == environment.smi(lambda command: "580.1.2") == {}
 
 
 def test_clocks_are_read_once_by_nvidia_smi_and_by_nvml_often(monkeypatch):
@@ -55,4 +52,4 @@ def test_a_clock_that_cannot_be_read_is_left_out(nvml):
 def test_environment_of_this_machine():
     found = environment.collect(nothing)
     assert found["versions"]["torch"] and found["versions"]["fastattn"]
-    assert found["commit"] is None
+    assert found["commit"] is None and set(found["kernels"]) == set(environment.SOURCES)

@@ -16,14 +16,15 @@ import torch
 from fastattn import reference
 from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.implementation import Implementation
-from fastattn.bench.results.report import Report
-from fastattn.bench.time import full_run, jobs, numeric_tests, suite
+from fastattn.bench.results.report import Report, newest
+from fastattn.bench.time import environment, full_run, jobs, numeric_tests, suite
 from fastattn.bench.time.attention import run_case
 from fastattn.bench.time.failures import LOST, DeviceLost
 from fastattn.bench.time.jobs import Job, gpu_jobs, record
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.bench.time.suite import FINISHED, run_jobs
-from fastattn.bench.time.supervise import Budget, ProcessGroup, supervise
+from fastattn.bench.time.supervise import supervise
+from fastattn.testing.verify.supervise import ChildProcess
 from fastattn.training.step_timing import StepTiming
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -51,37 +52,39 @@ class Hang(BaseException):
 
 
 class Process:
-    """A fake: `life` is all that it does, and returns its exit code, or raises Crash or Hang."""
+    """A fake: `life(tell)` is all that it does; returns its exit code, raises Crash or Hang."""
 
     def __init__(self, life):
-        self._life, self.code, self.heard = life, None, []
+        self._life, self.code, self.killed, self._told = life, None, False, []
 
     def poll(self):
         if self._life is not None:
             life, self._life = self._life, None
             try:
-                self.code = life()
+                self.code = life(lambda **message: self._told.append(message))
             except Crash:
                 self.code = -11
             except Hang:
                 pass
         return self.code
 
-    def interrupt(self):
-        self.heard.append("interrupt")
+    def messages(self):
+        told, self._told = self._told, []
+        return json.loads(json.dumps(told))
 
     def kill(self):
-        self.heard.append("kill")
-        self.code = -9 if self.code is None else self.code
+        self.killed = True
 
 
-def job(name, run=None, *, clock=None, kinds=()):
-    """A job that tells that ours runs, takes 6 seconds of a clock, and calls run(broken)."""
+def hang(tell):
+    raise Hang
+
+
+def job(name, run=None, kinds=()):
+    """A job that tells that ours runs, and calls run(broken)."""
 
     def measure(bench, broken, announce):
         announce("ours", "runs")
-        if clock is not None:
-            clock.sleep(6)
         if run is not None:
             run(broken)
         return [record("family", name, "ours", figure=1)]
@@ -94,11 +97,6 @@ def raising(error):
         raise error
 
     return run
-
-
-def breaks(broken):
-    if "ours" not in broken:
-        raise DeviceLost("ours", "illegal access")
 
 
 @pytest.fixture
@@ -114,38 +112,40 @@ def names(report):
     return [r["case"]["name"] for r in on_disk(report)["results"]]
 
 
-def go_on(jobs, report):
-    """Another process with the report that is on disk."""
-    return run_jobs(jobs, Report.load(report.path), BENCH, lambda: 1)
+def supervised(report, jobs, bench=BENCH, lives=(), seconds=600, clock=None):
+    """How it ended, and the processes; what they do, if not as `suite` does."""
+    clock, made, plans, lives = clock or Clock(), [], [], iter(lives)
+
+    def start(plan):
+        def life(tell):
+            return run_jobs([j for j in jobs if j.name in plan["jobs"]], plan, bench, tell)
+
+        plans.append(plan)
+        made.append(Process(next(lives, life)))
+        return made[-1]
+
+    end = clock() + seconds
+    ended = supervise(jobs, report, start, lambda: end - clock(), sleep=clock.sleep, clock=clock)
+    return ended, made
 
 
-def test_a_job_that_fails_is_recorded_and_a_second_process_goes_on(report):
+def test_a_job_that_fails_is_recorded_and_a_second_run_goes_on(report):
     failing = [job("a"), job("b", raising(RuntimeError("no\n luck"))), job("c")]
-    assert run_jobs(failing, report, BENCH, lambda: 1) == FINISHED
+    assert supervised(report, failing)[0] == "finished"
     assert on_disk(report)["jobs"]["b"] == {
-        **on_disk(report)["jobs"]["b"],
         "status": "broken off",
         "reason": "RuntimeError: no luck",
     }
-    assert go_on([*failing, job("d")], report) == FINISHED
+    again = Report.load(report.path)
+    assert supervised(again, [*failing, job("d")])[0] == "finished"
     assert names(report) == ["a", "c", "d"]
 
 
-def test_budget_is_kept_and_what_was_not_reached_is_named(report):
-    clock = Clock()
-    timed = [job(name, clock=clock) for name in "abcd"]
-    run_jobs(timed, report, BENCH, Budget(10, clock).left, clock)
-    assert names(report) == ["a", "b"]
-    assert on_disk(report)["jobs"]["a"] == {"status": "done", "seconds": 6}
-    assert on_disk(report)["jobs"]["d"] == {"status": "not reached", "reason": "the time was up"}
-
-
-def test_every_job_is_on_disk_before_the_next_begins(report):
-    seen = []
-    look = job("b", lambda broken: seen.append((names(report), report.running())))
-    run_jobs([job("a"), look], report, BENCH, lambda: 1)
-    ((done, (running, state)),) = seen
-    assert (done, running, state["at"]) == (["a"], "b", "ours")
+def test_every_job_is_on_disk_before_the_next_message(report, monkeypatch):
+    saved, save = [], report.save
+    monkeypatch.setattr(report, "save", lambda: (save(), saved.append(names(report))))
+    supervised(report, [job("a"), job("b")])
+    assert saved[:2] == [["a"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,9 @@ def test_a_lost_device_costs_one_implementation(report, who, broken, left):
         if who not in known:
             raise DeviceLost(who, "illegal access")
 
-    both = [job("a", run), job("b")]
-    assert run_jobs(both, report, BENCH, lambda: 1) == LOST
+    ended, processes = supervised(report, [job("a", run), job("b")])
+    assert (ended, [p.code for p in processes]) == ("finished", [LOST, FINISHED])
     assert on_disk(report)["broken"] == broken
-    assert go_on(both, report) == FINISHED
     assert names(report) == left
 
 
@@ -176,7 +175,7 @@ def test_a_device_lost_in_a_turn_has_the_job_run_one_by_one(report):
             raise DeviceLost("theirs" if bench.alone else "the timing", "illegal access")
         return []
 
-    assert [go_on([Job("a", measure)], report) for _ in range(3)] == [LOST, LOST, FINISHED]
+    assert supervised(report, [Job("a", measure)])[0] == "finished"
     assert seen == [(False, []), (True, []), (False, ["theirs"])]
 
 
@@ -192,9 +191,11 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(report, er
         if error is not None:
             raise error
 
-    assert run_jobs([job("a", run), job("b")], report, Bench(timer), lambda: 1) == LOST
-    assert "ours" in on_disk(report)["broken"]["a"]
-    assert "b" not in on_disk(report)["jobs"]
+    told = []
+    plan = {"broken": {}, "alone": []}
+    code = run_jobs([job("a", run), job("b")], plan, Bench(timer), lambda **x: told.append(x))
+    assert (code, told[-1]["at"]) == (LOST, "ours")
+    assert {"job": "b"} not in told
 
 
 def test_who_ended_the_process_sits_out_what_runs_the_same(report):
@@ -203,6 +204,10 @@ def test_who_ended_the_process_sits_out_what_runs_the_same(report):
     def look(name, *kinds):
         return job(name, lambda broken: seen.setdefault(name, sorted(broken)), kinds=kinds)
 
+    def breaks(broken):
+        if "ours" not in broken:
+            raise DeviceLost("ours", "illegal access")
+
     plan = [
         look("forward", "forward"),
         job("breaks", breaks, kinds=("forward", "backward")),
@@ -210,67 +215,35 @@ def test_who_ended_the_process_sits_out_what_runs_the_same(report):
         look("longer", "forward", "backward"),
         look("decode", "decode"),
     ]
-    assert [go_on(plan, report) for _ in range(2)] == [LOST, FINISHED]
+    assert len(supervised(report, plan)[1]) == 2
     assert seen == {"forward": [], "padded": [], "longer": ["ours"], "decode": []}
-
-
-def test_who_does_the_same_for_long_gives_a_sign_of_life_and_not_at_each_step(report, monkeypatch):
-    clock, saved = Clock(), []
-
-    def measure(bench, broken, announce):
-        monkeypatch.setattr(report, "save", lambda: saved.append(clock.now))
-        for step in range(5):
-            clock.now = 0.4 * step
-            announce("ours", "runs")
-        announce("theirs", "runs")
-        monkeypatch.undo()
-        return []
-
-    run_jobs([Job("a", measure)], report, BENCH, lambda: 1, clock)
-    assert saved == pytest.approx([0.0, 1.2, 1.6])
-
-
-def supervised(report, *lives, seconds=600, clock=None):
-    """How it ended, and the processes that were started, one for each life."""
-    clock, made = clock or Clock(), []
-
-    def start(left):
-        made.append(Process(lives[len(made)]))
-        return made[-1]
-
-    left = Budget(seconds, clock).left
-    return supervise(start, report.path, left, sleep=clock.sleep, clock=clock), made
 
 
 @pytest.mark.parametrize(("doing", "limit"), [("prepares", 90), ("runs", 25)])
 def test_a_hang_is_ended_and_blamed(report, doing, limit):
     clock = Clock()
 
-    def hang():
-        state = {"at": "flex", "doing": doing, "blamed": "forward", "alone": False}
-        report.data["jobs"]["a"] = {"status": "running", **state}
-        report.save()
+    def life(tell):
+        tell(job="a")
+        tell(at="flex", doing=doing)
         raise Hang
 
-    outcome, (first, _) = supervised(report, hang, lambda: 0, clock=clock)
-    assert (outcome, first.heard[0]) == ("finished", "kill")
+    plan = [job("a", kinds=("forward",))]
+    outcome, (first, _) = supervised(report, plan, lives=[life], clock=clock)
+    assert (outcome, first.killed) == ("finished", True)
     why = f"made no progress for {limit} s (in a)"
     assert on_disk(report)["broken"] == {"forward": {"flex": why}}
     assert limit < clock.now < limit + 5
 
 
-def hanging():
-    raise Hang
-
-
 def test_the_time_is_kept_whatever_the_process_does(report):
     clock = Clock()
-    report.data["jobs"]["a"] = {"status": "running", "at": "ours"}
-    report.save()
-    outcome, (process,) = supervised(report, hanging, seconds=50, clock=clock)
-    assert (outcome, process.heard[0]) == ("the time was up", "kill")
+    plan = [job("a"), job("b")]
+    outcome, (process,) = supervised(report, plan, lives=[hang], seconds=50, clock=clock)
+    assert (outcome, process.killed) == ("the time was up", True)
     assert clock.now < 51
-    assert on_disk(report)["jobs"]["a"] == {"status": "not reached", "reason": "the time was up"}
+    left = {"status": "not reached", "reason": "the time was up"}
+    assert on_disk(report)["jobs"] == {"a": left, "b": left}
     assert on_disk(report)["broken"] == {}
 
 
@@ -282,7 +255,7 @@ def test_the_time_is_kept_whatever_the_process_does(report):
     ],
 )
 def test_a_process_that_dies_at_once_is_not_started_for_ever(report, code, outcome):
-    ended, processes = supervised(report, lambda: code)
+    ended, processes = supervised(report, [job("a")], lives=[lambda tell: code] * 9)
     assert (ended, len(processes)) == (outcome, 1)
 
 
@@ -297,18 +270,26 @@ CASES = [
 
 
 class Worker:
-    """The measuring process, with a device and implementations that are made up."""
+    """A device and implementations that are made up."""
 
-    def __init__(self, path):
-        self.path, self.lost, self.calls = path, False, {}
-
-    def __call__(self):
+    def __init__(self):
+        self.lost, self.calls = False, {}
         timer = HostTimer()
         timer.synchronize = self.synchronize
-        bench = Bench(timer, Effort(warm_up=1, target_ms=0, least=4, most=4, pause=0))
-        plan = [self.job(case) for case in CASES]
-        plan += [job("layer", raising(ValueError("no such layer"))), job("import")]
-        return run_jobs(plan, Report.load(self.path), bench, lambda: 1)
+        self.bench = Bench(timer, Effort(warm_up=1, target_ms=0, least=4, most=4, pause=0))
+        self.jobs = [self.job(case) for case in CASES]
+        self.jobs += [job("layer", raising(ValueError("no such layer"))), job("import")]
+
+    def life(self, plan):
+        """What `suite` does, in a new process."""
+
+        def live(tell):
+            self.lost, self.calls = False, {}
+            tell(environment={"gpu": None}, ceilings={})
+            chosen = [job for job in self.jobs if job.name in plan["jobs"]]
+            return run_jobs(chosen, plan, self.bench, tell)
+
+        return live
 
     def synchronize(self):
         if self.lost:
@@ -354,17 +335,17 @@ class Worker:
         self.lost = self.lost or (case.window is not None and calls > 4)
 
 
-def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys):
+def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, monkeypatch):
     """One crashes, one hangs, one loses the device behind its calls, one is wrong."""
-    out, clock = tmp_path / "out", Clock()
-    commands = []
+    clock, worker, commands = Clock(), Worker(), []
 
-    def start(command, log, environment):
+    def start(command, environment, log):
         commands.append((command, log.name, environment["PYTHONSAFEPATH"]))
-        return Process(Worker(out / "results.json"))
+        return Process(worker.life(json.loads(command[-1])))
 
+    monkeypatch.setattr(full_run, "gpu_jobs", lambda which: worker.jobs)
     report = full_run.run_all(
-        out,
+        tmp_path / "out",
         CHECKOUT,
         "quick",
         1000,
@@ -378,7 +359,7 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys):
     # Two for who crashes and who hangs; who loses the device is found in a second run of its job.
     assert len(commands) == 5
     command, log, safe = commands[0]
-    assert command[1:3] == ["-m", suite.__name__] and "--set quick" in " ".join(command)
+    assert command[1:4] == ["-m", suite.__name__, "quick"]
     assert (log, safe) == ("log.txt", "1")
     broken = report.data["broken"]
     assert "exit code -11" in broken["backward"]["crashes"]
@@ -391,7 +372,7 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys):
     statuses = {name: job["status"] for name, job in report.data["jobs"].items()}
     assert statuses.pop("layer") == "broken off"
     assert len(statuses) == 6 and set(statuses.values()) == {"done"}
-    results = report.data["results"]
+    results = on_disk(report)["results"]
     failed = {
         (r["case"]["name"], r["implementation"], r["status"])
         for r in results
@@ -409,26 +390,59 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys):
     assert "ValueError: no such layer" in said and "exceeds the budget" in said
 
 
-def test_a_run_tunes_for_what_is_left_and_ends_what_hangs(tmp_path):
+@pytest.mark.parametrize("part", ["tests", "tuning"])
+def test_a_run_ends_what_hangs_and_tunes_for_what_is_left(tmp_path, part):
     """The findings are beside the report, and a file of them is taken in."""
     out, clock, started = tmp_path / "out", Clock(), []
 
-    def start(command, log, environment):
-        process = Process(hanging)
-        started.append((command, environment["FASTATTN_CACHE_DIR"], process))
+    def start(command, environment, log, listen):
+        process = Process(hang)
+        started.append((command, environment, process))
         return process
 
-    skip = ("tests", "suite")
+    skip = set(full_run.PARTS) - {part}
     report = full_run.run_all(
         out, CHECKOUT, "full", 100, "x", skip=skip, start=start, sleep=clock.sleep, clock=clock
     )
-    ((command, folder, process),) = started
+    ((command, variables, process),) = started
+    assert process.killed and clock.now == pytest.approx(80, abs=1)
+    if part == "tests":
+        assert command == numeric_tests.command(CHECKOUT)
+        assert variables[numeric_tests.OUTCOMES] == str(out / "tests.jsonl")
+        assert report.data["tests"]["status"] == "the time was up"
+        return
     assert command[1:4] == ["-m", "fastattn", "tune"]
     assert command[4:] == ["--export", str(out / "tuned.json"), "--seconds", "75"]
-    assert folder == str(out / "findings")
-    assert process.heard == ["kill"] and clock.now == pytest.approx(80, abs=1)
+    assert variables["FASTATTN_CACHE_DIR"] == str(out / "findings")
     assert {p.name for p in out.iterdir()} == {"results.json", "results.md"}
     assert full_run.summary(report.data) == "suite: not run; 0 of 0 jobs done"
+
+
+def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypatch):
+    clock, plans = Clock(), []
+
+    def data(name, **kernels):
+        case = {"family": "decode", "name": name}
+        timed = {"case": case, "implementation": "fastattn-triton", "status": "timed"}
+        about = {"commit": "0123456789", "kernels": environment.fingerprints() | kernels}
+        return {"started": "2026", "environment": about, "results": [timed]}
+
+    def start(command, environment, log):
+        plans.append(json.loads(command[-1])["jobs"])
+        return Process(lambda tell: suite.NO_GPU)
+
+    monkeypatch.setattr(full_run, "gpu_jobs", lambda which: [job(name) for name in "abc"])
+    earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
+    full_run.run_all(
+        tmp_path, CHECKOUT, "quick", 100, "x", skip=("tests",), earlier=earlier, start=start,
+        sleep=clock.sleep, clock=clock,
+    )  # fmt: skip
+    assert plans == [["b", "a", "c"]]
+    assert [(x["commit"], x["stale"]) for x in newest(earlier)] == [
+        ("0123456", False),
+        ("0123456", True),
+        ("0123456", False),
+    ]
 
 
 def test_shares_leave_most_of_the_time_to_the_measurements():
@@ -436,9 +450,9 @@ def test_shares_leave_most_of_the_time_to_the_measurements():
         assert sum(full_run.shares(seconds).values()) <= 0.5 * seconds
 
 
-def test_a_group_of_processes_is_killed_together(tmp_path):
+def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(tmp_path):
     log = tmp_path / "log"
-    process = ProcessGroup(["sh", "-c", "sleep 1000 & echo $!; wait"], log)
+    process = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; wait"], log=log, listen=False)
     while not (child := log.read_text()).endswith("\n"):
         assert process.poll() is None
     process.kill()
@@ -448,40 +462,40 @@ def test_a_group_of_processes_is_killed_together(tmp_path):
     assert state.stdout.strip()[:1] in (b"", b"Z")
 
 
-def test_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
+def test_the_suite_tells_of_the_gpu_once_and_measures_what_is_planned(monkeypatch):
+    """On a GPU that is made up."""
+    told = []
+
+    def main(new):
+        plan = {"jobs": ["b"], "broken": {}, "alone": [], "new": new}
+        return suite.main("full", plan, lambda **message: told.append(message))
+
     monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: False)
-    assert suite.main(["--report", str(tmp_path / "r.json")]) == suite.NO_GPU
-    assert "no GPU" in capsys.readouterr().err
-    assert not (tmp_path / "r.json").exists()
-
-
-def test_the_suite_measures_what_the_report_lacks(report, monkeypatch):
-    """On a GPU that is made up: its environment and ceilings once, jobs until the time is up."""
-    asked = []
+    assert main(new=True) == suite.NO_GPU
     monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(suite.tiles, "current_arch", lambda: "an imaginary one")
     monkeypatch.setattr(suite, "gpu_bench", lambda which: BENCH)
-    monkeypatch.setattr(suite, "gpu_jobs", lambda which: [job(which), job("b")])
-    monkeypatch.setattr(suite, "ceilings", lambda bench: asked.append("ceilings") or {"x": 1.0})
-    told = {"gpu": None}
-    monkeypatch.setattr(suite.environment, "collect", lambda: asked.append("environment") or told)
-    for _ in range(2):
-        assert suite.main(["--report", str(report.path), "--set", "minute"]) == FINISHED
-    assert asked == ["environment", "ceilings"]
-    assert names(report) == ["minute", "b"]
+    monkeypatch.setattr(suite, "gpu_jobs", lambda which: [job("a"), job("b")])
+    monkeypatch.setattr(suite, "ceilings", lambda bench: {"x": 1.0})
+    monkeypatch.setattr(suite.environment, "collect", lambda: {"gpu": None})
+    assert (main(new=True), main(new=False)) == (FINISHED, FINISHED)
+    about, *first = told[: len(told) // 2 + 1]
+    assert about == {"environment": {"gpu": None}, "ceilings": {"x": 1.0}}
+    assert first == told[len(first) + 1 :]
+    assert [next(iter(message)) for message in first] == ["job", "at", "at", "records"]
 
 
 @pytest.mark.parametrize("which", ["quick", "full"])
 def test_jobs_begin_with_the_aims(which):
+    """Plain calls, decoding, options, and then host costs and training."""
     found = [job.name for job in gpu_jobs(which)]
     assert len(found) == len(set(found))
     assert found[0] == "forward-B4-H16-T4096-D128-causal"
-    others = [found.index(name) for name in ("host cost of a call", "first call", "import")]
-    before = found[: min(others)]
-    for kind in ("decode-fwd-B32", "decode-fwd-B1", "forward-B1-H64:8", "backward-B1-H64:8"):
-        assert any(name.startswith(kind) for name in before)
-    assert any("window" in name for name in before)
-    assert max(others) < 30
+    others = ["host cost of a call", "training-T1024", "first call", "import"]
+    kinds = ("forward-B1-H64:8", "backward-B1-H64:8", "decode-fwd-B32", "decode-fwd-B1", "masks")
+    places = [next(n for n, x in enumerate(found) if x.startswith(kind)) for kind in kinds]
+    places += [found.index(name) for name in others]
+    assert places == sorted(places) and places[-1] < 36
 
 
 def test_training_tells_who_trains_and_leaves_out_who_is_broken(monkeypatch):
@@ -494,8 +508,11 @@ def test_training_tells_who_trains_and_leaves_out_who_is_broken(monkeypatch):
     training = next(job for job in gpu_jobs("quick") if job.name == "training-T1024")
     announced = []
     records = training.run(BENCH, {"fastattn-triton": "hung"}, lambda *told: announced.append(told))
-    assert announced == [("fastattn-torch", "prepares"), ("fastattn-torch", "runs")]
+    assert announced == [
+        (name, doing) for name in ("fastattn", "fastattn-torch") for doing in ("prepares", "runs")
+    ]
     assert {r["implementation"]: r["status"] for r in records} == {
+        "fastattn": "timed",
         "fastattn-triton": "cannot serve",
         "fastattn-torch": "timed",
     }
@@ -514,39 +531,28 @@ def test_innocent(): pass
 """
 
 
-class Pytest(Process):
-    """Pytest in this process, whose exit ends its session."""
-
-    def __init__(self, command, monkeypatch):
-        super().__init__(lambda: int(pytest.main([*command, "-p", "no:cacheprovider", "-q"])))
-        # Both would be for good.
-        monkeypatch.setattr(numeric_tests.signal, "signal", lambda *handler: None)
-        monkeypatch.setattr(numeric_tests.os, "_exit", lambda code: pytest.exit("lost", code))
-
-
 def test_a_second_call_goes_on_with_the_tests_that_have_no_outcome(tmp_path, monkeypatch, capsys):
     """The first is interrupted in a test; then a test loses the device, which ends its process."""
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    file, found = tmp_path / "test_it.py", tmp_path / "tests.jsonl"
+    file, path = tmp_path / "test_it.py", tmp_path / "tests.jsonl"
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    # It would be for good.
+    monkeypatch.setattr(numeric_tests.os, "_exit", lambda code: pytest.exit("lost", code))
 
     def run(last):
-        # A module of another name, or the first one would be run again.
-        here = file.rename(tmp_path / "test_it.py")
-        here.write_text(TESTS.replace("LAST", last))
+        file.write_text(TESTS.replace("LAST", last))
         sys.modules.pop("test_it", None)
-        return numeric_tests.run(
-            ["-c", str(tmp_path / "pytest.ini"), "--import-mode=importlib", str(here)],
-            found,
-            100,
-            start=lambda command: Pytest(command, monkeypatch),
-            clock=Clock(),
-        )
+        for name, value in numeric_tests.variables(path).items():
+            monkeypatch.setenv(name, value)
+        options = ["-c", str(tmp_path / "pytest.ini"), "--import-mode=importlib", "-q"]
+        plugins = ["-p", numeric_tests.__name__, "-p", "no:cacheprovider"]
+        code = pytest.main([*options, *plugins, str(file)])
+        return numeric_tests.summary(path, int(code))
 
-    file.touch()
     said = run("raise KeyboardInterrupt")
     assert said["status"] == "pytest ended with code 2"
     assert (said["passed"], said["failed"], said["skipped"]) == (2, 1, 1)
-    assert "assert 2 == 1" in capsys.readouterr().out
+    assert "assert 2 == 1" in path.read_text()
 
     def lost():
         raise RuntimeError("illegal access")
@@ -556,20 +562,11 @@ def test_a_second_call_goes_on_with_the_tests_that_have_no_outcome(tmp_path, mon
     said = run("raise RuntimeError('illegal access')")
     assert said["status"] == f"pytest ended with code {LOST}"
     assert [name.partition("::")[2] for name in said["failures"]] == ["test_bad[2]", "test_last"]
+    capsys.readouterr()
     said = run("pass")
     assert (said["status"], said["passed"], said["failed"]) == ("finished", 3, 2)
-    out = capsys.readouterr().out
-    assert "test_good" not in out and "1 passed" in out
+    assert "1 passed" in capsys.readouterr().out
     assert run("pass")["status"] == "finished"  # no test is left
-
-
-def test_tests_that_do_not_heed_an_interrupt_are_killed(tmp_path):
-    clock, process = Clock(), Process(hanging)
-    found = numeric_tests.run(
-        [], tmp_path / "tests.jsonl", 100, start=lambda c: process, sleep=clock.sleep, clock=clock
-    )
-    assert process.heard[:2] == ["interrupt", "kill"]
-    assert found["status"] == "the time was up" and found["seconds"] == pytest.approx(100, abs=0.3)
 
 
 def test_a_line_that_a_kill_has_cut_is_no_outcome(tmp_path):

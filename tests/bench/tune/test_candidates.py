@@ -2,8 +2,16 @@
 
 import pytest
 
-from fastattn.bench.tune.candidates import candidates, hopper_candidates, hopper_shipped
-from fastattn.bench.tune.entries import BY_KEYS, CALLS, DTYPES, NEW_TOKENS, TableEntry
+from fastattn.bench.tune.candidates import (
+    BY_KEYS,
+    CALLS,
+    DTYPES,
+    NEW_TOKENS,
+    TableEntry,
+    candidates,
+    hopper_candidates,
+    hopper_shipped,
+)
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options

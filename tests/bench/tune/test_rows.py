@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastattn.bench.tune.candidates import CALLS, Shape, TableEntry
 from fastattn.bench.tune.choices import (
     backend_choice,
     hopper_choice,
@@ -10,7 +11,6 @@ from fastattn.bench.tune.choices import (
     split_choice,
     tile_choice,
 )
-from fastattn.bench.tune.entries import CALLS, Shape, TableEntry
 from fastattn.bench.tune.trial import Outcome
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
@@ -24,7 +24,7 @@ SHARED = 227 * 1024
 
 def stored(tmp_path, choice) -> dict:
     """The row of a choice in which the last candidate takes half of the shipped one's time."""
-    last = choice.others[-1]
+    last = choice.candidates[-1]
     samples = {choice.shipped.name: [[2.0] * 10], last.name: [[1.0] * 10]}
     finals = {name: each * len(choice.cases) for name, each in samples.items()}
     row = Outcome(choice, {}, finals).row()
@@ -47,7 +47,7 @@ def test_tiles_of_every_class_are_looked_up(tmp_path, calls):
     choice = tile_choice(TableEntry("backward_dq", 2, 64, calls), "sm_90", SHARED)
     tiles.install([stored(tmp_path, choice)], tiles.current_device())
     found = tiles.lookup("backward_dq", 2, 64, calls)
-    assert found == choice.others[-1].forced["backward_dq"]
+    assert found == choice.candidates[-1].forced["backward_dq"]
     others = {"plain", "masked", "bias", "scores", "heavy"} - {calls}
     # Calls without a row of their own take that of a wider class.
     wider = {"plain": {"masked"}, "scores": {"bias"}, "heavy": {"bias", "scores"}}.get(calls, set())
@@ -66,11 +66,11 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
         assert tile_table.fp8_config(64, True) != found, "calls that are short of registers"
     else:
         found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
-    assert found == choice.others[-1].forced[kernel]
+    assert found == choice.candidates[-1].forced[kernel]
     if kernel == "hopper_forward":
-        assert found.SLACK == 0 and choice.others[-1].name.endswith("no slack)")
+        assert found.SLACK == 0 and choice.candidates[-1].name.endswith("no slack)")
     if kernel == "hopper_one_pass":
-        assert not found.DQ_BY_TMA and choice.others[-1].name.endswith("threads add)")
+        assert not found.DQ_BY_TMA and choice.candidates[-1].name.endswith("threads add)")
 
 
 def test_splits_of_decoding_are_looked_up(tmp_path, monkeypatch):

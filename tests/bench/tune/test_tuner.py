@@ -11,7 +11,7 @@ from planned_tuning import FORWARD, NAMES, VERIFY, A, B, C, choice, prepare_look
 from fastattn.bench.tune import trial, tune
 from fastattn.bench.tune.choices import Candidate, Choice
 from fastattn.bench.tune.plan import Gpu
-from fastattn.bench.tune.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Progress, Record
+from fastattn.bench.tune.tuner import DONE, LOST, NOT_REACHED, SKIPPED, Progress, Record, culprit
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attend
 from fastattn.testing.verify import Finding
@@ -40,7 +40,7 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
         DONE,
         "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time",
     )
-    ((kind, row),) = run.kept
+    ((kind, row),) = run.store.rows
     assert (
         kind == "tiles" and {name: row[name] for name in choice(kernel).key} == choice(kernel).key
     )
@@ -61,7 +61,7 @@ def test_what_is_not_surely_faster_does_not_win(lookups_alone, times):
     run = tuner({A: 3.0, B: times, C: 9.0})
     (record,) = run.run([choice()])
     assert record.text == "(32, 16, 4, 1) stays: nothing else saves more than 3 %"
-    ((_, row),) = run.kept
+    ((_, row),) = run.store.rows
     assert (row["BLOCK_M"], row["gain"], row["ms"], row["ms_shipped"]) == (32, 0.0, 3.0, 3.0)
 
 
@@ -93,17 +93,17 @@ def test_a_tile_that_won_is_in_use_where_backends_are_compared(lookups_alone):
     names = ("triton", "torch")
     made = [Candidate(name, f"fastattn-{name}", {}, {"backend": name}) for name in names]
     key = {"direction": "forward", "dtype": "float32", "head_dim": 64}
-    backends = Choice("backends", key, (FORWARD,), made[0], (made[1],))
+    backends = Choice("backends", key, (FORWARD,), tuple(made))
     run = tuner({A: 3.0, B: 1.0, C: 2.0})
     run.run([choice(), backends])
-    assert run.kept[1][1]["ms"]["triton"] == 1.0
-    assert run.kept[1][0] == "backends"
+    assert run.store.rows[1][1]["ms"]["triton"] == 1.0
+    assert run.store.rows[1][0] == "backends"
 
 
 def test_tiles_that_spill_are_not_tried(lookups_alone):
     run = tuner({A: 3.0, B: 1.0, C: 2.0}, refused=(NAMES[B],))
     run.run([choice()])
-    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
     assert run.tried[1]["reason"] == "spills 8 bytes a thread"
 
 
@@ -120,7 +120,7 @@ def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
     many = replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),))
     run = tuner({A: 3.0, B: 1.0, C: 2.0})
     run.run([many])
-    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
     assert "exceeds the budget" in run.tried[1]["reason"]
 
 
@@ -128,7 +128,7 @@ def test_where_the_shipped_tile_does_not_run_the_fastest_other_one_does(lookups_
     run = tuner({B: 1.0, C: 2.0}, refused=(NAMES[A],))
     (record,) = run.run([choice()])
     assert record.text == "(16, 32, 4, 1) in place of (32, 16, 4, 1): spills 8 bytes a thread"
-    assert run.kept[0][1]["gain"] == 1.0 and "ms_shipped" not in run.kept[0][1]
+    assert run.store.rows[0][1]["gain"] == 1.0 and "ms_shipped" not in run.store.rows[0][1]
 
 
 def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(lookups_alone):
@@ -138,14 +138,15 @@ def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(
         asked.append(step.families)
         return {("triton", "backward", "float32", 64): "hang"}
 
-    known = {("triton", "forward", "float32", 64): "right"}
-    run = tuner({A: 3.0, B: 1.0, C: 2.0}, verify=verify, verified=known)
+    known = {"backend": "triton", "family": "forward", "dtype": "float32", "head_dim": 64}
+    before = {"verification": [known | {"verdict": "right"}]}
+    run = tuner({A: 3.0, B: 1.0, C: 2.0}, verify=verify, before=before)
     records = run.run([VERIFY, choice(), choice("backward_dq"), VERIFY])
     assert asked == [(("triton", "backward"),)]
     assert records[0].text == records[3].text == "triton backward: hang"
     assert records[1].status == DONE and records[2].status == SKIPPED
     assert records[2].text == "verification of triton backward says: hang"
-    assert len(run.kept) == 1
+    assert len(run.store.rows) == 1
 
 
 def test_a_run_ends_in_time(lookups_alone):
@@ -155,7 +156,7 @@ def test_a_run_ends_in_time(lookups_alone):
     records = run.run([choice(), choice("backward_dq"), VERIFY])
     assert [record.status for record in records] == [DONE, NOT_REACHED, NOT_REACHED]
     assert records[0].text == "nothing was compared: the time was up"
-    assert len(run.tried) == 1 and not run.kept
+    assert len(run.tried) == 1 and not run.store.rows
 
 
 def test_too_short_a_time_is_enough_for_nothing_and_compiles_nothing():
@@ -182,7 +183,7 @@ def test_a_lost_device_ends_the_run_and_names_its_culprit(monkeypatch):
     records = run.run(plan)
     assert [record.status for record in records] == [DONE, LOST, NOT_REACHED]
     assert records[1].text.startswith("(16, 32, 4, 1): RuntimeError: an illegal memory access")
-    (_, (kind, row)) = run.kept
+    (_, (kind, row)) = run.store.rows
     assert (kind, row["choice"], row["candidate"]) == ("culprits", plan[1].name, NAMES[B])
     assert row["reason"] == "RuntimeError: an illegal memory access was encountered"
 
@@ -194,7 +195,7 @@ def test_what_ended_an_earlier_run_is_passed_over(lookups_alone):
     times = {A: 3.0, B: 1.0, C: 2.0}
     run = tuner(
         {**times, **{("backward_dq", tile): ms for tile, ms in times.items()}},
-        culprits={(plan[0].name, NAMES[B]): "a kernel may hang"},
+        before={"culprits": [culprit(plan[0].name, NAMES[B], "a kernel may hang")]},
         trying=lambda *names: tried.append(names),
     )
     first, second = run.run(plan)
@@ -202,7 +203,7 @@ def test_what_ended_an_earlier_run_is_passed_over(lookups_alone):
         "(16, 16, 4, 1) in place of (32, 16, 4, 1): 33.3 % less time; "
         "passed over, for it ended an earlier run: (16, 32, 4, 1)"
     )
-    assert run.tried[1]["reason"] == "ended an earlier run: a kernel may hang"
+    assert run.tried[1]["reason"] == "ended an earlier run: a kernel may hang (2000-01-01)"
     assert second.text == "(16, 32, 4, 1) in place of (32, 16, 4, 1): 40.0 % less time"
     assert {name for of, name in tried if of == plan[0].name} == {NAMES[A], NAMES[C], ""}
     assert (plan[1].name, NAMES[B]) in tried and tried[-1] == (plan[1].name, "")
@@ -217,7 +218,7 @@ def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkey
     monkeypatch.setattr(trial, "prepare", prepare)
     run = tuner({A: 3.0, B: 1.0, C: 2.0})
     run.run([choice()])
-    assert run.kept[0][1]["BLOCK_N"] == C.BLOCK_N
+    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
     assert run.tried[1]["reason"] == "RuntimeError: a kernel of it does not compile here"
     assert not attend.uncompiled
 
@@ -282,19 +283,14 @@ def test_what_was_found_survives_an_end_in_the_middle(lookups_alone, tmp_path):
         if progress.number == 2:
             raise Killed
 
-    made = tuner({A: 3.0, B: 1.0, C: 2.0})
-    store, gpu = Store(environment("cpu"), tmp_path), Gpu("interpreter", 2**16, 4, hopper=False)
+    store = Store(environment("cpu"), tmp_path)
     plan = [VERIFY, choice(), choice("backward_dq")]
     with pytest.raises(Killed):
-        tune.run(plan[1:], gpu, made.bench, made.left, store, made.ahead, made.verify, show)
+        tuner({A: 3.0, B: 1.0, C: 2.0}, store=store, show=show).run(plan[1:])
     (row,) = store.read("tiles")
-    assert (row["kernel"], row["BLOCK_M"], row["arch"]) == ("forward", 16, "interpreter")
+    assert (row["kernel"], row["BLOCK_M"], row["arch"]) == ("forward", 16, "imaginary")
     # Another run goes on with what has no finding yet.
     assert tune.unknown_first(plan, store) == [VERIFY, plan[2], plan[1]]
-
-
-def test_effort_grows_with_the_time():
-    assert tune.effort_for(60).target_ms < tune.effort_for(3600).target_ms
 
 
 def test_a_step_that_hangs_ends_the_process():

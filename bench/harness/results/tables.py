@@ -1,0 +1,307 @@
+"""Markdown tables of reports and findings, and bench/results/README.md, drawn from the files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...kernels.hopper.tile_table import HopperConfig
+from ...kernels.launch import tiles
+from ...kernels.launch.tiles import TileConfig
+from ...tuned import findings
+from ...tuned.findings import Unreadable
+from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
+from ..time.attention import TIMED
+from ..tune import tables as tuning
+from ..tune.candidates import names_of
+from .report import DONE, Record, Report, newest, timed, write_whole
+
+_NOTHING = "## Measured\n\nThere is no such file yet."
+_LEGEND = (
+    "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
+    "the kernels have changed since. Of figures measured more than once the newest is shown."
+)
+# Words in the name of a GPU that do not tell it from others.
+_OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
+
+
+def markdown(*reports: Mapping[str, Any]) -> str:
+    """Reports of one GPU: runs, a table for each family, ratios, what was not measured."""
+    records = newest(reports)
+    gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
+    blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(records), _ratios(records)]
+    blocks += [_others(records), _unmeasured(records, reports)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _heading(data: Mapping[str, Any]) -> str:
+    environment, tests, limits = data["environment"], data["tests"], data["ceilings"]
+    versions = ", ".join(f"{name} {x}" for name, x in environment.get("versions", {}).items())
+    driver = (environment.get("gpu") or {}).get("driver")
+    software = f"{versions}, cuDNN {environment.get('cudnn')}, driver {driver}"
+    said = f"`{data['command']}`" if data["command"] else "single probes"
+    lines = [f"{data['started'][:10]}, {said}: {software}. {data.get('method', '')}"]
+    if limits:
+        lines.append(
+            f"In the same run a bf16 matrix product of size 8192 reached "
+            f"{limits['matmul_tflops']} TFLOP/s and a copy {limits['copy_gbps']} GB/s, bytes read "
+            "and written."
+        )
+    if "passed" in tests:
+        outcome = f"{tests['passed']} passed, {tests.get('failed', 0)} failed"
+        lines.append(f"Numeric tests on this GPU: {outcome} ({tests['status']}).")
+    return "\n".join(line.strip() for line in lines)
+
+
+def shown(figure: str, record: Mapping[str, Any]) -> str:
+    """A figure with the commit of its kernels, slanted if they have changed since."""
+    if not record["implementation"].startswith("fastattn") or not record["commit"]:
+        return figure
+    return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
+
+
+def _families(records: list[Record]) -> Iterator[str]:
+    """A table for each family, a row a case: conventional TFLOP/s, for decoding GB/s."""
+    families: dict[str, list[tuple[tuple[str], str, str]]] = {}
+    for record in timed(records):
+        if "tflops" in record or "kv_gbps" in record:
+            figure = record.get("kv_gbps") or record["tflops"]
+            text = shown(f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}", record)
+            cell = ((record["case"]["name"],), record["implementation"], text)
+            families.setdefault(record["case"]["family"], []).append(cell)
+    for family, cells in families.items():
+        unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
+        names = sorted(
+            {name for _, name, _ in cells}, key=lambda name: (name[:4] != OURS[:4], name)
+        )
+        heads = {name: name for name in names}
+        yield f"{family}, {unit}:\n\n" + pivot(("case",), sorted(cells), heads)
+
+
+def _ratios(records: list[Record]) -> str:
+    """Speed of the default backend as a multiple of torch's fused kernels'.
+
+    Reports that have not timed it by that name have it as the first backend that serves.
+    """
+    ms: dict[tuple[str, str], Mapping[str, Any]] = {
+        (record["case"]["name"], record["implementation"]): record
+        for record in timed(records)
+        if "tflops" in record or "kv_gbps" in record
+    }
+    cells = []
+    for (case, peer), theirs in ms.items():
+        names = (OURS, named("hopper"), PORTABLE)
+        ours = next((ms[case, name] for name in names if (case, name) in ms), None)
+        if peer in TORCH_PEERS and ours is not None:
+            ratio = theirs["ms"]["median"] / ours["ms"]["median"]
+            cells += [((case,), "by", ours["implementation"]), ((case,), peer, f"{ratio:.2f}")]
+    heads = {"by": "by"} | {peer: peer for peer in TORCH_PEERS}
+    head = (
+        f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
+        "figures above:\n\n"
+    )
+    return head + pivot(("case",), sorted(cells), heads) if cells else ""
+
+
+def _others(records: list[Record]) -> str:
+    """Training, layers, host costs and others, with all of their figures."""
+    rows = []
+    skipped = ("case", "implementation", "status", "ms", "commit", "stale")
+    for record in timed(records):
+        if ("tflops" in record and "B" in record["case"]) or "kv_gbps" in record:
+            continue
+        figures = [f"{key} {value}" for key, value in record.items() if key not in skipped]
+        if "ms" in record:
+            figures.insert(0, f"{record['ms']['median']} ms")
+        rows.append((record["case"]["name"], record["implementation"], ", ".join(figures), record))
+    lines = [(*row[:2], shown(row[2], row[3])) for row in rows]
+    return table(["measurement", "of", "figures"], lines) if lines else ""
+
+
+def _unmeasured(records: list[Record], reports: Iterable[Mapping[str, Any]]) -> str:
+    """Measurements without a figure, with reasons; equal reasons share a line."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        if record["status"] != TIMED:
+            key = (record["implementation"], record["status"], record["reason"])
+            reasons.setdefault(key, []).append(record["case"]["name"])
+    lines = []
+    for (name, status, reason), cases in reasons.items():
+        more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
+        lines.append(f"- {name}, {status} ({', '.join(cases[:3])}{more}): {reason}")
+    jobs = {name: job for data in reports for name, job in data["jobs"].items()}
+    for name, job in jobs.items():
+        if job["status"] != DONE:
+            lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
+    return "\n".join(["Not measured:", "", *lines]) if lines else ""
+
+
+def pivot(
+    columns: Iterable[str],
+    cells: Iterable[tuple[tuple[object, ...], str, str]],
+    names: Mapping[str, str] | None = None,
+) -> str:
+    """A Markdown table of (row, column, text); of several cells of one place, the last stays.
+
+    columns: heads of what names a row. names: the other columns and their heads; default those
+    that occur, in their order.
+    """
+    rows: dict[tuple[object, ...], dict[str, str]] = {}
+    for row, column, text in cells:
+        rows.setdefault(row, {})[column] = text
+    heads = names or {column: column for row in rows.values() for column in row}
+    lines = ([*row, *(texts.get(column, "") for column in heads)] for row, texts in rows.items())
+    return table([*columns, *heads.values()], lines)
+
+
+def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; a "|" in a cell becomes "/"."""
+    head = list(columns)
+    cells = [head, ["---"] * len(head), *([str(cell) for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
+
+
+def page(folder: Path) -> str:
+    """The text of README.md for the JSON files of a folder.
+
+    notes.md there, if it is, says what stands before the line "<!-- tables -->" and behind it.
+
+    Raises:
+        ValueError: a file is not a report.
+    """
+    by_gpu: dict[str, list[dict[str, Any]]] = {}
+    for data in reports(folder):
+        by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
+    notes = folder / "notes.md"
+    said = notes.read_text(encoding="utf-8") if notes.exists() else "# Results"
+    before, _, behind = said.partition("<!-- tables -->")
+    parts = [before, "## Measured" if by_gpu else _NOTHING]
+    parts += [markdown(*of_gpu) for of_gpu in by_gpu.values()]
+    parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
+    parts += [_verified([data for of_gpu in by_gpu.values() for data in of_gpu]), behind]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    """The reports of a folder, in the order in which they were started."""
+    loaded = (Report.load(path).data for path in folder.glob("*.json"))
+    return sorted(loaded, key=lambda data: str(data["started"]))
+
+
+def _verified(reports: list[dict[str, Any]]) -> str:
+    """A table of what ran on each architecture with tuned tiles."""
+    ran: dict[str, tuple[list[str], list[str]]] = {
+        arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"
+    }
+    for data in reports:
+        gpu, tests = data["environment"]["gpu"], data["tests"]
+        numeric, kernels = ran[tiles.table_for("sm_" + gpu["capability"].replace(".", ""))]
+        if "passed" in tests:
+            counts = f"{tests['passed']} passed, {tests['failed']} failed"
+            numeric.append(f"{gpu['name']}: {counts} ({tests['status']})")
+        elif tests:
+            numeric.append(f"{gpu['name']}: {tests['status']}")
+        if any(x["implementation"] in (OURS, PORTABLE) for x in timed(data["results"])):
+            kernels.append(f"{gpu['name']}, {data['started'][:10]}")
+    columns = ("tiles for", "numeric tests", "kernels timed")
+    lines = ([arch, *("; ".join(x) or "not run" for x in of_arch)] for arch, of_arch in ran.items())
+    return "## What has run where\n\n" + table(columns, lines)
+
+
+def _tuned(path: Path) -> str:
+    """The section of a file of findings."""
+    environment, rows = findings.read(path)
+    parts = [
+        f"## {environment.gpu}: what `fastattn tune` found, {_date(rows)}",
+        f"From [tuned/{path.name}](tuned/{path.name}): {environment.multiprocessors} "
+        f"multiprocessors, driver {environment.driver}, torch {environment.torch}, Triton "
+        f"{environment.triton}. A candidate takes the place of the shipped choice if it saves more "
+        "than 3 % of the time in both halves of the samples.",
+    ]
+    for kind, key in findings.KEYS.items():
+        columns = (*key, "fastest", "ms", "shipped ms", "saved")
+        lines = [[*(row[x] for x in key), *_found(kind, row)] for row in rows.get(kind, ())]
+        if lines and kind not in ("verification", "culprits"):
+            parts.append(f"{kind}:\n\n" + table(columns, lines))
+    return "\n\n".join(parts)
+
+
+def _found(kind: str, row: Mapping[str, Any]) -> Iterator[object]:
+    if kind == "tiles":
+        config = HopperConfig if row["kernel"] in tiles.HOPPER else TileConfig
+        names = HopperConfig._fields if config is HopperConfig else tuning.TILE
+        yield names_of(config(**{name: row[name] for name in names if name in row}))
+        for ending in ("", "_shipped"):
+            ms = (row.get(f"{name}{ending}") for name in ("ms", "ms_full"))
+            yield " / ".join(f"{x:.4g}" for x in ms if x is not None)
+    else:
+        yield row[{"backends": "backend", "passes": "passes", "splits": "programs"}[kind]]
+        yield ", ".join(f"{name} {ms:.4g}" for name, ms in row["ms"].items())
+        yield ""
+    yield f"{100 * row['gain']:.1f} %"
+
+
+def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
+    return max((row["date"] for of_kind in rows.values() for row in of_kind), default="empty")
+
+
+def draw(folder: Path) -> None:
+    """Write README.md."""
+    write_whole(folder / "README.md", page(folder))
+
+
+def check(folder: Path) -> str:
+    """A diff of README.md and the page of the files, "" if they agree."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = difflib.unified_diff(
+        text.splitlines(), page(folder).splitlines(), "README.md", "the JSON files", lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
+    """Take in a file of findings, or the report of a run: a copy in `results`, under GPU and date.
+
+    Tiles that were found take the places of those in the tables to ship.
+
+    Args:
+        path: what `fastattn tune --export` or `bench/run_all.py` wrote.
+        results: the folder of the reports.
+        shipped: that of the tables.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: it is neither, or of no GPU.
+    """
+    try:
+        found = findings.read(path)
+    except Unreadable as error:
+        try:
+            data = Report.load(path).data
+        except ValueError:
+            raise ValueError(f"{path} is neither a report nor findings: {error}") from None
+        gpu = data.get("environment", {}).get("gpu")
+        if not gpu:
+            raise ValueError(f"{path} is a report of no GPU") from None
+        copy = results / f"{slug(gpu['name'])}-{data['started'][:10]}.json"
+        Report(copy, data).save()
+        return [copy]
+    environment, rows = found
+    if not rows or environment.gpu == "interpreter":
+        raise ValueError(f"{path} has no findings of a GPU")
+    copy = results / "tuned" / f"{slug(environment.gpu)}-{_date(rows)}.json"
+    copy.parent.mkdir(exist_ok=True)
+    findings.write(copy, found)
+    return [copy, *tuning.ship(found, shipped)]
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name for that of a file: "h100" for "NVIDIA H100 80GB HBM3"."""
+    words: Iterable[str] = re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower())
+    return "-".join(words)
