@@ -1,4 +1,4 @@
-"""Peers: FlexAttention, flash-attn 2, 3 and 4, FlashInfer.
+"""Peers: FlexAttention, flash-attn 2, 3 and 4.
 
 A peer that is not installed gives that as its reason for every case, so that reports name it.
 """
@@ -116,57 +116,9 @@ def _flash(name: str, module: str, unbounded: int | None, least: int) -> Impleme
     return Implementation(name, serves, prepare)
 
 
-def _flashinfer_serves(case: Case) -> str | None:
-    if not _installed("flashinfer"):
-        return "flashinfer is not installed"
-    if case.device != "cuda":
-        return "it needs a GPU"
-    if case.direction != "forward":
-        return "it has no backward"
-    if case.lengths is not None or case.window is not None:
-        return "compared without padding and window only"
-    if case.family == "decode":
-        return None if case.layout == "bhtd" else "compared on caches in the order of pages only"
-    if case.B != 1:
-        return "compared on one sequence only"
-    return None
-
-
-def _flashinfer_prepare(case: Case, inputs: Inputs) -> Attention:
-    flashinfer = import_module("flashinfer")
-    if case.family == "decode":
-        return _flashinfer_decode(flashinfer, case, inputs)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
-        o: Tensor = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=case.causal)
-        return o.transpose(0, 1)[None]
-
-    return call
-
-
-def _flashinfer_decode(flashinfer: Any, case: Case, inputs: Inputs) -> Attention:
-    """FlashInfer's batched decoding, planned outside the timer, with one page for each sequence."""
-    device = inputs.q.device
-    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
-    pages = torch.arange(case.B + 1, dtype=torch.int32, device=device)
-    last = torch.full((case.B,), case.T_k, dtype=torch.int32, device=device)
-    dtype = inputs.q.dtype
-    sizes = (case.H_q, case.H_k, case.D, case.T_k)
-    wrapper.plan(pages, pages[:-1], last, *sizes, q_data_type=dtype, kv_data_type=dtype)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = wrapper.run(q[:, :, 0], (k, v))
-        return o[:, :, None]
-
-    return call
-
-
 PEERS: tuple[Implementation, ...] = (
     Implementation("flex", _flex_serves, _flex_prepare, slow_to_prepare=True),
     _flash("flash-attn-2", "flash_attn", -1, 8),
     _flash("flash-attn-3", "flash_attn_interface", -1, 9),
     _flash("flash-attn-4", "flash_attn.cute", None, 9),
-    Implementation("flashinfer", _flashinfer_serves, _flashinfer_prepare),
 )

@@ -7,6 +7,7 @@ from q, k, v to o. Masks, packing and compilation happen while preparing, outsid
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,8 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
     dtype = getattr(torch, case.dtype)
     q = torch.empty(case.B, case.H_q, case.T_q, case.D, dtype=dtype, device="meta")
     k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
-    tensors = {n: torch.empty(shape, device="meta") for n, shape in option_shapes(case).items()}
+    shapes = option_shapes(case)
+    tensors: dict[str, Any] = {n: torch.empty(shapes[n], device="meta") for n in shapes}
     if case.lengths is not None and case.padding_side == "left":
         tensors["key_padding_mask"] = k.new_empty((case.B, case.T_k), dtype=torch.bool)
     options = Options(causal=case.causal, **tensors)

@@ -21,14 +21,10 @@ from ..cases.inputs import Inputs, make_inputs
 from .failures import log, raise_if_lost, reason
 from .samples import PREPARES, RUNS, Announce, Bench, Function, Timing, silent
 
-TIMED, UNSERVED, WRONG, FAILED, NO_MEMORY = (
-    "timed",
-    "cannot serve",
-    "wrong",
-    "failed",
-    "out of memory",
-)
+TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
+FAILED, NO_MEMORY = "failed", "out of memory"
 Record = dict[str, Any]
+Results = tuple[Tensor, tuple[Tensor, ...] | None]
 # Named as the implementation at work while the oracle computes the expected results.
 REFERENCE = "the reference"
 
@@ -41,19 +37,16 @@ def run_case(
     broken: Mapping[str, str] | None = None,
     announce: Announce = silent,
 ) -> list[Record]:
-    """Measure a case.
+    """Measure a case through implementations, in this order; a record for each.
+
+    A record has implementation, status (one of the names above), reason unless it was timed, and
+    else ms and the figures of `figures.figures`; peak_mib and memory_ratio on a GPU; alone where it
+    took no turns with others.
 
     Args:
-        case: the call.
-        implementations: measured in this order.
         bench: the instruments.
         broken: implementations that broke an earlier process, and how.
         announce: progress callback, as in `Bench.samples`; called with REFERENCE first.
-
-    Returns:
-        A record for each implementation, with implementation, status (one of the names above),
-        reason unless it was timed, and else ms and the figures of `figures.figures`; peak_mib and
-        memory_ratio on a GPU; alone where it took no turns with others.
 
     Raises:
         DeviceLost: an implementation broke the CUDA context; named TIMING if it was one of
@@ -94,9 +87,9 @@ def run_case(
     readings = bench.readings() | ({"alone": True} if bench.alone else {})
     for name, timing in timings.items():
         if isinstance(timing, Timing):
-            numbers = figures.figures(case, timing.median)
-            outcomes[name].update(status=TIMED, ms=timing.to_dict(), **_rounded(numbers))
-            outcomes[name].update(readings)
+            numbers = figures.figures(case, timing.median).items()
+            outcomes[name].update(status=TIMED, ms=timing.to_dict())
+            outcomes[name].update({n: float(f"{x:.4g}") for n, x in numbers}, **readings)
         else:
             outcomes[name] = _failure(timing, case, name, bench)
     works.clear()
@@ -112,15 +105,10 @@ def prepare(
     expected: Expected,
     issued: Function = lambda: None,
 ) -> tuple[Function, Record]:
-    """Check an implementation's results; return the function to time and its memory.
+    """Check an implementation's results against the oracle's; the function to time, its memory.
 
-    Args:
-        implementation, case, inputs: what to call.
-        expected: the oracle's results.
-        issued: called once everything is compiled, before the first results are waited for.
-
-    Returns:
-        The function, and peak_mib and memory_ratio of a call (see `run_case`).
+    issued: called once everything is compiled, before the first results are waited for. The memory
+    is peak_mib and memory_ratio of a call (see `run_case`).
 
     Raises:
         Unserved, AssertionError, torch.OutOfMemoryError or whatever the implementation raises.
@@ -141,11 +129,7 @@ def prepare(
 
 
 def _check(
-    implementation: Implementation,
-    case: Case,
-    inputs: Inputs,
-    results: tuple[Tensor, tuple[Tensor, ...] | None],
-    expected: Expected,
+    implementation: Implementation, case: Case, inputs: Inputs, results: Results, expected: Expected
 ) -> None:
     o, gradients = results
     if implementation.check is None:
@@ -190,9 +174,7 @@ def work_from_nothing(case: Case, attention: Attention, inputs: Inputs) -> Funct
     return call
 
 
-def _results(
-    case: Case, attention: Attention, inputs: Inputs
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+def _results(case: Case, attention: Attention, inputs: Inputs) -> Results:
     """o, and the gradients of a case that has them."""
     leaves = (inputs.q, inputs.k, inputs.v)
     if case.direction == "forward":
@@ -241,7 +223,3 @@ def release(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-
-
-def _rounded(numbers: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.4g}") for name, value in numbers.items()}

@@ -19,7 +19,7 @@ import torch
 from ... import kernels
 from ...training.usage import dense_bf16_tflops
 
-_PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn", "flashinfer-python")
+_PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn")
 # Fields of nvidia-smi, and ours.
 _FIELDS = {
     "driver_version": "driver",

@@ -91,11 +91,8 @@ _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 class DeviceTimer(HostTimer):
     """Time between CUDA events around a call, with a cold L2 cache.
 
-    Args:
-        flush: overwrites the cache, asynchronously.
-        event: makes an event with record(), and elapsed_time(end) in milliseconds.
-        synchronize: waits for the device.
-        clock: the host's, in seconds.
+    flush: overwrites the cache, asynchronously. event: makes an event with record(), and
+    elapsed_time(end) in milliseconds. synchronize: waits for the device. clock: in seconds.
     """
 
     def __init__(
@@ -160,11 +157,8 @@ def device_timer() -> DeviceTimer:
 class Effort:
     """How long to measure.
 
-    Args:
-        warm_up: calls before the first sample.
-        target_ms: total time of the samples of one function.
-        least, most: bounds on the samples of a function.
-        pause: seconds to cool down before a comparison.
+    warm_up: calls before the first sample. target_ms: total time of the samples of a function.
+    least, most: bounds on their number. pause: seconds to cool down before a comparison.
     """
 
     warm_up: int = 3
