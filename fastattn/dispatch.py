@@ -8,17 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, tracing
+from . import checks
 from .ops import attend, call
 from .ops.gradients import Kernels
 from .options import Options
 from .tuned import choices
 
 ENVIRONMENT = "FASTATTN_BACKEND"
-# A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
-# they do not so many times.
-_ROWS = 128
-_SOME = 4
 
 
 class Explanation(NamedTuple):
@@ -145,9 +141,22 @@ HOPPER = Backend(
 BACKENDS = (HOPPER, TRITON)
 
 
-def kernels_of(choice: Explanation) -> Kernels:
-    """The kernels of a choice that is not torch."""
-    return _named(choice).kernels
+def launched(
+    choice: Explanation, q: Tensor, v: Tensor, options: Options
+) -> tuple[Kernels, Options]:
+    """The kernels of a choice that is not torch, and the options that they get.
+
+    They are without one pass for gradients where that is wrong on this device, or slower.
+    """
+    kernels = _named(choice).kernels
+    if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
+        options = options._replace(atomic_dq=False)
+    return kernels, options
+
+
+def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
+    """Reason against the one-pass backward here, or None; a forced backend keeps one pass."""
+    return None if choice.forced else choices.why_not_one_pass(choice.backend, q, v)
 
 
 def _named(choice: Explanation) -> Backend:
@@ -183,11 +192,11 @@ def choose(
     for one in reversed(among):
         why[one.name] = reason = reason or one.why_not(q, k, v, options)
     fastest = None
-    # Whoever asks first has the tiles of this device installed, for forced backends too.
-    known = why["triton"] is None and choices.any_about(q.device)
+    if why["triton"] is None:
+        # Forced backends get the tiles of this device too, which are installed here.
+        asked = why if forced == "auto" else {}
+        fastest = choices.judge(asked, q, k, v, options, family, training)
     if forced == "auto":
-        if known:
-            fastest = _pass_over(why, q, k, v, options, family, training)
         for one in among:
             why[one.name] = why[one.name] or one.why_slow(q, k, v, options)
     elif forced not in why or why[forced] is not None:
@@ -202,80 +211,6 @@ def choose(
                 one.name, faster, forced=one.name == forced, measured=fastest == one.name
             )
     return Explanation("torch", {"triton": str(why["triton"])}, measured=fastest == "torch")
-
-
-def _pass_over(
-    why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
-    family: str | None, training: bool | None,
-) -> str | None:  # fmt: skip
-    """Add to `why` what was found on this device against each backend; the fastest one, if known.
-
-    why: the reason against each backend, the slowest first, the fastest last.
-    """
-    if training is None:
-        training = wants_gradients(q, k, v, options)
-    families = (family,) if family else choices.families(options, training)
-    for name in why:
-        why[name] = why[name] or why_quarantined(name, q, v, families)
-    if family is not None:
-        return None
-    fastest, slower = _fastest(q, v, options, training)
-    if fastest == "torch" or why.get(str(fastest), "") is None:
-        names = list(why)
-        for name in names if fastest == "torch" else names[names.index(str(fastest)) + 1 :]:
-            why[name] = why[name] or slower
-    return fastest
-
-
-def _fastest(
-    q: Tensor, v: Tensor, options: Options, training: bool
-) -> tuple[str | None, str | None]:
-    """The backend that is fastest on this device, and what was found; None where nothing was."""
-    bucket = _bucket(q, v, options, training)
-    fastest = None if bucket is None else choices.fastest(*bucket)
-    # Torch's own kernels add up gradients in any order.
-    repeats = not training or options.atomic_dq or torch.are_deterministic_algorithms_enabled()
-    if bucket is None or fastest is None or (fastest == "torch" and not repeats):
-        return None, None
-    return fastest, choices.why_fastest(*bucket)
-
-
-def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:
-    """Fault that `fastattn verify` found on this device in such calls of a backend, or None."""
-    if not choices.any_about(q.device):
-        return None
-    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
-    return choices.quarantined(q.device, backend, families, q.dtype, width)
-
-
-def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether autograd will ask for a backward."""
-    inputs = (q, k, v, *options.differentiable)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
-def _bucket(
-    q: Tensor, v: Tensor, options: Options, training: bool
-) -> tuple[torch.device, str, torch.dtype, int, bool, str] | None:
-    """Key of the timings that decide the fastest backend; None if no timing covers such calls.
-
-    Backends are timed on calls without options except the causal order that torch has a flag for.
-    Sizes are compared where they are known; a symbolic size counts as many.
-    """
-    plain = options.plain and not (options.registers or options.fp32_results)
-    offset = options.query_offset
-    if not plain or options.right is not None or offset is None:
-        return None
-    if options.causal and not tracing.always(offset == 0):
-        return None
-    tiles = q.shape[0] * q.shape[1] * ((q.shape[2] + _ROWS - 1) // _ROWS)
-    waves = "many"
-    for name, limit in (("some", _SOME), ("few", 1)):
-        if tracing.always(tiles < limit * choices.multiprocessors(q.device)):
-            waves = name
-    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
-    direction = "training" if training else "forward"
-    return q.device, direction, q.dtype, width, options.causal, waves
 
 
 def with_forward(
@@ -299,22 +234,6 @@ def with_backward(
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
-
-
-def with_fit_passes(choice: Explanation, q: Tensor, v: Tensor, options: Options) -> Options:
-    """The options of a call, without one pass for gradients where that is wrong here, or slower."""
-    if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
-        return options._replace(atomic_dq=False)
-    return options
-
-
-def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
-    """Reason against the one-pass backward here, or None; a forced backend keeps one pass."""
-    if choice.forced or not choices.any_about(q.device):
-        return None
-    wrong = why_quarantined(choice.backend, q, v, ("one-pass",))
-    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
-    return wrong or choices.why_two_passes(q.device, choice.backend, q.dtype, width)
 
 
 def with_findings(
@@ -354,7 +273,11 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
         return True
     # Interpreted, the kernel is opt-in: torch does the same at once.
     x = next(iter(inputs.values()))
-    return reason is None and not x.is_cpu and why_quarantined("triton", x, x, (family,)) is None
+    return (
+        reason is None
+        and not x.is_cpu
+        and choices.why_quarantined("triton", x, x, (family,)) is None
+    )
 
 
 _warned: set[str] = set()

@@ -272,7 +272,7 @@ def explain(
     checked = call_options.dense_options(q, k, v, **given)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
-    families = choices.families(checked, dispatch.wants_gradients(q, k, v, checked))
+    families = choices.families(checked, choices.wants_gradients(q, k, v, checked))
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)
     return dispatch.with_backward(choice, q, k, v, checked)
 
@@ -294,9 +294,9 @@ def compute(
             dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    options = dispatch.with_fit_passes(choice, q, v, inputs.kernel_options(options))
+    kernels, options = dispatch.launched(choice, q, v, options)
+    options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
-    kernels = dispatch.kernels_of(choice)
     o, lse = ops.attend(*rows, options, kernels)
     if rows[0] is q and rows[1] is k and rows[2] is v:
         prepare = partial(ops.prepare, q, k, v, options, kernels)

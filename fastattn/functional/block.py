@@ -124,8 +124,7 @@ def attention_block_backward(
                 dispatch.warn_if_slow(choice, q.device)
             found, delta = formula.gradients(*results, checked, list(learned))
         else:
-            checked = dispatch.with_fit_passes(choice, q, v, checked)
-            kernels = dispatch.kernels_of(choice)
+            kernels, checked = dispatch.launched(choice, q, v, checked)
             found, delta = _by_kernels(kernels, *results, checked, learned)
         given = (x for _, x in learned.values())
         shaped = []

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from .. import tracing
 from ..ops import call
 from ..options import Options
 from . import findings
@@ -21,6 +23,9 @@ from .store import Store, warn_once
 TUNED = "FASTATTN_TUNED"
 # A verdict or a time holds for heads up to these widths.
 HEAD_DIMS = (64, 128, 256, 512)
+# A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
+# they do not so many times.
+_ROWS, _SOME = 128, 4
 Rows = Mapping[str, list[Row]]
 Key = tuple[Any, ...]
 
@@ -216,6 +221,84 @@ def head_dim_class(D: int) -> int:
         if width >= D:
             return width
     return D
+
+
+def judge(
+    why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
+    family: str | None, training: bool | None,
+) -> str | None:  # fmt: skip
+    """Add what was found on this device against each backend; the fastest one, if known.
+
+    Args:
+        why: the reason against each backend, the slowest first, the fastest last.
+        family: of verification, if not those of attention.
+        training: whether there is a backward; None: if autograd asks.
+    """
+    if not any_about(q.device) or not why:
+        return None
+    if training is None:
+        training = wants_gradients(q, k, v, options)
+    for name in why:
+        named = (family,) if family else families(options, training)
+        why[name] = why[name] or why_quarantined(name, q, v, named)
+    bucket = None if family is not None else _bucket(q, v, options, training)
+    best = None if bucket is None else fastest(*bucket)
+    # Torch's own kernels add up gradients in any order.
+    repeats = not training or options.atomic_dq or torch.are_deterministic_algorithms_enabled()
+    if bucket is None or best is None or (best == "torch" and not repeats):
+        return None
+    if best == "torch" or why.get(best, "") is None:
+        names = list(why)
+        for name in names if best == "torch" else names[names.index(best) + 1 :]:
+            why[name] = why[name] or why_fastest(*bucket)
+    return best
+
+
+def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether autograd will ask for a backward."""
+    inputs = (q, k, v, *options.differentiable)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:
+    """Fault that `fastattn verify` found on this device in such calls of a backend, or None."""
+    if not any_about(q.device):
+        return None
+    width = head_dim_class(max(q.shape[-1], v.shape[-1]))
+    return quarantined(q.device, backend, families, q.dtype, width)
+
+
+def why_not_one_pass(backend: str, q: Tensor, v: Tensor) -> str | None:
+    """What was found on this device against gradients in one pass, or None."""
+    if not any_about(q.device):
+        return None
+    wrong = why_quarantined(backend, q, v, ("one-pass",))
+    width = head_dim_class(max(q.shape[-1], v.shape[-1]))
+    return wrong or why_two_passes(q.device, backend, q.dtype, width)
+
+
+def _bucket(
+    q: Tensor, v: Tensor, options: Options, training: bool
+) -> tuple[torch.device, str, torch.dtype, int, bool, str] | None:
+    """Key of the timings that decide the fastest backend; None if no timing covers such calls.
+
+    Backends are timed on calls without options except the causal order that torch has a flag for.
+    Sizes are compared where they are known; a symbolic size counts as many.
+    """
+    plain = options.plain and not (options.registers or options.fp32_results)
+    offset = options.query_offset
+    if not plain or options.right is not None or offset is None:
+        return None
+    if options.causal and not tracing.always(offset == 0):
+        return None
+    tiles = q.shape[0] * q.shape[1] * ((q.shape[2] + _ROWS - 1) // _ROWS)
+    waves = "many"
+    for name, limit in (("some", _SOME), ("few", 1)):
+        if tracing.always(tiles < limit * multiprocessors(q.device)):
+            waves = name
+    width = head_dim_class(max(q.shape[-1], v.shape[-1]))
+    direction = "training" if training else "forward"
+    return q.device, direction, q.dtype, width, options.causal, waves
 
 
 # What follows torch.compile runs while it traces, and takes what comes of it for constants. Marked

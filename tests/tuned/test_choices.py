@@ -110,8 +110,8 @@ def test_only_calls_of_a_wrong_family_are_passed_over(plant: Plant, device: str)
     cache = fastattn.KVCache(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
     cache.append(*qkv[1:])
     assert fastattn.explain_decode(qkv[0], cache).backend == "torch"
-    assert dispatch.why_quarantined("triton", qkv[0], qkv[2], ("merge",)) is None
-    assert dispatch.why_quarantined("triton", qkv[0], qkv[2], ("decode",)) is not None
+    assert choices.why_quarantined("triton", qkv[0], qkv[2], ("merge",)) is None
+    assert choices.why_quarantined("triton", qkv[0], qkv[2], ("decode",)) is not None
 
 
 def test_a_wrong_backward_leaves_the_forward(plant: Plant, device: str) -> None:

@@ -148,7 +148,7 @@ def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list
     """A layer of width 2048 with 16 query heads on 4, forward and backward, in bf16."""
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
     name = "module-B8-T2048-C2048-H16:4 fwdbwd"
-    works = {n: module_work(backend, x) for n, backend in _NAMES.items() if n not in broken}
+    works = {n: _layer(backend, x) for n, backend in _NAMES.items() if n not in broken}
     timings = bench.compare(works, announce)
     readings = bench.readings()
     records = [unserved("module", name, n, broken[n]) for n in _NAMES if n in broken]
@@ -160,11 +160,11 @@ def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list
     return records
 
 
-def module_work(backend: str, x: torch.Tensor, heads: tuple[int, int] = (16, 4)) -> Any:
+def _layer(backend: str, x: torch.Tensor) -> Any:
     """Forward and backward of a `CausalGQAttention` layer on x [B, T, C], with one backend."""
     torch.manual_seed(0)
     layer = CausalGQAttention(
-        x.shape[2], *heads, rotary="half", backend=backend, device=x.device, dtype=x.dtype
+        x.shape[2], 16, 4, rotary="half", backend=backend, device=x.device, dtype=x.dtype
     )
     parameters = list(layer.parameters())
     upstream = torch.randn_like(x)

@@ -166,19 +166,6 @@ def test_a_lost_device_costs_one_implementation(report, who, broken, left):
     assert names(report) == left
 
 
-def test_a_device_lost_in_a_turn_has_the_job_run_one_by_one(report):
-    seen = []
-
-    def measure(bench, broken, announce):
-        seen.append((bench.alone, sorted(broken)))
-        if not broken:
-            raise DeviceLost("theirs" if bench.alone else "the timing", "illegal access")
-        return []
-
-    assert supervised(report, [Job("a", measure)])[0] == "finished"
-    assert seen == [(False, []), (True, []), (False, ["theirs"])]
-
-
 @pytest.mark.parametrize("error", [None, ValueError("no such shape")])
 def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(report, error):
     timer = HostTimer()
@@ -198,42 +185,18 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(report, er
     assert {"job": "b"} not in told
 
 
-def test_who_ended_the_process_sits_out_what_runs_the_same(report):
-    seen = {}
-
-    def look(name, *kinds):
-        return job(name, lambda broken: seen.setdefault(name, sorted(broken)), kinds=kinds)
-
-    def breaks(broken):
-        if "ours" not in broken:
-            raise DeviceLost("ours", "illegal access")
-
-    plan = [
-        look("forward", "forward"),
-        job("breaks", breaks, kinds=("forward", "backward")),
-        look("padded", "forward"),
-        look("longer", "forward", "backward"),
-        look("decode", "decode"),
-    ]
-    assert len(supervised(report, plan)[1]) == 2
-    assert seen == {"forward": [], "padded": [], "longer": ["ours"], "decode": []}
-
-
-@pytest.mark.parametrize(("doing", "limit"), [("prepares", 90), ("runs", 25)])
-def test_a_hang_is_ended_and_blamed(report, doing, limit):
+def test_a_hang_while_compiling_is_ended_and_blamed_later(report):
     clock = Clock()
 
     def life(tell):
         tell(job="a")
-        tell(at="flex", doing=doing)
+        tell(at="flex", doing="prepares")
         raise Hang
 
-    plan = [job("a", kinds=("forward",))]
-    outcome, (first, _) = supervised(report, plan, lives=[life], clock=clock)
+    outcome, (first, _) = supervised(report, [job("a")], lives=[life], clock=clock)
     assert (outcome, first.killed) == ("finished", True)
-    why = f"made no progress for {limit} s (in a)"
-    assert on_disk(report)["broken"] == {"forward": {"flex": why}}
-    assert limit < clock.now < limit + 5
+    assert on_disk(report)["broken"]["a"] == {"flex": "made no progress for 90 s (in a)"}
+    assert 90 < clock.now < 95
 
 
 def test_the_time_is_kept_whatever_the_process_does(report):
@@ -443,11 +406,6 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
         ("0123456", True),
         ("0123456", False),
     ]
-
-
-def test_shares_leave_most_of_the_time_to_the_measurements():
-    for seconds in (300, 540, 3600):
-        assert sum(full_run.shares(seconds).values()) <= 0.5 * seconds
 
 
 def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(tmp_path):
