@@ -194,8 +194,8 @@ def choose(
     fastest = None
     if why["triton"] is None:
         # Forced backends get the tiles of this device too, which are installed here.
-        asked = why if forced == "auto" else {}
-        fastest = choices.judge(asked, q, k, v, options, family, training)
+        judged = why if forced == "auto" else {}
+        fastest = choices.judge(judged, q, k, v, options, family, training)
     if forced == "auto":
         for one in among:
             why[one.name] = why[one.name] or one.why_slow(q, k, v, options)
