@@ -121,12 +121,12 @@ class CapturedForward:
 def _functions(module: nn.Module) -> tuple[Any, ...]:
     """Functions of the classes of a module and its parts, on which torch.compile does not guard."""
     kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
-    classes = {base: None for kind in kinds for base in kind.__mro__}
+    kinds = {kind: None for kind in kinds if kind.__module__ != "builtins"}
     found: list[Any] = []
-    for base in classes:
+    for base in {base: None for kind in kinds for base in kind.__mro__[:-1]}:
         if base.__module__.startswith("torch."):
             found.append(vars(base).get("forward"))
-        elif base.__module__ != "builtins":
+        else:
             found += [x for x in vars(base).values() if isinstance(x, _FUNCTIONS)]
     return tuple(found)
 
@@ -144,7 +144,7 @@ def _why_not(module: nn.Module) -> str | None:
     if torch._dynamo.config.disable:  # which fullgraph=True would call an error
         return _OFF
     parts = [part for part in module.modules() if part is not module]
-    hooks = (hook for x in parts for name in _HOOKS for hook in getattr(x, name).values())
+    hooks = (hook for x in parts for name in _HOOKS for hook in vars(x)[name].values())
     changed = any("forward" in vars(part) for part in parts) or not all(map(is_of_swap, hooks))
     if changed or torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "a hook, or a forward of its own, is on a part of it"
