@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nightly import gate_cases
 from small_gpt import make_gpt
 
 from fastattn.generation.generate import generate_tokens
@@ -25,7 +26,7 @@ CHI_SQUARE_26 = 54.05
 
 @pytest.mark.parametrize("drafts", [1, 7])
 @pytest.mark.parametrize(
-    ("draft_context", "prompt"), [(12, 1), (12, 30), (5, 4), (30, 12)], ids=str
+    ("draft_context", "prompt"), gate_cases([(12, 30), (5, 4)], [(12, 1), (30, 12)]), ids=str
 )
 def test_greedy_tokens_are_the_models_own(drafts, draft_context, prompt):
     """Also past both contexts, where windows start anew."""

@@ -13,6 +13,7 @@ from naive_layers import (
     exact_and_naive,
     make_layer,
 )
+from nightly import gate_cases
 from torch import nn
 
 import fastattn.modules
@@ -219,9 +220,10 @@ def test_checkpoint_recomputes_the_same_gradients(device):
     assert_checkpointing_changes_nothing(layer, x)
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("backend", gate_cases(["eager"], ["aot_eager"]))
+def test_compiles_without_a_graph_break(backend):
     layer = make_layer(**ALL_SCORES, attention_dropout=0.3)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     x = torch.randn(2, 9, WIDTH, requires_grad=True)
     groups = {"documents": torch.tensor([[0] * 9, [0] * 4 + [1] * 5]), "prefix_lengths": 3}
     assert torch.autograd.grad(compiled(x, **groups).sum(), x)[0].isfinite().all()
