@@ -40,7 +40,6 @@ _COSTLY = (
     "parallel/test_context_attention.py",
     "kernels/test_compile.py",
     "functional/test_few_queries.py",
-    "functional/test_attention.py",
     "training/test_sharded.py",
     "parallel/test_tensor_parallel.py",
     "compat/test_training_libraries.py",
