@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastattn
+from fastattn import reference
 from fastattn.testing import make_qkv
 from fastattn.torch_backend import attend as torch_backend
 
@@ -72,3 +73,11 @@ def test_first_derivatives_stay_those_of_the_fused_kernel() -> None:
         strict=True,
     ):
         assert torch.equal(x, y)
+
+
+def test_a_window_that_hides_one_key_is_a_mask() -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 6, 8)
+    mask = reference.visible_mask(3, 6, window=(4, None))
+    assert int((~mask).sum()) == 1
+    expected = torch_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(torch_attention(q, k, v, window=(4, None)), expected)
