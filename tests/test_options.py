@@ -206,7 +206,7 @@ MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 29),
     "prefix_lengths": (23, 13),
     "softcap": (44, 27),
-    "alibi_slopes": (34, 20),
+    "alibi_slopes": (37, 22),
     "sinks": (45, 30),
 }
 
