@@ -28,6 +28,12 @@ def test_head_dims(D: int, device: str) -> None:
     assert_matches_reference(triton_attention, q, k, v, causal=True)
 
 
+def test_causal_ends_what_a_window_shows_ahead(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 20, D=16, device=device)
+    o = triton_attention(q, k, v, causal=True, window=(9, 5))
+    assert torch.equal(o, triton_attention(q, k, v, window=(9, 0)))
+
+
 def test_holes_in_many_blocks(device: str) -> None:
     """Every block of keys has bits of its own; poison shows one that takes another's."""
     B, T_k = 2, 300
