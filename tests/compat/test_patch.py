@@ -212,10 +212,12 @@ def test_overrides_know_torchs_function(served, kind, name, active):
     assert len(served) == (kind == "mode" and active)
 
 
-def test_a_patch_that_ends_within_an_override_stays_ended(doubling):
+def test_a_patch_that_begins_and_ends_within_an_override(on_torch):
     class Ending(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func is torch_attention:
+                fastattn.patch_sdpa()
+                assert F.scaled_dot_product_attention is torch_attention
                 fastattn.unpatch_sdpa()
             return func(*args, **(kwargs or {}))
 
