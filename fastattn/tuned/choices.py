@@ -269,7 +269,7 @@ def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...
 
 
 def why_not_one_pass(backend: str, q: Tensor, v: Tensor) -> str | None:
-    """What was found on this device against gradients in one pass, or None."""
+    """Finding on this device against gradients in one pass, or None."""
     if not any_about(q.device):
         return None
     wrong = why_quarantined(backend, q, v, ("one-pass",))

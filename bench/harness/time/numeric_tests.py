@@ -51,7 +51,7 @@ def command(checkout: Path) -> list[str]:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """What the plugin reads, for a run that continues the outcomes in a file."""
+    """Settings of the plugin, for a run that continues the outcomes in a file."""
     path.touch()
     lines = path.read_text(encoding="utf-8").count("\n")
     return {OUTCOMES: str(path), SETTLED: str(lines)}

@@ -298,6 +298,12 @@ class Worker:
         self.lost = self.lost or (case.window is not None and calls > 4)
 
 
+def full(out, which, seconds, start, clock, **more):
+    return full_run.run_all(
+        out, CHECKOUT, which, seconds, "x", start=start, sleep=clock.sleep, clock=clock, **more
+    )
+
+
 def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, monkeypatch):
     """One crashes, one hangs, one loses the device behind its calls, one is wrong."""
     clock, worker, commands = Clock(), Worker(), []
@@ -307,17 +313,7 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, mo
         return Process(worker.life(json.loads(command[-1])))
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: worker.jobs)
-    report = full_run.run_all(
-        tmp_path / "out",
-        CHECKOUT,
-        "quick",
-        1000,
-        "x",
-        skip=("tests",),
-        start=start,
-        sleep=clock.sleep,
-        clock=clock,
-    )
+    report = full(tmp_path / "out", "quick", 1000, start, clock, skip=("tests",))
     assert report.data["suite"] == "finished"
     # Two for who crashes and who hangs; who loses the device is found in a second run of its job.
     assert len(commands) == 5
@@ -363,10 +359,7 @@ def test_a_run_ends_what_hangs_and_tunes_for_what_is_left(tmp_path, part):
         started.append((command, environment, process))
         return process
 
-    skip = set(full_run.PARTS) - {part}
-    report = full_run.run_all(
-        out, CHECKOUT, "full", 100, "x", skip=skip, start=start, sleep=clock.sleep, clock=clock
-    )
+    report = full(out, "full", 100, start, clock, skip=set(full_run.PARTS) - {part})
     ((command, variables, process),) = started
     assert process.killed and clock.now == pytest.approx(80, abs=1)
     if part == "tests":
@@ -396,10 +389,7 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: [job(name) for name in "abc"])
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
-    full_run.run_all(
-        tmp_path, CHECKOUT, "quick", 100, "x", skip=("tests",), earlier=earlier, start=start,
-        sleep=clock.sleep, clock=clock,
-    )  # fmt: skip
+    full(tmp_path, "quick", 100, start, clock, skip=("tests",), earlier=earlier)
     assert plans == [["b", "a", "c"]]
     assert [(x["commit"], x["stale"]) for x in newest(earlier)] == [
         ("0123456", False),
