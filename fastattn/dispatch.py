@@ -109,7 +109,7 @@ class Backend(NamedTuple):
     kernels: what launches them.
     why_not: why they cannot serve a call that those of the next backend can, or None.
     why_slow: why those do better in a call that these serve, or None.
-    why_not_one_pass: why gradients take two passes, by head dim and options, or None.
+    why_not_one_pass: why gradients take two passes, by q, k and options, or None.
     on: whether a device is one that they are written for.
     """
 
@@ -117,7 +117,7 @@ class Backend(NamedTuple):
     kernels: Kernels
     why_not: Callable[[Tensor, Tensor, Tensor, Options], str | None]
     why_slow: Callable[[Tensor, Tensor, Tensor, Options], str | None]
-    why_not_one_pass: Callable[[int, Options], str | None]
+    why_not_one_pass: Callable[[Tensor, Tensor, Options], str | None]
     on: Callable[[torch.device], bool]
 
 
@@ -229,7 +229,7 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        reason = _named(choice).why_not_one_pass(q.shape[-1], options)
+        reason = _named(choice).why_not_one_pass(q, k, options)
     reason = reason or _why_two_passes(choice, q, v)
     if reason is None:
         return choice._replace(one_pass=True)

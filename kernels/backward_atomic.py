@@ -229,6 +229,12 @@ def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
     launch(options, total, dq)
 
 
+def parts_of(x: Tensor, parts: int) -> Tensor:
+    """Empty fp32 [B, H * parts, T, D] for the parts of x [B, H, T, D]: see `launch_add_parts`."""
+    B, H, T, D = x.shape
+    return torch.empty(B, H * parts, T, D, dtype=torch.float32, device=x.device)
+
+
 _plan_add = partial(_plan_finish, scaled=False)
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backward_atomic import launch_add_parts
+from .backward_atomic import launch_add_parts, parts_of
 from .launch import tiles
 from .launch.arguments import (
     bias_stream,
@@ -316,8 +315,8 @@ def launch_dkv(
     plan = _plan if dq is None else _plan_with_dq
     both, for_dv, for_dk, parts = launch_for(plan, options, (q, k, v, do), dk, dv)
     # With one part anything of its type stands for them.
-    k_parts = delta if parts == 1 else _parts_of(k, parts)
-    v_parts = delta if parts == 1 else _parts_of(v, parts)
+    k_parts = delta if parts == 1 else parts_of(k, parts)
+    v_parts = delta if parts == 1 else parts_of(v, parts)
     if both is not None:
         both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, dq)
     if for_dv is not None and for_dk is not None:
@@ -327,9 +326,3 @@ def launch_dkv(
         launch_add_parts(k_parts, dk, options)
         launch_add_parts(v_parts, dv, options)
     return dk, dv
-
-
-def _parts_of(x: Tensor, parts: int) -> Tensor:
-    """Empty fp32 [B, H_k * parts, T_k, D] for x [B, H_k, T_k, D]."""
-    B, H_k, T_k, D = x.shape
-    return torch.empty(B, H_k * parts, T_k, D, dtype=torch.float32, device=x.device)

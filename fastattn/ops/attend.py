@@ -82,11 +82,9 @@ def split_calls() -> tuple[tuple[int, int], ...]:
     return calls
 
 
-def why_not_one_pass(D: int, options: Options) -> str | None:
+def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     """Why the portable kernels give the gradients of a call in two passes, although atomics are
     permitted; or None.
-
-    D: head dim.
     """
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
@@ -95,13 +93,13 @@ def why_not_one_pass(D: int, options: Options) -> str | None:
     return None
 
 
-def why_not_one_pass_on_hopper(D: int, options: Options) -> str | None:
+def why_not_one_pass_on_hopper(q: Tensor, k: Tensor, options: Options) -> str | None:
     """`why_not_one_pass` of the kernels for Hopper."""
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     from ..kernels.hopper.host import why_not_one_pass
 
-    return why_not_one_pass(D, options)
+    return why_not_one_pass(q, k, options)
 
 
 @partial(Operator, flops=flops.attended(1, 1))
@@ -160,7 +158,7 @@ def attention_backward(
     """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
     launchers = kernels.backward
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
-    one_pass = options.atomic_dq and why_not_one_pass(q.shape[3], options) is None
+    one_pass = options.atomic_dq and why_not_one_pass(q, k, options) is None
     launch = launchers.launch_backward_one_pass if one_pass else launchers.launch_backward
     return launch(do, dlse, q, k, v, o, lse, options)
 
@@ -179,7 +177,7 @@ def hopper_backward(
     """`attention_backward` by the kernels for Hopper, where they serve it."""
     if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
-    if options.atomic_dq and why_not_one_pass_on_hopper(q.shape[3], options) is not None:
+    if options.atomic_dq and why_not_one_pass_on_hopper(q, k, options) is not None:
         options = options._replace(atomic_dq=False)
     arguments = (do, dlse, q, k, v, o, lse, options)
     launch = kernels.hopper_backward.launch_hopper_backward

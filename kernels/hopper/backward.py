@@ -12,12 +12,12 @@ not fit the registers of a warpgroup together: a launch each, eight products.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backward_atomic import launch_finish_dq, launch_start_dq
+from ..backward_atomic import launch_add_parts, launch_finish_dq, launch_start_dq, parts_of
 from ..launch.arguments import (
     aligned,
     kernel_score,
@@ -42,6 +42,8 @@ from .pipeline import ROWS
 from .tile_table import APART_HEAD_DIM, backward_config
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastattn.options import Options
 
 
@@ -85,11 +87,29 @@ def launch_hopper_backward(
     if q.shape[3] == APART_HEAD_DIM:
         launches = ((_plan_dv, None, dv), (_plan_dk, dk, None))
     for plan, *out in launches:
-        launch = launch_for(plan, options, (q, k, v, do), *out, total, stats)
-        launch(options, q, k, v, do, total, *out, minus_lse, minus_delta)
+        launch, parts = launch_for(plan, options, (q, k, v, do), *out, total, stats)
+        sums = [None if x is None else minus_lse if parts == 1 else parts_of(x, parts) for x in out]
+        launch(options, q, k, v, do, total, *out, *sums, minus_lse, minus_delta)
+        for x, of_parts in zip(out, sums, strict=True):
+            if parts > 1 and x is not None and of_parts is not None:
+                launch_add_parts(of_parts, x, options)
     if total is not None:
         launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta
+
+
+class _OfKeys(NamedTuple):
+    """The launch for dK and dV, and the parts of each tile of keys."""
+
+    launch: Launch
+    parts: int
+
+    @property
+    def reusable(self) -> bool:
+        return self.launch.reusable
+
+    def bind(self, given: Sequence[Any]) -> None:
+        self.launch.bind(given)
 
 
 def _plan_dq(
@@ -142,7 +162,7 @@ def _plan_dkv(
     dv: Tensor | None,
     total: Tensor | None,
     stats: Tensor,
-) -> Launch:
+) -> _OfKeys:
     """The launch that fills dk and dv, or the one of them that is given.
 
     It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
@@ -159,7 +179,7 @@ def _plan_dkv(
         sums = describe(total, config.BLOCK, piece) if config.DQ_BY_TMA else None
     grid, sizes = key_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=False)
-    return Launch(
+    launch = Launch(
         hopper_backward_dkv_kernel,
         grid[0],
         {"num_warps": 4},
@@ -183,6 +203,7 @@ def _plan_dkv(
         ),
         hidden=4,
     )
+    return _OfKeys(launch, sizes[-1] or 1)
 
 
 # Launches are found again by their plans.

@@ -4,7 +4,9 @@ With `dq_ptr` dQ too, see `one_pass`.
 
 Transposed, keys down and queries across, so that P^T and dS^T are the register operands of dV and
 dK and nothing but K, V, Q and dO passes through shared memory. One program meets the G query heads
-of a K/V head, one after the other: sums in registers, in a fixed order, no atomics.
+of a K/V head, one after the other: sums in registers, in a fixed order, no atomics. Where tiles of
+keys are too few for the device several programs share one (`schedule.heads_of_part`), and what
+each of them sums is added up in a fixed order, by another kernel.
 """
 
 from typing import Any, NamedTuple
@@ -49,11 +51,23 @@ from .pipeline import (
     release_slot,
     send,
     stage_and_parity,
+    store_rows,
     tile_of,
     wait_full,
     wait_slot,
 )
-from .schedule import SIZES, RowStats, Work, key_tile, row_of_stats, stats_of_head
+from .schedule import (
+    SIZES,
+    RowStats,
+    Work,
+    blocks_of_part,
+    heads_of_part,
+    key_tile,
+    kv_head,
+    loops_of_part,
+    row_of_stats,
+    stats_of_head,
+)
 
 
 class BackwardDkv(NamedTuple):
@@ -62,7 +76,7 @@ class BackwardDkv(NamedTuple):
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
     see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dq: of it
     too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient out; without dk there
-    is no v.
+    is no v. dk_parts_ptr, dv_parts_ptr: see `_store`.
     """
 
     k: Any
@@ -75,6 +89,8 @@ class BackwardDkv(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    dk_parts_ptr: Any
+    dv_parts_ptr: Any
     exchange: Any
     stats: Any
     score: Any
@@ -113,14 +129,17 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     """Producer: K and V of a tile, then the blocks of queries of all its heads."""
     b, G, work = tile.b, shared.work.G, shared.work
     rows = gl.arange(0, config.BLOCK, layout=gl.BlockedLayout([config.BLOCK // 32], [32], [1], [0]))
-    scrubs = _load_keys(shared.k, shared.k_landed, tile, i, scrubs)
+    h_k = kv_head(tile.h, work)
+    scrubs = _load_keys(shared.k, shared.k_landed, tile, h_k, i, scrubs)
     if shared.v is not None:
-        scrubs = _load_keys(shared.v, shared.k_landed, tile, i, scrubs)
-    for g in range(G):
-        h = tile.h * G + g
-        head = (b * work.H + tile.h) * G + g
+        scrubs = _load_keys(shared.v, shared.k_landed, tile, h_k, i, scrubs)
+    first_g, end_g = heads_of_part(tile, work)
+    for g in range(first_g, end_g):
+        h = h_k * G + g
+        head = (b * work.H + h_k) * G + g
         slots = stats_of_head(shared.stats, head.to(gl.int64), tile, work.mask) + rows
-        for j in range(tile.blocks):
+        begin, stop = blocks_of_part(g, tile, work)
+        for j in range(begin, stop):
             row = block_number(j, tile, work.mask) * config.BLOCK
             first, end = tile.first_q + row, tile.row.T_q - row
             # Under way while the stage is still read.
@@ -137,12 +156,12 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(slots, landed, tile, i, scrubs):
+def _load_keys(slots, landed, tile, h, i, scrubs):
     """K or V of a tile. The slots of both consumers are a ring of two stages."""
     for consumer in gl.static_range(2):
         key = tile.first + consumer * ROWS
         first, end = tile.first_k + key, tile.row.end - key
-        scrubs = load_until(slots, landed, 2 * i + consumer, tile.b, tile.h, first, end, scrubs)
+        scrubs = load_until(slots, landed, 2 * i + consumer, tile.b, h, first, end, scrubs)
     return scrubs
 
 
@@ -280,16 +299,20 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     wait_slot(shared.k, i, CONSUMER)
     if shared.v is not None:
         wait_slot(shared.v, i, CONSUMER)
-    for g in range(G):
-        mine = Keys(keys, tile, tile.h * G + g)
-        for j in range(tile.boundary):
+    first_g, end_g = heads_of_part(tile, work)
+    for g in range(first_g, end_g):
+        mine = Keys(keys, tile, kv_head(tile.h, work) * G + g)
+        begin, stop = blocks_of_part(g, tile, work)
+        boundary_end, full, full_end = loops_of_part(begin, stop, tile, work)
+        n -= begin
+        for j in range(begin, boundary_end):
             row = masked_block(j, tile.plan, work.mask) * config.BLOCK
             dk, dv = _step(dk, dv, n + j, row, mine, shared, True, CONSUMER, config)
-        for j in range(tile.blocks - tile.boundary):
+        for j in range(full, full_end):
             row = full_block(j, tile.plan, work.mask) * config.BLOCK
             number = n + tile.boundary + j
             dk, dv = _step(dk, dv, number, row, mine, shared, False, CONSUMER, config)
-        n += tile.blocks
+        n += stop
 
     if shared.exchange is not None:
         wait_read(shared.exchange, n, CONSUMER)
@@ -298,10 +321,11 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     exists = (keys < tile.row.end)[:, None]
     if shared.dk.ptr is not None:
         dk = gl.where(exists, dk * shared.score.scale, 0.0)
-        _store(shared.dk, shared.k, dk, tile, first, CONSUMER)
+        _store(shared.dk, shared.dk_parts_ptr, shared.k, dk, tile, first, work, CONSUMER)
     if shared.dv.ptr is not None:
         dv = gl.where(exists, dv, 0.0)
-        _store(shared.dv, shared.k if shared.v is None else shared.v, dv, tile, first, CONSUMER)
+        slots = shared.k if shared.v is None else shared.v
+        _store(shared.dv, shared.dv_parts_ptr, slots, dv, tile, first, work, CONSUMER)
     tma.store_wait(pendings=0)
     release_slot(shared.k, CONSUMER)
     if shared.v is not None:
@@ -310,7 +334,23 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
 
 @gluon.jit
-def _store(out, slots, x, tile, first, CONSUMER: gl.constexpr):
+def _store(out, parts_ptr, slots, x, tile, first, work, CONSUMER: gl.constexpr):
+    """Write 64 rows of an output, or where there are parts of this one to parts_ptr.
+
+    parts_ptr: fp32 [B, H_k, parts, T_k, D].
+    """
+    # Where there may be parts: one kernel, so that no length compiles another.
+    if work.parts is None or work.parts == 1:
+        _send(out, slots, x, tile, first, CONSUMER)
+    else:
+        D: gl.constexpr = x.shape[1]
+        head = (tile.b * work.H * work.parts + tile.h).to(gl.int64)
+        ptr = parts_ptr + (head * work.T_k + tile.first_k + first) * D
+        store_rows(ptr, D, x, accumulator_layout(D), tile.length - first)
+
+
+@gluon.jit
+def _send(out, slots, x, tile, first, CONSUMER: gl.constexpr):
     """Write 64 rows of an output, by way of the slot of a consumer."""
     slot = slots.tiles.index(CONSUMER)
     send(out, slot, x, tile.b, tile.h, tile.first_k + first, tile.length - first)
@@ -321,6 +361,8 @@ def hopper_backward_dkv_kernel(
     dq_ptr,
     dk_ptr,
     dv_ptr,
+    dk_parts_ptr,
+    dv_parts_ptr,
     minus_lse_ptr,
     minus_delta_ptr,
     q_desc,
@@ -345,16 +387,18 @@ def hopper_backward_dkv_kernel(
     group,
     pairs,
     pair_group,
+    parts,
     config: gl.constexpr,
 ):
-    """Persistent grid of any size over tiles of 128 keys of each K/V head.
+    """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
     dk_ptr, dv_ptr: None for a gradient that another launch computes; without dk, v_desc is None
-    too. dk_desc, dk_strides and those of dv: see `Output`. dq_ptr: None, or fp32 [B, H_q, whole
-    tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of it, in tiles of BLOCK
-    rows and D / 2 columns, if TMA adds; None if the threads do.
+    too. dk_desc, dk_strides and those of dv: see `Output`; their parts: `_store`. dq_ptr: None, or
+    fp32 [B, H_q, whole tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of
+    it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. parts: None
+    beside dq_ptr, whose kernel has no registers for them.
     """
-    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
+    work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
     dq_tiles: gl.constexpr = None
     if dq_desc is not None:
         dq_tiles = allocate_dq_tiles(dq_desc)
@@ -381,6 +425,8 @@ def hopper_backward_dkv_kernel(
         dq=DqSum(dq_tiles, dq_desc, dq_ptr),
         dk=Output(dk_desc, dk_ptr, dk_strides),
         dv=Output(dv_desc, dv_ptr, dv_strides),
+        dk_parts_ptr=dk_parts_ptr,
+        dv_parts_ptr=dv_parts_ptr,
         exchange=exchange,
         stats=RowStats(minus_lse_ptr, minus_delta_ptr, stats_stride),
         score=score,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
 from .pipeline import ROWS
-from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig
+from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig, backward_config
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -30,6 +31,11 @@ _TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4
 _L2_BYTES = 32 << 20
 # Tiles a multiprocessor from which on those of packed sequences are put in order first.
 _ROUNDS = 4
+# Parts of a tile of keys: as many rounds of the device at most, of blocks of so many queries. To
+# write a part in fp32 and to read it again takes as long as so many queries do: of each of its 128
+# keys 16 bytes a column at 23 GB/s of a multiprocessor, for 8 operations a column at 4.5 TFLOP/s.
+_PART_ROUNDS = 8
+_PART_QUERIES = 400
 # Where nothing else is known: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.
@@ -91,12 +97,19 @@ def why_not_worth_it(q: Tensor) -> str | None:
     return None
 
 
-def why_not_one_pass(D: int, options: Options) -> str | None:
+def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
+    D = q.shape[-1]
     if D == APART_HEAD_DIM:
         return f"dK and dV of head dim {D} take a kernel each"
     if D == 128 and options.softcap is not None:
         return "softcap and head dim 128 do not leave it registers"
+    if q.dim() == 3:
+        q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+    tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], 2 * ROWS.value)
+    block = backward_config("dkv", D, False, False).BLOCK
+    if (parts := _key_parts(q, k, tiles, block, options)) > 1:
+        return f"it would leave the GPU idle: two passes deal each tile of keys to {parts} programs"
     return None
 
 
@@ -142,7 +155,7 @@ def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | Non
 
 
 def mask_of(
-    options: Options, q: Tensor, k: Tensor, config: HopperConfig, sizes: Sequence[int],
+    options: Options, q: Tensor, k: Tensor, config: HopperConfig, sizes: Sequence[Any],
     *, of_keys: bool,
 ) -> tuple[Mask, Tensor | None, CallTables | None]:  # fmt: skip
     """`launch_mask` for a kernel whose tiles meet blocks of config.BLOCK rows, and their order.
@@ -154,7 +167,7 @@ def mask_of(
     shape = (rows, config.BLOCK) if of_keys else (config.BLOCK, rows)
     assert options.q_positions is None or max(shape) <= ORDERED.value
     mask, tables = launch_mask(options, q, k, TileConfig(*shape), of_keys=of_keys)
-    *_, heads, tiles, _, _, _ = sizes
+    heads, tiles = sizes[4:6]
     packed = options.cu_seqlens_q is not None and tables is None
     if not packed or heads * tiles < _ROUNDS * multiprocessors(q.device):
         return mask, None, tables
@@ -176,19 +189,63 @@ def query_grid(
 
 def key_grid(
     q: Tensor, k: Tensor, config: HopperConfig, options: Options
-) -> tuple[tuple[int], tuple[int, ...]]:
-    """Persistent grid over tiles of keys [B, H_k, T_k, D], and the kernel's sizes: `Work`."""
+) -> tuple[tuple[int], tuple[int | None, ...]]:
+    """Persistent grid over tiles of keys [B, H_k, T_k, D], and the kernel's sizes: `Work`.
+
+    The last of these is the number of parts of a tile, None for the kernel that adds up dQ.
+    """
     G = q.shape[1] // k.shape[1]
     tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], ROWS.value * config.CONSUMERS)
-    return _grid(q, k, k, G, tiles, max(1, heads_in_l2(q) // G), options)
+    parts = 1 if options.atomic_dq else _key_parts(q, k, tiles, config.BLOCK, options)
+    group = max(1, heads_in_l2(q) * parts // G)
+    grid, sizes = _grid(q, k, k, G, tiles, group, options, parts)
+    return grid, (*sizes, None if options.atomic_dq else parts)
+
+
+def _key_parts(q: Tensor, k: Tensor, tiles: int, block: int, options: Options) -> int:
+    """Among how many programs each tile of keys is dealt out: what takes least time, modelled."""
+    of_heads, T_q = max(1, k.shape[0] * k.shape[1] * tiles), q.shape[2]
+    if options.cu_seqlens_q is not None:
+        T_q = -(-T_q // max(1, options.cu_seqlens_q.shape[0] - 1))
+    slanted = (options.causal or options.right is not None) and options.left is None
+    queries = q.shape[1] // k.shape[1] * (T_q // 2 if slanted else T_q)
+    if options.left is not None:
+        queries = min(queries, q.shape[1] // k.shape[1] * (options.left + 2 * ROWS.value))
+    programs = multiprocessors(q.device)
+    most = min(_PART_ROUNDS * programs // of_heads, queries // block)
+    return min(
+        range(1, max(1, most) + 1),
+        key=lambda parts: (
+            1 / _busy(of_heads * parts / programs, slanted)
+            + (parts > 1) * parts * _PART_QUERIES / max(1, queries)
+        ),
+    )
+
+
+def _busy(rounds: float, slanted: bool) -> float:
+    """Share of the time that programs work, which get so many tiles each, dealt out to and fro.
+
+    slanted: tiles fall in length from that of the first to none. Then, in units of the first, two
+    rounds that go to and fro give all programs the same, and one that is left, or a part of it, the
+    most to the first; where there are a whole one and a part, those with both get the same.
+    """
+    whole = int(rounds)
+    if not slanted:
+        return rounds / math.ceil(rounds)
+    even = whole - whole % 2
+    most = even - even * even / (2 * rounds) + 1 - even / rounds
+    if whole % 2:
+        most = max(most, most + 1 - (whole + 1) / rounds)
+    return rounds / 2 / most
 
 
 def _grid(
-    q: Tensor, k: Tensor, tiled: Tensor, G: int, tiles: int, group: int, options: Options
-) -> tuple[tuple[int], tuple[int, ...]]:
+    q: Tensor, k: Tensor, tiled: Tensor, G: int, tiles: int, group: int, options: Options,
+    parts: int = 1,
+) -> tuple[tuple[int], tuple[int, ...]]:  # fmt: skip
     """T_q, T_k, H, G, heads, tiles, group, pairs, pair_group after the grid; see `Work`."""
     B, H = tiled.shape[:2]
-    heads = B * H
+    heads = B * H * parts
     programs = min(heads * tiles, multiprocessors(q.device))
     pairs, pair_group = 0, 1
     in_order = options.cu_seqlens_q is None and options.q_positions is None

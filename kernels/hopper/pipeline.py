@@ -325,7 +325,8 @@ def send(out, tile, x, b, h, first, kept):
     goes from the registers it is in: four threads side by side write the 32 bytes of a sector.
     """
     if out.desc is None:
-        _store_rows(out, x, accumulator_layout(x.shape[1]), b, h, first, kept)
+        ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
+        store_rows(ptr, stride, x, accumulator_layout(x.shape[1]), kept)
     else:
         ROWS_OF_TILE: gl.constexpr = tile.shape[2]
         COLS: gl.constexpr = tile.shape[3]
@@ -334,11 +335,10 @@ def send(out, tile, x, b, h, first, kept):
 
 
 @gluon.jit
-def _store_rows(out, x, LAYOUT: gl.constexpr, b, h, first, kept):
-    """`send` from registers, in which x has this layout."""
+def store_rows(ptr, stride, x, LAYOUT: gl.constexpr, kept):
+    """`send` from registers, in which x has this layout, to rows that lie `stride` apart."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
     pointers = ptr + (row * stride)[:, None] + cols[None, :]
     gl.store(pointers, x, mask=(row < kept)[:, None])
 
@@ -353,4 +353,5 @@ def _send_tile(out, tile, b, h, first, kept):
         COLS: gl.constexpr = out.desc.block_shape[3]
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         values = tile.reshape([ROWS, COLS]).load(LAYOUT)
-        _store_rows(out, values, LAYOUT, b, h, first, kept)
+        ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
+        store_rows(ptr, stride, values, LAYOUT, kept)

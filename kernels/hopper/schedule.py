@@ -15,8 +15,9 @@ class Work(NamedTuple):
     """All tiles of a launch, from arguments of every kernel.
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
-    heads. G: query heads that share a K/V head. heads: those of all batch rows. tiles: of a head.
-    pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`; None = by number.
+    heads. G: query heads that share a K/V head. heads: those of all batch rows, times the parts.
+    tiles: of a head. pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`;
+    None = by number. parts: of each tile of keys, see `heads_of_part`; None = one.
     """
 
     heads: Any
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     pair_group: Any
     G: Any
     order_ptr: Any
+    parts: Any = None
 
 
 # Integers among the arguments: no new value compiles a kernel anew.
@@ -52,7 +54,8 @@ class Tile(NamedTuple):
 
     first: number of its first query (or key) of the `length` that the batch row has. row: the
     `tile.Row`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
-    number of boundary blocks, of all blocks, and where they are; see `band`.
+    number of boundary blocks, of all blocks, and where they are; see `band`. Of keys, h counts the
+    parts of all K/V heads, see `heads_of_part`.
     """
 
     h: Any
@@ -142,8 +145,8 @@ def _in_group(number, heads, group, tiles):
 
 
 @gluon.jit
-def _of_head(i, work, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """(tile, b, h) of this program's i-th tile.
+def _of_head(i, work, H, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """(tile, b, h) of this program's i-th tile, of H heads of a batch row.
 
     LAST_FIRST: the last tiles are the longest ones. Packed sequences are slots of TILE rows
     (`kernels.rules.tile.sequence_of`), some of which lie past the end of their sequence.
@@ -153,8 +156,8 @@ def _of_head(i, work, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
         tile = gl.load(work.order_ptr + tile)
     elif LAST_FIRST:
         tile = work.tiles - 1 - tile
-    b = head // work.H
-    h = head - b * work.H
+    b = head // H
+    h = head - b * H
     if cu_ptr is not None:
         b, tile = sequence_of(tile, cu_ptr, value(work.mask.sequences), TILE)
     return tile, b, h
@@ -165,7 +168,7 @@ def query_tile(i, work, config: gl.constexpr):
     """This program's i-th tile of queries. Of packed sequences it may lie past the end."""
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
-    tile, b, h = _of_head(i, work, mask.cu_q_ptr, TILE, True)
+    tile, b, h = _of_head(i, work, work.H, mask.cu_q_ptr, TILE, True)
     first = tile * TILE
     row = at_queries(batch_row(b, work.T_q, work.T_k, mask), first, mask)
     boundary, blocks, plan = plan_of_queries(tile, first, h, row, mask, TILE, config.BLOCK)
@@ -175,18 +178,81 @@ def query_tile(i, work, config: gl.constexpr):
 
 @gluon.jit
 def key_tile(i, work, config: gl.constexpr):
-    """This program's i-th tile of keys, as `query_tile`; h is a K/V head.
+    """This program's i-th tile of keys, as `query_tile`; parts are dealt out like K/V heads.
 
     The plan is that of the first of its G query heads, as of all others.
     """
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
-    tile, b, h = _of_head(i, work, mask.cu_k_ptr, TILE, False)
+    H = work.H
+    if work.parts is not None:
+        H *= work.parts
+    tile, b, h = _of_head(i, work, H, mask.cu_k_ptr, TILE, False)
     first = tile * TILE
     row = at_keys(batch_row(b, work.T_q, work.T_k, mask), first, mask)
-    boundary, blocks, plan = plan_of_keys(tile, first, h * work.G, row, mask, TILE, config.BLOCK)
+    head = kv_head(h, work) * work.G
+    boundary, blocks, plan = plan_of_keys(tile, first, head, row, mask, TILE, config.BLOCK)
     batch, first_q, first_k = memory_rows(b, mask)
     return Tile(h, first, row.T_k, row, batch, first_q, first_k, boundary, blocks, plan)
+
+
+@gluon.jit
+def kv_head(h, work):
+    """The K/V head of a `Tile` of keys."""
+    if work.parts is not None:
+        h = h // work.parts
+    return h
+
+
+@gluon.jit
+def heads_of_part(tile, work):
+    """(first, end) of the G query heads of a K/V head that a tile of keys meets.
+
+    Where K/V heads are few, so are such tiles, and several programs share one: each meets a part of
+    the blocks of all G heads, one head after the other; any two as many, to within one.
+    """
+    first_g = 0
+    end_g = work.G
+    if work.parts is not None:
+        first, end = _part(tile, work)
+        blocks = gl.maximum(tile.blocks, 1)
+        first_g = first // blocks
+        end_g = gl.cdiv(end, blocks)
+    return first_g, end_g
+
+
+@gluon.jit
+def _part(tile, work):
+    """(first, end) of what a tile meets of the blocks of all heads."""
+    part = tile.h % work.parts
+    blocks = tile.blocks * work.G
+    number = blocks // work.parts
+    more = blocks - number * work.parts
+    first = part * number + gl.minimum(part, more)
+    return first, first + number + gl.where(part < more, 1, 0)
+
+
+@gluon.jit
+def blocks_of_part(g, tile, work):
+    """(first, end) of the blocks of the g-th head that a tile of keys meets."""
+    begin = 0
+    stop = tile.blocks
+    if work.parts is not None:
+        first, end = _part(tile, work)
+        begin = gl.maximum(first - g * tile.blocks, 0)
+        stop = gl.minimum(end - g * tile.blocks, stop)
+    return begin, stop
+
+
+@gluon.jit
+def loops_of_part(begin, stop, tile, work):
+    """(end of the boundary blocks, first and end of the full ones) among blocks of a tile."""
+    boundary_end = tile.boundary
+    full = 0
+    if work.parts is not None:
+        boundary_end = gl.minimum(boundary_end, stop)
+        full = gl.maximum(begin - tile.boundary, 0)
+    return boundary_end, full, stop - tile.boundary
 
 
 @gluon.jit

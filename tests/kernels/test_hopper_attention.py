@@ -46,15 +46,24 @@ def passes() -> int:
 
 @pytest.fixture
 def by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, bool]]:
-    """The arguments of a backward of two passes, of one, or of one whose threads add to dQ."""
-    table = backward.backward_config
+    """The arguments of a backward of two passes, of one, of one whose threads add to dQ, or of two
+    whose tiles of keys are dealt out to five programs each.
+    """
+    table, add = backward.backward_config, backward.launch_add_parts
+
+    def added(sums: Tensor, x: Tensor, *rest: Any) -> None:
+        assert sums.shape[1] == 5 * x.shape[1]
+        add(sums, x, *rest)
 
     def choose(way: str) -> dict[str, bool]:
         if way == "threads":
             monkeypatch.setattr(
                 backward, "backward_config", lambda *x: table(*x)._replace(DQ_BY_TMA=False)
             )
-        return {"deterministic": way == "two"}
+        if way == "parts":
+            monkeypatch.setattr(host, "_key_parts", lambda *call: 5)
+            monkeypatch.setattr(backward, "launch_add_parts", added)
+        return {"deterministic": way in ("two", "parts")}
 
     return choose
 
@@ -86,11 +95,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "first-keys-kept": ("two one", dict(T_q=200, window=(20, 0), keep_first=3)),
     "prefix": ("two / one", dict(TWO_ROWS, prefix_lengths=torch.tensor([90, 0]))),
     "gqa": ("one / two", dict(H_q=6, H_k=2, T_q=140)),
+    "mqa-lengths": ("parts", dict(B=2, H_q=7, T_q=140, key_lengths=[140, 70])),
     "gqa-batch": ("threads", dict(B=2, H_q=4, H_k=2)),
     "mqa-strided": ("/ two", dict(H_q=3, T_q=140, layout="bthd")),
     "fp16": ("one / two", dict(H_q=3, T_q=140, layout="bthd", dtype=torch.float16)),
     "d128": ("two one / threads", dict(D=128, T_q=290, programs=2)),
-    "d128-full": ("/ two", dict(FULL, D=128, T_q=130, T_k=290)),
+    "d128-full": ("parts / two", dict(FULL, D=128, T_q=130, T_k=290)),
     "d128-full-of-queries": ("/ threads", dict(FULL, D=128, T_q=400, T_k=100)),
     "lengths": ("two one / threads", LENGTHS),
     "d128-lengths": ("two / one", dict(FULL, B=2, T_k=200, key_lengths=[128, 1], D=128)),
@@ -98,7 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "negative-offset": ("/ two", dict(T_k=200, query_offset=-40)),
     "tiles-without-queries": ("one threads", dict(T_k=400, query_offset=-40, programs=1)),
     "past-every-key": ("/ two", dict(T_k=200, query_offset=1000, window=(20, None))),
-    "d256": ("two", dict(D=256, T_k=200, programs=2)),
+    "d256": ("two / parts", dict(D=256, T_k=200, programs=2)),
     "d256-gqa": ("/ two", dict(FULL, D=256, T_q=70, T_k=140)),
     "d256-softcap": ("two", dict(TWO_ROWS, D=256, T_k=140, key_lengths=[130, 1], softcap=0.5)),
     "scale": ("/ two", dict(T_q=70, scale=0.5)),
@@ -107,7 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "d128-softcap": ("two", dict(FULL, D=128, T_k=200, softcap=0.5, key_lengths=[150])),
     "sinks": ("two one", dict(B=2, T_q=70, T_k=40, sinks=torch.tensor([0.5, -9.0]))),
     "softcap-and-sinks": ("/ two", dict(T_q=70, softcap=2.0, sinks=torch.tensor([3.0, 0.0]))),
-    "positions": ("two", SPREAD),
+    "positions": ("two / parts", SPREAD),
     "d128-positions-window": ("/ two", dict(SPREAD, D=128, window=(150, None))),
     "positions-lengths-softcap": ("/ two", dict(SPREAD, key_lengths=[260], softcap=2.0)),
     "positions-first-keys-kept": (
@@ -140,7 +150,7 @@ def test_matches_the_reference(
     if name == "heads-in-groups":
         monkeypatch.setattr(host, "heads_in_l2", lambda x: 1)
     check_on_hopper(attention, **CASES[name][1], **by(way))
-    assert (passes() == 1) == (way != "two")
+    assert (passes() == 1) == (way in ("one", "threads"))
 
 
 def starts(*lengths: int) -> Tensor:
@@ -160,6 +170,7 @@ BAND = {"window": (60, 0), "key_lengths": torch.tensor([100, 70])}
     ("way", "q_lengths", "k_lengths", "D", "rounds", "options"),
     [
         pytest.param("two", *RAGGED, 64, 1, {}, id="ragged-and-empty"),
+        pytest.param("parts", *RAGGED, 64, 1, {}, id="ragged-parts"),
         pytest.param("two", (128, 64), (128, 192), 64, 99, FULL, id="whole-tiles"),
         pytest.param("two", (40, 90, 60), (40, 90, 60), 128, 1,
                      {"sinks": torch.tensor([0.5, -1.0])}, id="d128"),
@@ -184,7 +195,7 @@ def test_packed_sequences(
             attention, *inputs, starts(*q_lengths), starts(*k_lengths),
             oracle=reference.attention_varlen, **({"causal": True} | options | by(way)),
         )  # fmt: skip
-    assert (passes() == 1) == (way != "two")
+    assert (passes() == 1) == (way in ("one", "threads"))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -350,7 +361,7 @@ def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
     torch.autograd.grad(attention(q, k, v, deterministic=False).sum(), q)
     launched = kernel.__getitem__.return_value.call_args.args
-    _q, k_desc, _v, _do, dk_desc, *_others = launched[5:]
+    _q, k_desc, _v, _do, dk_desc, *_others = launched[7:]
     assert k_desc.layout == dk_desc.layout
     assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
 
@@ -363,7 +374,7 @@ def test_threads_add_to_the_sum_without_shared_memory(
     kernel = mock.MagicMock()
     monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
     torch.autograd.grad(attention(q, k, v, **by("threads")).sum(), q)
-    dq_ptr, *_, dq_desc = kernel.__getitem__.return_value.call_args.args[:12]
+    dq_ptr, *_, dq_desc = kernel.__getitem__.return_value.call_args.args[:14]
     assert dq_ptr.shape == (1, 1, 128, 64) and dq_desc is None
 
 
@@ -381,11 +392,21 @@ def test_the_flag_of_torch_rules_one_pass_out() -> None:
 def test_a_softcap_takes_two_passes_at_head_dim_128() -> None:
     q, k, v = make_qkv(1, 1, 1, 40, None, 128, dtype=torch.bfloat16)
     options = dense_options(q, k, v, softcap=3.0, deterministic=False)
-    assert ops.why_not_one_pass_on_hopper(64, options) is None
-    reason = ops.why_not_one_pass_on_hopper(128, options)
+    assert ops.why_not_one_pass_on_hopper(q[..., :64], k[..., :64], options) is None
+    reason = ops.why_not_one_pass_on_hopper(q, k, options)
     assert reason == "softcap and head dim 128 do not leave it registers"
     assert_matches_reference(attention, q, k, v, softcap=3.0, deterministic=False)
     assert passes() == 2
+
+
+@pytest.mark.parametrize(("H_k", "reason"), [(1, "it would leave the GPU idle"), (16, None)])
+def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
+    q, k = (torch.empty(1, H, 8192, 128, device="meta") for H in (32, H_k))
+    options = Options(right=0, scale=0.1, atomic_dq=True)
+    found = ops.why_not_one_pass_on_hopper(q, k, options)
+    assert found == reason or (reason and found and reason in found)
+    packed = [x[0].transpose(0, 1) for x in (q, k)]
+    assert ops.why_not_one_pass_on_hopper(*packed, options) == found
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def order_table(
     return filled
 
 
-def imbalance(
+def loads(
     kernel: str,
     B: int,
     H: int,
@@ -137,8 +137,8 @@ def imbalance(
     G: int = 1,
     T_k: int | None = None,
     **given: Any,
-) -> float:
-    """Most blocks of a program by their mean, where each tile is met once."""
+) -> list[int]:
+    """Blocks of each program, where each part of a tile is met once."""
     options = Options(**{"right": 0, "scale": 0.1} | given)
     q, k = (
         torch.empty(B, h, t, D, dtype=torch.bfloat16, device="meta")
@@ -156,16 +156,43 @@ def imbalance(
     mask = mask._replace(
         **{name: Memory(x.tolist()) for name, x in mask._asdict().items() if isinstance(x, Tensor)}
     )
-    rows_q, rows_k, H, G, heads, tiles, group, pairs, pair_group = sizes
+    rows_q, rows_k, H, G, heads, tiles, group, pairs, pair_group, *parts = sizes
     table = None if order is None else Memory(order.tolist())
-    work = Work(heads, tiles, group, pairs, rows_q, rows_k, H, mask, pair_group, G, table)
+    work = Work(heads, tiles, group, pairs, rows_q, rows_k, H, mask, pair_group, G, table, *parts)
     dealt(programs, work)
     blocks = [0] * programs
     find = schedule.key_tile if of_keys else schedule.query_tile
-    for program, _, tile in Grid(programs).each(work, find, config):
+    run = Grid(programs)
+    of_tile = plain_loops(run, work)
+    for program, _, tile in run.each(work, find, config):
         if tile.first < tile.length:
-            blocks[program] += tile.blocks
-    return max(blocks) * programs / sum(blocks)
+            own = [len(met) for _, met in of_tile(tile)] if of_keys else [tile.blocks]
+            blocks[program] += sum(own)
+    return blocks
+
+
+def plain_loops(run: Grid, work: Work) -> Callable[[schedule.Tile], list[tuple[int, range]]]:
+    """The loops of dK and dV over a tile of keys: (g, blocks), once or twice for each g."""
+    heads, blocks, loops = map(
+        run.plain, (schedule.heads_of_part, schedule.blocks_of_part, schedule.loops_of_part)
+    )
+
+    def of_tile(tile: schedule.Tile) -> list[tuple[int, range]]:
+        found = []
+        for g in range(*heads(tile, work)):
+            begin, stop = blocks(g, tile, work)
+            boundary_end, full, full_end = loops(begin, stop, tile, work)
+            found.append((g, range(begin, boundary_end)))
+            found.append((g, range(tile.boundary + full, tile.boundary + full_end)))
+        return found
+
+    return of_tile
+
+
+def imbalance(*call: Any, **given: Any) -> float:
+    """Most blocks of a program by their mean."""
+    blocks = loads(*call, **given)
+    return max(blocks) * len(blocks) / sum(blocks)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +226,53 @@ def test_tiles_one_by_one_come_longest_first_and_to_and_fro() -> None:
 
 
 SHAPES = [(8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384)]
+
+
+# B, H_q, H_k, T, D; all have as many tiles of queries as multiprocessors, and more.
+FEW_KEYS = [
+    (1, 32, 1, 8192, 128), (4, 32, 1, 4096, 128), (1, 32, 8, 2048, 128), (1, 71, 1, 2048, 64),
+    (1, 8, 1, 8192, 256), (1, 6, 1, 8192, 128), (1, 28, 4, 4096, 128), (2, 15, 3, 4096, 64),
+    (1, 24, 8, 2048, 128), (3, 14, 2, 3000, 64), (1, 32, 1, 2048, 128), (1, 71, 1, 8192, 64),
+    (1, 1, 1, 20000, 128), (1, 64, 8, 8192, 128), (1, 32, 4, 8192, 128), (8, 16, 4, 2048, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right", [0, None], ids=["causal", "full"])
+@pytest.mark.parametrize("shape", FEW_KEYS, ids=str)
+def test_few_kv_heads_keep_all_multiprocessors_busy(
+    shape: tuple[int, ...], right: int | None
+) -> None:
+    """By one program for each tile of keys 0.06 to 0.57 of them were, for the first twelve."""
+    B, H_q, H_k, T, D = shape
+    blocks = loads("dkv", B, H_q, T, D, H_q // H_k, right=right)
+    assert sum(blocks) / (132 * max(blocks)) >= 0.9
+
+
+@pytest.mark.parametrize(("blocks", "G", "parts"), [(5, 1, 3), (3, 7, 4), (0, 3, 2), (2, 3, 8)])
+def test_parts_meet_each_block_once(blocks: int, G: int, parts: int) -> None:
+    work = Work(0, 0, 0, 0, 0, 0, 0, None, 0, G, None, parts)
+    met, numbers = [], []
+    for part in range(parts):
+        tile = schedule.Tile(2 * parts + part, 0, 0, None, 0, 0, 0, blocks // 2, blocks, None)
+        found = [(g, j) for g, own in plain_loops(Grid(1), work)(tile) for j in own]
+        met += found
+        numbers.append(len(found))
+    assert met == [(g, j) for g in range(G) for j in range(blocks)]
+    assert max(numbers) - min(numbers) <= 1
+
+
+def test_parts_are_bounded() -> None:
+    """Each is an fp32 copy of dK and dV, for the time of a call."""
+    for heads, G in ((1, 71), (3, 5), (8, 4), (40, 2)):
+        for T in (1, 64, 500, 2000, 9000):
+            q, k = (torch.empty(1, h, T, 64, device="meta") for h in (heads * G, heads))
+            for right in (0, None):
+                _, sizes = host.key_grid(
+                    q, k, backward_config("dkv", 64, False, False), Options(right=right, scale=0.1)
+                )
+                tiles, parts = sizes[5], sizes[-1]
+                assert parts == 1 or heads * tiles * parts <= 8 * 132
+                assert parts == 1 or parts * 64 <= G * T
 
 
 KERNELS = ("forward", "dkv", "dq")

@@ -88,7 +88,7 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
     reason = ops.why_not_hopper(q, k, k, options, device)
     if reason is None and not deterministic:
-        return ops.why_not_one_pass_on_hopper(case.D, options)
+        return ops.why_not_one_pass_on_hopper(q, k, options)
     return reason
 
 
