@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,12 @@ _TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4
 _L2_BYTES = 32 << 20
 # Tiles a multiprocessor from which on those of packed sequences are put in order first.
 _ROUNDS = 4
-# Parts of a tile of keys: as many rounds of the device at most, of blocks of so many queries. To
-# write a part in fp32 and to read it again takes as long as so many queries do: of each of its 128
-# keys 16 bytes a column at 23 GB/s of a multiprocessor, for 8 operations a column at 4.5 TFLOP/s.
+# Parts of a tile of keys: as many rounds of the device at most. To write a part in fp32 and to read
+# it again takes as long as so many queries do: of each of its 128 keys 16 bytes a column at 23 GB/s
+# of a multiprocessor, for 8 operations a column at 4.5 TFLOP/s. And so do the launches that add.
 _PART_ROUNDS = 8
 _PART_QUERIES = 400
+_ADDING_QUERIES = 1000
 # Where nothing else is known: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.
@@ -212,14 +214,20 @@ def _key_parts(q: Tensor, k: Tensor, tiles: int, block: int, options: Options) -
     if options.left is not None:
         queries = min(queries, q.shape[1] // k.shape[1] * (options.left + 2 * ROWS.value))
     programs = multiprocessors(q.device)
-    most = min(_PART_ROUNDS * programs // of_heads, queries // block)
-    return min(
-        range(1, max(1, most) + 1),
-        key=lambda parts: (
-            1 / _busy(of_heads * parts / programs, slanted)
-            + (parts > 1) * parts * _PART_QUERIES / max(1, queries)
-        ),
-    )
+    most = max(1, min(_PART_ROUNDS * programs // of_heads, queries // block))
+    return _cheapest_parts(of_heads, queries, most, programs, slanted)
+
+
+@lru_cache(1024)
+def _cheapest_parts(of_heads: int, queries: int, most: int, programs: int, slanted: bool) -> int:
+    """How many parts, up to `most`, where one program would meet so many queries for a tile."""
+
+    def cost(parts: int) -> float:
+        rounds = of_heads * parts / programs
+        adding = _PART_QUERIES * rounds + _ADDING_QUERIES if parts > 1 else 0.0
+        return of_heads * queries / programs / _busy(rounds, slanted) + adding
+
+    return min(range(1, most + 1), key=cost)
 
 
 def _busy(rounds: float, slanted: bool) -> float:
