@@ -62,6 +62,8 @@ def test_patches_nest_and_end_once_each(doubling):
         raise KeyError
     assert factor() == 1
     with inner:
+        with inner:
+            assert factor() == 2
         assert factor() == 2
     with fastattn.patch_sdpa():
         fastattn.unpatch_sdpa()
