@@ -189,7 +189,7 @@ def attention_varlen(
     pieces = [
         torch.split(x, lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))
     ]
-    outputs, lses = [], []
+    outputs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for n, parts in enumerate(zip(*pieces, strict=True)):
         own = dict(options)
         for name in ("key_lengths", "prefix_lengths", "alibi_slopes"):

@@ -75,6 +75,7 @@ TRAITS = {
     "o": 0.4,  # a call without lse
     "lse": 0.1,  # gradients of lse alone
     "some": 0.3,  # gradients of some inputs
+    "chunks": 0.3,  # torch holds the scores of few queries at once
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -79,8 +79,13 @@ def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
 
 
 def offsets(case: Case) -> tuple[Tensor, Tensor]:
-    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty."""
+    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty.
+
+    Of a case of no rows there is none.
+    """
     draw = case.random("sequences")
+    if not case.B:
+        return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     inner = draw.integer(0, 3)
 
     def ends(T: int) -> Tensor:
