@@ -26,12 +26,12 @@ class CacheView(NamedTuple):
     Nothing is stored by an entry that is no page's number, and it is read as the nearest one.
 
     Attributes:
-        k: [P, H_k, S, D], in the dtype of storage. Memory is dense but for padding of each row,
-            which a cache's own rows have up to whole 16 bytes: strides are (H_k S R, S R, R, 1)
-            with R >= D.
+        k: [P, H_k, S, D], in the dtype of storage, any strides but the last, which is 1. A cache's
+            own rows are padded up to whole 16 bytes.
         v: [P, H_k, S, D_v], likewise.
-        k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v hold codes (int8 or e4m3);
-            the key is k * k_scale. None: k and v are stored as they are.
+        k_scale, v_scale: fp32 [P, H_k, S] where k and v hold codes (int8 or e4m3); the key is
+            k * k_scale. Strides of 0 say that slots share a given scale, see `given_scales`. None:
+            k and v are stored as they are.
         block_table: int32 [rows, N], contiguous, or None.
         page_size: S.
         lengths: int32 [rows], indexed by row, not by b: tokens each row has seen. The latest append
@@ -64,6 +64,14 @@ class CacheView(NamedTuple):
     def batch_size(self) -> int:
         """B."""
         return (self.lengths if self.batch_index is None else self.batch_index).shape[0]
+
+    @property
+    def given_scales(self) -> bool:
+        """Whether slots share scales, which are given: codes are made by them, none is stored."""
+        if self.k_scale is None:
+            return False
+        steps = zip(self.k_scale.shape, self.k_scale.stride(), strict=True)
+        return any(size > 1 and step == 0 for size, step in steps)
 
     def of_batch(self, x: Tensor) -> Tensor:
         """[B, ...] of what is kept for every row: lengths, starts, the block table."""

@@ -67,6 +67,13 @@ def codes_of(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
     return ratio.to(torch.float8_e4m3fn)
 
 
+def codes_within(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
+    """`codes_of` where x may be too large for the scale: it becomes the largest code then."""
+    largest = _LARGEST_CODE[quantize]
+    ratio = (x.to(torch.float32) / scale).clamp(-largest, largest)
+    return codes_of(ratio, torch.ones_like(scale), quantize)
+
+
 def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale * codes, computed in fp32 and rounded once to `dtype`: [..., D] from scale [...]."""
     return (codes.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)

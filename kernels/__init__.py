@@ -21,6 +21,7 @@ __all__ = [
     "fp8_values",
     "hopper_backward",
     "hopper_forward",
+    "paged",
     "pages",
     "statistics",
     "tiles",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         forward,
         fp8_quantize,
         fp8_values,
+        paged,
         statistics,
     )
     from .hopper import backward as hopper_backward

@@ -27,7 +27,8 @@ from .rules.pages import (
     locate,
     pages_of,
     row_bytes,
-    slot_rows,
+    row_places,
+    scale_places,
     stored,
 )
 from .rules.tile import int32_within
@@ -104,26 +105,40 @@ def _load_rotated(
 @triton.jit
 def _store_rows(
     store,
+    pages,
     x,
-    slots,
+    page,
+    slot,
+    head,
     keep,
     WIDTH: tl.constexpr,
     COLS: tl.constexpr,
     E4M3: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """Write rows [R, COLS] to their slots, as codes where the buffer has scales."""
+    """Write rows [R, COLS] to their slots, as codes where the buffer has scales.
+
+    Where tokens share a scale it is the given one, and numbers past the largest code become that.
+    """
     if store.scale_ptr is not None:
-        scale = row_scale(x, 448.0 if E4M3 else 127.0)
-        tl.store(store.scale_ptr + slots, scale, mask=keep)
+        LARGEST: tl.constexpr = 448.0 if E4M3 else 127.0
+        scale_ptrs = store.scale_ptr + scale_places(store, page, slot, head, pages)
+        if store.shared is not None:
+            scale = tl.load(scale_ptrs, mask=keep, other=1.0)
+        else:
+            scale = row_scale(x, LARGEST)
+            tl.store(scale_ptrs, scale, mask=keep)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        if store.shared is not None:
+            ratio = tl.where(ratio > LARGEST, LARGEST, ratio)
+            ratio = tl.where(ratio < -LARGEST, -LARGEST, ratio)
         numbers = to_e4m3(ratio) if E4M3 else to_int8(ratio)
     else:
         numbers = x.to(store.ptr.dtype.element_ty)
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
-    width = tl.multiple_of(value(store.strides[2]).to(tl.int64), ALIGN)
+    places = tl.multiple_of(row_places(page, slot, head, store.strides), ALIGN)
     cols = tl.arange(0, COLS)
-    pointers = store.ptr + (slots * width)[:, None] + cols[None, :]
+    pointers = store.ptr + places[:, None] + cols[None, :]
     tl.store(pointers, numbers, mask=keep[:, None] & (cols < WIDTH)[None, :])
 
 
@@ -183,8 +198,7 @@ def _append(
     x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
     # Codes are made of the rounded number, which is what attention would read otherwise.
     x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
-    slots = slot_rows(page, head, slot, pages)
-    _store_rows(store, x, slots, keep, WIDTH, COLS, E4M3, ROW_BYTES)
+    _store_rows(store, pages, x, page, slot, head, keep, WIDTH, COLS, E4M3, ROW_BYTES)
 
 
 @triton.jit

@@ -18,7 +18,9 @@ from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
 
 # Behind each output of a part stands its lse and, behind those of part number b, the first of the
-# parts of batch row b and their number, exact in fp32. The fourth place keeps whole 16 bytes.
+# parts of batch row b and their number, exact in fp32. The fourth place keeps whole 16 bytes. Of
+# packed queries, the rows of a tile's first part have the number, all others 0, and in the fourth
+# place the bits of an integer: where the row's query stands among all.
 PART_FACTS = tl.constexpr(4)
 # Parts that are loaded at a time.
 _BLOCK_S = 16
@@ -28,12 +30,14 @@ EARLY_FROM = tl.constexpr(90)
 
 @triton.jit(do_not_specialize=["H", "T"])
 def combine_kernel(
-    parts_ptr, o_ptr, lse_ptr, o_strides, row_width, H, T,
+    parts_ptr, o_ptr, lse_ptr, o_strides, row_width, packed, H, T,
     D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row [b, h, t], in the order of their numbers.
 
-    EARLY: it may begin before the kernel that writes the parts has ended.
+    EARLY: it may begin before the kernel that writes the parts has ended. packed: of packed queries
+    the heads that share keys and the number of queries, as `runtime_int`s; b is then the number of
+    a part, h a K/V head and t a row of its tile.
     """
     if EARLY:
         gdc_wait()
@@ -42,8 +46,15 @@ def combine_kernel(
     width = value(row_width)
     facts = width - PART_FACTS
     row_ptr = parts_ptr + n.to(tl.int64) * width + facts
-    begin = tl.load(row_ptr + 1).to(tl.int32)
     splits = tl.load(row_ptr + 2).to(tl.int32)
+    if packed is None:
+        begin = tl.load(row_ptr + 1).to(tl.int32)
+    else:
+        # Offsets that are none leave places that nobody has written or cleared.
+        begin = n // (H * T)
+        splits = tl.minimum(splits, tl.num_programs(0) // (H * T) - begin)
+        if splits <= 0:
+            return
     step = (H * T).to(tl.int64) * width
     parts_ptr += begin * step + (n % (H * T)).to(tl.int64) * width
     m = tl.full([1], float("-inf"), tl.float32)
@@ -62,17 +73,30 @@ def combine_kernel(
     b = (n // (H * T)).to(tl.int64)
     h = (n // T % H).to(tl.int64)
     t = (n % T).to(tl.int64)
+    place = n
+    if packed is not None:
+        b *= 0
+        h = h * value(packed[0]) + t % value(packed[0])
+        t = tl.load(row_ptr + 3).to(tl.int32, bitcast=True)
+        t = tl.minimum(tl.maximum(t, 0), value(packed[1]) - 1).to(tl.int64)
+        place = h * value(packed[1]) + t
     o_ptr += b * value(o_strides[0]) + h * value(o_strides[1]) + t * value(o_strides[2])
     tl.store(o_ptr + cols[None, :], o.to(o_ptr.dtype.element_ty), mask=(cols < D_V)[None, :])
-    tl.store(lse_ptr + n + tl.arange(0, 1), lse)
+    tl.store(lse_ptr + place + tl.arange(0, 1), lse)
 
 
-def combine_launch(parts: Tensor, o: Tensor, D_v: int) -> Launch:
+def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> Launch:
     """launch((), parts, o, lse) writes o [B, H, T, D_v or wider] and lse fp32 [B, H, T].
 
-    parts fp32 [parts, H, T, width of o + PART_FACTS], contiguous.
+    parts fp32 [parts, H, T, width of o + PART_FACTS], contiguous; with `packed` [parts, H_k, rows
+    of a tile, D_v in whole 16 bytes + PART_FACTS], and o [1, H, total, D_v].
     """
     B, H, T, _ = o.shape
+    of_packed = None
+    if packed:
+        B, H_k, rows, _ = parts.shape
+        of_packed = (runtime_int(H // H_k), runtime_int(T))
+        H, T = H_k, rows
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
     early = nvidia_capability() >= EARLY_FROM.value
     return Launch(
@@ -81,6 +105,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int) -> Launch:
         {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4},
         (stride_b, stride_h, stride_t),
         runtime_int(parts.stride(2)),
+        of_packed,
         H,
         T,
         D_v,

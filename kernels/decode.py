@@ -62,10 +62,19 @@ from .rules.pages import (
 from .rules.product import add_weighted_rows, interleave, rows_by_rows
 from .rules.score import first_state, modified
 from .rules.softmax import finish, in_parts, online_step
-from .rules.splits import Lengths, Plan, cache_row_of, part_of, share
+from .rules.splits import (
+    Lengths,
+    Plan,
+    packed_part,
+    part_of,
+    share,
+    tile_rows,
+)
 from .rules.tile import load_at
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastattn.options import Options
 
 
@@ -85,6 +94,42 @@ def _pointers(x, b, h, t, ALIGN: tl.constexpr):
     stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
     return x.ptr + b * stride_b + h * stride_h + t * stride_t
+
+
+# Elements of whole 16 bytes, which rows of parts are multiples of.
+_PARTS_ALIGN = tl.constexpr(4)
+
+
+@triton.jit
+def _facts(parts, part, h, t):
+    """Pointers to what stands behind the outputs of a part: see `combine.PART_FACTS`."""
+    return _pointers(parts, part, h, t, _PARTS_ALIGN) + value(parts.stride_t) - PART_FACTS
+
+
+@triton.jit
+def _place_packed(parts, begin, split, splits, h_k, tokens, in_rows, ROWS: tl.constexpr):
+    """Write the facts of a part of a packed tile, if there are several: only rows of the first one
+    have a number of parts, and where they stand among all queries.
+    """
+    rows = tl.arange(0, ROWS)
+    facts = _facts(parts, begin + split, h_k, rows)
+    several = (rows >= 0) & (splits > 1)
+    first = in_rows & (split == 0)
+    tl.store(facts + 2, tl.where(first, splits, 0).to(tl.float32), mask=several)
+    tl.store(facts + 3, tokens.to(tl.float32, bitcast=True), mask=several)
+
+
+@triton.jit
+def _clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
+    """Say of this program's share of the places from `free` on that nothing is kept there.
+
+    There are `count` parts, and at most twice as many places.
+    """
+    rows = tl.arange(0, ROWS)
+    for n in tl.static_range(2):
+        place = part + n * count
+        empty = (rows >= 0) & (place >= free) & (place < places)
+        tl.store(_facts(parts, place, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
 
 
 @triton.jit
@@ -135,54 +180,65 @@ def _take_block(
 
 @triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles"])
 def decode_kernel(
-    q, o, lse_ptr, k_store, v_store, pages, lengths, mask, score, plan,
+    q, o, lse_ptr, parts, k_store, v_store, pages, lengths, mask, score, plan,
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, ONE_PAGE: tl.constexpr,
-    ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, O_ALIGN: tl.constexpr,
+    ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
-    each its tiles.
+    each its tiles. Of packed queries, T_q in all, the part says which row and tile it is of.
 
-    o and lse are the results. Without lse, o takes the results of parts: see `combine.PART_FACTS`.
+    o and lse take the results, and parts those of one part among several: see `combine.PART_FACTS`.
+    There are both where packed queries are split, as rows may then have one part or several.
     """
-    IN_PARTS: tl.constexpr = lse_ptr is None
+    IN_PARTS: tl.constexpr = parts is not None
+    PACKED: tl.constexpr = lengths.cu_ptr is not None
     tile = tl.program_id(0) % tiles
     h_k = tl.program_id(0) // tiles % (H_q // G)
     part = tl.program_id(0) // (tiles * (H_q // G))
-    m_first = tile * BLOCK_M // G
-    m_last = (tl.minimum(tile * BLOCK_M + BLOCK_M, T_q * G) - 1) // G
-    b = part
-    begin = part
-    size = 0
-    if IN_PARTS:
-        b, begin, size = part_of(part, m_first, m_last, B, T_q, lengths, mask, plan, BLOCK_N)
-    if b >= B:
+    if PACKED:
+        one = packed_part(part, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
+        if IN_PARTS:
+            count = tl.num_programs(0) // (H_q // G)
+            _clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)
+    else:
+        one = part_of(part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N, IN_PARTS)
+    if one.exists == 0:
         return
-    split = part - begin
-    cache_row, row = cache_row_of(b, T_q, lengths, mask)
+    b, cache_row, row, tile = one.b, one.cache_row, one.row, one.tile
+    split, splits = one.split, one.splits
+    m_first, m_last = tile_rows(tile, G, one.count, BLOCK_M)
 
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = r < T_q * G
+    in_rows = r < one.count * G
     # Rows that do not exist are copies of the last one: what users' functions load for them exists.
-    r = tl.minimum(r, T_q * G - 1)
+    r = tl.minimum(r, one.count * G - 1)
     t = r // G
     h = h_k * G + r % G
-    first, last, full_first, full_last, lo, kept, splits = share(
-        split, size, m_first, m_last, row, mask, plan, BLOCK_N, RANGES
+    first, last, full_first, full_last, lo, kept = share(
+        split, splits, one.size, m_first, m_last, row, mask, plan, BLOCK_N, RANGES
     )
-    O_ALIGN: tl.constexpr = 128 // o.ptr.dtype.element_ty.primitive_bitwidth
+    # Where the rows lie in q and o, and in parts.
+    place_b, place_t = b, t
+    part_h, part_t, in_part = h, t, in_rows
+    if PACKED:
+        place_b, place_t = 0, one.first + t
+        part_h, part_t, in_part = h_k, tl.arange(0, BLOCK_M), in_rows & (splits > 1)
     if IN_PARTS:
-        facts = _pointers(o, b, h, t, O_ALIGN) + value(o.stride_t) - PART_FACTS
-        first_part = in_rows & (split == 0)
-        tl.store(facts + 1, tl.cast(begin, tl.float32), mask=first_part)
-        tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
+        if PACKED:
+            _place_packed(parts, one.begin, split, splits, h_k, place_t, in_rows, BLOCK_M)
+        else:
+            facts = _facts(parts, b, h, t)
+            first_part = in_rows & (split == 0)
+            tl.store(facts + 1, tl.cast(one.begin, tl.float32), mask=first_part)
+            tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
     CODES: tl.constexpr = k_store.scale_ptr is not None
     # The scores of few rows begin with a number other than 0 in fewer instructions than codes take.
     INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
     RAISED: tl.constexpr = INT8 and BLOCK_M == 16 and q.ptr.dtype.element_ty != tl.float32
-    q_rows = _pointers(q, b, h, t, Q_ALIGN)[:, None]
+    q_rows = _pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
     if CODES:
         q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, RAISED)
     else:
@@ -230,21 +286,27 @@ def decode_kernel(
     if CODES:
         acc = interleave(acc[0], acc[1])
     result, lse = finish(acc, m, l)
-    # Nobody reads the output of a part without a key.
-    needed = in_rows
-    if IN_PARTS:
-        needed = in_rows & (lse > float("-inf"))
     cols = tl.arange(0, BLOCK_DV)
-    tl.store(
-        _pointers(o, part, h, t, O_ALIGN)[:, None] + cols[None, :],
-        result.to(o.ptr.dtype.element_ty),
-        mask=needed[:, None] & (cols < D_V)[None, :],
-    )
+    if o is not None:
+        whole = in_rows
+        if IN_PARTS:
+            whole = in_rows & (splits == 1)
+        tl.store(
+            _pointers(o, place_b, h, place_t, O_ALIGN)[:, None] + cols[None, :],
+            result.to(o.ptr.dtype.element_ty),
+            mask=whole[:, None] & (cols < D_V)[None, :],
+        )
+        tl.store(lse_ptr + (place_b * H_q + h).to(tl.int64) * T_q + place_t, lse, mask=whole)
     if IN_PARTS:
-        facts = value(o.stride_t) - PART_FACTS
-        tl.store(_pointers(o, part, h, t, O_ALIGN) + facts, lse, mask=in_rows)
-    else:
-        tl.store(lse_ptr + (b * H_q + h).to(tl.int64) * T_q + t, lse, mask=in_rows)
+        # Nobody reads the output of a part without a key.
+        needed = in_part & (lse > float("-inf"))
+        tl.store(
+            _pointers(parts, one.begin + split, part_h, part_t, _PARTS_ALIGN)[:, None]
+            + cols[None, :],
+            result,
+            mask=needed[:, None] & (cols < D_V)[None, :],
+        )
+        tl.store(_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
 
 
 def launch_decode(
@@ -270,7 +332,7 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    found = _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
     return found(q, cache, starts, new_lengths, options)
 
 
@@ -285,7 +347,7 @@ def prepare_decode(
     """
     if options.launched_anew:
         return None
-    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
 
 
 class PreparedDecode(NamedTuple):
@@ -309,12 +371,12 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        cache = _as_bytes(cache)
+        cache = as_bytes(cache)
         if self.combine is None or self.parts is None:
-            self.launch((q, o, lse, starts, new_lengths, *cache, *options))
+            self.launch((q, o, lse, None, starts, new_lengths, *cache, *options))
             return o, lse
         parts = torch.empty(self.parts, dtype=torch.float32, device=q.device)
-        self.launch((q, parts, None, starts, new_lengths, *cache, *options))
+        self.launch((q, None, None, parts, starts, new_lengths, *cache, *options))
         self.combine((), parts, o, lse)
         return o, lse
 
@@ -332,48 +394,80 @@ def _prepared(
         return PreparedDecode(None, None, o.shape, o.stride(), None)
     tile = decode_tile(q, cache)
     split = split_keys(q, cache, options, tile, splits, invariant)
-    out, out_lse, parts, combine = o, None, None, None
+    parts, combine = None, None
     if split.plan is None:
-        out_lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+        lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+        out: tuple[Tensor | None, ...] = (o, lse, None)
     else:
         parts = (split.parts, H_q, T_q, o.shape[3] + PART_FACTS.value)
-        out = torch.empty(parts, dtype=torch.float32, device=q.device)
-        combine = combine_launch(out, o, D_v)
-    given = (q, out, out_lse, starts, new_lengths, *cache, *options)
-
-    def plan(given: list[Any]) -> Launch:
-        q, out, out_lse, starts, new_lengths, *others = given
-        own = len(cache)
-        return _plan(
-            q, out, out_lse, starts, new_lengths, CacheTensors._make(others[:own]),
-            type(options)._make(others[own:]), tile, split,
-        )  # fmt: skip
-
-    key = None if options.launched_anew else (_plan, signature(given), split)
-    launch = cached(key, given, plan, q.dtype)
+        of_parts = torch.empty(parts, dtype=torch.float32, device=q.device)
+        out = (None, None, of_parts)
+        combine = combine_launch(of_parts, o, D_v)
+    given = (q, *out, starts, new_lengths, *cache, *options)
+    launch = decode_launch(given, options, cache, tile, split)
     return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
 
 
-def _plan(
-    q: Tensor, out: Tensor, out_lse: Tensor | None, starts: Tensor | None,
-    new_lengths: Tensor | None, cache: CacheTensors, options: Options, tile: TileConfig,
-    split: Split,
+class Packed(NamedTuple):
+    """What a launch serves of packed queries: batch rows of `fewest` to `most` tokens.
+
+    places: of results of parts; see `splits.Plan`.
+    """
+
+    B: int
+    fewest: int
+    most: int
+    places: int
+
+
+def decode_launch(
+    given: Sequence[Any], options: Options, cache: CacheTensors, tile: TileConfig, split: Split,
+    packed: Packed | None = None,
 ) -> Launch:  # fmt: skip
+    """The cached launch of `decode_kernel` on given = (q, o, lse, parts, starts, counts, *cache,
+    *options).
+
+    parts: for the results of parts of the keys, None: keys are not split. counts: new_lengths, or
+    the offsets of packed queries.
+    """
+
+    def plan(given: list[Any]) -> Launch:
+        *tensors, starts, counts = given[:6]
+        caches, others = given[6 : 6 + len(cache)], given[6 + len(cache) :]
+        return _plan(
+            tensors, starts, counts, CacheTensors._make(caches), type(options)._make(others), tile,
+            split, packed,
+        )  # fmt: skip
+
+    key = None if options.launched_anew else (_plan, signature(given), split, packed)
+    return cached(key, given, plan, given[0].dtype)
+
+
+def _plan(
+    tensors: list[Any], starts: Tensor | None, counts: Tensor | None, cache: CacheTensors,
+    options: Options, tile: TileConfig, split: Split, packed: Packed | None,
+) -> Launch:  # fmt: skip
+    q, o, lse, parts = tensors
     B, H_q, T_q, D = q.shape
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
-    rows = T_q * H_q // H_k
-    mask = mask_by_blocks(options)
     # Of a dense cache each page is a row.
     rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
     lengths = Lengths(
         cache.lengths,
-        new_lengths,
+        None if packed else counts,
         starts,
         cache.batch_index,
         runtime_int(rows_kept),
         runtime_int(split.capacity),
     )
-    tiles_of_rows = blocks(rows, tile.BLOCK_M)
+    plan = Plan(*map(runtime_int, split.plan or (0, 1, 0)))
+    tiles_of_rows = blocks(T_q * H_q // H_k, tile.BLOCK_M)
+    if packed is not None:
+        lengths = lengths._replace(
+            cu_ptr=counts, fewest=runtime_int(packed.fewest), most=runtime_int(packed.most)
+        )
+        plan = plan._replace(places=runtime_int(packed.places))
+        B, tiles_of_rows = packed.B, 1
     # Keys of a call without a cache lie in either order, and one kernel serves both.
     in_order = cache.lengths is not None
     # Products with codes take half of the columns each.
@@ -381,19 +475,21 @@ def _plan(
     columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        *(_Rows(x, *map(runtime_int, x.stride()[:3])) for x in (q, out)), out_lse,
+        _rows(q), _rows(o), lse, _rows(parts),
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
-        pages_of(cache), lengths, mask, kernel_score(options),
-        Plan(*map(runtime_int, split.plan or (0, 1, 0))),
+        pages_of(cache), lengths, mask_by_blocks(options), kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
-        in_one_page(cache, tile.BLOCK_N), load_bytes(cache),
-        shown_by_ranges(options), tile.sum_parts,
-        dot_precision(q.dtype), nvidia_capability(),
+        row_alignment(q if o is None else o), in_one_page(cache, tile.BLOCK_N), load_bytes(cache),
+        shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
     )  # fmt: skip
 
 
-def _as_bytes(cache: CacheTensors) -> CacheTensors:
+def _rows(x: Tensor | None) -> _Rows | None:
+    return None if x is None else _Rows(x, *map(runtime_int, x.stride()[:3]))
+
+
+def as_bytes(cache: CacheTensors) -> CacheTensors:
     """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
     if cache.k.dtype != torch.float8_e4m3fn:
         return cache

@@ -183,11 +183,12 @@ def view_of_tensors(
     """A `CacheView` of tensors that somebody else keeps; see there for what they mean.
 
     Args:
-        k: [P, H_k, S, D]; dense, but that rows may be views of longer ones. Rows that are no
-            multiple of 16 bytes long are read in smaller pieces, and more slowly.
+        k: [P, H_k, S, D], any strides but the last one, and k and v may share memory. Rows whose
+            distances are no multiples of 16 bytes are read in smaller pieces, and more slowly.
         v: [P, H_k, S, D_v], likewise.
         lengths: int32 or int64 [rows], contiguous.
-        k_scale, v_scale: fp32 [P, H_k, S], contiguous, where k and v are int8 or float8_e4m3fn.
+        k_scale, v_scale: fp32 where k and v are int8 or float8_e4m3fn: [P, H_k, S] with a scale for
+            each token and head, [H_k] with one for each head, or a single one.
         block_table: int32 or int64 [rows, N], contiguous. None: page r is row r.
         starts: int32 or int64 [rows]: positions before are padding.
         batch_index: int32 or int64 [B]: the row of each batch element. Values are read on a CPU
@@ -200,7 +201,7 @@ def view_of_tensors(
     Raises:
         TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
     """
-    _check_buffers(k, v, k_scale, v_scale)
+    k_scale, v_scale = _check_buffers(k, v, k_scale, v_scale)
     checks.check_integers("lengths", lengths)
     rows, S = lengths.shape[0] if lengths.dim() == 1 else -1, k.shape[2]
     checks.check_placement("lengths", lengths, (rows,), k)
@@ -250,7 +251,15 @@ def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
     return window, keep_first
 
 
-def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+# Offsets among the slots of a block of keys take 32 bits.
+_FARTHEST_SLOTS = 2**31 // 512
+
+
+def _check_buffers(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> list[Tensor | None]:
+    """The scales of k and v, each in the shape [P, H_k, S]."""
+    scales = []
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
         if checks.check_tensor(name, x).dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [P, H_k, S, D], got {list(x.shape)}")
@@ -259,14 +268,10 @@ def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor
                 f"v must be {k.dtype} {list(k.shape[:3])} + [D_v] on {k.device}, as k is, "
                 f"got {x.dtype} {list(x.shape)} on {x.device}"
             )
-        _, H_k, S, _ = x.shape
-        R = x.stride(2)
-        steps = zip(x.shape, x.stride(), (H_k * S * R, S * R, R, 1), strict=True)
-        dense = all(size == 1 or stride == step for size, stride, step in steps)
-        if not dense:
+        if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= _FARTHEST_SLOTS:
             raise ValueError(
-                f"{name} must be dense, but that each row may be part of a longer one, "
-                f"got shape {list(x.shape)} and strides {x.stride()}"
+                f"{name} must have rows whose numbers follow one another, and slots less than "
+                f"{_FARTHEST_SLOTS} numbers apart, got strides {x.stride()}"
             )
         codes = x.dtype in (torch.int8, torch.float8_e4m3fn)
         if not codes and x.dtype not in checks.FLOAT_DTYPES:
@@ -277,10 +282,21 @@ def _check_buffers(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor
                 if scale is not None
                 else f"{name}_scale must be given, as {name} is {x.dtype}"
             )
-        if scale is not None:
-            if scale.dtype != torch.float32 or not scale.is_contiguous():
-                raise TypeError(f"{name}_scale must be float32 and contiguous, got {scale.dtype}")
-            checks.check_placement(f"{name}_scale", scale, tuple(x.shape[:3]), x)
+        scales.append(None if scale is None else _scale_of_slots(f"{name}_scale", scale, x))
+    return scales
+
+
+def _scale_of_slots(name: str, scale: Tensor, x: Tensor) -> Tensor:
+    """A scale for each token and head, one for each head or a single one, as [P, H_k, S]."""
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
+    of_slots = tuple(x.shape[:3])
+    if scale.numel() == 1 and scale.dim() <= 1:
+        scale = scale.reshape(1, 1, 1).expand(of_slots)
+    elif scale.dim() == 1:
+        checks.check_placement(name, scale, of_slots[1:2], x)
+        scale = scale[:, None].expand(of_slots)
+    return checks.check_placement(name, scale, of_slots, x)
 
 
 def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | None]:

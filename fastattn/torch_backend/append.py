@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..cache_view import CacheView, as_bytes
-from ..quantization import quantize_rows
+from ..quantization import Quantize, codes_within, quantize_rows
 from ..rotary import RotaryStyle, apply_rotary
 
 # Index of pages and slots in [P, S, H_k, width].
@@ -52,8 +52,9 @@ def append_rows(
         real = None
         if not room_for_padding:
             real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
-    _store(view.k, view.k_scale, k, place, real)
-    _store(view.v, view.v_scale, v, place, real)
+    given = view.given_scales
+    _store(view.k, view.k_scale, k, place, real, given)
+    _store(view.v, view.v_scale, v, place, real, given)
     if advance:
         if view.batch_index is None:
             view.lengths.add_(count)
@@ -73,13 +74,18 @@ def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:
 
 
 def _store(
-    stored: Tensor, stored_scale: Tensor | None, x: Tensor, place: _Place, real: Tensor | None
-) -> None:
+    stored: Tensor, stored_scale: Tensor | None, x: Tensor, place: _Place, real: Tensor | None,
+    given_scale: bool,
+) -> None:  # fmt: skip
     """Put x [B, H_k, T, width] into the slots, as codes where there are scales."""
     x = x.transpose(1, 2)
     if real is not None:
         x, place = x[real], (place[0][real], place[1][real])
     if stored_scale is not None:
-        x, scale = quantize_rows(x, "int8" if stored.dtype == torch.int8 else "fp8")
-        stored_scale.transpose(1, 2)[place] = scale
+        kind: Quantize = "int8" if stored.dtype == torch.int8 else "fp8"
+        of_slots = stored_scale.transpose(1, 2)
+        if given_scale:
+            x = codes_within(x, of_slots[place].unsqueeze(-1), kind)
+        else:
+            x, of_slots[place] = quantize_rows(x, kind)
     as_bytes(stored).transpose(1, 2)[place] = as_bytes(x)

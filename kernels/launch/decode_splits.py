@@ -81,8 +81,7 @@ def split_keys(
     H_k = cache.k.shape[1]
     heads = H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
     visits = max(1, _visits(capacity, T_q, options, tile.BLOCK_N))
-    programs = tiles.programs_at_once(cache.k.element_size(), _widest(q, cache)) or PROGRAMS_AT_ONCE
-    shares = _shares(B, heads, visits, programs * tiles.multiprocessors(q.device))
+    shares = _shares(B, heads, visits, _at_once(q, cache))
     if shares is None and cache.lengths is not None:
         return Split(capacity, B, None)
     shares = shares or B
@@ -90,10 +89,81 @@ def split_keys(
     return Split(capacity, min(shares + B, B * visits), (shares, 0, 0))
 
 
-def decode_tile(q: Tensor, cache: CacheTensors) -> TileConfig:
+def _at_once(q: Tensor, cache: CacheTensors) -> int:
+    """Programs that the device runs side by side."""
+    programs = tiles.programs_at_once(cache.k.element_size(), _widest(q, cache)) or PROGRAMS_AT_ONCE
+    return programs * tiles.multiprocessors(q.device)
+
+
+class PackedSplit(NamedTuple):
+    """A launch for packed queries: the rows of `fewest` to `most` tokens, and how keys are split.
+
+    places: of results of parts, 0: no tile has several.
+    """
+
+    tile: TileConfig
+    split: Split
+    fewest: int
+    most: int
+    places: int
+
+
+def split_packed(
+    q: Tensor, B: int, longest: int, cache: CacheTensors, options: Options, invariant: bool
+) -> list[PackedSplit]:
+    """The launches for B rows of packed queries q [1, H_q, total, D], of at most `longest` tokens.
+
+    How many tokens a row has the device knows. Rows whose tokens fill no tile of few rows are one
+    launch, the others another: each has programs for as many tiles as there may be.
+
+        H_q / H_k = 4, rows of 300, 1, 1, 0 and 1 tokens
+            tiles of 16   at most one a row: 4 of 16 rows hold the token of 4 heads, three times
+            tiles of 64   303 * 4 // 64 + 1 are enough: 19 hold 1200 rows
+    """
+    H_q, total = q.shape[1:3]
+    G = H_q // cache.k.shape[1]
+    few = _FEW_ROWS // G
+    found = []
+    if few:
+        tile = decode_tile(q, cache, few=True)
+        found.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B, invariant))
+    if longest > few:
+        tile = decode_tile(q, cache, few=False)
+        rows = min(B, total // (few + 1))
+        most = total * G // tile.BLOCK_M + rows
+        # Of the tokens, so many at least are in longer rows.
+        least = max(1, (total - few * B) * G // tile.BLOCK_M)
+        found.append(_packed(q, cache, options, tile, (few + 1, longest), most, least, invariant))
+    return found
+
+
+def _packed(
+    q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, tokens: tuple[int, int],
+    most: int, least: int, invariant: bool,
+) -> PackedSplit:  # fmt: skip
+    """The launch for rows with a number of tokens in a range, of which there are `least` to `most`
+    tiles.
+    """
+    capacity = _capacity(cache, options)
+    of_tile = min(tokens[1], tile.BLOCK_M)
+    if invariant and tokens[0] == 1:
+        count = _invariant_parts(capacity, of_tile, options)
+        split = Split(capacity, most * count, (0, count, INVARIANT_SPLIT // tile.BLOCK_N))
+        return PackedSplit(tile, split, *tokens, most * count if count > 1 else 0)
+    visits = max(1, _visits(capacity, of_tile, options, tile.BLOCK_N))
+    shares = None if invariant else _shares(least, cache.k.shape[1], visits, _at_once(q, cache))
+    if shares is None:
+        # One share holds every row whole.
+        return PackedSplit(tile, Split(capacity, most, (1, 0, 0)), *tokens, 0)
+    # A tile has several parts only if each takes more than half of a share.
+    split = Split(capacity, min(shares + most, most * visits), (shares, 0, 0))
+    return PackedSplit(tile, split, *tokens, min(2 * shares, most * visits))
+
+
+def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> TileConfig:
     """The tile for a few rows or for a chunk of a prompt, in stages as deep as the cache asks."""
-    _, H_q, T_q, _ = q.shape
-    few = T_q * H_q // cache.k.shape[1] <= _FEW_ROWS
+    if few is None:
+        few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
     tile = tiles.lookup("decode" if few else "decode_chunk", q.element_size(), _widest(q, cache))
     if load_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))

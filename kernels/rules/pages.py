@@ -19,8 +19,9 @@ from .tile import load_at, load_tile, load_vector
 class CacheTensors(NamedTuple):
     """The tensors of a cache.
 
-    k [P, H_k, S, D] and v [P, H_k, S, D_v] have rows without gaps. With k_scale and v_scale, fp32
-    [P, H_k, S], they hold codes: int8, or e4m3. lengths int32 [rows], None: see `launch_decode`;
+    k [P, H_k, S, D] and v [P, H_k, S, D_v] have rows without gaps, and any other strides. With
+    k_scale and v_scale, fp32 [P, H_k, S] of any strides, 0 where tokens share a scale, they hold
+    codes: int8, or e4m3. lengths int32 [rows], None: see `launch_decode`;
     counters int32 [rows], zero between launches, for appending; batch_index int [B]: the row of
     each batch element, None: its own number. block_table int32 [rows, N]: the pages of a row, None:
     page r is row r. keep_first: of a ring, how many first positions stay; None: no ring.
@@ -56,12 +57,15 @@ class Store(NamedTuple):
     """One buffer of a cache, and the scales of its rows where it holds codes.
 
     strides: to the next page, head and slot, in the form of `runtime_int`; of slots, None says that
-    rows follow one another.
+    rows follow one another. scale_strides: likewise; None: scales lie as `slot_rows` counts them.
+    shared: not None if a scale is that of several tokens, and given.
     """
 
     ptr: Any
     scale_ptr: Any
     strides: tuple[int | None, ...]
+    scale_strides: tuple[int | None, ...] | None = None
+    shared: int | None = None
 
 
 def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Store:
@@ -75,13 +79,31 @@ def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Stor
     # Products of fp32 leave no registers for what the compiler makes of that.
     if in_order and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
         strides = (*strides[:2], None)
-    return Store(buffer.view(torch.uint8) if is_fp8 else buffer, scale, strides)
+    of_scales = None
+    if scale is not None and not scale.is_contiguous():
+        of_scales = tuple(map(runtime_int, scale.stride()))
+    shared = None if scale is None or not shares_scales(scale) else 1
+    stored = buffer.view(torch.uint8) if is_fp8 else buffer
+    return Store(stored, scale, strides, of_scales, shared)
+
+
+def shares_scales(scale: Tensor) -> bool:
+    """Whether tokens share a scale, as an expanded tensor says: it is given, and none is stored."""
+    steps = zip(scale.shape, scale.stride(), strict=True)
+    return any(size > 1 and step == 0 for size, step in steps)
 
 
 def row_bytes(cache: CacheTensors) -> int:
-    """The power of two, 16 at most, that divides the bytes of every row: how wide loads may be."""
-    widths = [x.stride(2) * x.element_size() for x in (cache.k, cache.v)]
-    return math.gcd(16, *widths)
+    """The power of two, 16 at most, that divides the bytes from every row to every other: how wide
+    loads may be.
+    """
+    steps = [
+        step * x.element_size()
+        for x in (cache.k, cache.v)
+        for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+        if size > 1
+    ]
+    return math.gcd(16, *steps)
 
 
 def pages_of(cache: CacheTensors) -> Pages:
@@ -252,7 +274,23 @@ def load_slots(
 @triton.jit
 def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
     """The scales [N] of the rows that `load_slots` loads, 0 where keep is False."""
-    rows = slot_rows(page, head, slot, pages)
     if ONE_PAGE:
-        rows += tl.arange(0, N)
-    return load_vector(store.scale_ptr + rows, keep, 0.0)
+        slot = slot + tl.arange(0, N)
+    return load_vector(store.scale_ptr + scale_places(store, page, slot, head, pages), keep, 0.0)
+
+
+@triton.jit
+def scale_places(store, page, slot, head, pages):
+    """Where the scales of slots lie, int64."""
+    if store.scale_strides is None:
+        places = slot_rows(page, head, slot, pages)
+    else:
+        places = row_places(page, slot, head, store.scale_strides)
+    return places
+
+
+@triton.jit
+def row_places(page, slot, head, strides):
+    """Elements from the start of a tensor [P, H_k, S, ...] to the rows of slots, int64."""
+    places = page.to(tl.int64) * value(strides[0]) + head * value(strides[1]).to(tl.int64)
+    return places + slot.to(tl.int64) * value(strides[2])

@@ -1,4 +1,9 @@
-"""Which row of a cache a program of decoding reads, and which of its key blocks."""
+"""Which row of a cache a program of decoding reads, which tile of its queries, which key blocks.
+
+Packed queries come in rows of any number of new tokens. A row with many has many tiles, and all of
+them split the row's keys into as many parts as its last tile, which sees the most of them. A launch
+serves the rows whose numbers of tokens lie in a range, so that few tokens get a tile of few rows.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +18,8 @@ from .tile import FARTHEST, Row, batch_row, int32_within
 class Lengths(NamedTuple):
     """Lengths of the cache's rows, and by batch row the number of queries that are tokens.
 
-    ptr: None where the mask places queries and keys.
+    ptr: None where the mask places queries and keys. cu_ptr: offsets [B + 1] of packed queries, of
+    which the launch serves rows of `fewest` to `most` tokens.
     """
 
     ptr: Any
@@ -22,6 +28,9 @@ class Lengths(NamedTuple):
     batch_index_ptr: Any
     rows: int | None  # this and what follows in the form of `runtime_int`
     capacity: int | None
+    cu_ptr: Any = None
+    fewest: int | None = None
+    most: int | None = None
 
 
 class Plan(NamedTuple):
@@ -29,12 +38,37 @@ class Plan(NamedTuple):
 
     Either the key blocks of all batch rows are divided into `shares`, or `shares` is 0 and each row
     has as many `splits`: of so many `blocks` of its positions, wherever they are, those that it
-    needs, or, if that is 0, of equal parts of the blocks that it needs.
+    needs, or, if that is 0, of equal parts of the blocks that it needs. places: of packed queries,
+    how many parts there is room for.
     """
 
     shares: int | None
     splits: int | None
     blocks: int | None
+    places: int | None = None
+
+
+class Part(NamedTuple):
+    """What a program takes: a tile of the queries of batch row b, and a part of its keys.
+
+    row: of the batch row, which reads cache_row; count: its queries, packed ones from `first` on.
+    split: which of the tile's `splits`. size: blocks of a part. begin: number of the first split
+    among the parts; of packed queries among those of tiles with several, of which there are none
+    from `free` on.
+    """
+
+    exists: Any
+    b: Any
+    cache_row: Any
+    row: Any
+    first: Any
+    count: Any
+    tile: Any
+    split: Any
+    splits: Any
+    size: Any
+    begin: Any
+    free: Any
 
 
 # Batch rows that a program looks at together to find its own.
@@ -65,12 +99,37 @@ def _row_of_lengths(b, T_q, lengths):
     count = T_q
     if lengths.new_ptr is not None:
         count = int32_within(tl.load(lengths.new_ptr + b), 0, T_q)
+    if lengths.cu_ptr is not None:
+        first = first_token(b, T_q, lengths)
+        count = int32_within(tl.load(lengths.cu_ptr + b + 1), first, T_q) - first
+        T_q = count
     start = 0
     if lengths.starts_ptr is not None:
         start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
     # A replayed graph may count past the end, where nothing is stored.
     end = int32_within(length, 0, value(lengths.capacity))
     return cache_row, Row(b, T_q, end, length - count, start, end, True, 0, 0)
+
+
+@triton.jit
+def first_token(b, total, lengths):
+    """Where the queries of packed row b begin among all `total` of them."""
+    return int32_within(tl.load(lengths.cu_ptr + b), 0, total)
+
+
+@triton.jit
+def tile_rows(tile, G, T_q, BLOCK_M: tl.constexpr):
+    """The first and the last token of a tile of the G heads of T_q tokens."""
+    return tile * BLOCK_M // G, (tl.minimum(tile * BLOCK_M + BLOCK_M, T_q * G) - 1) // G
+
+
+@triton.jit
+def _tiles(row, G, lengths, BLOCK_M: tl.constexpr):
+    """Tiles of a packed row, 0 if it is another launch's, and the tokens of its last one."""
+    served = (row.T_q >= value(lengths.fewest)) & (row.T_q <= value(lengths.most))
+    tiles = tl.where(served, tl.cdiv(row.T_q * G, BLOCK_M), 0)
+    m_first, m_last = tile_rows(tl.maximum(tiles - 1, 0), G, row.T_q, BLOCK_M)
+    return tiles, m_first, m_last
 
 
 @triton.jit
@@ -81,64 +140,142 @@ def _visits(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _visits_of_rows(rows, m_first, m_last, B, T_q, lengths, mask, BLOCK_N: tl.constexpr):
-    """`_visits` [N] of batch rows [N], 0 for those past B."""
+def _work(
+    rows, m_first, m_last, B, T_q, G, lengths, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Tiles [N] of batch rows [N], 0 past B, and the key blocks that each of them needs."""
     _, row = cache_row_of(tl.minimum(rows, B - 1), T_q, lengths, mask)
-    return tl.where(rows < B, _visits(m_first, m_last, row, mask, BLOCK_N), 0)
+    tiles = (rows < B).to(tl.int32)
+    if lengths.cu_ptr is not None:
+        of_row, m_first, m_last = _tiles(row, G, lengths, BLOCK_M)
+        tiles *= of_row
+    return tiles, tl.where(tiles > 0, _visits(m_first, m_last, row, mask, BLOCK_N), 0)
 
 
 @triton.jit
-def _part_by_work(part, m_first, m_last, B, T_q, lengths, mask, shares, BLOCK_N: tl.constexpr):
-    """`part_of` where all key blocks are divided into shares: a long row has many of them."""
+def _part_by_work(
+    part, m_first, m_last, B, T_q, G, lengths, mask, shares, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`part_of` where all key blocks are divided into shares: a long row has many of them.
+
+    And, for packed queries, how many parts of tiles with several there are before the row's, and
+    how many in all.
+    """
     total = 0
     for first in range(0, B, _ROWS):
         rows = first + tl.arange(0, _ROWS)
-        visits = _visits_of_rows(rows, m_first, m_last, B, T_q, lengths, mask, BLOCK_N)
-        total += tl.sum(visits, 0)
+        tiles, visits = _work(rows, m_first, m_last, B, T_q, G, lengths, mask, BLOCK_M, BLOCK_N)
+        total += tl.sum(tiles * visits, 0)
     size = tl.maximum(tl.cdiv(total, shares), FEWEST_BLOCKS)
     b = 0
     begin = 0
     parts = 0
+    before = 0
+    several = 0
     for first in range(0, B, _ROWS):
         rows = first + tl.arange(0, _ROWS)
-        visits = _visits_of_rows(rows, m_first, m_last, B, T_q, lengths, mask, BLOCK_N)
-        count = tl.where(rows < B, tl.maximum(tl.cdiv(visits, size), 1), 0)
+        tiles, visits = _work(rows, m_first, m_last, B, T_q, G, lengths, mask, BLOCK_M, BLOCK_N)
+        count = tiles * tl.maximum(tl.cdiv(visits, size), 1)
         behind = (rows < B) & (parts + tl.cumsum(count, 0) <= part)
         b += tl.sum(behind.to(tl.int32), 0)
         begin += tl.sum(tl.where(behind, count, 0), 0)
         parts += tl.sum(count, 0)
-    return b, begin, size
+        if lengths.cu_ptr is not None:
+            merged = tl.where(count > tiles, count, 0)
+            before += tl.sum(tl.where(behind, merged, 0), 0)
+            several += tl.sum(merged, 0)
+    return b, begin, size, before, several
 
 
 @triton.jit
-def part_of(part, m_first, m_last, B, T_q, lengths, mask, plan, BLOCK_N: tl.constexpr):
-    """Batch row of a part (B: there is no such part), that row's first part, blocks of a part."""
+def part_of(
+    part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """`Part` number `part` of a tile that every batch row has. Without SPLIT it is a batch row."""
+    m_first, m_last = tile_rows(tile, G, T_q, BLOCK_M)
+    b = part
+    begin = part
+    size = 0
+    if SPLIT:
+        if value(plan.shares) > 0:
+            b, begin, size, _, _ = _part_by_work(
+                part, m_first, m_last, B, T_q, G, lengths, mask, value(plan.shares), BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
+        else:
+            b = part // value(plan.splits)
+            begin = b * value(plan.splits)
+            size = value(plan.blocks)
+    exists = b < B
+    b = tl.minimum(b, B - 1)
+    cache_row, row = cache_row_of(b, T_q, lengths, mask)
+    splits = splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N)
+    split = part - begin
+    return Part(exists, b, cache_row, row, 0, T_q, tile, split, splits, size, begin, 0)
+
+
+@triton.jit
+def packed_part(
+    part, B, total, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """`Part` number `part` of packed queries, `total` in all; the last tile of a row comes first.
+
+    Whatever offsets and lengths say, its queries are among them and its place among the plan's.
+    """
+    places = value(plan.places)
     if value(plan.shares) > 0:
-        b, begin, size = _part_by_work(
-            part, m_first, m_last, B, T_q, lengths, mask, value(plan.shares), BLOCK_N
+        b, first, size, begin, free = _part_by_work(
+            part, 0, 0, B, total, G, lengths, mask, value(plan.shares), BLOCK_M, BLOCK_N
         )
     else:
         b = part // value(plan.splits)
-        begin = b * value(plan.splits)
+        first = b * value(plan.splits)
         size = value(plan.blocks)
-    return b, begin, size
+        begin = first
+        free = places
+    exists = b < B
+    b = tl.minimum(b, B - 1)
+    cache_row, row = cache_row_of(b, total, lengths, mask)
+    tiles, m_first, m_last = _tiles(row, G, lengths, BLOCK_M)
+    splits = splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N)
+    tile = (part - first) // splits
+    split = (part - first) % splits
+    begin += tile * splits
+    exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
+    if value(plan.shares) == 0:
+        # Each row has its own places, and nobody writes those of a row that is not served.
+        free = tl.where(exists, places, 0)
+    return Part(
+        exists, b, cache_row, row, first_token(b, total, lengths), row.T_q, tiles - 1 - tile,
+        split, splits, size, begin, free,
+    )  # fmt: skip
+
+
+@triton.jit
+def splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr):
+    """How many splits the keys of queries m_first..m_last of a row have; size as of `part_of`."""
+    splits = value(plan.splits)
+    if value(plan.shares) > 0:
+        visits = _visits(m_first, m_last, row, mask, BLOCK_N)
+        splits = tl.maximum(tl.cdiv(visits, size), 1)
+    return splits
 
 
 @triton.jit
 def share(
-    split, size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr, RANGES: tl.constexpr
-):
-    """The key blocks of one of a row's splits, as visits, and how many splits the row has:
-    (first, last, full first, full last, lo, kept, splits).
+    split, splits, size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr,
+    RANGES: tl.constexpr,
+):  # fmt: skip
+    """The key blocks of one of a row's splits, as visits:
+    (first, last, full first, full last, lo, kept).
 
     Visits count the blocks that the rows need, those of `keep_first` and then lo..hi-1; lo and kept
     turn visits into blocks. size: as `part_of` has it.
     """
     lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
     visits = kept + hi - lo
-    splits = value(plan.splits)
-    if value(plan.shares) > 0:
-        splits = tl.maximum(tl.cdiv(visits, size), 1)
     each = visits // splits
     more = visits % splits
     first = split * each + tl.minimum(split, more)
@@ -154,7 +291,7 @@ def share(
         full_last = full_hi - lo + kept
     full_first = tl.minimum(tl.maximum(full_first, first), last)
     full_last = tl.minimum(tl.maximum(full_last, full_first), last)
-    return first, last, full_first, full_last, lo, kept, splits
+    return first, last, full_first, full_last, lo, kept
 
 
 @triton.jit

@@ -134,8 +134,11 @@ INTS = torch.zeros(2, dtype=torch.int32)
         ({"dtype": "bf16"}, TypeError, "dtype must be a floating dtype, got 'bf16'"),
         ({"v": torch.zeros(2, 1, 5, 16)}, ValueError, "v must be torch.float32 .* as k is"),
         ({"v": torch.zeros(2, 1, 4, 16).half()}, ValueError, "v must be torch.float32"),
-        ({"k": torch.zeros(2, 1, 4, 32)[..., ::2]}, ValueError, "k must be dense"),
-        ({"k": torch.zeros(4, 1, 2, 16).transpose(0, 2)}, ValueError, "v must be|k must be dense"),
+        (
+            {"k": torch.zeros(2, 1, 4, 32)[..., ::2]},
+            ValueError,
+            "k must have rows whose numbers follow",
+        ),
         ({"k_scale": torch.zeros(2, 1, 4)}, ValueError, "k_scale goes with int8 and float8"),
         ({"lengths": torch.zeros(2)}, TypeError, "lengths must be an int32 or int64 tensor"),
         ({"lengths": INTS[None]}, ValueError, "lengths must have shape"),
@@ -159,7 +162,7 @@ def test_codes_need_scales() -> None:
     with pytest.raises(ValueError, match=r"k_scale must be given, as k is torch.int8"):
         tensors(k=codes, v=codes)
     wide = torch.zeros(2, 1, 4, dtype=torch.float64)
-    with pytest.raises(TypeError, match="k_scale must be float32 and contiguous"):
+    with pytest.raises(TypeError, match="k_scale must be a float32 tensor"):
         tensors(k=codes, v=codes, k_scale=wide, v_scale=wide)
     scale = torch.zeros(2, 1, 4)
     assert tensors(k=codes, v=codes, k_scale=scale, v_scale=scale).dtype == torch.bfloat16

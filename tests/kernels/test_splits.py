@@ -12,7 +12,7 @@ from fastattn.kernels.launch.interpreter import mend
 from fastattn.kernels.rules.integers import runtime_int
 from fastattn.kernels.rules.mask import Mask
 from fastattn.kernels.rules.pages import CacheTensors
-from fastattn.kernels.rules.splits import FEWEST_BLOCKS, Lengths, Plan, cache_row_of, part_of, share
+from fastattn.kernels.rules.splits import FEWEST_BLOCKS, Lengths, Plan, part_of, share
 from fastattn.options import Options
 
 BLOCK_N = 64
@@ -22,16 +22,15 @@ BLOCK_N = 64
 def part_kernel(out_ptr, lengths, mask, plan, B, BLOCK_N: tl.constexpr):
     """Row, first part and splits of the row, first visit and the one past the last, of a part."""
     part = tl.program_id(0)
-    b, begin, size = part_of(part, 0, 0, B, 1, lengths, mask, plan, BLOCK_N)
-    tl.store(out_ptr + 5 * part, b)
-    if b >= B:
+    one = part_of(part, 0, B, 1, 1, lengths, mask, plan, 16, BLOCK_N, True)
+    tl.store(out_ptr + 5 * part, tl.where(one.exists, one.b, B))
+    if one.exists == 0:
         return
-    _, row = cache_row_of(b, 1, lengths, mask)
-    first, last, _, _, _, _, splits = share(
-        part - begin, size, 0, 0, row, mask, plan, BLOCK_N, True
+    first, last, _, _, _, _ = share(
+        one.split, one.splits, one.size, 0, 0, one.row, mask, plan, BLOCK_N, True
     )
-    tl.store(out_ptr + 5 * part + 1, begin)
-    tl.store(out_ptr + 5 * part + 2, splits)
+    tl.store(out_ptr + 5 * part + 1, one.begin)
+    tl.store(out_ptr + 5 * part + 2, one.splits)
     tl.store(out_ptr + 5 * part + 3, first)
     tl.store(out_ptr + 5 * part + 4, last)
 
