@@ -47,6 +47,8 @@ if not _LATER:
     from .functional.fp8 import quantize_fp8 as quantize_fp8
     from .functional.merge import cascade_attention as cascade_attention
     from .functional.merge import merge as merge
+    from .functional.paged import attention_paged as attention_paged
+    from .functional.paged import explain_paged as explain_paged
     from .functional.scoring import dot_product_attention as dot_product_attention
     from .functional.scoring import multiplicative_attention as multiplicative_attention
     from .functional.statistics import AttentionStatistics as AttentionStatistics
@@ -100,6 +102,7 @@ __all__ = [
     "attention_block_backward",
     "attention_block_forward",
     "attention_fp8",
+    "attention_paged",
     "attention_statistics",
     "attention_varlen",
     "attention_varlen_fp8",
@@ -112,6 +115,7 @@ __all__ = [
     "explain",
     "explain_decode",
     "explain_fp8",
+    "explain_paged",
     "merge",
     "multiplicative_attention",
     "pack_values",

@@ -83,6 +83,24 @@ class DecodeAttentionArguments(TypedDict, total=False):
     score_mod: Any
 
 
+class AttentionPagedArguments(TypedDict, total=False):
+    """Options of `attention_paged`; see there."""
+
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    keep_first: int
+    stride: int | None
+    mod_tensors: tuple[Tensor, ...]
+    mask_mod: Any
+    heads: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    score_mod: Any
+
+
 class AttentionFp8Arguments(TypedDict, total=False):
     """Options of `attention_fp8`; see there."""
 

@@ -21,11 +21,15 @@ CALLS = (
     "attention",
     "attention_varlen",
     "decode_attention",
+    "attention_paged",
     "attention_fp8",
     "attention_varlen_fp8",
     "additive_attention",
 )
-_DENSE, _PACKED, _CACHE, _FP8, _PACKED_FP8, _ADDITIVE = (frozenset((call,)) for call in CALLS)
+_DENSE, _PACKED, _DECODE, _PAGED, _FP8, _PACKED_FP8, _ADDITIVE = (
+    frozenset((call,)) for call in CALLS
+)
+_CACHE = _DECODE | _PAGED
 _EVERY = frozenset(CALLS)
 _ALL_BUT_FP8 = _EVERY - _FP8 - _PACKED_FP8
 _ALL_BUT_ADDITIVE = _EVERY - _ADDITIVE
@@ -40,7 +44,8 @@ class Row(NamedTuple):
     check: the value for the record's field; raises what `attention` raises.
     default: its value where it is not given, which is not checked.
     fields: names of the fields, if not one of the option's own name; check makes as many values.
-    packed: why `attention_varlen` refuses it. cache: why `decode_attention` does.
+    packed: why `attention_varlen` refuses it. cache: why `decode_attention` does; `attention_paged`
+        refuses it for either reason.
     """
 
     type: Any
@@ -95,7 +100,7 @@ ROWS: dict[str, Row] = {
     ),
     "attn_mask": Row(
         Tensor | None,
-        _DENSE | _CACHE | _ADDITIVE,
+        _DENSE | _DECODE | _ADDITIVE,
         score_checks.check_mask_or_bias,
         fields=("attn_mask", "attn_bias"),
         packed="mask_mod computes a mask inside the kernels",
@@ -132,7 +137,7 @@ ROWS: dict[str, Row] = {
     "sinks": Row(Tensor | None, _ALL_BUT_ADDITIVE, score_checks.check_sinks),
     "attn_bias": Row(
         Tensor | None,
-        _DENSE | _CACHE,
+        _DENSE | _DECODE,
         score_checks.check_attn_bias,
         packed="relative_bias and score_mod compute a bias inside the kernels",
     ),
@@ -215,6 +220,9 @@ class Options(NamedTuple):
     dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
     cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
+    # Of packed queries over a cache: bool, see `attention_paged`; where rows begin if it is flat.
+    tree_mask: Annotated[Tensor | None, Tags(strided=True, registers="scores")] = None
+    tree_starts: Annotated[Tensor | None, Tags("B")] = None
     # int32; positions of queries and keys follow one another within each 128 of them
     q_positions: Annotated[Tensor | None, Tags("[B] T_q", registers="masked")] = None
     k_positions: Annotated[Tensor | None, Tags("[B] T_k")] = None

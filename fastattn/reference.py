@@ -4,6 +4,7 @@ It states masks and scores in its own words and shares nothing with the kernels,
 so that a wrong rule on either side shows.
 """
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -203,6 +204,51 @@ def attention_varlen(
         outputs.append(o[0].transpose(0, 1))
         lses.append(lse[0])
     return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
+
+
+def attention_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    tree_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of the newest tokens of each row of a cache; `fastattn.attention_paged` by rows.
+
+    q [total, H_q, D]; k [B, H_k, T, D], v [B, H_k, T, D_v]: the tokens of the cache by position, of
+    which lengths [B] exist. Of tokens of no row there is no result.
+    """
+    options = {"causal": True, **options}
+    outputs, lses = [], []
+    for b, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        n, held = last - first, int(lengths[b])
+        own = dict(options)
+        slopes = own.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[b]
+        if tree_mask is not None:
+            own["attn_mask"] = _in_tree(tree_mask, b, first, n, held)
+        row = (q[first:last].transpose(0, 1), k[b, :, :held], v[b, :, :held])
+        o, lse = attention(*(x[None] for x in row), return_lse=True, first_row=b, **own)
+        outputs.append(o[0].transpose(0, 1))
+        lses.append(lse[0])
+    return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
+
+
+def _in_tree(tree: Tensor | tuple[Tensor, Tensor], b: int, first: int, n: int, held: int) -> Tensor:
+    """bool [n, held]: whether a new token sees a position, by the tree mask alone."""
+    shown = torch.ones(n, held, dtype=torch.bool)
+    for i in range(n):
+        for j in range(n):
+            if held - n + j >= 0:
+                flat = isinstance(tree, tuple)
+                sees = tree[0][int(tree[1][b]) + i * n + j] if flat else tree[first + i, j]
+                shown[i, held - n + j] = bool(sees)
+    return shown.to(tree[0].device)
 
 
 def torch_places(

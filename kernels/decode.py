@@ -460,7 +460,7 @@ def _plan(
         runtime_int(rows_kept),
         runtime_int(split.capacity),
     )
-    plan = Plan(*map(runtime_int, split.plan or (0, 1, 0)))
+    mask, plan = mask_by_blocks(options), Plan(*map(runtime_int, split.plan or (0, 1, 0)))
     tiles_of_rows = blocks(T_q * H_q // H_k, tile.BLOCK_M)
     if packed is not None:
         lengths = lengths._replace(
@@ -468,6 +468,8 @@ def _plan(
         )
         plan = plan._replace(places=runtime_int(packed.places))
         B, tiles_of_rows = packed.B, 1
+        if options.tree_mask is not None and options.tree_starts is None:
+            mask = mask._replace(tree_starts_ptr=counts)
     # Keys of a call without a cache lie in either order, and one kernel serves both.
     in_order = cache.lengths is not None
     # Products with codes take half of the columns each.
@@ -477,7 +479,7 @@ def _plan(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         _rows(q), _rows(o), lse, _rows(parts),
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
-        pages_of(cache), lengths, mask_by_blocks(options), kernel_score(options), plan,
+        pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
         row_alignment(q if o is None else o), in_one_page(cache, tile.BLOCK_N), load_bytes(cache),

@@ -54,6 +54,7 @@ def _callee(name: str, why_not: Callable[[Row], str] = lambda row: "", **default
 DENSE = _callee("attention")
 PACKED = _callee("attention_varlen", lambda row: row.packed)
 CACHE = _callee("decode_attention", lambda row: row.cache, causal=True)
+PAGED = _callee("attention_paged", lambda row: row.cache or row.packed, causal=True)
 FP8 = _callee("attention_fp8")
 PACKED_FP8 = _callee("attention_varlen_fp8")
 ADDITIVE = _callee(
@@ -143,6 +144,15 @@ def packed_fp8_options(
         "scale": q.shape[2] ** -0.5,
     }
     return _checked(Checking(q, k, v, cu_seqlens_q.shape[0] - 1, given, fields))
+
+
+def paged_options(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, given: dict[str, Any]
+) -> Options:
+    """Make the options of one call of `attention_paged`: as `cache_options`, q [total, H_q, D]."""
+    PAGED.refuse_others(given)
+    B, fields = cu_seqlens.shape[0] - 1, {"query_offset": 0, "scale": q.shape[2] ** -0.5}
+    return _checked(Checking(q, k, v, B, {"causal": True, **given}, fields))
 
 
 def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, given: dict[str, Any]) -> Options:

@@ -112,7 +112,7 @@ def decode_attention(
         "batch_invariant": batch_invariant,
         **options,
     }
-    key = _with_cache(call_memo.key_of((q,), given, backend), q, view, given)
+    key = with_cache(call_memo.key_of((q,), given, backend), q, view, given)
     known = call_memo.find(key)
     if known is not None:
         o, lse = known.run(q, view, new_lengths, known.options_of(given))
@@ -318,7 +318,7 @@ def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | Non
     return whole, cache.uniform_length if not of_rows and whole.starts is None else None
 
 
-def _with_cache(
+def with_cache(
     key: list[Any] | None, q: Tensor, view: CacheView, given: dict[str, Any]
 ) -> list[Any] | None:
     """key, and what the checks and the launch look at of a cache. Its length the device knows."""
@@ -356,14 +356,17 @@ def _checked(
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
     checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)
-    if torch.is_grad_enabled():
-        inputs = (q, *checked.differentiable)
-        if any(x is not None and x.requires_grad for x in inputs):
-            raise RuntimeError(
-                "decode_attention has no gradients, but an input requires grad: call it under "
-                "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"
-            )
+    refuse_gradients("decode_attention", q, checked)
     return checked
+
+
+def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
+    """RuntimeError if autograd would ask for gradients of a call that has none."""
+    if dispatch.wants_gradients(q, q, q, options):
+        raise RuntimeError(
+            f"{call} has no gradients, but an input requires grad: call it under "
+            "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"
+        )
 
 
 def _check_query(q: Tensor, view: CacheView) -> None:

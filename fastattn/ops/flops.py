@@ -62,6 +62,20 @@ def decoded(given: Mapping[str, Any]) -> int:
     return int(2 * q.shape[1] * q.shape[2] * keys * (q.shape[3] + v.shape[3]))
 
 
+def packed_over_cache(given: Mapping[str, Any]) -> int:
+    """The two products of every packed query with the keys that its row of a cache holds."""
+    q, k, v, table, lengths, rows, starts = (
+        given[name]
+        for name in ("q", "k", "v", "block_table", "lengths", "batch_index", "cu_seqlens")
+    )
+    room = k.shape[2] * (1 if table is None else table.shape[1])
+    pairs = q.shape[0] * room
+    if _known(lengths) and _known(starts):
+        of_rows = lengths[: starts.shape[0] - 1] if rows is None else lengths[rows.long()]
+        pairs = int((starts.diff() * of_rows.clamp(0, room)).sum())
+    return int(2 * q.shape[1] * pairs * (q.shape[2] + v.shape[3]))
+
+
 def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
     """Pairs of a query and a key in all rows, or in all packed sequences.
 

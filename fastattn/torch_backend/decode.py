@@ -16,15 +16,17 @@ def attend(
     options: Options,
     return_lse: bool,
     uniform: int | None,
+    first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse); uniform: the length of every row, where the host knows it and none is padded.
 
-    A cache with pages, codes, a ring or a batch index is copied for the call.
+    first_row: b of the first batch row. A cache with pages, codes, a ring or a batch index is
+    copied for the call.
     """
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
     k, v, options = _in_order(view, options, counts, uniform)
-    return torch_backend.attention(q, k, v, options, return_lse)
+    return torch_backend.attention(q, k, v, options, return_lse, first_row)
 
 
 def _in_order(

@@ -220,7 +220,19 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
         mod=getattr(f.mask_mod, "mask_mod", f.mask_mod),
         tensors=f.mod_tensors if f.mask_mod is not None else (),
         first_head=_first_head(f) if f.mask_mod is not None else None,
+        tree_ptr=f.tree_mask,
+        tree_starts_ptr=f.tree_starts,
+        tree=None if f.tree_mask is None else _tree(f.tree_mask),
     )
+
+
+def _tree(mask: Tensor) -> tuple[int | None, ...]:
+    """`Mask.tree` of a tree mask [total, width], or of rows of a matrix each, one after another."""
+    end = 1 + sum((size - 1) * step for size, step in zip(mask.shape, mask.stride(), strict=True))
+    if mask.dim() == 1:
+        return runtime_int(1), None, runtime_int(1), runtime_int(UNBOUNDED), runtime_int(end)
+    stride_q, stride_k = map(runtime_int, mask.stride())
+    return stride_q, stride_q, stride_k, runtime_int(mask.shape[1]), runtime_int(end)
 
 
 def mask_by_blocks(options: Options) -> Mask:

@@ -8,8 +8,8 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
     in time   j <= p  or  j < prefix[b]       where causal
     existing  start <= j < end                the keys of the row: its length, its padding mask
               padding[b, j], document id >= 0
-    in the    same document, attn_mask[b, h, i, j], mask_mod(b, h, p, j), where given
-    masks
+    in the    same document, attn_mask[b, h, i, j], mask_mod(b, h, p, j), where given; of the new
+    masks     tokens of a packed row, from offset on, tree_mask[i, j - offset]
 
 `visible` states the rule for elements of any shape: forward passes columns of queries against
 rows of keys, dK/dV the transpose. What follows for blocks is in `plans`.
@@ -36,7 +36,9 @@ class Mask(NamedTuple):
     it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
     are the batch rows. extents_ptr, extents_stride: see `key_extents`. tables: see
     `block_sparsity`. mod: the user's function, tensors: its further arguments. positions_strides:
-    to the next batch row, of queries and of keys. first_head: see `head_of_whole`.
+    to the next batch row, of queries and of keys. first_head: see `head_of_whole`. tree_starts_ptr:
+    where each row of the tree mask begins. tree: strides of those numbers, of queries (None: a
+    row's tokens) and of keys, how many of these there are at most, and the end of the memory.
     """
 
     query_offset: Any = None
@@ -69,6 +71,9 @@ class Mask(NamedTuple):
     mod: Any = None
     tensors: Any = ()
     first_head: Any = None
+    tree_ptr: Any = None
+    tree_starts_ptr: Any = None
+    tree: Any = None
 
 
 # Numbers of a row of extents before its words.
@@ -138,12 +143,28 @@ def visible(rows, k_pos, h, row, mask, valid=None, first=None):
         pointers = elements(mask.attn_mask_ptr, b, h, rows, k_pos, mask.attn_mask_strides)
         inside = (rows < row.T_q) & (k_pos < row.T_k)
         keep = keep & (tl.load(pointers, mask=inside, other=0) != 0)
+    if mask.tree_ptr is not None:
+        keep = keep & _in_tree(rows, k_pos, row, mask)
     if mask.mod is not None:
         # The user's function may load by position: it is asked about existing pairs only.
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
         k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
         keep = keep & mask.mod(row.b, head_of_whole(h, mask), q_pos, k_pos, *mask.tensors)
     return keep
+
+
+@triton.jit
+def _in_tree(rows, k_pos, row, mask):
+    """Whether a key is an old one, or a new token that the tree mask shows to the query."""
+    stride_start, stride_q, stride_k, width, end = mask.tree
+    new = k_pos - row.offset
+    start = tl.load(mask.tree_starts_ptr + row.b).to(tl.int64) * value(stride_start)
+    step = row.T_q if stride_q is None else value(stride_q)
+    places = start + rows.to(tl.int64) * step + new.to(tl.int64) * value(stride_k)
+    inside = (rows < row.T_q) & (new >= 0) & (new < tl.minimum(row.T_q, value(width)))
+    # Starts are the device's, too: no load leaves the mask.
+    inside = inside & (places >= 0) & (places < value(end))
+    return (new < 0) | (tl.load(mask.tree_ptr + places, mask=inside, other=0) != 0)
 
 
 @triton.jit

@@ -42,6 +42,8 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     last = end
     full_first = row.start
     full_last = tl.where(row.solid, end, 0)
+    if mask.tree_ptr is not None:
+        full_last = tl.minimum(full_last, row.offset)
     if mask.stride is None and ORDERED:
         if mask.left is not None:
             first = tl.maximum(first, q_first - value(mask.left))

@@ -1,0 +1,310 @@
+"""Attention of packed new tokens to a paged cache, as a function: check, choose a backend, call."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .. import checks, dispatch, tracing
+from ..cache_view import CacheView
+from ..dispatch import Explanation
+from ..ops import paged as paged_ops
+from ..options import Options
+from ..torch_backend import paged as paged_torch
+from . import call_memo, call_options
+from .decode import refuse_gradients, view_of_cache, view_of_tensors, with_cache
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import AttentionPagedArguments
+
+# A mask of new tokens: one for all rows, or a matrix of each and where it begins.
+TreeMask = Tensor | tuple[Tensor, Tensor] | None
+
+
+@overload
+def attention_paged(
+    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
+    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+    **options: "Unpack[AttentionPagedArguments]",
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
+    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+    **options: "Unpack[AttentionPagedArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@call_options.PAGED.sign
+def attention_paged(
+    q: Tensor,
+    cache: Any,
+    cu_seqlens_q: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    tree_mask: TreeMask = None,
+    out: Tensor | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of every row of a cache, of any number, to all that it holds.
+
+    One step of a server: chunks of prompts, rows that decode a token and rows that have none, one
+    behind another without padding. Their keys and values are in the cache already: token i of the
+    n = cu_seqlens_q[b + 1] - cu_seqlens_q[b] tokens of row b has position lengths[b] - n + i.
+    Causal, rows that hold 4 and 3 tokens, of which 3 and 1 are new, cu_seqlens_q = [0, 3, 4]
+    (1 = seen, . = no token):
+
+        q[0]   1 1 0 0        q[3]   1 1 1 .
+        q[1]   1 1 1 0
+        q[2]   1 1 1 1
+
+    Offsets and lengths are read on the device: no call waits for it, and a CUDA graph of one serves
+    rows of other lengths, up to max_seqlen_q tokens each. On a GPU rows whose new tokens, times
+    H_q / H_k, are up to 16 are a launch with tiles of 16, longer ones a launch with tiles of 64;
+    where tiles are too few for the GPU their keys are split, and the parts merged in the order of
+    the keys.
+
+    Args:
+        q: [total, H_q, D] in the cache's dtype, any strides. Query head h reads K/V head
+            h // (H_q // H_k). Behind the last row's tokens there may be others, of no row.
+        cache: a `PagedKVCache`, whose rows in use are then the batch, oldest first; a `KVCache`
+            without a window; a `CacheView` (`view_of_tensors` makes one of a server's tensors); or
+            (k_pages [P, H_k, S, D], v_pages [P, H_k, S, D_v], block_table [B, N], lengths [B]).
+        cu_seqlens_q: int32 or int64 [B + 1], from 0 up to at most total.
+        max_seqlen_q: a number that no row's new tokens exceed; default total. With 1, or another
+            number times H_q / H_k up to 16, the launch for longer rows is left out.
+        tree_mask: which new tokens of a row each of them sees, besides all older keys that the
+            other masks show: bool [total, W], of query i and of new token j of its row, W at least
+            as many as any row has; or (flat, starts), bool [M] with an n x n matrix for each row
+            from starts int32 or int64 [B] on. A draft's tokens see their ancestors, themselves
+            included; with causal, those that come before them in the row.
+        out: [total, H_q, D_v] in q's dtype, any strides but the last, to be written in place and
+            returned. What stands at tokens of no row stays.
+        batch_invariant: the result of a row depends on no other row, nor on its place in pages or
+            batch: keys are split by positions, every 512 of them, and in longer rows not at all.
+        return_lse: also return the log of the softmax denominators.
+        backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
+            `explain_paged` tells which one serves. torch computes row by row, and waits for the
+            device.
+        options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
+            scale, softcap, alibi_slopes ([H_q] or [B, H_q]), relative_bias, score_mod and sinks
+            mean what they mean to `fastattn.attention`.
+
+    Returns:
+        o [total, H_q, D_v] in q's dtype; with return_lse also lse, fp32 [H_q, total], in natural
+        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink). At
+        tokens of no row both are unspecified. Unused slots and pages never reach them.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; on a CPU,
+            whose values the host reads, also offsets that fall or pass total, lengths below 0 or
+            past the slots of a row's pages, and numbers of no page among those that are read; or a
+            forced backend that cannot serve the call. On a GPU no access leaves the tensors,
+            whatever these hold.
+        RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
+    """
+    if type(return_lse) is not bool:
+        return_lse = checks.check_flag("return_lse", return_lse)
+    view = _view(cache)
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "tree_mask": tree_mask,
+        "out": out,
+        "batch_invariant": batch_invariant,
+        **options,
+    }
+    key = with_cache(call_memo.key_of((q,), given, backend), q, view, given)
+    known = call_memo.find(key, q)
+    if known is not None:
+        _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
+        o, lse = known.run(q, view, cu_seqlens_q, out, known.options_of(given))
+        return (o, lse) if return_lse else o
+    checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
+    batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
+    choice = dispatch.choose(q[None], view.k, view.v, checked, backend, family="decode")
+    with torch.no_grad():
+        if choice.backend == "torch":
+            if not q.is_cpu:
+                dispatch.warn_if_slow(choice, q.device)
+            o, lse = paged_torch.attend(q, view, cu_seqlens_q, out, checked, return_lse)
+        else:
+            longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+            call = (q, view, cu_seqlens_q, out, checked, longest, batch_invariant)
+            others = {name: x for name, x in given.items() if name not in ("cu_seqlens_q", "out")}
+            call_memo.keep(key, q, others, checked, partial(paged_ops.prepare, *call))
+            o, lse = paged_ops.attend(*call)
+    return (o, lse) if return_lse else o
+
+
+@call_options.PAGED.sign
+def explain_paged(
+    q: Tensor,
+    cache: Any,
+    cu_seqlens_q: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    tree_mask: TreeMask = None,
+    out: Tensor | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: "Unpack[AttentionPagedArguments]",
+) -> Explanation:
+    """Which backend `attention_paged` would use for these arguments, and why not a faster one.
+
+    Checks the arguments as `attention_paged` does, and computes nothing.
+    """
+    view = _view(cache)
+    checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
+    choice = dispatch.choose(q[None], view.k, view.v, checked, backend, family="decode")
+    return dispatch.with_findings(choice, q, view.v, ("decode",))
+
+
+def _view(cache: Any) -> CacheView:
+    if isinstance(cache, tuple) and not isinstance(cache, CacheView):
+        if len(cache) != 4:
+            raise TypeError(
+                "cache must be (k_pages, v_pages, block_table, lengths) where it is a tuple, "
+                f"got one of {len(cache)}"
+            )
+        k, v, table, lengths = cache
+        view = view_of_tensors(k, v, lengths, block_table=table)
+    else:
+        view, _ = view_of_cache(cache)
+    if view.keep_first is not None:
+        raise ValueError(
+            "cache must keep all tokens of its rows, got a ring: decode_attention reads one"
+        )
+    return view
+
+
+def _checked(
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask,
+    out: Tensor | None, options: dict[str, Any],
+) -> Options:  # fmt: skip
+    checks.check_tensor("q", q)
+    _, H_k, _, D = view.k.shape
+    if q.dim() != 3 or q.shape[2] != D:
+        raise ValueError(f"q must have shape [total, H_q, {D}], got {list(q.shape)}")
+    if q.shape[1] % H_k:
+        raise ValueError(
+            f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"
+        )
+    if q.dtype != view.dtype:
+        raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
+    checks.check_device("q", q, view.k)
+    checks.check_integers("cu_seqlens_q", cu_seqlens)
+    checks.check_placement("cu_seqlens_q", cu_seqlens, (view.batch_size + 1,), q)
+    if longest is not None:
+        longest = checks.check_count("max_seqlen_q", longest, 0)
+    if out is not None:
+        _check_out(out, q, (*q.shape[:2], view.v.shape[3]))
+    checked = call_options.paged_options(q, view.k, view.v, cu_seqlens, options)
+    if tree is not None:
+        checked = _with_tree(checked, tree, q, view.batch_size)
+    refuse_gradients("attention_paged", q, checked)
+    _check_values(q, view, cu_seqlens, longest, tree)
+    return checked
+
+
+def _check_values(
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask
+) -> None:
+    """Offsets, lengths, pages and the reach of a tree mask, where the host knows them."""
+    if not tracing.host_knows(q):
+        return
+    checks.check_offset_values("cu_seqlens_q", cu_seqlens, q.shape[0], whole=False)
+    counts = cu_seqlens.diff()
+    if longest is not None and counts.numel() and int(counts.max()) > longest:
+        b = int(counts.argmax())
+        raise ValueError(
+            f"max_seqlen_q must be at least {int(counts[b])}, the new tokens of row {b}, "
+            f"got {longest}"
+        )
+    _check_rows(view)
+    if tree is not None:
+        _check_tree_reaches(tree, counts.tolist())
+
+
+def _check_rows(view: CacheView) -> None:
+    """Lengths within the pages, and pages of the pool where a token is."""
+    lengths = view.of_batch(view.lengths)
+    columns = 1 if view.block_table is None else view.block_table.shape[1]
+    room = columns * view.page_size
+    wrong = ((lengths < 0) | (lengths > room)).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        raise ValueError(
+            f"lengths must be from 0 to {room}, the slots of a row's {columns} pages, "
+            f"got {int(lengths[b])} for row {b}"
+        )
+    if view.block_table is None or not lengths.numel():
+        return
+    table, P = view.of_batch(view.block_table), view.k.shape[0]
+    used = torch.arange(columns) * view.page_size < lengths[:, None]
+    wrong = (used & ((table < 0) | (table >= P))).nonzero()
+    if wrong.numel():
+        b, column = wrong[0].tolist()
+        raise ValueError(
+            f"block_table must hold numbers of pages from 0 to {P - 1}, "
+            f"got {int(table[b, column])} for page {column} of row {b}"
+        )
+
+
+def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+    checks.check_placement("out", out, shape, q)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
+    steps = zip(shape, out.stride(), strict=True)
+    if out.stride(2) != 1 or out.is_neg() or any(n > 1 and step == 0 for n, step in steps):
+        raise ValueError(
+            "out must be a plain tensor of its own memory whose last dim is contiguous, got "
+            f"strides {out.stride()}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("out requires grad, and attention_paged has no gradients")
+
+
+def _with_tree(options: Options, tree: TreeMask, q: Tensor, B: int) -> Options:
+    """The options with a tree mask."""
+    total, starts = q.shape[0], None
+    if isinstance(tree, tuple):
+        if len(tree) != 2:
+            raise TypeError(f"tree_mask must be (flat, starts), got a tuple of {len(tree)}")
+        tree, starts = tree
+        checks.check_integers("tree_mask[1]", starts)
+        checks.check_placement("tree_mask[1]", starts, (B,), q)
+    name = "tree_mask" if starts is None else "tree_mask[0]"
+    if not isinstance(tree, Tensor) or tree.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, got {checks.kind(tree)}")
+    checks.check_device(name, tree, q)
+    if starts is None and (tree.dim() != 2 or tree.shape[0] != total):
+        raise ValueError(f"tree_mask must have shape [{total}, W], got {list(tree.shape)}")
+    if starts is not None and tree.dim() != 1:
+        raise ValueError(f"tree_mask[0] must have shape [M], got {list(tree.shape)}")
+    if starts is not None:
+        tree = tree.contiguous()
+    return options._replace(tree_mask=tree, tree_starts=starts)
+
+
+def _check_tree_reaches(tree: Tensor | tuple[Tensor, Tensor], counts: list[int]) -> None:
+    """Every new token has an element of the tree mask for every other of its row."""
+    for b, n in enumerate(counts):
+        if isinstance(tree, Tensor):
+            if n > tree.shape[1]:
+                raise ValueError(
+                    f"tree_mask must have a column for each of the {n} new tokens of row {b}, "
+                    f"got {tree.shape[1]}"
+                )
+        elif n and not 0 <= int(tree[1][b]) <= tree[0].shape[0] - n * n:
+            raise ValueError(
+                f"tree_mask[1] must leave row {b} its {n} x {n} of {tree[0].shape[0]} elements, "
+                f"got {int(tree[1][b])}"
+            )
