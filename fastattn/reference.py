@@ -19,7 +19,11 @@ from .torch_backend import triton_language
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import AttentionArguments, AttentionVarlenArguments
+    from .arguments import (
+        AttentionArguments,
+        AttentionPagedArguments,
+        AttentionVarlenArguments,
+    )
 
 
 @overload
@@ -206,6 +210,30 @@ def attention_varlen(
     return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
 
 
+@overload
+def attention_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: "Unpack[AttentionPagedArguments]",
+) -> Tensor: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ...,
+    return_lse: Literal[True],
+    **options: "Unpack[AttentionPagedArguments]",
+) -> tuple[Tensor, Tensor]: ...
 def attention_paged(
     q: Tensor,
     k: Tensor,
@@ -241,14 +269,14 @@ def attention_paged(
 
 def _in_tree(tree: Tensor | tuple[Tensor, Tensor], b: int, first: int, n: int, held: int) -> Tensor:
     """bool [n, held]: whether a new token sees a position, by the tree mask alone."""
-    shown = torch.ones(n, held, dtype=torch.bool)
-    for i in range(n):
-        for j in range(n):
-            if held - n + j >= 0:
-                flat = isinstance(tree, tuple)
-                sees = tree[0][int(tree[1][b]) + i * n + j] if flat else tree[first + i, j]
-                shown[i, held - n + j] = bool(sees)
-    return shown.to(tree[0].device)
+    if isinstance(tree, tuple):
+        begin = int(tree[1][b])
+        own = tree[0][begin : begin + n * n].reshape(n, n)
+    else:
+        own = tree[first : first + n, :n]
+    older = max(held - n, 0)
+    # A row that holds fewer tokens than are new has none of the first ones.
+    return torch.cat((own.new_ones(n, older), own[:, n - (held - older) :]), 1)
 
 
 def torch_places(

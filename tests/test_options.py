@@ -39,12 +39,18 @@ def packed() -> tuple[torch.Tensor, ...]:
     return (*(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 4]))
 
 
+def paged() -> tuple[Any, ...]:
+    return (q[0].transpose(0, 1), cache(), torch.tensor([0, 4]))
+
+
 CALLS: dict[str, Any] = {
     "attention": lambda **given: attention(q, k, v, **given),
     "explain": lambda **given: fastattn.explain(q, k, v, **given),
     "attention_varlen": lambda **given: fastattn.attention_varlen(*packed(), **given),
     "decode_attention": lambda **given: fastattn.decode_attention(q, cache(), **given),
     "explain_decode": lambda **given: fastattn.explain_decode(q, cache(), **given),
+    "attention_paged": lambda **given: fastattn.attention_paged(*paged(), **given),
+    "explain_paged": lambda **given: fastattn.explain_paged(*paged(), **given),
     "attention_fp8": lambda **given: fastattn.attention_fp8(q, k, v, **given),
     "explain_fp8": lambda **given: fastattn.explain_fp8(q, k, v, **given),
     "additive_attention": lambda **given: fastattn.additive_attention(q, k, v, q[0, 0, 0], **given),
@@ -58,7 +64,8 @@ def test_rows_and_fields_agree() -> None:
         for field in row.fields or (name,):
             assert field in Options._fields, name
     given = {field for name, row in ROWS.items() for field in row.fields or (name,)}
-    assert set(Options._fields) - given == {"cu_seqlens_q", "cu_seqlens_k", "fp32_results"}
+    of_calls = {"cu_seqlens_q", "cu_seqlens_k", "fp32_results", "tree_mask", "tree_starts"}
+    assert set(Options._fields) - given == of_calls
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -66,6 +73,8 @@ def test_who_refuses_an_option_says_why(name: str) -> None:
     row = ROWS[name]
     assert ("attention_varlen" in row.calls) == (not row.packed)
     assert ("decode_attention" in row.calls) == (not row.cache)
+    assert ("attention_paged" in row.calls) <= (not row.cache)
+    assert "attention_paged" in row.calls or row.cache or row.packed
 
 
 def spelled(hint: Any) -> str:
@@ -112,7 +121,8 @@ def test_help_shows_every_option_with_its_default(name: str) -> None:
     assert not any(x.kind is x.VAR_KEYWORD for x in parameters.values())
     for option, row in taken.items():
         default = parameters[option].default
-        causal_by_default = name == "decode_attention" and option == "causal"
+        caches = ("decode_attention", "attention_paged")
+        causal_by_default = name in caches and option == "causal"
         assert default is (True if causal_by_default else row.default)
         assert parameters[option].annotation == row.type
 
@@ -142,7 +152,7 @@ AS_MASKS = {
     "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
     "k_documents", "attn_mask", "cu_seqlens_q", "cu_seqlens_k", "q_positions", "k_positions",
     "attn_bias", "mod_tensors", "query_offset", "left", "right", "causal", "keep_first", "stride",
-    "mask_mod",
+    "mask_mod", "tree_mask", "tree_starts",
 }  # fmt: skip
 # Results are the same, or another field that weighs has to be there too.
 WITHOUT_EFFECT = {

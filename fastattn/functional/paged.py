@@ -263,7 +263,8 @@ def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
     if out.dtype != q.dtype:
         raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
     steps = zip(shape, out.stride(), strict=True)
-    if out.stride(2) != 1 or out.is_neg() or any(n > 1 and step == 0 for n, step in steps):
+    negative = not tracing.may_be_traced(out) and out.is_neg()
+    if out.stride(2) != 1 or negative or any(n > 1 and step == 0 for n, step in steps):
         raise ValueError(
             "out must be a plain tensor of its own memory whose last dim is contiguous, got "
             f"strides {out.stride()}"

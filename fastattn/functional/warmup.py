@@ -9,14 +9,18 @@ from torch import Tensor
 from .. import checks
 from ..cache.dense import KVCache
 from ..cache.paged import PagedKVCache
+from ..cache_view import CacheView
 from ..ops import attend as ops
 from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
+from .paged import attention_paged
 
 # Any length, number of heads and batch size does: kernels are compiled for none of them. But few
 # queries to many keys have kernels of their own.
 _B, _H, _T = 2, 2, 16
+# Keys of rows with so many are split on any device.
+_MANY_PAGES = 4096
 
 
 def _per_row(device: torch.device) -> Tensor:
@@ -48,7 +52,7 @@ _FLAGS: dict[str, Any] = {
     "varlen": lambda device, T_q, T_k: {},
 }
 # What caches of generation are like; the flags that change scores go with them too.
-_CACHES = ("decode", "paged", "int8", "fp8", "rotary")
+_CACHES = ("decode", "paged", "packed", "int8", "fp8", "rotary")
 
 
 def warmup(
@@ -77,7 +81,8 @@ def warmup(
             is. "decode" among them for what a generation calls, `decode_attention` and a cache's
             append, prompts and steps, split and whole: of a `KVCache`, with "paged" of a
             `PagedKVCache` (any page size), with "int8" or "fp8" of codes, with "rotary" of keys
-            that are rotated as they are appended (all of head_dim, in halves).
+            that are rotated as they are appended (all of head_dim, in halves). "packed" beside
+            "decode" and "paged" for `attention_paged` too.
         backward: also the kernels of gradients.
         device: of the tensors.
 
@@ -115,6 +120,8 @@ def _flags(call: str) -> list[str]:
             raise ValueError(f"calls must name some of {known}, got {flag!r}")
         if flag in _CACHES and "decode" not in flags:
             raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
+        if flag == "packed" and "paged" not in flags:
+            raise ValueError(f'calls must have "paged" beside "packed", got {call!r}')
     return flags
 
 
@@ -185,6 +192,20 @@ def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device
                     decode_attention(
                         q, view, new_lengths=lengths_of_q, num_splits=splits, **options
                     )
+        if "packed" in flags:
+            _steps(view, options)
+
+
+def _steps(view: CacheView, options: dict[str, Any]) -> None:
+    """Make calls of packed queries in tiles of either kind, in rows too short to split and in long
+    ones.
+    """
+    D, device = view.k.shape[3], view.k.device
+    q = torch.zeros(4 * _T, _H, D, dtype=view.dtype, device=device)
+    offsets = torch.zeros(view.batch_size + 1, dtype=torch.int32, device=device)
+    for pages in (1, _MANY_PAGES):
+        table = torch.zeros(view.lengths.shape[0], pages, dtype=torch.int32, device=device)
+        attention_paged(q, view._replace(block_table=table), offsets, **options)
 
 
 def _appended(

@@ -129,6 +129,10 @@ def split_packed(
         found.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B, invariant))
     if longest > few:
         tile = decode_tile(q, cache, few=False)
+        if options.registers in ("scores", "heavy"):
+            # What tests or changes each score takes the registers of half of the keys.
+            keys = max(16, tile.BLOCK_N // 2)
+            tile = replace(tile, BLOCK_N=keys, sum_parts=min(tile.sum_parts, keys // 2))
         rows = min(B, total // (few + 1))
         most = total * G // tile.BLOCK_M + rows
         # Of the tokens, so many at least are in longer rows.

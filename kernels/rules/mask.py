@@ -160,11 +160,13 @@ def _in_tree(rows, k_pos, row, mask):
     new = k_pos - row.offset
     start = tl.load(mask.tree_starts_ptr + row.b).to(tl.int64) * value(stride_start)
     step = row.T_q if stride_q is None else value(stride_q)
-    places = start + rows.to(tl.int64) * step + new.to(tl.int64) * value(stride_k)
-    inside = (rows < row.T_q) & (new >= 0) & (new < tl.minimum(row.T_q, value(width)))
-    # Starts are the device's, too: no load leaves the mask.
-    inside = inside & (places >= 0) & (places < value(end))
-    return (new < 0) | (tl.load(mask.tree_ptr + places, mask=inside, other=0) != 0)
+    count = tl.minimum(row.T_q, value(width))
+    # Starts are the device's, too: a row whose elements are not all in the mask has none.
+    last = (row.T_q - 1).to(tl.int64) * step + (count - 1).to(tl.int64) * value(stride_k)
+    fits = (start >= 0) & (start + last < value(end))
+    inside = (rows < row.T_q) & (new >= 0) & (new < tl.where(fits, count, 0))
+    pointers = mask.tree_ptr + start + rows.to(tl.int64) * step + new.to(tl.int64) * value(stride_k)
+    return (new < 0) | (tl.load(pointers, mask=inside, other=0) != 0)
 
 
 @triton.jit

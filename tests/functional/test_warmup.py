@@ -1,6 +1,7 @@
 """Kernels that are compiled before they are needed."""
 
 import tempfile
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -78,6 +79,23 @@ def generations() -> list[int]:
     return counts
 
 
+def steps() -> list[int]:
+    """Compilations by `warmup`, and by a server's steps of other sizes than it has."""
+    with overhead.stand_in_gpu(), torch.no_grad():
+        flags = "decode+paged+packed"
+        counts = [count_compilations(lambda: fastattn.warmup(32, calls=flags, device="cpu"))]
+        for H, total, columns in ((8, 300, 2000), (4, 5, 1), (4, 70, 64)):
+            pages = torch.zeros(9, 2, 16, 32, dtype=torch.bfloat16)
+            view = fastattn.view_of_tensors(
+                pages, pages, torch.zeros(3).int(), block_table=torch.zeros(3, columns).int()
+            )
+            q = torch.zeros(total, H, 32, dtype=torch.bfloat16)
+            offsets = torch.zeros(4, dtype=torch.int32)
+            call = partial(fastattn.attention_paged, q, view, offsets, backend="triton")
+            counts.append(count_compilations(call))
+    return counts
+
+
 def found_on_disk() -> list[list[bool]]:
     """Which kernels of a first call the disk cache held: when it was empty, and after that."""
     calls: list[list[bool]] = []
@@ -111,6 +129,13 @@ def test_what_is_warm_compiles_nothing() -> None:
     assert counts == [8, 0, 0, 0, 0, 1]
     assert generated[0] > 0 and generated[1:] == [0, 0]
     assert cached == [[False], [True]]
+
+
+@pytest.mark.nightly
+def test_steps_of_a_server_compile_nothing() -> None:
+    with CompilePool(1) as pool:
+        first, *others = pool.call(f"{__file__}:steps", "sm_90")
+    assert first > 0 and others == [0, 0, 0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -160,6 +160,10 @@ def cache_calls() -> Calls:
             num_splits=2,
             return_lse=True,
         ),
+        "attention_paged": paged_step,
+        "attention_paged tree": lambda: paged_step(
+            tree_mask=gpu(70, 66, dtype=torch.bool), window=8, alibi_slopes=gpu(8)
+        ),
         "cascade_attention": lambda: fastattn.cascade_attention(
             random(3, 8, 1, D), filled(1), filled(3)
         ),
@@ -168,6 +172,15 @@ def cache_calls() -> Calls:
             fastattn.view_of_tensors(random(B, 2, T, D), random(B, 2, T, D), ones(B)),
         ),
     }
+
+
+def paged_step(**options: Any) -> None:
+    k, v = random(9, 2, 16, D), random(9, 2, 16, D)
+    view = fastattn.view_of_tensors(k, v, ones(4), block_table=gpu(4, 8, dtype=torch.int32))
+    q, offsets = random(70, 8, D), ones(5)
+    for out in (None, random(70, 8, D)):
+        fastattn.attention_paged(q, view, offsets, out=out, return_lse=True, **options)
+    fastattn.attention_paged(q, view, offsets, max_seqlen_q=1, **options)
 
 
 def filled(rows: int = B) -> KVCache:
@@ -272,6 +285,9 @@ def without_launches() -> Calls:
         "attention torch": lambda: train(B, T, causal=True, window=8, backend="torch"),
         "explain": lambda: str(fastattn.explain(q, k, k, causal=True)),
         "explain_decode": lambda: str(fastattn.explain_decode(random(B, 8, 1, D), filled())),
+        "explain_paged": lambda: str(
+            fastattn.explain_paged(random(B, 8, D), filled(), gpu(B + 1, dtype=torch.int32))
+        ),
         "explain_fp8": lambda: str(fastattn.explain_fp8(codes, codes, codes)),
         "alibi_slopes": lambda: fastattn.alibi_slopes(H, device="cuda"),
         "t5_relative_bias": lambda: fastattn.t5_relative_bias(gpu(32, H), 16),

@@ -14,6 +14,7 @@ from ...cache.dense import KVCache
 from ...cache.paged import PagedKVCache
 from ...functional.decode import decode_attention
 from ...functional.merge import merge as merge_parts
+from ...functional.paged import attention_paged
 from ...rotary import rotary_tables
 from ..budget import assert_all_within_budget
 from ..decoding import KINDS, assert_decodes, fill
@@ -50,6 +51,8 @@ def decode() -> Iterator[Case]:
     for name, given in _OPTIONS.items():
         yield Case(name, partial(_decode, options=given), quick=False)
     yield Case("20 repeats", _repeats)
+    yield Case("packed queries", _packed, interpreted=True)
+    yield Case("packed queries, long rows", partial(_packed, lengths=(5000, 100, 2049)))
 
 
 def append() -> Iterator[Case]:
@@ -88,6 +91,26 @@ def _decode(
     how["backend"] = setting.subject.backend
     filled = fill(kind, k, v, counts)
     return assert_decodes(q, filled, how=how, **to_device(options or {}, setting.device))
+
+
+def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> float:
+    """A chunk of a prompt, a row that decodes and one without a new token, from pages."""
+    q, k, v, counts = _tokens(setting, lengths, 23)
+    filled = fill("pages-of-3", k, v, counts)
+    tokens = q.transpose(1, 2)
+    packed = torch.cat((tokens[0], tokens[1, :1]))
+    offsets = torch.tensor([0, 23, 24, 24], dtype=torch.int32, device=setting.device)
+    found = attention_paged(
+        packed, filled.view, offsets, return_lse=True, backend=setting.subject.backend
+    )
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = (x.to(dtype) for x in (packed, filled.k, filled.v))
+        return reference.attention_paged(*rows, filled.lengths, offsets, return_lse=True)
+
+    exact = run(torch.float64)
+    naive = worst_naive(exact, lambda: run(setting.dtype))
+    return assert_all_within_budget(("o", "lse"), found, exact, naive)
 
 
 def _repeats(setting: Setting) -> float:

@@ -12,7 +12,7 @@ from fastattn.testing.compare import assert_all_near
 from fastattn.testing.decoding import KINDS, Filled, fill
 
 from .cases import ORDERS, Case, Draw
-from .tensors import inputs
+from .tensors import inputs, laid
 from .values import drawn_options
 
 # What a ring has of its own.
@@ -80,6 +80,51 @@ def _judge(
         for x, like in zip(found, exact, strict=True)
     ]
     assert_all_near(("o", "lse"), known, exact, lambda: oracle(case.dtype), ORDERS)
+
+
+def paged(case: Case, how: dict[str, Any]) -> None:
+    """o and lse of packed tokens, as many as a row may have, with a tree mask or without."""
+    draw = case.random("paged")
+    kinds = [kind for kind, made in KINDS.items() if "window" not in made and "starts" not in made]
+    options = drawn_options(case, case.B)
+    q, k, v = inputs(case)
+    counts = [draw.choice(0, 1, 1, 2, draw.integer(0, case.T_q), case.T_q) for _ in range(case.B)]
+    offsets = torch.tensor([0, *counts], dtype=draw.choice(torch.int32, torch.int64)).cumsum(0)
+    rows = [x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)]
+    packed = torch.cat((*rows, q[0, :, : draw.choice(0, 0, 2)].transpose(0, 1)))
+    filled = fill(draw.choice(*kinds), k, v, _lengths(case, draw))
+    if draw.chance(0.4):
+        options["tree_mask"] = _tree(draw, packed.shape[0], counts)
+    if draw.chance(0.3):
+        how = {**how, "max_seqlen_q": max(counts) + draw.integer(0, 2)}
+    if draw.chance(0.3):
+        shape = (*packed.shape[:2], case.D_v)
+        how = {**how, "out": laid(packed.new_zeros(1, *shape), draw.choice("bthd", "wide"))[0]}
+    how = {**how, "batch_invariant": draw.chance(0.2)}
+    found = fastattn.attention_paged(
+        packed, filled.view, offsets, return_lse=True, **how, **options
+    )
+    assert "out" not in how or found[0] is how["out"]
+    found = (found[0][: sum(counts)], found[1][:, : sum(counts)])
+
+    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        tokens = (x.to(dtype) for x in (packed, filled.k, filled.v))
+        return reference.attention_paged(
+            *tokens, filled.lengths, offsets, return_lse=True, **options
+        )
+
+    exact = oracle(torch.float64)
+    naive = worst_naive(exact, lambda: oracle(case.dtype), ORDERS)
+    assert_all_within_budget(("o", "lse"), found, exact, naive)
+
+
+def _tree(draw: Draw, total: int, counts: list[int]) -> Any:
+    share = draw.choice(0.2, 0.7, 1.0)
+    if draw.chance(0.5):
+        return draw.bools(share, total, max(counts) + draw.choice(0, 3))
+    sizes = [n * n + draw.choice(0, 2) for n in counts]
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+    return draw.bools(share, sum(sizes)), starts.to(draw.choice(torch.int32, torch.int64))
 
 
 def cascade(case: Case, how: dict[str, Any]) -> None:

@@ -28,7 +28,8 @@ TAKES |= {
 }
 # How often each is called.
 _OFTEN = {
-    "attention": 10, "attention_varlen": 4, "decode_attention": 4, "attention_statistics": 2,
+    "attention": 10, "attention_varlen": 4, "decode_attention": 4, "attention_paged": 3,
+    "attention_statistics": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
     "multiplicative_attention": 1,

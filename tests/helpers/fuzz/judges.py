@@ -238,6 +238,7 @@ _JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_varlen_fp8": lambda case: others.varlen_fp8(case, _how(case)),
     "merge": lambda case: others.merge(case, _how(case)),
     "decode_attention": lambda case: caches.decode(case, _how(case)),
+    "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
     "append": lambda case: caches.append(case, _how(case)),
 }
