@@ -196,11 +196,7 @@ def attention_varlen(
     ]
     outputs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for n, parts in enumerate(zip(*pieces, strict=True)):
-        own = dict(options)
-        for name in ("key_lengths", "prefix_lengths", "alibi_slopes"):
-            x = options.get(name)
-            if isinstance(x, Tensor) and (name != "alibi_slopes" or x.dim() == 2):
-                own[name] = x[n][None]
+        own = _of_row(options, n)
         if query is not None:
             own["relative_query"] = torch.split(query, q_lengths)[n].transpose(0, 1)[None]
         one = [x.transpose(0, 1)[None] for x in parts]
@@ -208,6 +204,16 @@ def attention_varlen(
         outputs.append(o[0].transpose(0, 1))
         lses.append(lse[0])
     return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
+
+
+def _of_row(options: dict[str, Any], n: int) -> dict[str, Any]:
+    """The options of packed row n by itself, a batch of one."""
+    own = dict(options)
+    for name in ("key_lengths", "prefix_lengths", "alibi_slopes"):
+        x = options.get(name)
+        if isinstance(x, Tensor) and (name != "alibi_slopes" or x.dim() == 2):
+            own[name] = x[n][None]
+    return own
 
 
 @overload
@@ -254,14 +260,11 @@ def attention_paged(
     outputs, lses = [], []
     for b, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
         n, held = last - first, int(lengths[b])
-        own = dict(options)
-        slopes = own.get("alibi_slopes")
-        if slopes is not None and slopes.dim() == 2:
-            own["alibi_slopes"] = slopes[b]
+        own = _of_row(options, b)
         if tree_mask is not None:
             own["attn_mask"] = _in_tree(tree_mask, b, first, n, held)
-        row = (q[first:last].transpose(0, 1), k[b, :, :held], v[b, :, :held])
-        o, lse = attention(*(x[None] for x in row), return_lse=True, first_row=b, **own)
+        row = [q[first:last].transpose(0, 1)[None], k[b : b + 1, :, :held], v[b : b + 1, :, :held]]
+        o, lse = attention(*row, return_lse=True, first_row=b, **own)  # type: ignore[call-overload]
         outputs.append(o[0].transpose(0, 1))
         lses.append(lse[0])
     return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)

@@ -21,7 +21,6 @@ __all__ = [
     "fp8_values",
     "hopper_backward",
     "hopper_forward",
-    "paged",
     "pages",
     "statistics",
     "tiles",
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
         forward,
         fp8_quantize,
         fp8_values,
-        paged,
         statistics,
     )
     from .hopper import backward as hopper_backward

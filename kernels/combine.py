@@ -5,6 +5,8 @@ From sm_90 on the programs that merge are put in place while those that make the
 others wrote, and no gap is left between the two kernels.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,60 @@ PART_FACTS = tl.constexpr(4)
 _BLOCK_S = 16
 # The compute capability from which on a kernel may begin before the one ahead of it has ended.
 EARLY_FROM = tl.constexpr(90)
+
+
+class Rows(NamedTuple):
+    """[B, H, T, width] in memory; strides in the form of `runtime_int`."""
+
+    ptr: Any
+    stride_b: int | None
+    stride_h: int | None
+    stride_t: int | None
+
+
+@triton.jit
+def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
+    """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
+    stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
+    return x.ptr + b * stride_b + h * stride_h + t * stride_t
+
+
+# Elements of whole 16 bytes, which rows of parts are multiples of.
+PARTS_ALIGN = tl.constexpr(4)
+
+
+@triton.jit
+def part_facts(parts, part, h, t):
+    """Pointers to what stands behind the outputs of a part: see PART_FACTS."""
+    return row_pointers(parts, part, h, t, PARTS_ALIGN) + value(parts.stride_t) - PART_FACTS
+
+
+@triton.jit
+def place_packed(parts, begin, split, splits, h_k, tokens, in_rows, ROWS: tl.constexpr):
+    """Write the facts of a part of a packed tile, if there are several: only rows of the first one
+    have a number of parts, and where they stand among all queries.
+    """
+    rows = tl.arange(0, ROWS)
+    facts = part_facts(parts, begin + split, h_k, rows)
+    several = (rows >= 0) & (splits > 1)
+    first = in_rows & (split == 0)
+    tl.store(facts + 2, tl.where(first, splits, 0).to(tl.float32), mask=several)
+    tl.store(facts + 3, tokens.to(tl.float32, bitcast=True), mask=several)
+
+
+@triton.jit
+def clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
+    """Say of this program's share of the places from `free` on that nothing is kept there.
+
+    There are `count` parts, and at most twice as many places.
+    """
+    rows = tl.arange(0, ROWS)
+    for n in tl.static_range(2):
+        place = part + n * count
+        empty = (rows >= 0) & (place >= free) & (place < places)
+        tl.store(part_facts(parts, place, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
 
 
 @triton.jit(do_not_specialize=["H", "T"])

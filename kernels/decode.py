@@ -9,6 +9,9 @@ head r % G. With G = 3 heads (a, b, c) and two new tokens, a tile of 16 rows hol
 Each part of the keys writes its own (o, lse), which `combine` merges; where keys are not split the
 kernel writes the result. How many parts there may be is known when the grid is launched, which row
 and keys each takes only when it runs: a launch recorded in a CUDA graph serves lengths that grow.
+
+Packed queries, rows of any number of new tokens, are a launch for rows of few tokens and one for
+longer ones: see `decode_splits.split_packed`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .combine import EARLY_FROM, PART_FACTS, combine_launch
+from .combine import (
+    EARLY_FROM,
+    PART_FACTS,
+    PARTS_ALIGN,
+    Rows,
+    clear_places,
+    combine_launch,
+    part_facts,
+    place_packed,
+    row_pointers,
+)
 from .launch.arguments import (
     block_dim,
     blocks,
@@ -39,6 +52,7 @@ from .launch.decode_splits import (
     nvidia_capability,
     row_alignment,
     split_keys,
+    split_packed,
 )
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
@@ -76,60 +90,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastattn.options import Options
-
-
-class _Rows(NamedTuple):
-    """[B, H, T, width] in memory; strides in the form of `runtime_int`."""
-
-    ptr: Any
-    stride_b: int | None
-    stride_h: int | None
-    stride_t: int | None
-
-
-@triton.jit
-def _pointers(x, b, h, t, ALIGN: tl.constexpr):
-    """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
-    stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
-    return x.ptr + b * stride_b + h * stride_h + t * stride_t
-
-
-# Elements of whole 16 bytes, which rows of parts are multiples of.
-_PARTS_ALIGN = tl.constexpr(4)
-
-
-@triton.jit
-def _facts(parts, part, h, t):
-    """Pointers to what stands behind the outputs of a part: see `combine.PART_FACTS`."""
-    return _pointers(parts, part, h, t, _PARTS_ALIGN) + value(parts.stride_t) - PART_FACTS
-
-
-@triton.jit
-def _place_packed(parts, begin, split, splits, h_k, tokens, in_rows, ROWS: tl.constexpr):
-    """Write the facts of a part of a packed tile, if there are several: only rows of the first one
-    have a number of parts, and where they stand among all queries.
-    """
-    rows = tl.arange(0, ROWS)
-    facts = _facts(parts, begin + split, h_k, rows)
-    several = (rows >= 0) & (splits > 1)
-    first = in_rows & (split == 0)
-    tl.store(facts + 2, tl.where(first, splits, 0).to(tl.float32), mask=several)
-    tl.store(facts + 3, tokens.to(tl.float32, bitcast=True), mask=several)
-
-
-@triton.jit
-def _clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
-    """Say of this program's share of the places from `free` on that nothing is kept there.
-
-    There are `count` parts, and at most twice as many places.
-    """
-    rows = tl.arange(0, ROWS)
-    for n in tl.static_range(2):
-        place = part + n * count
-        empty = (rows >= 0) & (place >= free) & (place < places)
-        tl.store(_facts(parts, place, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
 
 
 @triton.jit
@@ -202,7 +162,7 @@ def decode_kernel(
         one = packed_part(part, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
         if IN_PARTS:
             count = tl.num_programs(0) // (H_q // G)
-            _clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)
+            clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)
     else:
         one = part_of(part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N, IN_PARTS)
     if one.exists == 0:
@@ -228,9 +188,9 @@ def decode_kernel(
         part_h, part_t, in_part = h_k, tl.arange(0, BLOCK_M), in_rows & (splits > 1)
     if IN_PARTS:
         if PACKED:
-            _place_packed(parts, one.begin, split, splits, h_k, place_t, in_rows, BLOCK_M)
+            place_packed(parts, one.begin, split, splits, h_k, place_t, in_rows, BLOCK_M)
         else:
-            facts = _facts(parts, b, h, t)
+            facts = part_facts(parts, b, h, t)
             first_part = in_rows & (split == 0)
             tl.store(facts + 1, tl.cast(one.begin, tl.float32), mask=first_part)
             tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
@@ -238,7 +198,7 @@ def decode_kernel(
     # The scores of few rows begin with a number other than 0 in fewer instructions than codes take.
     INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
     RAISED: tl.constexpr = INT8 and BLOCK_M == 16 and q.ptr.dtype.element_ty != tl.float32
-    q_rows = _pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
+    q_rows = row_pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
     if CODES:
         q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, RAISED)
     else:
@@ -292,7 +252,7 @@ def decode_kernel(
         if IN_PARTS:
             whole = in_rows & (splits == 1)
         tl.store(
-            _pointers(o, place_b, h, place_t, O_ALIGN)[:, None] + cols[None, :],
+            row_pointers(o, place_b, h, place_t, O_ALIGN)[:, None] + cols[None, :],
             result.to(o.ptr.dtype.element_ty),
             mask=whole[:, None] & (cols < D_V)[None, :],
         )
@@ -301,12 +261,12 @@ def decode_kernel(
         # Nobody reads the output of a part without a key.
         needed = in_part & (lse > float("-inf"))
         tl.store(
-            _pointers(parts, one.begin + split, part_h, part_t, _PARTS_ALIGN)[:, None]
+            row_pointers(parts, one.begin + split, part_h, part_t, PARTS_ALIGN)[:, None]
             + cols[None, :],
             result,
             mask=needed[:, None] & (cols < D_V)[None, :],
         )
-        tl.store(_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
+        tl.store(part_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
 
 
 def launch_decode(
@@ -332,7 +292,7 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    found = _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
     return found(q, cache, starts, new_lengths, options)
 
 
@@ -347,7 +307,7 @@ def prepare_decode(
     """
     if options.launched_anew:
         return None
-    return _prepared(q, as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
 
 
 class PreparedDecode(NamedTuple):
@@ -371,7 +331,7 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        cache = as_bytes(cache)
+        cache = _as_bytes(cache)
         if self.combine is None or self.parts is None:
             self.launch((q, o, lse, None, starts, new_lengths, *cache, *options))
             return o, lse
@@ -404,11 +364,11 @@ def _prepared(
         out = (None, None, of_parts)
         combine = combine_launch(of_parts, o, D_v)
     given = (q, *out, starts, new_lengths, *cache, *options)
-    launch = decode_launch(given, options, cache, tile, split)
+    launch = _decode_launch(given, options, cache, tile, split)
     return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
 
 
-class Packed(NamedTuple):
+class _Packed(NamedTuple):
     """What a launch serves of packed queries: batch rows of `fewest` to `most` tokens.
 
     places: of results of parts; see `splits.Plan`.
@@ -420,9 +380,9 @@ class Packed(NamedTuple):
     places: int
 
 
-def decode_launch(
+def _decode_launch(
     given: Sequence[Any], options: Options, cache: CacheTensors, tile: TileConfig, split: Split,
-    packed: Packed | None = None,
+    packed: _Packed | None = None,
 ) -> Launch:  # fmt: skip
     """The cached launch of `decode_kernel` on given = (q, o, lse, parts, starts, counts, *cache,
     *options).
@@ -445,7 +405,7 @@ def decode_launch(
 
 def _plan(
     tensors: list[Any], starts: Tensor | None, counts: Tensor | None, cache: CacheTensors,
-    options: Options, tile: TileConfig, split: Split, packed: Packed | None,
+    options: Options, tile: TileConfig, split: Split, packed: _Packed | None,
 ) -> Launch:  # fmt: skip
     q, o, lse, parts = tensors
     B, H_q, T_q, D = q.shape
@@ -487,11 +447,99 @@ def _plan(
     )  # fmt: skip
 
 
-def _rows(x: Tensor | None) -> _Rows | None:
-    return None if x is None else _Rows(x, *map(runtime_int, x.stride()[:3]))
+def _rows(x: Tensor | None) -> Rows | None:
+    return None if x is None else Rows(x, *map(runtime_int, x.stride()[:3]))
 
 
-def as_bytes(cache: CacheTensors) -> CacheTensors:
+class _Step(NamedTuple):
+    """A launch for rows of some numbers of tokens, and what merges their parts, if any.
+
+    parts: the shape of the results of parts.
+    """
+
+    launch: Launch
+    combine: Launch | None
+    parts: tuple[int, ...]
+
+
+class PreparedPacked(NamedTuple):
+    """The launches of a call of packed queries, for others with its signature."""
+
+    steps: tuple[_Step, ...]
+
+    def __call__(
+        self, q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None,
+        out: Tensor, lse: Tensor, options: Options,
+    ) -> None:  # fmt: skip
+        """Run `launch_packed` with the cached launches."""
+        cache = _as_bytes(cache)
+        q, out = _as_batch_row(q), _as_batch_row(out)
+        for launch, combine, shape in self.steps:
+            parts = None
+            if combine is not None:
+                parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            launch((q, out, lse, parts, starts, cu_seqlens, *cache, *options))
+            if combine is not None:
+                combine((), parts, out, lse)
+
+
+def launch_packed(
+    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
+    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+) -> None:  # fmt: skip
+    """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
+
+    q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
+    n = cu_seqlens[b + 1] - cu_seqlens[b], and stands at position lengths[row] - n + i of its row of
+    the cache. Tokens that no row has are left as they are.
+
+    Args:
+        cu_seqlens: int [B + 1].
+        starts: int [rows]: the positions before are padding; None: there is none.
+        options: as for `launch_decode`.
+        longest: what no row's tokens exceed; rows with more are left as they are.
+        invariant: results of a row do not depend on the others, see `decode_splits`.
+    """
+    prepare_packed(
+        q, cu_seqlens, cache, starts, out, lse, options, longest=longest, invariant=invariant
+    )(q, cu_seqlens, cache, starts, out, lse, options)
+
+
+def prepare_packed(
+    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
+    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+) -> PreparedPacked:  # fmt: skip
+    """`launch_packed` for calls with the signature of this one, ready to launch.
+
+    With users' functions it serves this call alone. It depends on `device_key` too, and takes the
+    current device for theirs.
+    """
+    B, total = cu_seqlens.shape[0] - 1, q.shape[0]
+    if B * total == 0:
+        return PreparedPacked(())
+    cache = _as_bytes(cache)
+    q, out = _as_batch_row(q), _as_batch_row(out)
+    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
+    steps = []
+    for tile, split, fewest, most, places in split_packed(q, B, longest, cache, options, invariant):
+        parts, combine = None, None
+        shape = (places, H_k, tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
+        if places:
+            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            combine = combine_launch(parts, out, D_v, packed=True)
+        given = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
+        packed = _Packed(B, fewest, most, places)
+        launch = _decode_launch(given, options, cache, tile, split, packed)
+        steps.append(_Step(launch, combine, shape))
+    return PreparedPacked(tuple(steps))
+
+
+def _as_batch_row(x: Tensor) -> Tensor:
+    """[total, H, D] as [1, H, total, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def _as_bytes(cache: CacheTensors) -> CacheTensors:
     """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
     if cache.k.dtype != torch.float8_e4m3fn:
         return cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks, dispatch, tracing
 from ..cache_view import CacheView
 from ..dispatch import Explanation
-from ..ops import paged as paged_ops
+from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
@@ -138,8 +138,8 @@ def attention_paged(
             longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
             call = (q, view, cu_seqlens_q, out, checked, longest, batch_invariant)
             others = {name: x for name, x in given.items() if name not in ("cu_seqlens_q", "out")}
-            call_memo.keep(key, q, others, checked, partial(paged_ops.prepare, *call))
-            o, lse = paged_ops.attend(*call)
+            call_memo.keep(key, q, others, checked, partial(decode_ops.prepare_packed, *call))
+            o, lse = decode_ops.attend_packed(*call)
     return (o, lse) if return_lse else o
 
 
@@ -178,7 +178,7 @@ def _view(cache: Any) -> CacheView:
         view = view_of_tensors(k, v, lengths, block_table=table)
     else:
         view, _ = view_of_cache(cache)
-    if view.keep_first is not None:
+    if view.window is not None:
         raise ValueError(
             "cache must keep all tokens of its rows, got a ring: decode_attention reads one"
         )

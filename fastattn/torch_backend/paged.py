@@ -1,12 +1,13 @@
 """Packed queries over a cache in plain torch: row by row, as `decode` does one."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache_view import CacheView
-from ..options import Options
+from ..options import Options, along
 from . import decode
 
 
@@ -46,20 +47,23 @@ def attend(
     return o, lse
 
 
+_BY_ROW = along("B")
+
+
 def _of_row(options: Options, b: int, first: int, last: int, length: int) -> Options:
     """The options of `decode_attention` of one row, the tree mask as one of every position."""
-    slopes, tree, starts = options.alibi_slopes, options.tree_mask, options.tree_starts
-    if slopes is not None and slopes.dim() == 2:
-        options = options._replace(alibi_slopes=slopes[b : b + 1])
-    if tree is None:
-        return options
-    n = last - first
-    begin = first if starts is None else int(starts[b])
-    shown = tree[begin:last, :n] if starts is None else tree[begin:][: n * n].view(n, n)
-    mask = torch.ones(n, max(length, n), dtype=torch.bool, device=tree.device)
-    mask[:, -n:] = False
-    new = mask[:, -n:]
-    new[:, : shown.shape[1]] = shown
-    return options._replace(
-        attn_mask=mask[None, None, :, mask.shape[1] - length :], tree_mask=None, tree_starts=None
-    )
+    tree, starts = options.tree_mask, options.tree_starts
+    own: dict[str, Any] = {"tree_mask": None, "tree_starts": None}
+    for name, behind in _BY_ROW.items():
+        x = getattr(options, name)
+        if x is not None and x.dim() > behind and name not in own:
+            own[name] = x[b : b + 1]
+    if tree is not None:
+        n = last - first
+        begin = first if starts is None else int(starts[b])
+        shown = tree[begin:last, :n] if starts is None else tree[begin:][: n * n].view(n, n)
+        mask = torch.ones(n, max(length, n), dtype=torch.bool, device=tree.device)
+        new = mask[:, mask.shape[1] - n :].fill_(False)
+        new[:, : shown.shape[1]] = shown
+        own["attn_mask"] = mask[None, None, :, mask.shape[1] - length :]
+    return options._replace(**own)

@@ -8,8 +8,7 @@ import torch
 from nightly import gate_cases
 
 from fastattn.kernels.combine import combine_kernel
-from fastattn.kernels.decode import decode_kernel
-from fastattn.kernels.paged import launch_paged
+from fastattn.kernels.decode import decode_kernel, launch_packed
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing.compiling.compile_pool import CompilePool
@@ -58,7 +57,7 @@ def launch(
     lse = meta(H_q, total, dtype=torch.float32)
     longest = total if longest is None else longest
     offsets = meta(B + 1, dtype=torch.int32)
-    launch_paged(q, offsets, cache, None, o, lse, given, longest=longest)
+    launch_packed(q, offsets, cache, None, o, lse, given, longest=longest)
 
 
 # target, head dim, dtype, codes, options

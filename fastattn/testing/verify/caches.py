@@ -105,8 +105,8 @@ def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> floa
     )
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rows = (x.to(dtype) for x in (packed, filled.k, filled.v))
-        return reference.attention_paged(*rows, filled.lengths, offsets, return_lse=True)
+        q, k, v = (x.to(dtype) for x in (packed, filled.k, filled.v))
+        return reference.attention_paged(q, k, v, filled.lengths, offsets, return_lse=True)
 
     exact = run(torch.float64)
     naive = worst_naive(exact, lambda: run(setting.dtype))
