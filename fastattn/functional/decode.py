@@ -13,6 +13,7 @@ from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import decode as decode_torch
+from ..tuned import choices
 from . import call_memo, call_options, sharded
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ def _checked(
 
 def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
     """RuntimeError if autograd would ask for gradients of a call that has none."""
-    if dispatch.wants_gradients(q, q, q, options):
+    if choices.wants_gradients(q, q, q, options):
         raise RuntimeError(
             f"{call} has no gradients, but an input requires grad: call it under "
             "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"

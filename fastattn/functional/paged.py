@@ -121,7 +121,7 @@ def attention_paged(
         **options,
     }
     key = with_cache(call_memo.key_of((q,), given, backend), q, view, given)
-    known = call_memo.find(key, q)
+    known = call_memo.find(key)
     if known is not None:
         _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
         o, lse = known.run(q, view, cu_seqlens_q, out, known.options_of(given))
