@@ -25,8 +25,7 @@ def attend(
     """
     total, H_q, _ = q.shape
     o = q.new_empty(total, H_q, view.v.shape[3]) if out is None else out
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(H_q, total, dtype=wide)
+    lse = q.new_empty(H_q, total, dtype=torch.float32)
     offsets = cu_seqlens.tolist()
     rows = view.batch_index
     if rows is None:

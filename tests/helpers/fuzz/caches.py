@@ -1,5 +1,6 @@
 """Judges of calls on caches: decoding from every kind, shared prefixes, and appending."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,11 +85,13 @@ def _judge(
 
 def paged(case: Case, how: dict[str, Any]) -> None:
     """o and lse of packed tokens, as many as a row may have, with a tree mask or without."""
+    case = replace(case, B=max(1, case.B))
     draw = case.random("paged")
     kinds = [kind for kind, made in KINDS.items() if "window" not in made and "starts" not in made]
     options = drawn_options(case, case.B)
     q, k, v = inputs(case)
-    counts = [draw.choice(0, 1, 1, 2, draw.integer(0, case.T_q), case.T_q) for _ in range(case.B)]
+    some = (0, 1, 1, min(2, case.T_q), draw.integer(0, case.T_q), case.T_q)
+    counts = [min(draw.choice(*some), case.T_q) for _ in range(case.B)]
     offsets = torch.tensor([0, *counts], dtype=draw.choice(torch.int32, torch.int64)).cumsum(0)
     rows = [x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)]
     packed = torch.cat((*rows, q[0, :, : draw.choice(0, 0, 2)].transpose(0, 1)))
