@@ -76,7 +76,7 @@ TRAITS = {
     "o": 0.4,  # a call without lse
     "lse": 0.1,  # gradients of lse alone
     "some": 0.3,  # gradients of some inputs
-    "chunks": 0.3,  # torch holds the scores of few queries at once
+    "chunks": 0.7,  # torch holds the scores of few queries at once
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -216,6 +216,8 @@ def legal(case: Case) -> Case:
     options = [x for x in case.options if x in TAKES[case.call]]
     for name in options:
         needs = [x for x in _NEEDS.get(name, ()) if x in TAKES[case.call]]
+        if case.backend == "hopper":
+            needs = [x for x in needs if _hopper_knows(x)]
         if needs and not set(needs) & set(options):
             options.append(needs[case.seed % len(needs)])
     if "score_mod" in options and case.learns and "score_mod_grad" not in options:
