@@ -1,0 +1,72 @@
+"""Work of one step of a server: products and memory of a chunk beside rows that decode a token."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.runtime import interpreter
+
+from fastattn import attention_paged, view_of_tensors
+from fastattn.kernels.launch import tiles
+from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.launch.tiles import TileConfig
+
+H_Q, H_K, D, SIZE = 16, 1, 16, 16
+NEW = (300, *[1] * 15, 0)
+HELD = (1500, *range(950, 1400, 30), 777)
+
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
+)
+
+
+def test_a_mixed_step_is_within_5_percent_of_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of pairs that see each other, and every byte of queries, cache and results once.
+
+    16 heads share keys, so that the token of a row fills a tile of 16 rows.
+    """
+    mend()
+    products, touched = [], {}
+    builder = type(interpreter.interpreter_builder)
+    dot, load, store = (
+        getattr(builder, f"create_{name}") for name in ("dot", "masked_load", "masked_store")
+    )
+
+    def counted_dot(self, a, b, *others):
+        products.append(2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1])
+        return dot(self, a, b, *others)
+
+    def touch(pointers, mask) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        places = pointers.data[mask.data] if mask is not None else pointers.data
+        touched.setdefault(size, []).append(np.unique(places))
+
+    def counted_load(self, pointers, mask, *others):
+        touch(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def counted_store(self, pointers, value, mask, *others):
+        touch(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    columns = -(-max(HELD) // SIZE)
+    k, v = torch.randn(2, len(HELD) * columns, H_K, SIZE, D)
+    table = torch.randperm(len(HELD) * columns).view(len(HELD), columns).int()
+    view = view_of_tensors(k, v, torch.tensor(HELD).int(), block_table=table)
+    offsets = torch.tensor((0, *NEW)).cumsum(0)
+    q = torch.randn(sum(NEW), H_Q, D)
+    with (
+        monkeypatch.context() as patch,
+        tiles.forced(decode=TileConfig(16, 64), decode_chunk=TileConfig(64, 64)),
+    ):
+        patch.setattr(builder, "create_dot", counted_dot)
+        patch.setattr(builder, "create_masked_load", counted_load)
+        patch.setattr(builder, "create_masked_store", counted_store)
+        attention_paged(q, view, offsets, backend="triton")
+    pairs = sum(n * held - n * (n - 1) // 2 for n, held in zip(NEW, HELD, strict=True))
+    least = 2 * H_Q * pairs * 2 * D
+    assert least <= sum(products) <= 1.05 * least, sum(products) / least
+    used = sum(held for n, held in zip(NEW, HELD, strict=True) if n)
+    least = 4 * (2 * q.numel() + q.shape[0] * H_Q + 2 * used * H_K * D)
+    moved = sum(size * np.unique(np.concatenate(x)).size for size, x in touched.items())
+    assert least <= moved <= 1.05 * least, moved / least
