@@ -41,6 +41,7 @@ from .pipeline import (
     load,
     load_slot,
     load_until,
+    packed,
     pass_turn,
     release,
     release_slot,
@@ -48,6 +49,7 @@ from .pipeline import (
     send,
     take_turn,
     tile_of,
+    unpacked,
     wait_full,
     wait_slot,
 )
@@ -132,17 +134,19 @@ def _start_values(acc, p, ring, n):
         v = v.permute((1, 0))
     if p.dtype == gl.float32:
         p = as_operand(p, v.dtype, v.shape[1])
+    if p.dtype == gl.int32:
+        p = as_operand(unpacked(p, v.dtype), v.dtype, v.shape[1])
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
 def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
-    """Weights as they wait for their product: in fp32, or as its operand where registers are short.
+    """Weights as they wait for their product: in fp32, or two in a register where those are short.
 
-    Through a loop every 16 bits of an operand go in a register of their own, to be packed anew.
+    As its operand they would go through the loop in a register for each, to be packed anew.
     """
-    if not config.WIDE_WEIGHTS:
-        p = as_operand(p, dtype, config.D)
+    if not config.WIDE_WEIGHTS and not is_fp8(dtype):
+        p = packed(p, dtype)
     return p
 
 

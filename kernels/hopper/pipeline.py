@@ -150,6 +150,49 @@ def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     return gl.convert_layout(x.to(dtype), OPERAND)
 
 
+@gluon.constexpr_function
+def pack_code(dtype):
+    """Assembly: two fp32 numbers as a pair of this type, the first one below."""
+    pair = "bf16x2" if dtype.name == "bf16" else "f16x2"
+    return f"cvt.rn.{pair}.f32 $0, $2, $1;"
+
+
+# Of a pair the number below, and the one above.
+UNPACK_LOW = gl.constexpr("{ .reg .b16 other; mov.b32 {$0, other}, $1; }")
+UNPACK_HIGH = gl.constexpr("{ .reg .b16 other; mov.b32 {other, $0}, $1; }")
+
+
+@gluon.jit
+def packed(x, dtype: gl.constexpr):
+    """x [ROWS, columns] of fp32 as pairs of neighbours of 16 bits, int32 [ROWS, columns / 2].
+
+    A thread has both numbers of a pair: nothing moves between threads.
+    """
+    COLS: gl.constexpr = x.shape[1]
+    CODE: gl.constexpr = pack_code(dtype)
+    even, odd = gl.split(x.reshape([ROWS, COLS // 2, 2]))
+    return gl.inline_asm_elementwise(CODE, "=r,f,f", [even, odd], gl.int32, True, 1)
+
+
+@gluon.jit
+def unpacked(pairs, dtype: gl.constexpr):
+    """x [ROWS, columns] of 16 bits that `packed` made pairs of."""
+    COLS: gl.constexpr = 2 * pairs.shape[1]
+    return gl.join(_half(UNPACK_LOW, pairs, dtype), _half(UNPACK_HIGH, pairs, dtype)).reshape(
+        [ROWS, COLS]
+    )
+
+
+@gluon.jit
+def _half(CODE: gl.constexpr, pairs, dtype: gl.constexpr):
+    # The type of a result is no constexpr to Triton.
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(CODE, "=h,r", [pairs], gl.bfloat16, True, 1)
+    else:
+        x = gl.inline_asm_elementwise(CODE, "=h,r", [pairs], gl.float16, True, 1)
+    return x
+
+
 # One flag for all rows of a warp: whether the factor of any is not 1, or NaN.
 ANY_FACTOR = gl.constexpr("""{
     .reg .pred any;

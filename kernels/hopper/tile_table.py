@@ -17,9 +17,9 @@ class HopperConfig(NamedTuple):
     rows each. Registers are those of a thread; three warpgroups share 64512. APART: outputs leave
     through shared memory of their own, so that the next tile need not wait for them. PING_PONG:
     consumers of forward issue their products in turn. WIDE_WEIGHTS: those of forward wait for
-    their product in fp32. DQ_BY_TMA: TMA adds dQ of one pass to its sum; else the threads do.
-    SLACK: O of forward is rescaled where a score is 2^SLACK times above what weights are relative
-    to; 0: in every block, as always in 8 bits.
+    their product in fp32, as always in 8 bits; else two share a register. DQ_BY_TMA: TMA adds dQ of
+    one pass to its sum; else the threads do. SLACK: O of forward is rescaled where a score is
+    2^SLACK times above what weights are relative to; 0: in every block, as always in 8 bits.
     """
 
     D: int
@@ -30,7 +30,7 @@ class HopperConfig(NamedTuple):
     PRODUCER_REGISTERS: int = 24
     APART: bool = True
     PING_PONG: bool = False
-    WIDE_WEIGHTS: bool = True
+    WIDE_WEIGHTS: bool = False
     SECOND_STAGES: int | None = None
     DQ_BY_TMA: bool = True
     SLACK: int = 8
@@ -51,8 +51,8 @@ def forward_config(D: int, early: bool, placed: bool = False) -> HopperConfig:
     if (other := _other("forward", D, early or placed)) is not None:
         return other
     return {
-        64: HopperConfig(D, 128, 4, 2, *registers),
-        128: HopperConfig(D, 128, 2, 2, *registers, WIDE_WEIGHTS=not early),
+        64: HopperConfig(D, 128, 4, 2, *registers, WIDE_WEIGHTS=early),
+        128: HopperConfig(D, 128, 2, 2, *registers),
         # 64 more KB for the output do not fit.
         256: HopperConfig(D, 64, 2, 2, *registers, APART=False),
     }[D]

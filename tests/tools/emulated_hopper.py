@@ -10,10 +10,17 @@ from unittest import mock
 import torch
 from gluon_emulator import Emulated, assembly
 from gluon_emulator.values import Tensor, elementwise
+from triton.experimental.gluon import language as gl
 
 from fastattn.functional import call_memo
 from fastattn.kernels.hopper import backward, forward, host
-from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
+from fastattn.kernels.hopper.pipeline import (
+    ANY_FACTOR,
+    UNPACK_HIGH,
+    UNPACK_LOW,
+    pack_code,
+    times_factors,
+)
 from fastattn.kernels.hopper.tile_table import HEAD_DIMS
 from fastattn.kernels.launch import launches
 from fastattn.ops import attend as ops
@@ -41,7 +48,21 @@ def _times_factors(acc: Tensor, factors: Tensor, flags: Tensor) -> Tensor:
     return elementwise(lambda x, y, flag: torch.where(flag != 0, x * y, x), acc, factors, flags)
 
 
+def pack_as(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """`pack_code` of this type."""
+
+    def pack(below: Tensor, above: Tensor) -> Tensor:
+        low, high = (x.data.to(dtype).view(torch.int16).int() for x in (below, above))
+        return Tensor((high << 16) | (low & 0xFFFF))
+
+    return pack
+
+
 assembly[ANY_FACTOR.value] = any_factor
+assembly[pack_code(gl.bfloat16)] = pack_as(torch.bfloat16)
+assembly[pack_code(gl.float16)] = pack_as(torch.float16)
+assembly[UNPACK_LOW.value] = lambda pairs: Tensor(pairs.data.to(torch.int16))
+assembly[UNPACK_HIGH.value] = lambda pairs: Tensor((pairs.data >> 16).to(torch.int16))
 assembly.update({times_factors(D // 2): _times_factors for D in HEAD_DIMS})
 
 

@@ -190,7 +190,8 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
     """Other shapes: blocks, stages, and for forward consumers that take turns or are three.
 
     The backward kernels take two. In one pass dQ is added by TMA or by the threads. Forward of
-    16 bits, in the shape in use, also rescales in every block: what is faster depends on scores.
+    16 bits, in the shape in use, also rescales in every block: what is faster depends on scores;
+    and its weights wait for their product the other way.
     """
     usual = hopper_shipped(kernel, D)
     if usual is None:
@@ -210,6 +211,7 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
     ]
     if kernel == "hopper_forward":
         made.append(usual._replace(SLACK=0))
+        made.append(usual._replace(WIDE_WEIGHTS=not usual.WIDE_WEIGHTS))
     return [config for config in made if config != usual and _fits(kernel, config)]
 
 

@@ -168,7 +168,10 @@ def inline_asm_elementwise(
 ) -> Tensor:
     if asm not in assembly:
         raise IllegalError(f"no meaning is registered in gluon_emulator.assembly for: {asm}")
-    return assembly[asm](*args)
+    found = assembly[asm](*args)
+    if found.data.dtype == torch.int16:  # a register of 16 bits has no type
+        return Tensor(found.data.view(to_torch(dtype)), found.layout)
+    return found
 
 
 def warp_specialize(
@@ -264,6 +267,8 @@ _FUNCTIONS: dict[str, Any] = {
         name: partial(elementwise, getattr(torch, name))
         for name in ("exp2", "exp", "log2", "log", "rsqrt", "sqrt", "abs", "floor", "ceil", "tanh")
     },
+    "split": lambda x: tuple(map(Tensor, x.data.unbind(-1))),
+    "join": partial(elementwise, lambda x, y: torch.stack((x, y), -1)),
     "fma": partial(elementwise, lambda x, y, z: x * y + z),
     "static_range": range,
     "range": dynamic_range,
