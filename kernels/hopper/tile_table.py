@@ -51,8 +51,8 @@ def forward_config(D: int, early: bool, placed: bool = False) -> HopperConfig:
     if (other := _other("forward", D, early or placed)) is not None:
         return other
     return {
-        64: HopperConfig(D, 128, 4, 2, *registers, WIDE_WEIGHTS=early),
-        128: HopperConfig(D, 128, 2, 2, *registers),
+        64: HopperConfig(D, 128, 4, 2, *registers, WIDE_WEIGHTS=early or placed),
+        128: HopperConfig(D, 128, 2, 2, *registers, WIDE_WEIGHTS=placed and not early),
         # 64 more KB for the output do not fit.
         256: HopperConfig(D, 64, 2, 2, *registers, APART=False),
     }[D]

@@ -210,8 +210,8 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
         if forward and config.BLOCK == 64 and D <= 128
     ]
     if kernel == "hopper_forward":
-        made.append(usual._replace(SLACK=0))
         made.append(usual._replace(WIDE_WEIGHTS=not usual.WIDE_WEIGHTS))
+        made.append(usual._replace(SLACK=0))
     return [config for config in made if config != usual and _fits(kernel, config)]
 
 
@@ -245,5 +245,6 @@ def names_of(tile: TileConfig | HopperConfig) -> str:
     else:
         parts = [tile.BLOCK, tile.STAGES]
         words = ["turns"] * tile.PING_PONG + ["3 consumers"] * (tile.CONSUMERS == 3)
+        words += ["fp32 weights"] * tile.WIDE_WEIGHTS
         words += ["threads add"] * (not tile.DQ_BY_TMA) + ["no slack"] * (not tile.SLACK)
     return f"({', '.join(map(str, [*parts, *words]))})"

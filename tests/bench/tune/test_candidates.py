@@ -89,7 +89,7 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     if usual is None:
         assert (kernel not in tiles.HOPPER_FORWARD, D, found) == (True, 256, [])
         return
-    names = ["BLOCK", "STAGES", "PING_PONG", "SLACK"]
+    names = ["BLOCK", "STAGES", "PING_PONG", "SLACK", "WIDE_WEIGHTS"]
     three = [config for config in found if config.CONSUMERS == 3]
     assert bool(three) == (kernel in tiles.HOPPER_FORWARD and D <= 128)
     for config in three:  # 64512 registers for 128 threads of each, and of the producer
