@@ -37,7 +37,7 @@ _ROUNDS = 4
 # of a multiprocessor, for 8 operations a column at 4.5 TFLOP/s. And so do the launches that add.
 _PART_ROUNDS = 8
 _PART_QUERIES = 400
-_ADDING_QUERIES = 1000
+_ADDING_QUERIES = 1500
 # Where nothing else is known: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.

@@ -309,7 +309,8 @@ def hopper(kernel: str, D: int, options: str, how: str | None = None, T: int = 1
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
     q, k, lse = meta(1, 4, T, D), meta(1, 2, T, D), floats(1, 4, T)
     if kernel == "forward":
-        config = forward_config(D, end_early(given))._replace(PING_PONG=how == "turns")
+        config = forward_config(D, end_early(given), given.q_positions is not None)
+        config = config._replace(PING_PONG=how == "turns")
         with mock.patch.object(hopper_forward, "forward_config", lambda *_: config):
             launches.forget()
             hopper_forward.launch_hopper_forward(q, k, k, given)
