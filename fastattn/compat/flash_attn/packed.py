@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...functional.decode import decode_attention, view_of_tensors
+from ...functional.decode import view_of_tensors
+from ...functional.paged import attention_paged
 from ...position_tables import document_ids
 from .kvcache import Cache, token_table, tokens_of
 
 # Its overloads take return_lse as a literal only.
-_decode: Any = decode_attention
+_attend: Any = attention_paged
 
 
 def used_keys(
@@ -51,13 +52,6 @@ def attend_packed(
         cache = Cache(k_pages, v_pages, lengths, None, None, block_table)
         table, lengths = token_table(cache, N, 0)
         view = view_of_tensors(tokens_of(k_pages), tokens_of(v_pages), lengths, block_table=table)
-        row = document_ids(cu_seqlens_q, q.shape[0])[0].long()
-        place = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[row]
-        padded = q.new_zeros(N, max_seqlen_q, *q.shape[1:])
-        padded[row, place] = q
-        queries, counts = padded.transpose(1, 2), cu_seqlens_q.diff()
-        found = _decode(queries, view, new_lengths=counts, return_lse=return_lse, **options)
-        if not return_lse:
-            return found[row, :, place]
-        o, lse = found
-        return o[row, :, place], lse[row, :, place].transpose(0, 1)
+        return _attend(
+            q, view, cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=return_lse, **options
+        )
