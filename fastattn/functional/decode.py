@@ -143,6 +143,30 @@ def decode_attention(
     return (o, lse) if return_lse else o
 
 
+def attend_to_part(
+    q: Tensor,
+    cache: Any,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`decode_attention` for `merge`: of q in fp64, which torch alone serves, lse is fp64 too.
+
+    Rounded to fp32, an lse of 1e4 would change the weights of a part by 5e-4.
+    """
+    how = {"num_splits": num_splits, "batch_invariant": batch_invariant, "backend": backend}
+    if q.dtype != torch.float64 or sharded.is_dtensor(q):
+        return decode_attention(q, cache, return_lse=True, **how, **options)
+    view, uniform = view_of_cache(cache)
+    _splits(num_splits, batch_invariant)
+    checked = _checked(q, view, None, options)
+    dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    with torch.no_grad():
+        wide = checked._replace(fp32_results=True)
+        return decode_torch.attend(q, view, None, wide, True, uniform)
+
+
 @call_options.CACHE.sign
 def explain_decode(
     q: Tensor,

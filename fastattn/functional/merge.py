@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..cache_view import CacheView
 from ..ops.merge import merge_forward
-from .decode import decode_attention, view_of_cache
+from .decode import attend_to_part, view_of_cache
 
 
 def merge(
@@ -123,18 +123,14 @@ def cascade_attention(
             raise ValueError(f"{name} must hold every token, got a ring of window={of.window}")
     own = _after_prefix(view, shared) if forked else cache
     checks.check_tensor("q", q)
-    o2, lse2 = decode_attention(
-        q, own, scale=scale, softcap=softcap, sinks=sinks, return_lse=True, **how
-    )
+    o2, lse2 = attend_to_part(q, own, scale=scale, softcap=softcap, sinks=sinks, **how)
     B, H_q, T_q, D = q.shape
     together = q.transpose(0, 1).reshape(1, H_q, B * T_q, D)
-    o1, lse1 = decode_attention(
-        together, shared, causal=False, scale=scale, softcap=softcap, return_lse=True, **how
-    )
+    o1, lse1 = attend_to_part(together, shared, causal=False, scale=scale, softcap=softcap, **how)
     o1 = o1.view(H_q, B, T_q, o1.shape[3]).transpose(0, 1)
     lse1 = lse1.view(H_q, B, T_q).transpose(0, 1)
     o, lse = merge(o1, lse1, o2, lse2, backend=how.get("backend"))
-    return (o, lse) if return_lse else o
+    return (o, lse.float()) if return_lse else o
 
 
 def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:

@@ -103,6 +103,18 @@ def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
     assert cascade_attention(q[:, :, :0], *views, backend=backend).shape == q[:, :, :0].shape
 
 
+def test_a_cascade_in_fp64_is_not_merged_by_an_lse_of_fp32(device: str) -> None:
+    draw = draws(3, device, torch.float64)
+    q, k, v = draw(1, 1, 1, 4), draw(1, 1, 6, 4), draw(1, 1, 6, 4)
+    q[..., 0] = k[..., 0] = 100.0  # all scores are about 5000, and an lse of fp32 is off by 2e-4
+    caches = [KVCache(1, 1, 6, 4, dtype=torch.float64, device=device) for _ in range(3)]
+    for cache, part in zip(caches, (slice(0, 3), slice(3, 6), slice(0, 6)), strict=True):
+        cache.append(k[:, :, part], v[:, :, part])
+    prefix, own, whole = caches
+    found, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_cascades_are_checked(device: str) -> None:
     cache = KVCache(2, 1, 8, 16, device=device)
     k = torch.zeros(2, 1, 3, 16, device=device)
