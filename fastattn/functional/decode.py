@@ -155,16 +155,17 @@ def attend_to_part(
 
     Rounded to fp32, an lse of 1e4 would change the weights of a part by 5e-4.
     """
-    how = {"num_splits": num_splits, "batch_invariant": batch_invariant, "backend": backend}
     if q.dtype != torch.float64 or sharded.is_dtensor(q):
-        return decode_attention(q, cache, return_lse=True, **how, **options)
+        options = {"num_splits": num_splits, "batch_invariant": batch_invariant, **options}
+        return decode_attention(q, cache, return_lse=True, backend=backend, **options)
     view, uniform = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, None, options)
     dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
-        return decode_torch.attend(q, view, None, wide, True, uniform)
+        o, lse = decode_torch.attend(q, view, None, wide, True, uniform)
+    return o, lse
 
 
 @call_options.CACHE.sign
