@@ -298,14 +298,19 @@ def torch_places(
     def count(n: int, *shape: int) -> Tensor:
         return torch.arange(n, device=device, dtype=torch.int32).reshape(shape)
 
-    offset = T_k - T_q if query_offset is None else query_offset
-    if isinstance(offset, Tensor):
-        near = offset.clamp(-FARTHEST, FARTHEST)
-        offset = near.to(device, torch.int32).reshape(-1, 1, 1, 1)
+    offset = _within_reach(T_k - T_q if query_offset is None else query_offset, device)
     p, j = count(T_q, 1, 1, T_q, 1) + offset, count(T_k, 1, 1, 1, T_k)
+    p = p.to(torch.int32)
     if positions is not None:
         p, j = positions[0][:, None, :, None], positions[1][:, None, None, :]
     return triton_language.Places(first_row, B, 0 if heads is None else heads[0], H_q, p, j)
+
+
+def _within_reach(offset: int | Tensor, device: torch.device | str | None) -> int | Tensor:
+    """An offset of all rows, or int64 [B, 1, 1, 1] within 2^28 of 0, as `attention` takes them."""
+    if not isinstance(offset, Tensor):
+        return offset
+    return offset.clamp(-FARTHEST, FARTHEST).to(device, torch.int64).reshape(-1, 1, 1, 1)
 
 
 def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
@@ -379,9 +384,7 @@ def visible_mask(
         1 1 1 0                    0 1 1 0                0 0 1 1
         1 1 1 1                    0 0 1 1                0 0 0 1
     """
-    offset = T_k - T_q if query_offset is None else query_offset
-    if isinstance(offset, Tensor):
-        offset = offset.to(device).reshape(-1, 1, 1, 1)
+    offset = _within_reach(T_k - T_q if query_offset is None else query_offset, device)
     rows = torch.arange(T_q, device=device).reshape(1, 1, T_q, 1)
     key = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k)
     distance = key - (rows + offset)

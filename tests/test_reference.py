@@ -54,6 +54,8 @@ def test_numbers_past_int32_beside_positions() -> None:
     assert reference.visible_mask(3, 3, window=(2**40, 2**40), positions=(at, at)).all()
     far = reference.torch_places(1, 1, 3, 3, torch.tensor([2**40]), torch.device("cpu"))
     assert (far.q_pos >= checks.FARTHEST).all()
+    # Taken within 2^28, of which such a window shows all.
+    assert reference.visible_mask(2, 1, window=2**40, query_offset=torch.tensor([2**40])).all()
 
 
 def test_one_row_written_out() -> None:
