@@ -16,7 +16,9 @@ The runs differ only as correct implementations do:
 - Every other run computes the weights as a fused backward does, from scores and lse in fp32 and
   base 2: w = 2^(s log2(e) - lse log2(e)), with s and lse each rounded once more (Dao et al. 2022,
   arXiv 2205.14135). A naive softmax divides by its own sum, where these errors cancel: at scores
-  of about 20 its gradients are four times as exact as any computed from lse.
+  of about 20 its gradients are four times as exact as any computed from lse. Its delta is the sum
+  of weights times gradients that are rounded apart, as a fused backward's, the sum of o do, is
+  rounded apart from v do: of a row that sees one key, naive code subtracts a number from itself.
 """
 
 import math
@@ -125,7 +127,12 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten._softmax_backward_data.default:
             grad, out, dim, dtype = args
             order = self._order(out, dim)
-            found = func(grad.index_select(dim, order), out.index_select(dim, order), dim, dtype)
+            grad, weights = grad.index_select(dim, order), out.index_select(dim, order)
+            if self.base_two:
+                delta = (self._rounded(grad) * weights).sum(dim, keepdim=True)
+                found = (weights * (grad - delta)).to(dtype)
+            else:
+                found = func(grad, weights, dim, dtype)
             return found.index_select(dim, order.argsort())
         return func(*args, **kwargs)
 

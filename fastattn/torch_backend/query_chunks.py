@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from ..checks import FARTHEST
 from ..options import BROADCAST, Options, along
 
 
@@ -32,8 +35,9 @@ def _of_rows(options: Options, rows: slice) -> Options:
         broadcast = name in BROADCAST and x is not None and x.shape[-1 - behind] == 1
         if x is not None and not broadcast:
             own[name] = x[(..., rows, *(slice(None),) * behind)]
-    return options._replace(
-        query_offset=offset + rows.start,
-        query_offsets=None if offsets is None else offsets.long() + rows.start,
-        **own,
-    )
+    if offsets is not None and options.q_positions is None:
+        # Offsets end at 2^28. The queries behind do not: a chunk's offset would end there too.
+        first = offsets.long().clamp(-FARTHEST, FARTHEST)[:, None]
+        places = torch.arange(rows.start, rows.stop, device=offsets.device)
+        own["q_positions"] = (first + places).to(torch.int32)
+    return options._replace(query_offset=offset + rows.start, query_offsets=None, **own)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn import KVCache, attention, checks, decode_attention
+from fastattn import KVCache, attention, attention_statistics, checks, decode_attention
 from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.rules import tile
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
+from fastattn.torch_backend import statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,3 +149,12 @@ def test_numbers_that_stand_too_far_are_refused():
 
 def test_both_backends_know_one_farthest_position():
     assert tile.FARTHEST.value == checks.FARTHEST
+
+
+def test_chunks_of_queries_at_the_farthest_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query of a chunk stands behind the one before it, past the last offset too."""
+    q, k, _ = make_qkv(1, 1, 1, 4, 5, D, requires_grad=False)
+    options = {"stride": 2, "query_offset": tensor(checks.FARTHEST), "backend": "torch"}
+    whole = attention_statistics(q, k, **options)
+    monkeypatch.setattr(statistics, "_SCORES", 1)
+    torch.testing.assert_close(attention_statistics(q, k, **options), whole)

@@ -50,6 +50,19 @@ def test_terms_are_summed_in_another_order_and_rounded_otherwise(compute) -> Non
         torch.testing.assert_close(compute(x, y), compute(x, y), rtol=2**-22, atol=1e-6)
 
 
+def test_a_row_of_one_key_has_gradients_as_coarse_as_fused_ones() -> None:
+    """A softmax of one score is 1, whose derivative naive code finds to be 0 exactly."""
+    score, gradient = torch.tensor([[0.0]], requires_grad=True), torch.tensor([[3.0]])
+
+    def derivative() -> Tensor:
+        return torch.autograd.grad(score.softmax(-1), score, gradient)[0]
+
+    assert not derivative().any()
+    worst = worst_naive(torch.zeros(1, 1, dtype=torch.float64), derivative, runs=32)
+    eps = 3 * torch.finfo(torch.float32).eps
+    assert eps < worst.abs() <= 2 * eps  # by the weight's rounding alone it is 0.67 eps
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_in_16_bits_move_to_neighbours_where_asked(dtype: torch.dtype) -> None:
     x, y = torch.randn(7, 30).to(dtype), torch.eye(30, dtype=dtype)
