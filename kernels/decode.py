@@ -369,7 +369,7 @@ def _prepared(
 
 
 class _Packed(NamedTuple):
-    """What a launch serves of packed queries: batch rows of `fewest` to `most` tokens.
+    """The share of packed queries that one launch serves: rows of `fewest` to `most` tokens.
 
     places: of results of parts; see `splits.Plan`.
     """

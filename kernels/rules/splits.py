@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a program takes: a tile of the queries of batch row b, and a part of its keys.
+    """The work of one program: a tile of the queries of batch row b, and a part of its keys.
 
     row: of the batch row, which reads cache_row; count: its queries, packed ones from `first` on.
     split: which of the tile's `splits`. size: blocks of a part. begin: number of the first split

@@ -296,7 +296,7 @@ def append(
 
 
 def one_pass_config(D: int, how: str) -> HopperConfig:
-    """By TMA, or by threads that add to dQ, in two stages or as many as `how` ends with."""
+    """One pass by TMA, or by threads that add to dQ; `how` may end with a number of stages."""
     config = backward_config("one_pass", D, False, False)
     if how.startswith("threads"):
         config = config._replace(DQ_BY_TMA=False, STAGES=int(how.partition("-")[2] or 2))

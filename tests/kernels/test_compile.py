@@ -176,7 +176,7 @@ HOPPER = ("hopper_forward_kernel", "hopper_backward_dq_kernel", "hopper_backward
 
 
 def check_attention(case: Case, facts: list[CompiledFacts]) -> None:
-    """What single kernels, and all together, have beside their limits."""
+    """Check single kernels, and all together, for properties beside their limits."""
     for fact in (x for x in facts if x.name in KINDS):
         full, masked = loops_of(fact)
         if fact.target == "sm_90" and fact.name == FORWARD and fact.mma == {"wgmma"}:

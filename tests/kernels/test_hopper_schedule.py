@@ -242,7 +242,7 @@ FEW_KEYS = [
 def test_few_kv_heads_keep_all_multiprocessors_busy(
     shape: tuple[int, ...], right: int | None
 ) -> None:
-    """By one program for each tile of keys 0.06 to 0.57 of them were, for the first twelve."""
+    """One program for each tile of keys kept 0.06 to 0.57 of them busy, for the first twelve."""
     B, H_q, H_k, T, D = shape
     blocks = loads("dkv", B, H_q, T, D, H_q // H_k, right=right)
     assert sum(blocks) / (132 * max(blocks)) >= 0.9

@@ -129,7 +129,7 @@ def save_again(run: Path, mode: str, n: int) -> int:
 
 
 def faults(folder: str, count: int) -> list[tuple[str, int, int, list[str]]]:
-    """Of saves with a fault in a forked process: mode, exit status, the step that is left."""
+    """Saves with a fault in a forked process: mode, exit status, the step that is left."""
     found = []
     for mode in ("kill", "fail"):
         for n in range(1, count + 1):

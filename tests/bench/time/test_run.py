@@ -244,7 +244,7 @@ class Worker:
         self.jobs += [job("layer", raising(ValueError("no such layer"))), job("import")]
 
     def life(self, plan):
-        """What `suite` does, in a new process."""
+        """Run `suite` in a new process."""
 
         def live(tell):
             self.lost, self.calls = False, {}
