@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor
 
 from .checks import FARTHEST
@@ -111,8 +111,8 @@ def attention(
     )
     k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
 
-    k, v = (repeat(x, "b h t d -> b (h group) t d", group=H_q // H_k) for x in (k, v))
-    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    grouped = rearrange(q, "b (h g) t d -> b h g t d", h=H_k)
+    scores = torch.einsum("bhgid,bhjd->bhgij", grouped, k).flatten(1, 2)
     if relative_keys is not None:
         query = q if relative_query is None else relative_query
         group = H_q // len(relative_keys)
@@ -148,7 +148,8 @@ def attention(
                 heads=heads,
             )  # fmt: skip
         weights = weights * dropout_keep / (1 - dropout)
-    o = torch.einsum("bhij,bhjd->bhid", weights, v)
+    grouped = rearrange(weights, "b (h g) i j -> b h g i j", h=H_k)
+    o = torch.einsum("bhgij,bhjd->bhgid", grouped, v).flatten(1, 2)
     if not return_lse:
         return o
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

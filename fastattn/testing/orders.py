@@ -10,15 +10,17 @@ The runs differ only as correct implementations do:
 - Every sum of a matrix product, a reduction or a softmax takes its terms in a random order.
 - Results in fp32 move by up to half a unit in the last place, at random, as with fused
   multiply-adds, another exponential or another association (Parker 1997, "Monte Carlo
-  arithmetic"). Results in 16 bits do not: naive code rounds all of them, fused code few. But of
-  results that are a number or two all may round to what is exact, in any order: in runs after the
-  first RUNS they move to a neighbour.
-- Every other run computes the weights as a fused backward does, from scores and lse in fp32 and
-  base 2: w = 2^(s log2(e) - lse log2(e)), with s and lse each rounded once more (Dao et al. 2022,
-  arXiv 2205.14135). A naive softmax divides by its own sum, where these errors cancel: at scores
-  of about 20 its gradients are four times as exact as any computed from lse. Its delta is the sum
-  of weights times gradients that are rounded apart, as a fused backward's, the sum of o do, is
-  rounded apart from v do: of a row that sees one key, naive code subtracts a number from itself.
+  arithmetic"). Equal numbers move alike, as in any code: where rows are copies of one another,
+  their errors add up. Results in 16 bits do not move: naive code rounds all of them, fused code
+  few. But of results that are a number or two all may round to what is exact, in any order: in
+  runs after the first RUNS they move to a neighbour.
+- Every other run computes weights and their gradients as a fused backward does (Dao et al. 2022,
+  arXiv 2205.14135): w = 2^(s log2(e) - lse log2(e)) in fp32, s and lse each rounded once more,
+  where s is computed again, in another order than the scores that lse is of. Delta is the sum of
+  weights times gradients in another order, as a fused backward's, the sum of o do, has another
+  order than v do. Naive code divides by its own sum and subtracts its own gradients: at scores of
+  about 20 it is four times as exact as any from lse, and where a row sees one key, it divides a
+  number by itself and subtracts a number from itself.
 """
 
 import math
@@ -40,6 +42,8 @@ _ROUNDING_NAMES = """
     mm bmm addmm baddbmm _softmax _softmax_backward_data
 """
 _ROUNDING = frozenset(getattr(_aten, name) for name in _ROUNDING_NAMES.split())
+_PRODUCTS = frozenset((_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm))
+_WORD = 2**32 - 1
 
 
 def worst_naive(exact: Results, run: Callable[[], Results], runs: int = RUNS) -> Results:
@@ -74,6 +78,10 @@ def _farther(exact: Any, one: Any, other: Any) -> Any:
     )
 
 
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage().data_ptr(), x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
 class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In this mode the order of sums and the last bit of fp32 results are random, by a seed.
 
@@ -89,6 +97,7 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if narrow:
             self._units |= {torch.float16: 1.0, torch.bfloat16: 1.0}
         self._generator = torch.Generator().manual_seed(seed)
+        self._again: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self,
@@ -97,20 +106,58 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = self._reordered(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        found = self._computed(func, args, kwargs)
+        if self.base_two:
+            self._compute_again(func, args, kwargs, found)
+        return found
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._reordered(func, args, kwargs)
         if func.overloadpacket not in _ROUNDING or func._schema.is_mutable:
             return found
-        if not isinstance(found, Tensor):
-            return found
-        return self._rounded(found)
+        return self._rounded(found) if isinstance(found, Tensor) else found
+
+    def _compute_again(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+    ) -> None:
+        """Keep the result computed in another order: a product's, and of what depends on one."""
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            changed = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+            self._again = {key: kept for key, kept in self._again.items() if key[0] not in changed}
+            return
+        others = tree_map(self._other, args)
+        depends = any(x is not other for x, other in zip(args, others, strict=True))
+        # Scores of 16-bit inputs are in fp32 in fused code: rounded to 16 bits they err by more.
+        if not isinstance(found, Tensor) or found.dtype not in (torch.float32, torch.float64):
+            return
+        if depends or func.overloadpacket in _PRODUCTS:
+            again = self._computed(func, others, kwargs)
+            # The result is kept, so that no other tensor gets its memory.
+            self._again[_place(found)] = found, again
+
+    def _other(self, x: Any) -> Any:
+        """x computed in another order than x, or x where that makes no difference."""
+        if not isinstance(x, Tensor):
+            return x
+        return self._again.get(_place(x), (x, x))[1]
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x moved by up to half a unit in the last place, in 16 bits to a neighbour."""
         units = self._units.get(x.dtype)
         if units is None:
             return x
-        places = (2 * torch.rand(x.shape, generator=self._generator) - 1).to(x.device)
-        return (x * (1 + units * torch.finfo(x.dtype).eps * places)).to(x.dtype)
+        return (x * (1 + units * torch.finfo(x.dtype).eps * self._places(x))).to(x.dtype)
+
+    def _places(self, x: Tensor) -> Tensor:
+        """Random numbers between -1 and 1, in fp64, equal where x is: a hash of its bits."""
+        wide = x.dtype == torch.float32
+        bits = x.contiguous().view(torch.int32 if wide else torch.int16).long() & _WORD
+        mixed = bits ^ int(torch.randint(_WORD, (), generator=self._generator))
+        for factor in (0x9E3779B1, 0x85EBCA6B):
+            mixed = (mixed * factor) & _WORD
+            mixed = mixed ^ (mixed >> 15)
+        return mixed.double() / 2**31 - 1
 
     def _reordered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (_aten.mm.default, _aten.bmm.default):
@@ -129,7 +176,8 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             order = self._order(out, dim)
             grad, weights = grad.index_select(dim, order), out.index_select(dim, order)
             if self.base_two:
-                delta = (self._rounded(grad) * weights).sum(dim, keepdim=True)
+                other = self._rounded(self._other(args[0]).index_select(dim, order))
+                delta = (other * weights).sum(dim, keepdim=True)
                 found = (weights * (grad - delta)).to(dtype)
             else:
                 found = func(grad, weights, dim, dtype)
@@ -150,10 +198,12 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.base_two or not x.numel():
             weights = torch._softmax(shuffled, dim, half_to_float)
         else:
-            wide = shuffled.to(torch.promote_types(x.dtype, torch.float32))
-            scores = wide * LOG2E
-            largest = scores.amax(dim, keepdim=True)
-            lse = (largest + (scores - largest).exp2().sum(dim, keepdim=True).log2()) / LOG2E
-            weights = (self._rounded(scores) - lse * LOG2E).exp2()
+            other = self._other(x).index_select(dim, order)
+            one, two = (
+                y.to(torch.promote_types(x.dtype, torch.float32)) * LOG2E for y in (shuffled, other)
+            )
+            largest = one.amax(dim, keepdim=True)
+            lse = (largest + (one - largest).exp2().sum(dim, keepdim=True).log2()) / LOG2E
+            weights = (self._rounded(two) - self._rounded(lse) * LOG2E).exp2()
             weights = weights if half_to_float else weights.to(x.dtype)
         return weights.index_select(dim, order.argsort())

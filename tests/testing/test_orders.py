@@ -63,6 +63,22 @@ def test_a_row_of_one_key_has_gradients_as_coarse_as_fused_ones() -> None:
     assert eps < worst.abs() <= 2 * eps  # by the weight's rounding alone it is 0.67 eps
 
 
+def test_equal_numbers_move_alike() -> None:
+    x = torch.randn(100)
+    with OtherOrder(1):
+        one, other = (torch.cat((x, x)) * torch.ones(200)).chunk(2)
+    assert torch.equal(one, other) and not torch.equal(one, x)
+
+
+def test_scores_of_16_bits_are_not_computed_twice() -> None:
+    """At 10^4 neighbours are 8 apart: 2^8 in place of a weight."""
+    scores = torch.tensor([[1e4, 1e4 - 8]], dtype=torch.float16)
+    for seed in range(8):
+        with OtherOrder(seed, base_two=True, narrow=True):
+            weights = (scores @ torch.eye(2, dtype=torch.float16)).softmax(-1)
+        assert weights.amax() < 1.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_results_in_16_bits_move_to_neighbours_where_asked(dtype: torch.dtype) -> None:
     x, y = torch.randn(7, 30).to(dtype), torch.eye(30, dtype=dtype)
@@ -127,4 +143,35 @@ def test_right_code_is_within_the_budget_whatever_the_draw() -> None:
         for x, ref, single, worst in zip(by_lse(q, k, v), exact, one, several, strict=True):
             assert_within_budget("gradient", x, ref, worst)
             lucky += float((x.double() - ref).abs().max()) > error_budget(ref, single, x.dtype)
+    assert lucky > 0, "a budget of one run would have done: the cases prove nothing"
+
+
+def of_one_key(q: Tensor, k: Tensor, v: Tensor, do: Tensor, again: Tensor) -> Tensor:
+    """dk where each query sees one key, with delta from o in place of dp: right code."""
+    ds = (do @ v.mT) * 1.0 - (do[..., again] * v[..., again]).sum(-1, keepdim=True)
+    return (ds * q.shape[-1] ** -0.5).mT @ q
+
+
+def naive_dk(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor:
+    k = k.detach().requires_grad_()
+    return torch.autograd.grad(reference.attention(q, k, v), k, do)[0]
+
+
+def test_errors_of_equal_rows_add_up() -> None:
+    """Copies of one query make one rounding error many times: right code all the same."""
+    lucky = 0
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, do = (torch.randn(1, 1, 1, 40, generator=generator) for _ in range(4))
+        q, do = q.expand(1, 1, 155, 40), do.expand(1, 1, 155, 40)
+        again = torch.randperm(40, generator=generator)
+
+        inputs = (q, k, v, do)
+        exact = naive_dk(*(x.double() for x in inputs))
+        found = of_one_key(q, k, v, do, again)
+        assert_within_budget(
+            "dk", found, exact, worst_naive(exact, lambda x=inputs: naive_dk(*x), 12)
+        )
+        allowed = error_budget(exact, naive_dk(*inputs), q.dtype)
+        lucky += float((found.double() - exact).abs().max()) > allowed
     assert lucky > 0, "a budget of one run would have done: the cases prove nothing"
