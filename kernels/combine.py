@@ -22,7 +22,7 @@ from .rules.softmax import finish, merge_states
 # Behind each output of a part stands its lse and, behind those of part number b, the first of the
 # parts of batch row b and their number, exact in fp32. The fourth place keeps whole 16 bytes. Of
 # packed queries, the rows of a tile's first part have the number, all others 0, and in the fourth
-# place the bits of an integer: where the row's query stands among all.
+# place the bits of an integer: the number of the row's query among all of its group of heads.
 PART_FACTS = tl.constexpr(4)
 # Parts that are loaded at a time.
 _BLOCK_S = 16
@@ -59,16 +59,16 @@ def part_facts(parts, part, h, t):
 
 
 @triton.jit
-def place_packed(parts, begin, split, splits, h_k, tokens, in_rows, ROWS: tl.constexpr):
+def place_packed(parts, begin, split, splits, h_k, queries, in_rows, ROWS: tl.constexpr):
     """Write the facts of a part of a packed tile, if there are several: only rows of the first one
-    have a number of parts, and where they stand among all queries.
+    have a number of parts. queries: their numbers, token times heads plus head.
     """
     rows = tl.arange(0, ROWS)
     facts = part_facts(parts, begin + split, h_k, rows)
     several = (rows >= 0) & (splits > 1)
     first = in_rows & (split == 0)
     tl.store(facts + 2, tl.where(first, splits, 0).to(tl.float32), mask=several)
-    tl.store(facts + 3, tokens.to(tl.float32, bitcast=True), mask=several)
+    tl.store(facts + 3, queries.to(tl.float32, bitcast=True), mask=several)
 
 
 @triton.jit
@@ -132,9 +132,11 @@ def combine_kernel(
     place = n
     if packed is not None:
         b *= 0
-        h = h * value(packed[0]) + t % value(packed[0])
-        t = tl.load(row_ptr + 3).to(tl.int32, bitcast=True)
-        t = tl.minimum(tl.maximum(t, 0), value(packed[1]) - 1).to(tl.int64)
+        group = value(packed[0])
+        query = tl.load(row_ptr + 3).to(tl.int32, bitcast=True)
+        query = tl.minimum(tl.maximum(query, 0), value(packed[1]) * group - 1).to(tl.int64)
+        h = h * group + query % group
+        t = query // group
         place = h * value(packed[1]) + t
     o_ptr += b * value(o_strides[0]) + h * value(o_strides[1]) + t * value(o_strides[2])
     tl.store(o_ptr + cols[None, :], o.to(o_ptr.dtype.element_ty), mask=(cols < D_V)[None, :])

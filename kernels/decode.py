@@ -188,7 +188,7 @@ def decode_kernel(
         part_h, part_t, in_part = h_k, tl.arange(0, BLOCK_M), in_rows & (splits > 1)
     if IN_PARTS:
         if PACKED:
-            place_packed(parts, one.begin, split, splits, h_k, place_t, in_rows, BLOCK_M)
+            place_packed(parts, one.begin, split, splits, h_k, one.first * G + r, in_rows, BLOCK_M)
         else:
             facts = part_facts(parts, b, h, t)
             first_part = in_rows & (split == 0)

@@ -114,6 +114,13 @@ def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(x, y) for x, y in zip(other, in_batch, strict=True))
 
 
+@pytest.mark.usefixtures("blocks_of_16")
+def test_more_parts_than_are_loaded_at_a_time(device: str) -> None:
+    q, k, v, lengths = tokens(device, (330, 40))
+    filled = fill("contiguous", k, v, lengths)
+    assert_decodes(q, filled, how={"backend": "triton", "num_splits": 20})
+
+
 def test_every_tile_divides_the_invariant_split() -> None:
     for name in tiles.TABLES:
         for row in tiles.table(name):

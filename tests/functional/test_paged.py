@@ -25,7 +25,7 @@ from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_all_within_budget
 
 BACKENDS = ("triton", "torch")
-H_Q, H_K, D, D_V = 4, 2, 16, 24
+H_Q, H_K, D, D_V = 6, 2, 16, 24
 
 
 class Step(NamedTuple):
@@ -43,8 +43,9 @@ class Step(NamedTuple):
 MIXED = Step((1, 300, 0, *[1] * 14), (70, 333, 5, *range(1, 99, 7)))
 # Chunks that end their prompt and that are all of it, drafts, and a row that holds nothing.
 SMALL = Step((33, 1, 0, 3, 17, 1, 1), (61, 40, 9, 3, 20, 0, 16))
-# Rows of so many blocks of keys may be split.
+# Rows of so many blocks of keys may be split; in the last step those of two tiles are.
 LONG = Step(SMALL.new, (161, 140, 9, 150, 20, 0, 16))
+LONGER = Step((11, 1, 0, 3, 1), (270, 140, 9, 150, 16))
 SMALL_TILES = {"decode": TileConfig(16, 16), "decode_chunk": TileConfig(32, 16)}
 
 
@@ -243,9 +244,9 @@ def test_caches(kind: str, backend: str, device: str) -> None:
     assert_step(SMALL, kind, ("sinks",), device, torch.float16, backend=backend)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 16])
+@pytest.mark.parametrize(("multiprocessors", "step"), [(1, LONG), (16, LONG), (16, LONGER)])
 def test_keys_are_split_for_as_many_multiprocessors_as_there_are(
-    multiprocessors: int, device: str, monkeypatch: pytest.MonkeyPatch
+    multiprocessors: int, step: Step, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of few rows and in those of a chunk; with one nothing is split."""
     monkeypatch.setattr(tiles, "multiprocessors", lambda _: multiprocessors)
@@ -257,7 +258,7 @@ def test_keys_are_split_for_as_many_multiprocessors_as_there_are(
         return combine(parts, *given, **how)
 
     monkeypatch.setattr(decode, "combine_launch", recorded)
-    assert_step(LONG, "vllm", ("tree",), device, torch.float32, backend="triton")
+    assert_step(step, "vllm", ("tree",), device, torch.float32, backend="triton")
     assert merged == (set() if multiprocessors == 1 else {16, 32})
 
 
