@@ -1,4 +1,4 @@
-"""Judges of calls on caches: decoding from every kind, shared prefixes, and appending."""
+"""Judges of calls on caches: decoding from every kind, packed queries, shared prefixes."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,6 @@ from torch import Tensor
 
 import fastattn
 from fastattn import reference
-from fastattn.rotary import rotary_tables
 from fastattn.testing.compare import assert_all_near
 from fastattn.testing.decoding import KINDS, Filled, fill
 
@@ -18,7 +17,6 @@ from .values import drawn_options
 
 # What a ring has of its own.
 _OF_RINGS = ("window", "keep_first", "stride")
-_SLOTS = 24
 
 
 def decode(case: Case, how: dict[str, Any]) -> None:
@@ -150,45 +148,3 @@ def cascade(case: Case, how: dict[str, Any]) -> None:
     )
     both = Filled(own.view, keys, values, lengths + P, {})
     _judge(case, found, q, both, torch.full((case.B,), T_q), options)
-
-
-def append(case: Case, how: dict[str, Any]) -> None:
-    """Steps of tokens: both backends leave the same bits, and hold what was given."""
-    draw = case.random("append")
-    dtype = torch.float32 if case.dtype is torch.float64 else case.dtype
-    quantize = draw.choice(None, None, "int8", "fp8")
-    window = draw.choice({}, {}, {"window": 5, "keep_first": draw.choice(0, 2)})
-    sizes = (case.B, case.H_k, _SLOTS if not window else 9, case.D)
-    kind = {"value_dim": case.D_v, "quantize": quantize, "dtype": dtype, **window}
-    ours, theirs = (fastattn.KVCache(*sizes, **kind) for _ in range(2))
-    rotary = rotary_tables(_SLOTS, 2 * (case.D // 4)) if case.D >= 4 and draw.chance(0.5) else None
-    style = draw.choice("half", "interleaved")
-    held = [0] * case.B
-    for _ in range(draw.integer(1, 4)):
-        T = draw.integer(1, 6)
-        some = draw.some(list(range(case.B)), draw.integer(1, case.B))
-        index = draw.choice(None, torch.tensor(some))
-        rows = list(range(case.B)) if index is None else index.tolist()
-        counts = draw.choice(None, draw.integers(-1, T + 1, len(rows)))
-        new = [T if counts is None else min(max(int(counts[i]), 0), T) for i in range(len(rows))]
-        if not window and max(held[row] + T for row in rows) > _SLOTS:
-            continue
-        q, k, v = (
-            draw.normal(len(rows), T, H, width).to(dtype).transpose(1, 2)
-            for H, width in ((case.H_q, case.D), (case.H_k, case.D), (case.H_k, case.D_v))
-        )
-        given = {"batch_index": index, "rotary": rotary, "rotary_style": style}
-        given |= {"q": q} if rotary is not None else {}
-        turned = [
-            cache.append(k, v, counts, backend=backend, **given)
-            for cache, backend in ((ours, case.backend), (theirs, "torch"))
-        ]
-        for i, row in enumerate(rows):
-            held[row] += new[i]
-            if rotary is not None:
-                assert torch.equal(turned[0][i, :, : new[i]], turned[1][i, :, : new[i]])
-    assert ours.lengths.tolist() == held, "lengths"
-    assert ours.uniform_length is None or held == [ours.uniform_length] * case.B, "uniform_length"
-    views = ours.view().gather(), theirs.view().gather()
-    for name, x, y in zip(("k", "v", "positions"), *views, strict=True):
-        assert torch.equal(x, y), f"{name}: {int((x != y).sum())} numbers differ"

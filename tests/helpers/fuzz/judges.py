@@ -23,7 +23,7 @@ from fastattn.testing.compare import DIFFERENTIABLE
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.torch_backend import additive, statistics
 
-from . import caches, others
+from . import caches, histories, others
 from .block import attention_block
 from .cases import LAYOUTS, ORDERS, Case
 from .tensors import inputs, offsets, poisoned, relaid
@@ -240,5 +240,5 @@ _JUDGES: dict[str, Callable[[Case], None]] = {
     "decode_attention": lambda case: caches.decode(case, _how(case)),
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
-    "append": lambda case: caches.append(case, _how(case)),
+    "append": histories.judge,
 }
