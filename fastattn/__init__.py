@@ -23,6 +23,8 @@ if not _LATER:
     from .cache.page_allocator import OutOfPages as OutOfPages
     from .cache.paged import PagedKVCache as PagedKVCache
     from .cache.quantized import QuantizedKVCache as QuantizedKVCache
+    from .cache.slots import append_paged as append_paged
+    from .cache.views import view_of_tensors as view_of_tensors
     from .cache_view import CacheView as CacheView
     from .compat.multihead import MultiheadAttention as MultiheadAttention
     from .compat.patch import patch_sdpa as patch_sdpa
@@ -38,7 +40,6 @@ if not _LATER:
     from .functional.block import attention_block_forward as attention_block_forward
     from .functional.decode import decode_attention as decode_attention
     from .functional.decode import explain_decode as explain_decode
-    from .functional.decode import view_of_tensors as view_of_tensors
     from .functional.fp8 import PackedValues as PackedValues
     from .functional.fp8 import attention_fp8 as attention_fp8
     from .functional.fp8 import attention_varlen_fp8 as attention_varlen_fp8
@@ -98,6 +99,7 @@ __all__ = [
     "QuantizedKVCache",
     "additive_attention",
     "alibi_slopes",
+    "append_paged",
     "attention",
     "attention_block_backward",
     "attention_block_forward",

@@ -7,6 +7,10 @@ of the rotary embedding, the pair (x, y) of channels becomes (x cos a - y sin a,
 No store leaves its row, whatever lengths, table and index hold: a token whose position is negative
 or past the end of its row, or whose page is not in the pool, is counted and not stored; a batch row
 whose index is no row of the cache is passed over.
+
+A server that keeps its own books names a slot for each token instead, page * page_size + offset.
+The tokens are then one batch row, without lengths, and one whose slot is none of the pool's is not
+stored.
 """
 
 from typing import Any, NamedTuple
@@ -53,6 +57,13 @@ class _Rotary(NamedTuple):
     cos_ptr: Any
     sin_ptr: Any
     positions: int | None
+
+
+class _Slots(NamedTuple):
+    """Of tokens [T] the slots, and the positions that they are rotated to; None: not rotated."""
+
+    ptr: Any
+    positions_ptr: Any
 
 
 @triton.jit
@@ -161,6 +172,39 @@ def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl
 
 
 @triton.jit
+def _place(row, exists, first, count, token, T, pages):
+    """Page and slot of tokens behind a row's others, whether they are stored, and positions."""
+    position = first + token
+    keep = exists & (token < T) & lasting(position, first + count, pages)
+    # Lengths are the device's: the host cannot refuse what does not fit.
+    keep = keep & has_slot(position, pages)
+    page, slot = locate(row, position, keep, pages)
+    if pages.block_table_ptr is not None:
+        keep = keep & in_pool(page, pages)
+    return page, slot, keep, position
+
+
+@triton.jit
+def _given_place(token, T, slots, pages):
+    """`_place` of tokens whose slots are given."""
+    within = token < T
+    place = tl.load(slots.ptr + token, mask=within, other=-1)
+    size = value(pages.page_size)
+    keep = (place >= 0) & (place < value(pages.page_count).to(tl.int64) * size)
+    page = (place // size).to(tl.int32)
+    slot = (place % size).to(tl.int32)
+    return page, slot, keep, _given_position(token, within, slots)
+
+
+@triton.jit
+def _given_position(token, within, slots):
+    position = token
+    if slots.positions_ptr is not None:
+        position = tl.load(slots.positions_ptr + token, mask=within, other=0)
+    return position
+
+
+@triton.jit
 def _append(
     tokens,
     store,
@@ -171,6 +215,7 @@ def _append(
     exists,
     first,
     count,
+    slots,
     T,
     tile,
     WIDTH: tl.constexpr,
@@ -187,13 +232,10 @@ def _append(
     pair = tile * BLOCK + tl.arange(0, BLOCK)
     token = pair // H
     head = pair % H
-    position = first + token
-    keep = exists & (token < T) & lasting(position, first + count, pages)
-    # Lengths are the device's: the host cannot refuse what does not fit.
-    keep = keep & has_slot(position, pages)
-    page, slot = locate(row, position, keep, pages)
-    if pages.block_table_ptr is not None:
-        keep = keep & in_pool(page, pages)
+    if slots is None:
+        page, slot, keep, position = _place(row, exists, first, count, token, T, pages)
+    else:
+        page, slot, keep, position = _given_place(token, T, slots, pages)
     rows = _token_pointers(tokens, b, token, head, ALIGN)
     x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
     # Codes are made of the rounded number, which is what attention would read otherwise.
@@ -208,6 +250,7 @@ def _turn(
     rotary,
     b,
     first,
+    slots,
     T,
     tile,
     D: tl.constexpr,
@@ -223,8 +266,11 @@ def _turn(
     token = pair // H
     head = pair % H
     keep = token < T
+    position = first + token
+    if slots is not None:
+        position = _given_position(token, keep, slots)
     rows = _token_pointers(q, b, token, head, ALIGN)
-    x = _load_rotated(rows, keep, first + token, rotary, D, COLS, PAIRS, INTERLEAVED)
+    x = _load_rotated(rows, keep, position, rotary, D, COLS, PAIRS, INTERLEAVED)
     cols = tl.arange(0, COLS)
     out = _token_pointers(o, b, token, head, ALIGN)[:, None] + cols[None, :]
     tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < D)[None, :])
@@ -233,7 +279,7 @@ def _turn(
 @triton.jit(do_not_specialize=["T", "rows"])
 def append_kernel(
     q, o, k, v, k_store, v_store, rotary, pages,
-    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, T, rows,
+    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, slots, T, rows,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, ADVANCE: tl.constexpr,
     ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
@@ -241,9 +287,14 @@ def append_kernel(
     """A tile of k, v or q. Grid: the tiles of k, then those of v, then those of q; batch rows."""
     tile = tl.program_id(0)
     b = tl.program_id(1)
-    row, exists, first, count = _span(
-        b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE
-    )
+    row = b
+    exists = True
+    first = 0
+    count = T
+    if slots is None:
+        row, exists, first, count = _span(
+            b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE
+        )
     tiles = tl.cdiv(T * value(k.heads), BLOCK)
     if tile < tiles:
         _append(
@@ -256,6 +307,7 @@ def append_kernel(
             exists,
             first,
             count,
+            slots,
             T,
             tile,
             D,
@@ -278,6 +330,7 @@ def append_kernel(
             exists,
             first,
             count,
+            slots,
             T,
             tile - tiles,
             D_V,
@@ -297,6 +350,7 @@ def append_kernel(
                 rotary,
                 b,
                 first,
+                slots,
                 T,
                 tile - 2 * tiles,
                 D,
@@ -326,11 +380,14 @@ def launch_append(
     *,
     interleaved: bool,
     advance: bool,
+    slots: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor | None:
     """Write k [B, H_k, T, D] and v [B, H_k, T, D_v] into the cache; q rotated, in q's memory order.
 
     cos and sin are fp32 [N, R // 2], contiguous. Only the first new_lengths[b] tokens of a row are
     written. With `advance` they are counted in cache.lengths; without, they are counted already.
+    slots, positions: int [T] of one batch row: tokens go there, whatever lengths and table say.
     """
     B, H_k, T, D = k.shape
     D_v = v.shape[3]
@@ -341,7 +398,8 @@ def launch_append(
         o = empty_in_layout(q, *q.shape[1:])
     if B * T == 0:
         return o
-    assert cache.lengths is not None, "what is appended to counts its tokens"
+    by_slots = slots is not None
+    assert by_slots or cache.lengths is not None, "what is appended to counts its tokens"
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     BLOCK = max(1, _TILE // max(BLOCK_D, BLOCK_DV))
     programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))
@@ -359,8 +417,9 @@ def launch_append(
         new_lengths,
         cache.batch_index,
         cache.counters,
+        _Slots(slots, positions) if by_slots else None,
         T,
-        cache.lengths.shape[0],
+        0 if cache.lengths is None else cache.lengths.shape[0],
         D,
         D_v,
         BLOCK_D,

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from ..cache.views import view_of_tensors
 from ..cache_view import CacheView
 from ..checks import check_tensor
-from ..functional.decode import view_of_tensors
 from ..modules.self_attention import GQAttention
 from ..rotary import RotaryTables
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
+from ..cache.views import view_of_cache
 from ..cache_view import CacheView
 from ..ops.merge import merge_forward
-from .decode import attend_to_part, view_of_cache
+from .decode import attend_to_part
 
 
 def merge(

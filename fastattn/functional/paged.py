@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
+from ..cache.views import view_of_cache, view_of_tensors, without_window
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
-from .decode import refuse_gradients, view_of_cache, view_of_tensors, with_cache
+from .decode import refuse_gradients, with_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,11 +179,7 @@ def _view(cache: Any) -> CacheView:
         view = view_of_tensors(k, v, lengths, block_table=table)
     else:
         view, _ = view_of_cache(cache)
-    if view.window is not None:
-        raise ValueError(
-            "cache must keep all tokens of its rows, got a ring: decode_attention reads one"
-        )
-    return view
+    return without_window(view, "decode_attention reads one")
 
 
 def _checked(

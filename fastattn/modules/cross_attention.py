@@ -7,9 +7,10 @@ from einops import repeat
 from torch import Tensor, nn
 
 from .. import checks
+from ..cache.views import view_of_tensors
 from ..functional.additive import additive_attention
 from ..functional.attend import attention
-from ..functional.decode import decode_attention, view_of_tensors
+from ..functional.decode import decode_attention
 from .checks import check_vectors
 from .fused_weights import Fused
 from .layer import AttentionLayer

@@ -23,8 +23,8 @@ def append_tokens(
     v_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    lengths: Tensor,
-    counters: Tensor,
+    lengths: Tensor | None,
+    counters: Tensor | None,
     block_table: Tensor | None,
     batch_index: Tensor | None,
     cos: Tensor | None,
@@ -32,14 +32,17 @@ def append_tokens(
     keep_first: int | None,
     interleaved: bool,
     advance: bool,
+    slots: Tensor | None,
+    positions: Tensor | None,
 ) -> Tensor:
     """q rotated, or an empty tensor without q; see `kernels.append.launch_append`."""
     tensors = kernels.pages.CacheTensors(
         k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
     )
     turned = kernels.append.launch_append(
-        q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance
-    )
+        q, k, v, new_lengths, tensors, cos, sin, interleaved=interleaved, advance=advance,
+        slots=slots, positions=positions,
+    )  # fmt: skip
     return k.new_empty(0) if turned is None else turned
 
 
@@ -79,5 +82,29 @@ def append(
         view.keep_first,
         interleaved,
         advance,
+        None,
+        None,
     )
     return None if q is None else turned
+
+
+def append_to_slots(
+    buffers: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    *,
+    interleaved: bool,
+) -> Tensor | None:
+    """Write k and v [T, H_k, D] to slots of K, V and their scales, in place; q rotated, or None."""
+    cos, sin = (None, None) if rotary is None else rotary
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))
+    row = None if q is None else q.transpose(0, 1)[None]
+    nothing = (None,) * 4  # lengths, counters, block_table, batch_index
+    turned = append_tokens(
+        row, k, v, None, *buffers, *nothing, cos, sin, None, interleaved, False, slots, positions
+    )
+    return None if q is None else turned[0].transpose(0, 1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import checks
+from ..cache.views import view_of_cache
 from ..functional import call_options, decode
 from ..functional.merge import merge
 from ..options import Options
@@ -100,7 +101,7 @@ def _by_position(
     q: Tensor, cache: Any, group: ProcessGroup, page: int, options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """attn_mask and attn_bias for this rank's keys, of what goes by positions in the sequence."""
-    view, _ = decode.view_of_cache(cache)
+    view, _ = view_of_cache(cache)
     B, H_q, T_q, _ = q.shape
     slot = torch.arange(view.length_bound, device=q.device)
     keys = (slot // page * group.size() + group.rank()) * page + slot % page

@@ -63,6 +63,40 @@ def append_rows(
     return q
 
 
+def append_to_slots(
+    buffers: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    style: RotaryStyle,
+    *,
+    given_scales: bool,
+) -> Tensor | None:
+    """Write k and v [T, H_k, width] to slots of K, V and their scales, in place; q rotated.
+
+    A slot that is none of the pool's takes nothing, and waits for the device.
+    """
+    k_pages, v_pages, k_scale, v_scale = buffers
+    if rotary is not None and positions is not None:
+        row = positions.clamp(0, rotary[0].shape[0] - 1)
+        # Where the tables do not reach nothing is turned.
+        reached = (row == positions).unsqueeze(-1)
+        cos = torch.where(reached, rotary[0][row], 1.0)
+        sin = torch.where(reached, rotary[1][row], 0.0)
+        k = apply_rotary(k.transpose(0, 1)[None], cos, sin, style=style)[0].transpose(0, 1)
+        if q is not None:
+            q = apply_rotary(q.transpose(0, 1)[None], cos, sin, style=style)[0].transpose(0, 1)
+    P, _, S, _ = k_pages.shape
+    real = ((slots >= 0) & (slots < P * S))[None]
+    place = ((slots // S)[None], (slots % S)[None])
+    for pages, scale, x in ((k_pages, k_scale, k), (v_pages, v_scale, v)):
+        _store(pages, scale, x.transpose(0, 1)[None], place, real, given_scales)
+    return q
+
+
 def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:
     """bool [B, T]: the tokens to be written, of rows that then hold `end` [B, 1] tokens."""
     stored = (positions < end) & view.has_place(positions)

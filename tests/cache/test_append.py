@@ -126,6 +126,7 @@ def test_operator_is_registered_right(kind, device):
         (
             q if kind == "plain" else None, k, v, None, view.k, view.v, view.k_scale, view.v_scale,
             view.lengths, view.counters, None, index, cos, sin, None, False, True,
+            None, None,
         ),
     )  # fmt: skip
 

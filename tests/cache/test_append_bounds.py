@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastattn import decode_attention
 from fastattn.cache.append import append
+from fastattn.cache.views import view_of_tensors
 from fastattn.cache_view import CacheView
 from fastattn.compat.flash_attn import flash_attn_with_kvcache
-from fastattn.functional.decode import view_of_tensors
 from fastattn.quantization import quantize_rows
 from fastattn.testing.budget import assert_within_budget
 

@@ -10,8 +10,8 @@ import torch
 import triton
 
 from fastattn import attention, attention_varlen, decode_attention
+from fastattn.cache.views import view_of_tensors
 from fastattn.functional import call_memo, call_options
-from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import launches
 from fastattn.options import LEARNED, ROWS
 

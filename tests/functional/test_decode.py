@@ -9,8 +9,8 @@ from fuzz.cases import drawn, legal
 from fuzz.judges import check
 
 from fastattn import decode_attention
+from fastattn.cache.views import view_of_tensors
 from fastattn.functional import call_memo
-from fastattn.functional.decode import view_of_tensors
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing.decoding import KINDS, Filled, assert_decodes, fill

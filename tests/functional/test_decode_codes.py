@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn import decode_attention
-from fastattn.functional.decode import view_of_tensors
+from fastattn.cache.views import view_of_tensors
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.decode_splits import load_bytes
 from fastattn.kernels.launch.tiles import TileConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastattn import KVCache, attention, attention_statistics, checks, decode_attention
-from fastattn.functional.decode import view_of_tensors
+from fastattn.cache.views import view_of_tensors
 from fastattn.kernels.rules import tile
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device

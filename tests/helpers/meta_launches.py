@@ -1,6 +1,7 @@
 """Launches of every kernel on meta tensors, by the words of a table: what compilers are given."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -284,14 +285,18 @@ def append(
     slots: int = 100,
     table_width: int = 7,
 ) -> None:
-    """Append to one kind of cache, in the layout of a projection."""
+    """Append to one kind of cache, in the layout of a projection; "slots": to those of one row."""
+    given: dict[str, Any] = {}
+    if kind == "slots":
+        B, given = 1, {"slots": integers(T), "positions": integers(T) if rotary else None}
     q, k = (meta(B, T, H, D).transpose(1, 2) for H in (H_q, H_k))
     tables = (floats(64, D // 4),) * 2 if rotary else (None, None)
-    cache = cache_of(kind, D, "bf16", codes, B, H_k, slots, table_width)
-    new_lengths = None if kind == "contiguous" else integers(B)
+    held = "paged" if given else kind
+    cache = cache_of(held, D, "bf16", codes, B, H_k, slots, table_width)
+    new_lengths = None if given or kind == "contiguous" else integers(B)
     launch_append(
         q if rotary else None, k, k, new_lengths, cache, *tables,
-        interleaved=rotary == "interleaved", advance=kind != "ring",
+        interleaved=rotary == "interleaved", advance=kind not in ("ring", "slots"), **given,
     )  # fmt: skip
 
 

@@ -33,6 +33,13 @@ def append(paged: bool, backend: str, q: Tensor, k: Tensor, v: Tensor, cos: Tens
     return cache.append(k, v, **how), cache.k, cache.v
 
 
+def append_paged(backend: str, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor):
+    pages = torch.zeros(2, B, H_K, T, D, device=q.device)
+    slots = torch.arange(B * T, device=q.device)
+    how: Any = {"q": q, "positions": slots % T, "rotary": (cos, sin), "backend": backend}
+    return fastattn.append_paged(tuple(pages), k, v, slots, **how), pages
+
+
 def with_gradients(function: Function, backend: str, *, do: Tensor, dlse: Tensor, **given: Tensor):
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     found = function(**leaves, return_lse=True, backend=backend)
@@ -101,4 +108,5 @@ def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
         "attention_fp8": (fp8, codes | scales),
         "KVCache.append": (partial(append, False), rows | tables),
         "PagedKVCache.append": (partial(append, True), rows | tables),
+        "append_paged": (append_paged, packed | tables),
     }  # fmt: skip

@@ -431,6 +431,7 @@ NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
     # Positions are divided by a page size that is no power of two: a kernel of its own.
     (["append paged fp8 half"], [{"slots": 1}, *APPEND], [1, 1] + 10 * [0]),
     (["append ring int8 interleaved 256"], [*APPEND, {"slots": 1}], [1] + 11 * [0]),
+    (["append slots fp8 half"], [{"T": 1}, {"T": 4096}, {"T": 17}], [1, 0, 0, 0]),
     (
         [f"hopper {x} 128 causal" for x in ("forward", "backward", "one-pass")],
         LENGTHS,

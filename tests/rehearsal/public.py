@@ -164,6 +164,9 @@ def cache_calls() -> Calls:
         "attention_paged tree": lambda: paged_step(
             tree_mask=gpu(70, 66, dtype=torch.bool), window=8, alibi_slopes=gpu(8)
         ),
+        "append_paged": lambda: fastattn.append_paged(
+            (random(9, 2, 16, D), random(9, 2, 16, D)), random(70, 2, D), random(70, 2, D), ones(70)
+        ),
         "cascade_attention": lambda: fastattn.cascade_attention(
             random(3, 8, 1, D), filled(1), filled(3)
         ),

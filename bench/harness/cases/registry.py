@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import reference
+from ...cache.views import view_of_tensors
 from ...functional.attend import attention
-from ...functional.decode import decode_attention, view_of_tensors
+from ...functional.decode import decode_attention
 from ...ops import attend as ops
 from ...options import Options
 from .case import Case

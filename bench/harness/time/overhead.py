@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import dispatch
+from ...cache.views import view_of_tensors
 from ...functional import attend, call_memo, decode
 from ...kernels.launch import launches, tiles
 from ...testing.compiling.cross_compile import compiling_for
@@ -116,7 +117,7 @@ def _decode(device: str, paged: bool) -> Row:
     k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(2))
     lengths = torch.tensor([60], dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device) if paged else None
-    view = decode.view_of_tensors(k, v, lengths, block_table=table)
+    view = view_of_tensors(k, v, lengths, block_table=table)
     call = partial(decode.decode_attention, cache=view, num_splits=1, backend="triton")
     return call, [k[:, :, :1].contiguous()]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ... import checks
 from ...cache.append import append
 from ...cache.checks import check_tokens
-from ...functional.decode import decode_attention, view_of_tensors
+from ...cache.views import view_of_tensors
+from ...functional.decode import decode_attention
 from ...rotary import apply_rotary
 from .rotary import table_rows
 

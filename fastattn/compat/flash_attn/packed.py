@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...functional.decode import view_of_tensors
+from ...cache.views import view_of_tensors
 from ...functional.paged import attention_paged
 from ...position_tables import document_ids
 from .kvcache import Cache, token_table, tokens_of

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...cache.views import view_of_tensors
 from ...functional.attend import attention, attention_varlen
-from ...functional.decode import decode_attention, view_of_tensors
+from ...functional.decode import decode_attention
 from ...functional.statistics import attention_weights
 from ...position_tables import document_ids
 from ..sdpa import bounded_bias

@@ -1,0 +1,151 @@
+"""Appending to slots that a server names: tokens of any rows, one behind another."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, tracing
+from ..cache_view import CacheView
+from ..ops import append as append_kernel
+from ..rotary import RotaryStyle
+from ..torch_backend import append as torch_append
+from .append import serves
+from .checks import Rotary, check_rotary, check_tokens
+from .views import view_of_tensors, without_window
+
+
+def append_paged(
+    cache: Any,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q: Tensor | None = None,
+    positions: Tensor | None = None,
+    rotary: Rotary | None = None,
+    rotary_style: RotaryStyle = "half",
+    backend: str | None = None,
+) -> Tensor | None:
+    """Write packed tokens to the slots of a paged cache that a server names, in place.
+
+    The other half of a server's step beside `attention_paged`: the server keeps lengths and block
+    tables, and says where each token goes. With pages of 4 tokens, slot 9 is the second of page 2;
+    slot_mapping = [9, -1, 3]:
+
+        page 0   . . . k2        page 1   . . . .        page 2   . k0 . .
+
+    One launch, which reads the slots on the device: no call waits for it, and a CUDA graph of one
+    serves other slots. No store leaves its slot, nor the pool, whatever slots hold.
+
+    Args:
+        cache: a `CacheView` (`view_of_tensors` makes one of a server's tensors, with scales of
+            int8 or e4m3 codes), whose lengths and table are not read; or (k_pages [P, H_k, S, D],
+            v_pages [P, H_k, S, D_v]), of any strides but the last.
+        k: [total, H_k, D] in the cache's dtype, any strides, total at least n.
+        v: [total, H_k, D_v], likewise. Tokens from n on are padding, and are not read.
+        slot_mapping: int32 or int64 [n]: page * S + offset for each of the first n tokens, no two
+            alike; -1: write nothing.
+        q: [total, H_q, D], likewise; rotated into a new tensor.
+        positions: int32 or int64 [n]: where tokens stand in their sequences. Needed for `rotary`,
+            and for nothing else.
+        rotary: (cos, sin), fp32 [N, R // 2], as `fastattn.rotary.rotary_tables(N, R)` makes them.
+            Tokens at positions that they do not reach are not turned.
+        rotary_style: "half" or "interleaved", see `fastattn.rotary.apply_rotary`.
+        backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it). torch waits
+            for the device.
+    Returns:
+        The first n tokens of q, rotated; None without q.
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a ring, whose
+            slots turn; on a CPU, whose values the host reads, also a slot that is none of the
+            pool's and not -1, a slot that is named twice, and a position outside the tables.
+            Nothing is written then.
+        RuntimeError: k or v requires grad while grad mode is on.
+    """
+    view = _view(cache)
+    checks.check_integers("slot_mapping", slot_mapping)
+    checks.check_placement("slot_mapping", slot_mapping, (slot_mapping.numel(),), view.k)
+    n = slot_mapping.shape[0]
+    k, v, q = _taken("k", k, n), _taken("v", v, n), None if q is None else _taken("q", q, n)
+    rows = [None if x is None else x.transpose(0, 1)[None] for x in (k, v, q)]
+    assert rows[0] is not None and rows[1] is not None
+    check_tokens(rows[0], rows[1], view.k, view.v, 1, view.dtype)
+    check_rotary(rotary, rotary_style, rows[2], rows[0], 0)
+    positions = _positions(positions, rotary, n, view.k)
+    _check_values(slot_mapping, positions, rotary, view)
+    buffers = (view.k, view.v, view.k_scale, view.v_scale)
+    given = (buffers, q, k, v, slot_mapping, positions, rotary)
+    with torch.no_grad():
+        if serves(k, backend):
+            interleaved = rotary_style == "interleaved"
+            return append_kernel.append_to_slots(*given, interleaved=interleaved)
+        return torch_append.append_to_slots(*given, rotary_style, given_scales=view.given_scales)
+
+
+def _view(cache: Any) -> CacheView:
+    if isinstance(cache, CacheView):
+        return without_window(cache, "its own append knows its slots")
+    if not isinstance(cache, tuple) or len(cache) != 2:
+        raise TypeError(
+            "cache must be a CacheView or (k_pages, v_pages), "
+            f"got {checks.type_name(cache)}; a cache of ours has its own append"
+        )
+    k, v = (
+        checks.check_tensor(name, x) for name, x in zip(("k_pages", "v_pages"), cache, strict=True)
+    )
+    return view_of_tensors(k, v, torch.zeros(0, dtype=torch.int32, device=k.device))
+
+
+def _taken(name: str, x: Tensor, n: int) -> Tensor:
+    """The first n tokens of x."""
+    checks.check_tensor(name, x)
+    if x.dim() != 3 or x.shape[0] < n:
+        raise ValueError(
+            f"{name} must have shape [total, heads, width] with total at least {n}, the number of "
+            f"slots, got {list(x.shape)}"
+        )
+    return x[:n]
+
+
+def _positions(
+    positions: Tensor | None, rotary: Rotary | None, n: int, like: Tensor
+) -> Tensor | None:
+    if rotary is None:
+        if positions is not None:
+            raise ValueError("positions are for rotary=(cos, sin): give both or neither")
+        return None
+    if positions is None:
+        raise ValueError(f"rotary needs positions, one for each of {n} tokens, got None")
+    checks.check_integers("positions", positions)
+    checks.check_placement("positions", positions, (n,), like)
+    return positions
+
+
+def _check_values(
+    slots: Tensor, positions: Tensor | None, rotary: Rotary | None, view: CacheView
+) -> None:
+    """Slots and positions, where the host knows them."""
+    if not tracing.host_knows(slots):
+        return
+    room = view.k.shape[0] * view.page_size
+    wrong = ((slots < -1) | (slots >= room)).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise ValueError(
+            f"slot_mapping must be -1 or from 0 to {room - 1}, the slots of the pool, "
+            f"got {int(slots[i])} for token {i}"
+        )
+    used = slots[slots >= 0].sort().values
+    twice = used[1:][used[1:] == used[:-1]]
+    if twice.numel():
+        raise ValueError(f"slot_mapping must name a slot once, got slot {int(twice[0])} twice")
+    if positions is not None and rotary is not None:
+        reach = rotary[0].shape[0]
+        wrong = ((positions < 0) | (positions >= reach)).nonzero()
+        if wrong.numel():
+            i = int(wrong[0])
+            raise ValueError(
+                f"positions must be from 0 to {reach - 1}, the rows of the rotary tables, "
+                f"got {int(positions[i])} for token {i}"
+            )

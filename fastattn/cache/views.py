@@ -1,0 +1,170 @@
+"""Views of caches, and of tensors that somebody else keeps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..cache_view import CacheView
+from .checks import check_row_values
+
+
+def view_of_tensors(
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    batch_index: Tensor | None = None,
+    window: int | None = None,
+    keep_first: int = 0,
+    length_bound: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> CacheView:
+    """A `CacheView` of tensors that somebody else keeps; see there for what they mean.
+
+    Args:
+        k: [P, H_k, S, D], any strides but the last one, and k and v may share memory. Rows whose
+            distances are no multiples of 16 bytes are read in smaller pieces, and more slowly.
+        v: [P, H_k, S, D_v], likewise.
+        lengths: int32 or int64 [rows], contiguous.
+        k_scale, v_scale: fp32 where k and v are int8 or float8_e4m3fn: [P, H_k, S] with a scale for
+            each token and head, [H_k] with one for each head, or a single one.
+        block_table: int32 or int64 [rows, N], contiguous. None: page r is row r.
+        starts: int32 or int64 [rows]: positions before are padding.
+        batch_index: int32 or int64 [B]: the row of each batch element. Values are read on a CPU
+            only.
+        window, keep_first: the cache is a ring that keeps what such a window sees.
+        length_bound: what no length exceeds; default the room that there is. A ring has no end: it
+            is needed there, by torch's backend alone.
+        dtype: of q, where k and v are codes; default bfloat16.
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
+    """
+    k_scale, v_scale = _check_buffers(k, v, k_scale, v_scale)
+    checks.check_integers("lengths", lengths)
+    rows, S = lengths.shape[0] if lengths.dim() == 1 else -1, k.shape[2]
+    checks.check_placement("lengths", lengths, (rows,), k)
+    if block_table is not None:
+        checks.check_integers("block_table", block_table)
+        columns = block_table.shape[-1]
+        checks.check_placement("block_table", block_table, (rows, columns), k)
+    elif k.shape[0] < rows:
+        raise ValueError(f"k must have a page for each of {rows} rows, got {k.shape[0]}")
+    if starts is not None:
+        checks.check_integers("starts", starts)
+        checks.check_placement("starts", starts, (rows,), k)
+    if batch_index is not None:
+        checks.check_integers("batch_index", batch_index)
+        checks.check_placement("batch_index", batch_index, (batch_index.numel(),), k)
+        check_row_values("batch_index", batch_index, rows)
+    if window is not None and (block_table is not None or starts is not None):
+        raise ValueError("window: a ring has neither a block_table nor starts")
+    window, keep_first = _ring(window, keep_first, S)
+    if length_bound is not None:
+        length_bound = checks.check_count("length_bound", length_bound, 0)
+    if dtype is not None:
+        checks.check_float_dtype("dtype", dtype)
+    capacity = S if block_table is None else S * block_table.shape[1]
+    stored = torch.bfloat16 if k_scale is not None else k.dtype
+    return CacheView(
+        k, v, k_scale, v_scale,
+        None if block_table is None else block_table.contiguous(),
+        S, lengths.contiguous(), None if starts is None else starts.contiguous(),
+        batch_index, capacity if length_bound is None else length_bound,
+        None if window is None else keep_first, window,
+        stored if dtype is None else dtype, torch.zeros_like(lengths, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
+    """window and keep_first of a view, a ring's with room for both."""
+    keep_first = checks.check_keep_first(keep_first, window is not None)
+    if window is None:
+        return None, keep_first
+    window = checks.check_count("window", window, 1)
+    if keep_first + window > slots:
+        raise ValueError(
+            f"k must have a slot for each of keep_first + window = {keep_first + window} tokens, "
+            f"got {slots}"
+        )
+    return window, keep_first
+
+
+# Offsets among the slots of a block of keys take 32 bits.
+_FARTHEST_SLOTS = 2**31 // 512
+
+
+def _check_buffers(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> list[Tensor | None]:
+    """The scales of k and v, each in the shape [P, H_k, S]."""
+    scales = []
+    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if checks.check_tensor(name, x).dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions [P, H_k, S, D], got {list(x.shape)}")
+        if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
+            raise ValueError(
+                f"v must be {k.dtype} {list(k.shape[:3])} + [D_v] on {k.device}, as k is, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}"
+            )
+        if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= _FARTHEST_SLOTS:
+            raise ValueError(
+                f"{name} must have rows whose numbers follow one another, and slots less than "
+                f"{_FARTHEST_SLOTS} numbers apart, got strides {x.stride()}"
+            )
+        codes = x.dtype in (torch.int8, torch.float8_e4m3fn)
+        if not codes and x.dtype not in checks.FLOAT_DTYPES:
+            raise TypeError(f"{name} must be a float tensor, int8 or float8_e4m3fn, got {x.dtype}")
+        if codes != (scale is not None):
+            raise ValueError(
+                f"{name}_scale goes with int8 and float8_e4m3fn alone, got it with {x.dtype}"
+                if scale is not None
+                else f"{name}_scale must be given, as {name} is {x.dtype}"
+            )
+        scales.append(None if scale is None else _scale_of_slots(f"{name}_scale", scale, x))
+    return scales
+
+
+def _scale_of_slots(name: str, scale: Tensor, x: Tensor) -> Tensor:
+    """A scale for each token and head, one for each head or a single one, as [P, H_k, S]."""
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
+    of_slots = tuple(x.shape[:3])
+    if scale.numel() == 1 and scale.dim() <= 1:
+        scale = scale.reshape(1, 1, 1).expand(of_slots)
+    elif scale.dim() == 1:
+        checks.check_placement(name, scale, of_slots[1:2], x)
+        scale = scale[:, None].expand(of_slots)
+    return checks.check_placement(name, scale, of_slots, x)
+
+
+def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | None]:
+    """The view of a cache, and the length of all its rows where the host knows that.
+
+    name: of the argument, for the error where it is none.
+    """
+    if isinstance(cache, CacheView):
+        return cache, None
+    # Tensors, arrays and the caches' own classes have a view as well.
+    view = None if isinstance(cache, (Tensor, type)) else getattr(cache, "view", None)
+    of_rows = hasattr(cache, "rows")
+    whole = None if view is None else view(cache.rows) if of_rows else view()
+    if not isinstance(whole, CacheView):
+        raise TypeError(
+            f"{name} must be a KVCache, a PagedKVCache or a CacheView, "
+            f"got {checks.type_name(cache)}"
+        )
+    return whole, cache.uniform_length if not of_rows and whole.starts is None else None
+
+
+def without_window(view: CacheView, instead: str) -> CacheView:
+    """The view, if no token takes the slot of an older one; instead: what serves a ring."""
+    if view.window is not None:
+        raise ValueError(f"cache must keep all tokens of its rows, got a ring: {instead}")
+    return view
