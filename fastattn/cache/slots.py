@@ -74,6 +74,7 @@ def append_paged(
     check_rotary(rotary, rotary_style, rows[2], rows[0], 0)
     positions = _positions(positions, rotary, n, view.k)
     _check_values(slot_mapping, positions, rotary, view)
+    slot_mapping = slot_mapping.contiguous()
     buffers = (view.k, view.v, view.k_scale, view.v_scale)
     given = (buffers, q, k, v, slot_mapping, positions, rotary)
     with torch.no_grad():
@@ -119,7 +120,7 @@ def _positions(
         raise ValueError(f"rotary needs positions, one for each of {n} tokens, got None")
     checks.check_integers("positions", positions)
     checks.check_placement("positions", positions, (n,), like)
-    return positions
+    return positions.contiguous()
 
 
 def _check_values(

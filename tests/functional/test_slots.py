@@ -82,8 +82,9 @@ def test_tokens_are_turned_to_their_positions(style: Any, backend: str, device: 
     _, pool = pools("tokens first", torch.float32, device)
     q, k, v = tokens(device, torch.float32)
     tables = rotary_tables(40, 12, device=device)
-    positions = torch.tensor([39, 0, 5, 5, 17, 1, 38], device=device)
-    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
+    # Columns of tables, whose numbers are not neighbours.
+    positions = torch.tensor([39, 0, 5, 5, 17, 1, 38], device=device)[:, None].repeat(1, 2)[:, 0]
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)[:, None].repeat(1, 3)[:, 0]
     turned = append_paged(
         tuple(pool), k, v, slots, q=q, positions=positions, rotary=tables, rotary_style=style,
         backend=backend,
