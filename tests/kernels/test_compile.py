@@ -129,7 +129,7 @@ def tile_of(case: Case, kernel: str) -> tiles.TileConfig:
 def unit_of(case: Case, fact: CompiledFacts) -> set[str]:
     """The matrix unit that a kernel of attention or decoding multiplies by."""
     if "fp32" in case.arguments:
-        return set()
+        return {"mfma"} if case.target == "gfx942" else set()
     # 16 rows of decoding are too few for the matrix units of Hopper and Blackwell.
     few = case.launch == "decode" and case.target != "gfx942" and len(case.arguments) < 5
     few = few or (case.launch == "decode" and case.target != "gfx942" and case.arguments[4] == 1)
@@ -163,7 +163,11 @@ def check(case: Case, n: int, fact: CompiledFacts) -> None:
     most *= full[0].total if most < 10 else 1
     assert max(x.total for x in masked) <= most, f"masked blocks: {[x.total for x in masked]}"
     most = case.limit("full", n, 1e9)
-    assert max(x.total for x in full) <= most, f"full blocks: {[x.total for x in full]}"
+    # Loops that mask every block are alone.
+    assert full or "full" not in case.limits, "no loop over full blocks"
+    assert max((x.total for x in full), default=0) <= most, (
+        f"full blocks: {[x.total for x in full]}"
+    )
     if (most := case.limit("pair", n)) is not None:
         tile = tile_of(case, fact.name)
         assert max(full[0].of_pair(tile.BLOCK_M * tile.BLOCK_N, fact.num_warps)) <= most
