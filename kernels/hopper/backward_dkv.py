@@ -25,7 +25,7 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
-from .band import block_number
+from .hidden_keys import allocate_landed, load_keys, some_exist
 from .one_pass import (
     DqSum,
     add_by_threads,
@@ -46,6 +46,7 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
+    load,
     load_until,
     release,
     release_slot,
@@ -60,6 +61,7 @@ from .schedule import (
     SIZES,
     RowStats,
     Work,
+    block_number,
     blocks_of_part,
     heads_of_part,
     key_tile,
@@ -109,11 +111,15 @@ class StatsRing(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head."""
+    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head.
+
+    exist: which of them some query may see; None where the row's end says it.
+    """
 
     keys: Any
     tile: Any
     h: Any
+    exist: Any
 
 
 @gluon.jit
@@ -130,9 +136,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     b, G, work = tile.b, shared.work.G, shared.work
     rows = gl.arange(0, config.BLOCK, layout=gl.BlockedLayout([config.BLOCK // 32], [32], [1], [0]))
     h_k = kv_head(tile.h, work)
-    scrubs = _load_keys(shared.k, shared.k_landed, tile, h_k, i, scrubs)
+    scrubs = _load_tile_keys(shared.k, shared.k_landed, tile, h_k, i, work.mask, scrubs)
     if shared.v is not None:
-        scrubs = _load_keys(shared.v, shared.k_landed, tile, h_k, i, scrubs)
+        scrubs = _load_tile_keys(shared.v, shared.k_landed, tile, h_k, i, work.mask, scrubs)
     first_g, end_g = heads_of_part(tile, work)
     for g in range(first_g, end_g):
         h = h_k * G + g
@@ -156,12 +162,17 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(slots, landed, tile, h, i, scrubs):
+def _load_tile_keys(slots, landed, tile, h, i, mask, scrubs):
     """K or V of a tile. The slots of both consumers are a ring of two stages."""
     for consumer in gl.static_range(2):
         key = tile.first + consumer * ROWS
-        first, end = tile.first_k + key, tile.row.end - key
-        scrubs = load_until(slots, landed, 2 * i + consumer, tile.b, h, first, end, scrubs)
+        n, first = 2 * i + consumer, tile.first_k + key
+        if landed is None:
+            load(slots, n, tile.b, h, first)
+        else:
+            scrubs = load_keys(
+                slots, landed, n, tile.b, h, first, key, tile.row, mask, True, scrubs
+            )
     return scrubs
 
 
@@ -178,6 +189,8 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
     score = shared.score
     rows = row + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     exists = mine.keys < mine.tile.row.end
+    if mine.exist is not None:
+        exists = mine.exist
     nowhere = gl.where(exists, 0.0, float("-inf"))[:, None]
     elsewhere = gl.where(exists, 0.0, 1.0)[:, None]
     stage, parity = stage_and_parity(shared.q, n)
@@ -294,6 +307,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     KEYS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK))
     first = tile.first + CONSUMER * ROWS
     keys = first + gl.arange(0, ROWS, layout=KEYS)
+    exist = some_exist(keys, tile.row, work.mask)
     dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
     wait_slot(shared.k, i, CONSUMER)
@@ -301,7 +315,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
         wait_slot(shared.v, i, CONSUMER)
     first_g, end_g = heads_of_part(tile, work)
     for g in range(first_g, end_g):
-        mine = Keys(keys, tile, kv_head(tile.h, work) * G + g)
+        mine = Keys(keys, tile, kv_head(tile.h, work) * G + g, exist)
         begin, stop = blocks_of_part(g, tile, work)
         boundary_end, full, full_end = loops_of_part(begin, stop, tile, work)
         n -= begin
@@ -318,7 +332,10 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
         wait_read(shared.exchange, n, CONSUMER)
     # The weights of keys that no query may see were never masked: they end here.
     keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    exists = (keys < tile.row.end)[:, None]
+    exists = keys < tile.row.end
+    if exist is not None:
+        exists = some_exist(keys, tile.row, work.mask)
+    exists = exists[:, None]
     if shared.dk.ptr is not None:
         dk = gl.where(exists, dk * shared.score.scale, 0.0)
         _store(shared.dk, shared.dk_parts_ptr, shared.k, dk, tile, first, work, CONSUMER)
@@ -406,13 +423,11 @@ def hopper_backward_dkv_kernel(
     if dq_ptr is not None:
         exchange = allocate_exchange(q_desc.dtype, config.BLOCK)
     # What keys past the end hold would reach dQ; what such queries hold reaches dK and dV.
-    K_EARLY: gl.constexpr = dq_ptr is not None and (
-        mask.lengths_ptr is not None or mask.cu_k_ptr is not None
-    )
+    K_EARLY: gl.constexpr = dq_ptr is not None
     Q_EARLY: gl.constexpr = mask.cu_q_ptr is not None
     landed: gl.constexpr = None
     if K_EARLY or Q_EARLY:
-        landed = allocate_barriers(1, 1).index(0)
+        landed = allocate_landed(mask)
     q, do = allocate_rings(q_desc, do_desc, config)
     shared = BackwardDkv(
         k=allocate_ring(k_desc, 2, 1),

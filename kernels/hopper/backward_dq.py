@@ -20,19 +20,17 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import gradient, modified
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
-from .band import block_number
+from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
     Output,
     accumulator_layout,
-    allocate_barriers,
     allocate_ring,
     allocate_rings,
     as_operand,
     load_slot,
-    load_until,
     release,
     release_slot,
     send,
@@ -40,7 +38,7 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .schedule import SIZES, RowStats, Work, query_tile, stats_of_head
+from .schedule import SIZES, RowStats, Work, block_number, query_tile, stats_of_head
 
 
 class BackwardDq(NamedTuple):
@@ -85,9 +83,12 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         load_slot(shared.do, i, b, h, first, consumer)
     for j in range(tile.blocks):
         key = block_number(j, tile, shared.work.mask) * config.BLOCK
-        first_k, end = tile.first_k + key, tile.row.end - key
-        scrubs = load_until(shared.k, shared.landed, n, b, h_k, first_k, end, scrubs)
-        scrubs = load_until(shared.v, shared.landed, n, b, h_k, first_k, end, scrubs)
+        first_k = tile.first_k + key
+        for ring in gl.static_range(2):
+            scrubs = load_keys(
+                (shared.k, shared.v)[ring], shared.landed, n, b, h_k, first_k, key, tile.row,
+                shared.work.mask, j < tile.boundary, scrubs,
+            )  # fmt: skip
         n += 1
     return n, scrubs
 
@@ -121,12 +122,14 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     h, row, score = mine.tile.h, mine.tile.row, shared.score
     rows = mine.rows[:, None]
-    keys = (key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    numbers = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    keys = numbers[None, :]
     s, factor, before, capped = modified(s, rows, keys, h, row, score)
     seen = None
     if MASKED:
         mask = shared.work.mask
-        seen = visible(rows, keys, h, at_keys(row, key, mask), mask, first=key)
+        shown = shown_keys(mine.rows, numbers, key, row, mask)
+        seen = visible(rows, keys, h, at_keys(row, key, mask), mask, shown, first=key)
     p = weights(s, mine.lse[:, None], factor, seen)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
@@ -250,9 +253,7 @@ def hopper_backward_dq_kernel(
     given and the other not wanted.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
-    landed: gl.constexpr = None
-    if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
-        landed = allocate_barriers(1, 1).index(0)
+    landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)
     shared = BackwardDq(
         q=allocate_ring(q_desc, 2, 1),

@@ -26,8 +26,8 @@ from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified
 from ..rules.softmax import finish, online_step
 from ..rules.tile import at_keys
-from .band import block_number
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
+from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .host import describe, end_early, mask_of, query_grid, strides_to_send, to_send, walkable
 from .partitions import run_partitions
 from .pipeline import (
@@ -40,7 +40,6 @@ from .pipeline import (
     as_operand,
     load,
     load_slot,
-    load_until,
     packed,
     pass_turn,
     release,
@@ -53,7 +52,7 @@ from .pipeline import (
     wait_full,
     wait_slot,
 )
-from .schedule import SIZES, Work, query_tile
+from .schedule import SIZES, Work, block_number, query_tile
 from .tile_table import HopperConfig, forward_config, fp8_config
 
 if TYPE_CHECKING:
@@ -108,10 +107,10 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         if j == 0:
             for consumer in gl.static_range(1, CONSUMERS):
                 load_slot(shared.q, i, b, h, first, consumer)
-        end = tile.row.end - key
-        scrubs = load_until(
-            shared.v, shared.landed, n, b, h_k, first_v + key, end, scrubs, TRANSPOSED
-        )
+        scrubs = load_keys(
+            shared.v, shared.landed, n, b, h_k, first_v + key, key, tile.row, shared.work.mask,
+            j < tile.boundary, scrubs, TRANSPOSED,
+        )  # fmt: skip
         n += 1
     return n, scrubs
 
@@ -154,12 +153,13 @@ def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
 def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     """The scores of s = q.k, -inf where hidden, and the factor to log2 units: see `modified`."""
     LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK, mine.q.dtype)
-    cols = key + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    rows, cols = mine.rows[:, None], cols[None, :]
+    numbers = key + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    rows, cols = mine.rows[:, None], numbers[None, :]
     h, row = mine.tile.h, mine.tile.row
     s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
     if MASKED:
-        seen = visible(rows, cols, h, at_keys(row, key, mask), mask, first=key)
+        shown = shown_keys(mine.rows, numbers, key, row, mask)
+        seen = visible(rows, cols, h, at_keys(row, key, mask), mask, shown, first=key)
         s = gl.where(seen, s, float("-inf"))
     return s, factor
 
@@ -202,7 +202,8 @@ def _step(
     release(shared.k, n)
     s, factor = _scores(s, key, mine, shared.work.mask, MASKED, config)
     SLACK: gl.constexpr = weight_slack(dtype, config.SLACK)
-    p, rescale, m, l = online_step(s, m, l, factor, MASKED, weight_shift(dtype), SLACK=SLACK)
+    HIDES: gl.constexpr = MASKED or mine.score.hides is not None
+    p, rescale, m, l = online_step(s, m, l, factor, HIDES, weight_shift(dtype), SLACK=SLACK)
     # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
     # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
     wait_full(shared.k, n + 1, more)
@@ -287,9 +288,7 @@ def hopper_forward_kernel(
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dimensions of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
-    landed: gl.constexpr = None
-    if mask.lengths_ptr is not None or mask.cu_k_ptr is not None:
-        landed = allocate_barriers(1, 1).index(0)
+    landed = allocate_landed(mask)
     q = allocate_ring(q_desc, SLOTS, 1)
     k, v = allocate_rings(k_desc, v_desc, config)
     o_tiles = q.tiles

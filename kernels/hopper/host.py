@@ -43,13 +43,14 @@ _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.
 _MAX_LENGTH = 1 << 28
 # What the kernels know of an Options record; the rest has to be as in an empty one.
-_SERVED = {
+_SERVED_IN_8_BITS = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
     "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
     "atomic_dq", "fp32_results", "q_positions", "k_positions",
     # They are for dropout and functions alone.
     "first_head", "all_heads",
 }  # fmt: skip
+_SERVED = _SERVED_IN_8_BITS | {"key_padding_mask", "q_documents", "k_documents"}
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -59,7 +60,7 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     """
     if q.dtype not in _DTYPES:
         return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
-    return _why_not(q, k, v, options)
+    return _why_not(q, k, v, options, _SERVED)
 
 
 def why_not_hopper_fp8(
@@ -68,10 +69,10 @@ def why_not_hopper_fp8(
     """`why_not_hopper` for e4m3 numbers q [B, H_q, T_q, D], k and v, and o in `dtype`."""
     if dtype not in _DTYPES:
         return f"out_dtype is {str(dtype).removeprefix('torch.')}; they write bfloat16 and float16"
-    return _why_not(q, k, v, options)
+    return _why_not(q, k, v, options, _SERVED_IN_8_BITS)
 
 
-def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]) -> str | None:
     D, D_v = q.shape[-1], v.shape[-1]
     # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
     T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
@@ -81,7 +82,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
         return f"head dim {D} is none of {', '.join(map(str, HEAD_DIMS))}"
     defaults = options._field_defaults.values()
     for name, value, default in zip(options._fields, options, defaults, strict=True):
-        if value is not default and value != default and name not in _SERVED:
+        if value is not default and value != default and name not in served:
             return f"they do not know {name}"
     longest = max(T_k, T_q)
     if T_k == 0:
@@ -141,8 +142,9 @@ def describe(
 
 
 def end_early(options: Options) -> bool:
-    """Whether the keys of a batch row may end before those in memory do."""
-    return options.key_lengths is not None or options.cu_seqlens_k is not None
+    """Whether the keys of a batch row may end before those in memory do, or have holes."""
+    hidden = (options.key_padding_mask, options.k_documents)
+    return any(x is not None for x in (options.key_lengths, options.cu_seqlens_k, *hidden))
 
 
 def to_send(x: Tensor, options: Options, piece: int | None = None) -> TensorDescriptor | None:

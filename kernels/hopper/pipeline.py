@@ -92,11 +92,11 @@ def wait_full(ring, n, pred=True):
 def tile_of(ring, n):
     """The n-th tile as a matrix in shared memory."""
     stage, _parity = stage_and_parity(ring, n)
-    return _matrix(ring, stage)
+    return matrix(ring, stage)
 
 
 @gluon.jit
-def _matrix(ring, stage):
+def matrix(ring, stage):
     return ring.tiles.index(stage).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
 
 
@@ -262,11 +262,11 @@ def load(ring, n, b, h, first, TRANSPOSED: gl.constexpr = False):
     """
     stage, parity = stage_and_parity(ring, n)
     mbarrier.wait(ring.empty.index(stage), parity ^ 1)
-    _start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
+    start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
 
 
 @gluon.jit
-def _start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = False):
+def start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = False):
     """Announce the bytes of a tile to the barrier `landed`, and start the copy."""
     row = first
     col = 0
@@ -284,7 +284,7 @@ def load_slot(slots, i, b, h, first, NUMBER: gl.constexpr):
     slots: a ring whose stages are not used in turn but belong to a consumer each.
     """
     mbarrier.wait(slots.empty.index(NUMBER), (i & 1) ^ 1)
-    _start_load(slots, NUMBER, b, h, first + NUMBER * ROWS, slots.full.index(NUMBER))
+    start_load(slots, NUMBER, b, h, first + NUMBER * ROWS, slots.full.index(NUMBER))
 
 
 @gluon.jit
@@ -315,17 +315,17 @@ def load_until(ring, landed, n, b, h, first, end, scrubs, TRANSPOSED: gl.constex
         mbarrier.wait(ring.empty.index(stage), parity ^ 1)
         ROWS_OF_TILE: gl.constexpr = ring.tiles.shape[4 if TRANSPOSED else 3]
         if end < ROWS_OF_TILE:
-            _start_load(ring, stage, b, h, first, landed, TRANSPOSED)
+            start_load(ring, stage, b, h, first, landed, TRANSPOSED)
             mbarrier.wait(landed, scrubs & 1)
             if TRANSPOSED:
-                _zero_columns(_matrix(ring, stage), end)
+                _zero_columns(matrix(ring, stage), end)
             else:
-                _zero_rows(_matrix(ring, stage), end)
+                _zero_rows(matrix(ring, stage), end)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)
             scrubs += 1
         else:
-            _start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
+            start_load(ring, stage, b, h, first, ring.full.index(stage), TRANSPOSED)
     return scrubs
 
 

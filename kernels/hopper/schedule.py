@@ -1,4 +1,8 @@
-"""Order of tiles: which ones a program of the persistent grid works on, and where they lie."""
+"""Order of tiles: which ones a program of the persistent grid works on, and where they lie.
+
+And which blocks a tile meets: `kernels.rules.plans`, in their order. Boundary blocks come first:
+those are masked, and the loop over the full blocks that follows holds no mask at all.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..rules.integers import value
+from ..rules.plans import full_block, key_plan, masked_block, query_plan
 from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows, sequence_of
-from .band import plan_of_keys, plan_of_queries
 from .pipeline import ROWS
 
 
@@ -54,7 +58,7 @@ class Tile(NamedTuple):
 
     first: number of its first query (or key) of the `length` that the batch row has. row: the
     `tile.Row`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
-    number of boundary blocks, of all blocks, and where they are; see `band`. Of keys, h counts the
+    number of boundary blocks, of all blocks, and where they are. Of keys, h counts the
     parts of all K/V heads, see `heads_of_part`.
     """
 
@@ -161,6 +165,51 @@ def _of_head(i, work, H, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
     if cu_ptr is not None:
         b, tile = sequence_of(tile, cu_ptr, value(work.mask.sequences), TILE)
     return tile, b, h
+
+
+@gluon.jit
+def plan_of_queries(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Key blocks of the TILE queries from `first` on: (boundary blocks, all blocks, plan).
+
+    At least one, masked if need be: a tile that sees nothing still has an output to write.
+    """
+    last = gl.minimum(first + TILE, row.T_q) - 1
+    full, boundary, plan = key_plan(tile, first, last, h, row, mask, BLOCK_N)
+    boundary = gl.where(full + boundary > 0, boundary, 1)
+    return boundary, full + boundary, plan
+
+
+@gluon.jit
+def plan_of_keys(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Query blocks of the TILE keys from `first` on, as `plan_of_queries` but possibly none."""
+    last = gl.minimum(first + TILE, row.end) - 1
+    if mask.extents_ptr is not None:
+        first = gl.maximum(first, row.start)
+    full, boundary, plan = query_plan(tile, first, last, h, row, mask, BLOCK_M)
+    blocks = full + boundary
+    if mask.extents_ptr is not None:
+        # Of hidden keys alone there is nothing to compute.
+        boundary, blocks = gl.where(first > last, 0, boundary), gl.where(first > last, 0, blocks)
+    return boundary, blocks, plan
+
+
+@gluon.jit
+def block_number(i, tile, mask):
+    """Number of the i-th block that a tile meets."""
+    boundary = tile.boundary
+    if mask.blocks_ptr is not None:
+        # Both are loads: of what is not there, too.
+        if i < boundary:
+            block = masked_block(i, tile.plan, mask)
+        else:
+            block = full_block(i - boundary, tile.plan, mask)
+    else:
+        block = gl.where(
+            i < boundary,
+            masked_block(i, tile.plan, mask),
+            full_block(i - boundary, tile.plan, mask),
+        )
+    return block
 
 
 @gluon.jit

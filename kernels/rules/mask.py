@@ -94,9 +94,10 @@ def padding_words(n_first, row, mask, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def padded_keys(words, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] True where `padding_words` show a key."""
-    cols = tl.arange(0, BLOCK_N)
+def padded_keys(words, BLOCK_N: tl.constexpr, cols=None):
+    """[BLOCK_N] True where `padding_words` show a key. cols: 0, 1, ... BLOCK_N - 1."""
+    if cols is None:
+        cols = tl.arange(0, BLOCK_N)
     word = words[0]
     for i in tl.static_range(1, BLOCK_N // 32):
         word = tl.where(cols < 32 * i, word, words[i])

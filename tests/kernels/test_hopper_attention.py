@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-from emulated_hopper import check_on_hopper, forget, grid_of, order_events
+from emulated_hopper import attention_on_hopper as attention
+from emulated_hopper import check_on_hopper, forget, grid_of, order_events, passes
 from gluon_emulator import machine, memory, products
 from nightly import gate_cases
 from torch import Tensor
 
-import fastattn
 from fastattn import reference
 from fastattn.bench.tune.candidates import hopper_candidates
-from fastattn.functional.call_options import dense_options, packed_options
+from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward, forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.launch import tiles
@@ -24,24 +24,6 @@ from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 
 pytestmark = pytest.mark.usefixtures("emulated")
-
-
-def attention(*inputs: Tensor, **arguments: Any) -> Any:
-    """Call dense or packed attention, which the Hopper kernels serve in both directions."""
-    packed = inputs[0].dim() == 3
-    options = {name: x for name, x in arguments.items() if name != "return_lse"}
-    checked = (packed_options if packed else dense_options)(*inputs, **options)
-    rows = [x.transpose(0, 1)[None] if packed else x for x in inputs[:3]]
-    assert why_not_hopper(*rows, checked) is None, "another backward would be tested"
-    function = fastattn.attention_varlen if packed else fastattn.attention
-    return function(*inputs, **arguments, backend="hopper")
-
-
-def passes() -> int:
-    """How many kernels the backwards so far launched, a pass over the scores each."""
-    return int(
-        backward.hopper_backward_dq_kernel.launches + backward.hopper_backward_dkv_kernel.launches
-    )
 
 
 @pytest.fixture
@@ -419,7 +401,6 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
         (dict(), {"alibi_slopes": torch.ones(4)}, "they do not know alibi_slopes"),
-        (dict(T_k=64), {"key_padding_mask": torch.ones(1, 64, dtype=torch.bool)}, "key_padding"),
     ],
 )
 def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:

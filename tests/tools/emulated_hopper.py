@@ -10,10 +10,14 @@ from unittest import mock
 import torch
 from gluon_emulator import Emulated, assembly
 from gluon_emulator.values import Tensor, elementwise
+from torch import Tensor as TorchTensor
 from triton.experimental.gluon import language as gl
 
+import fastattn
 from fastattn.functional import call_memo
+from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import backward, forward, host
+from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.hopper.pipeline import (
     ANY_FACTOR,
     UNPACK_HIGH,
@@ -109,6 +113,30 @@ def grid_of(programs: int) -> Iterator[None]:
     forget()
 
 
+def attention_on_hopper(*inputs: TorchTensor, **arguments: Any) -> Any:
+    """Call dense or packed attention, which the Hopper kernels serve in both directions."""
+    packed = inputs[0].dim() == 3
+    options = {name: x for name, x in arguments.items() if name != "return_lse"}
+    checked = (packed_options if packed else dense_options)(*inputs, **options)
+    rows = [x.transpose(0, 1)[None] if packed else x for x in inputs[:3]]
+    assert why_not_hopper(*rows, checked) is None, "another backward would be tested"
+    function = fastattn.attention_varlen if packed else fastattn.attention
+    return function(*inputs, **arguments, backend="hopper")
+
+
+def passes() -> int:
+    """How many kernels the backwards so far launched, a pass over the scores each."""
+    return int(
+        backward.hopper_backward_dq_kernel.launches + backward.hopper_backward_dkv_kernel.launches
+    )
+
+
+def hide(keys: TorchTensor, k: TorchTensor, v: TorchTensor) -> None:
+    """Fill with NaN where keys [B, T_k] are True."""
+    for x in (k, v):
+        x.data.masked_fill_(keys[:, None, :, None], float("nan"))
+
+
 def check_on_hopper(
     attention: Callable[..., Any],
     B: int = 1,
@@ -124,7 +152,7 @@ def check_on_hopper(
     key_lengths: list[int] | None = None,
     **arguments: Any,
 ) -> None:
-    """Check results and gradients against the oracle; keys past key_lengths are NaN.
+    """Check results and gradients against the oracle; keys that no query may see are NaN.
 
     Causal, unless arguments say otherwise.
 
@@ -137,5 +165,9 @@ def check_on_hopper(
         arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
         for b, length in enumerate(key_lengths):
             k.data[b, :, length:] = v.data[b, :, length:] = float("nan")
+    if (padding := arguments.get("key_padding_mask")) is not None:
+        hide(~padding, k, v)
+    if (ids := arguments.get("documents")) is not None:
+        hide(ids[1] < 0, k, v)
     with grid_of(programs):
         assert_matches_reference(attention, q, k, v, clean=clean, **({"causal": True} | arguments))

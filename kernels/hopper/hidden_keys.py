@@ -1,0 +1,105 @@
+"""Keys that no query may see, anywhere in a row: holes of a padding mask, keys of no document.
+
+Their weights are 0, and 0 times NaN is NaN: where a product sums over keys the producer zeroes what
+shared memory holds of them, as `pipeline.load_until` does behind the end of a row. Only boundary
+blocks have such keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..rules.integers import value
+from ..rules.mask import padded_keys, padding_words, valid_keys
+from .pipeline import allocate_barriers, load_until, matrix, stage_and_parity, start_load
+
+_PIECE_ROWS = gl.constexpr(8)
+_PIECE_COLS = gl.constexpr(64)  # of 16 bits
+
+
+@gluon.jit
+def allocate_landed(mask):
+    """The barrier of `load_until` and `load_keys`, or None where all keys in memory are seen."""
+    landed: gl.constexpr = None
+    ENDS: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
+    if ENDS or mask.padding_ptr is not None or mask.k_documents_ptr is not None:
+        landed = allocate_barriers(1, 1).index(0)
+    return landed
+
+
+@gluon.jit
+def shown_keys(rows, keys, first, row, mask):
+    """What `visible` asks of keys that exist, broadcast to scores; None where ranges say it.
+
+    keys: [BLOCK], numbers of those from `first` on. Of no document are the same in a key and in a
+    query: here it is asked of the queries, rows [ROWS], for a thread has few of them.
+    """
+    shown: gl.constexpr = None
+    if mask.padding_ptr is not None:
+        BLOCK: gl.constexpr = keys.shape[0]
+        words = padding_words(first, row, mask, BLOCK)
+        shown = padded_keys(words, BLOCK, keys - first)[None, :]
+    if mask.q_documents_ptr is not None:
+        documents_ptr = mask.q_documents_ptr + gl.cast(row.b, gl.int64) * value(
+            mask.documents_strides[0]
+        )
+        named = gl.load(documents_ptr + rows, mask=rows < row.T_q, other=-1) >= 0
+        shown = named[:, None] if mask.padding_ptr is None else shown & named[:, None]
+    return shown
+
+
+@gluon.jit
+def some_exist(keys, row, mask):
+    """Which keys some query may see; None where the row's end says it."""
+    exists: gl.constexpr = None
+    if mask.padding_ptr is not None or mask.k_documents_ptr is not None:
+        exists = valid_keys(keys, row, mask)
+    return exists
+
+
+@gluon.jit
+def load_keys(
+    ring, landed, n, b, h, first, key, row, mask, boundary, scrubs, TRANSPOSED: gl.constexpr = False
+):
+    """`load_until` of the keys from number `key` on, with zeros for all that are hidden.
+
+    boundary: whether any may be.
+    """
+    if mask.padding_ptr is None and mask.k_documents_ptr is None:
+        scrubs = load_until(ring, landed, n, b, h, first, row.end - key, scrubs, TRANSPOSED)
+    else:
+        BLOCK: gl.constexpr = ring.tiles.shape[3]
+        hidden = False
+        if boundary:
+            # Under way while the stage is still read.
+            LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
+            keys = key + gl.arange(0, BLOCK, layout=LAYOUT)
+            hidden = gl.min(valid_keys(keys, row, mask).to(gl.int32), 0) == 0
+        stage, parity = stage_and_parity(ring, n)
+        mbarrier.wait(ring.empty.index(stage), parity ^ 1)
+        if hidden:
+            start_load(ring, stage, b, h, first, landed)
+            mbarrier.wait(landed, scrubs & 1)
+            _zero_hidden(matrix(ring, stage), key, row, mask)
+            fence_async_shared()
+            mbarrier.arrive(ring.full.index(stage), count=1)
+            scrubs += 1
+        else:
+            start_load(ring, stage, b, h, first, ring.full.index(stage))
+    return scrubs
+
+
+@gluon.jit
+def _zero_hidden(tile, key, row, mask):
+    """Zero the rows of hidden keys, with one warp, in pieces that fit its few registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    ROWS: gl.constexpr = tile.shape[0]
+    COLS: gl.constexpr = tile.shape[1]
+    for first in gl.static_range(0, ROWS, _PIECE_ROWS):
+        shown = valid_keys(key + first + rows, row, mask)
+        if gl.min(shown.to(gl.int32), 0) == 0:
+            for col in gl.static_range(0, COLS, _PIECE_COLS):
+                piece = tile.slice(first, _PIECE_ROWS, 0).slice(col, _PIECE_COLS, 1)
+                values = piece.load(LAYOUT)
+                piece.store(gl.where(shown[:, None], values, gl.zeros_like(values)))

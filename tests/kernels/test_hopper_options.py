@@ -1,0 +1,56 @@
+"""Options of attention in the Hopper kernels, emulated: the rules of the portable ones apply."""
+
+from typing import Any
+
+import pytest
+import torch
+from emulated_hopper import attention_on_hopper, check_on_hopper, passes
+from nightly import gate_cases
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("emulated")
+
+
+def holes(T_k: int, *rows: tuple[int, int, int]) -> Tensor:
+    """Rows of a padding mask: keys from the first to the second, without each third number's."""
+    keys = torch.arange(T_k)
+    return torch.stack(
+        [(keys >= first) & (keys < end) & (keys % every != 1) for first, end, every in rows]
+    )
+
+
+def documents(*lengths: int) -> Tensor:
+    """Ids of one row of documents behind one another; a negative length is of none."""
+    ids = [torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)]
+    return torch.cat(ids).int()[None]
+
+
+# Of 290 keys: holes everywhere; whole blocks hidden before the first; none that is shown.
+HOLES = holes(290, (0, 290, 7), (140, 290, 1000), (0, 0, 2))
+IDS = documents(70, -30, 90, 110)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
+    "padding-window": ("two", dict(
+        B=3, H_q=1, T_k=290, D=128, causal=False, window=(100, 20), key_padding_mask=HOLES,
+    )),
+    "padding-lengths": ("two", dict(
+        B=2, T_q=70, T_k=290, causal=False, softcap=3.0,
+        key_padding_mask=HOLES[:2], key_lengths=[250, 200],
+    )),
+    "documents": ("two one", dict(H_q=1, T_q=300, documents=(IDS, IDS))),
+    "documents-padding": ("two", dict(
+        H_q=1, T_q=300, documents=(IDS, IDS), key_padding_mask=holes(300, (9, 300, 5)),
+    )),
+}  # fmt: skip
+
+
+def turns(night: bool) -> list[tuple[str, str]]:
+    ways = {name: (f"{ways}/").split("/")[night].split() for name, (ways, _) in CASES.items()}
+    return [(name, way) for name in ways for way in ways[name]]
+
+
+@pytest.mark.parametrize(("name", "way"), gate_cases(turns(False), turns(True)))
+def test_matches_the_reference(name: str, way: str) -> None:
+    """Keys that no query may see hold NaN."""
+    check_on_hopper(attention_on_hopper, **CASES[name][1], deterministic=way == "two")
+    assert passes() == (1 if way == "one" else 2)
