@@ -34,13 +34,14 @@ contained_test := gpt
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz test-nightly test-versions lint format links typecheck docs dist test-wheel gpu clean
+.PHONY: help demo test fuzz test-nightly test-versions test-servers lint format links typecheck docs dist test-wheel gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
 	@echo "make test-nightly   the suite with what the gate leaves out: more GPUs, head dims, dtypes, splits"
 	@echo "make fuzz   random calls of every function against the oracle, for SECONDS"
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
+	@echo "make test-servers   the doors into servers, on their own classes, from their distributions"
 	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
 	@echo "make format rewrite the sources with ruff"
 	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"
@@ -69,6 +70,25 @@ fuzz: $(VENV)/.installed-test
 # Each row of tests/versions.py has an environment of its own; ROWS picks some.
 test-versions:
 	@$(PYTHON) tests/versions.py $(ROWS)
+
+# On a server's own classes, on a CPU. VLLM: the unpacked source distribution, fetched by default.
+VLLM ?= build/servers/vllm-0.33.0
+test-servers: $(VENV)/.installed-test $(VLLM) build/servers/imported
+	FASTATTN_VLLM="$(abspath $(VLLM)):$(abspath build/servers/imported)" \
+		$(bin)/pytest --benchmark-disable -q tests/compat/test_vllm.py
+
+# Its metadata are made by its own setup.py, which wants to know what to build: nothing.
+build/servers/vllm-0.33.0:
+	$(bin)/python -m pip install -q $(PIP_ARGS) --target build/servers/tools setuptools-rust
+	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty PYTHONPATH=build/servers/tools \
+		$(bin)/python -m pip download $(PIP_ARGS) -d build/servers vllm==0.33.0 \
+		--no-deps --no-binary :all: --no-build-isolation
+	tar -xzf $@.tar.gz -C build/servers
+
+# What it imports for its interface, last on the path: the environment's own packages come first.
+build/servers/imported:
+	$(bin)/python -m pip install -q $(PIP_ARGS) --target $@ \
+		pyzmq cbor2 openai openai-harmony msgspec cachetools cloudpickle
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

@@ -62,6 +62,7 @@ ENTRIES = {
     "fastattn.compat.flex_attention",
     "fastattn.compat.llama",
     "fastattn.compat.torch_flash",
+    "fastattn.compat.vllm",
     "fastattn.testing.compiling.calls",
     "fastattn.testing.verify.child",
 }
