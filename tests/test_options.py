@@ -216,7 +216,7 @@ MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 30),
     "prefix_lengths": (23, 13),
     "softcap": (45, 28),
-    "alibi_slopes": (38, 23),
+    "alibi_slopes": (39, 24),
     "sinks": (46, 31),
 }
 

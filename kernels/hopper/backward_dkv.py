@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
-from ..rules.score import gradient, modified
+from ..rules.score import gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
 from .hidden_keys import allocate_landed, load_keys, some_exist
@@ -111,7 +111,8 @@ class StatsRing(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head.
+    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head,
+    slope.
 
     exist: which of them some query may see; None where the row's end says it.
     """
@@ -120,6 +121,7 @@ class Keys(NamedTuple):
     tile: Any
     h: Any
     exist: Any
+    slope: Any
 
 
 @gluon.jit
@@ -225,7 +227,8 @@ def _step(
     """
     dtype: gl.constexpr = shared.q.tiles.dtype
     exchange, score = shared.exchange, shared.score
-    h, batch = mine.h, mine.tile.row
+    mask = shared.work.mask
+    h, batch = mine.h, at_queries(mine.tile.row, row, mask)
     DK: gl.constexpr = shared.dk.ptr is not None
     DV: gl.constexpr = shared.dv.ptr is not None
     # Products still under way when that of dv is over.
@@ -246,11 +249,12 @@ def _step(
     s = warpgroup_mma_wait(1 if DK else 0, deps=[s])
     rows = rows[None, :]
     keys = mine.keys[:, None]
-    s, factor, before, capped = modified(s, rows, keys, h, batch, score)
+    s, factor, before, capped = modified(
+        s, rows, keys, h, batch, score, first=row, slope=mine.slope
+    )
     seen = None
     if MASKED:
-        mask = shared.work.mask
-        seen = visible(rows, keys, h, at_queries(batch, row, mask), mask)
+        seen = visible(rows, keys, h, batch, mask)
     p = weights(s, lse, factor, seen)
     if DV:
         dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
@@ -315,7 +319,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
         wait_slot(shared.v, i, CONSUMER)
     first_g, end_g = heads_of_part(tile, work)
     for g in range(first_g, end_g):
-        mine = Keys(keys, tile, kv_head(tile.h, work) * G + g, exist)
+        h = kv_head(tile.h, work) * G + g
+        mine = Keys(keys, tile, h, exist, slope_of(h, tile.row, shared.score))
         begin, stop = blocks_of_part(g, tile, work)
         boundary_end, full, full_end = loops_of_part(begin, stop, tile, work)
         n -= begin

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..rules.integers import value
 from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
-from ..rules.score import gradient, modified
+from ..rules.score import gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
 from .hidden_keys import allocate_landed, load_keys, shown_keys
@@ -65,12 +65,13 @@ class BackwardDq(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a consumer: row numbers, lse, delta, tile."""
+    """The 64 queries of a consumer: row numbers, lse, delta, tile, slope."""
 
     rows: Any
     lse: Any
     delta: Any
     tile: Any
+    slope: Any
 
 
 @gluon.jit
@@ -120,16 +121,16 @@ def _step(
     v = tile_of(shared.v, n)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    h, row, score = mine.tile.h, mine.tile.row, shared.score
+    mask, score = shared.work.mask, shared.score
+    h, row = mine.tile.h, at_keys(mine.tile.row, key, mask)
     rows = mine.rows[:, None]
     numbers = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     keys = numbers[None, :]
-    s, factor, before, capped = modified(s, rows, keys, h, row, score)
+    s, factor, before, capped = modified(s, rows, keys, h, row, score, first=key, slope=mine.slope)
     seen = None
     if MASKED:
-        mask = shared.work.mask
         shown = shown_keys(mine.rows, numbers, key, row, mask)
-        seen = visible(rows, keys, h, at_keys(row, key, mask), mask, shown, first=key)
+        seen = visible(rows, keys, h, row, mask, shown, first=key)
     p = weights(s, mine.lse[:, None], factor, seen)
     # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
@@ -198,7 +199,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     gl.store(shared.stats.minus_delta_ptr + slots, -delta)
     gl.store(shared.stats.minus_lse_ptr + slots, -lse / shared.score.scale)
 
-    mine = Queries(rows, lse, delta, tile)
+    mine = Queries(rows, lse, delta, tile, slope_of(tile.h, tile.row, shared.score))
     dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     wait_full(shared.k, n)
     for j in range(tile.boundary):

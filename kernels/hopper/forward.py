@@ -23,7 +23,7 @@ from ..fp8_values import first_packed
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
 from ..launch.launches import Launch, cached, launch_for, signature
 from ..rules.mask import visible
-from ..rules.score import Score, first_state, modified
+from ..rules.score import Score, first_state, modified, slope_of
 from ..rules.softmax import finish, online_step
 from ..rules.tile import at_keys
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
@@ -82,12 +82,13 @@ class Forward(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a consumer: q in shared memory, their numbers, tile and score."""
+    """The 64 queries of a consumer: q in shared memory, their numbers, tile, score and slope."""
 
     q: Any
     rows: Any
     tile: Any
     score: Any
+    slope: Any
 
 
 @gluon.jit
@@ -155,11 +156,13 @@ def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK, mine.q.dtype)
     numbers = key + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     rows, cols = mine.rows[:, None], numbers[None, :]
-    h, row = mine.tile.h, mine.tile.row
-    s, factor, _before, _capped = modified(s, rows, cols, h, row, mine.score)
+    h, row = mine.tile.h, at_keys(mine.tile.row, key, mask)
+    s, factor, _before, _capped = modified(
+        s, rows, cols, h, row, mine.score, first=key, slope=mine.slope
+    )
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
-        seen = visible(rows, cols, h, at_keys(row, key, mask), mask, shown, first=key)
+        seen = visible(rows, cols, h, row, mask, shown, first=key)
         s = gl.where(seen, s, float("-inf"))
     return s, factor
 
@@ -235,7 +238,8 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         l = l * (1 << weight_shift(dtype))
         scale, v_scale = head_scales(shared.scales, score.scale, tile, work)
         score = Score(scale, score.softcap, tensors=score.tensors, linear=score.linear)
-    mine = Queries(q, first + gl.arange(0, ROWS, layout=S_ROWS), tile, score)
+    rows = first + gl.arange(0, ROWS, layout=S_ROWS)
+    mine = Queries(q, rows, tile, score, slope_of(tile.h, tile.row, score))
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
     wait_slot(shared.q, i, CONSUMER)

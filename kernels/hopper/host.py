@@ -50,7 +50,7 @@ _SERVED_IN_8_BITS = {
     # They are for dropout and functions alone.
     "first_head", "all_heads",
 }  # fmt: skip
-_SERVED = _SERVED_IN_8_BITS | {"key_padding_mask", "q_documents", "k_documents"}
+_SERVED = _SERVED_IN_8_BITS | {"key_padding_mask", "q_documents", "k_documents", "alibi_slopes"}
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -107,13 +107,46 @@ def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
 
 
 @triton.jit
-def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
+def slope_of(h, row, score):
+    """The slope of head h, a number; None without ALiBi."""
+    slope = None
+    if score.slopes_ptr is not None:
+        slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
+        slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
+    return slope
+
+
+@triton.jit
+def distances(rows, k_pos, ahead, first):
+    """|k_pos - (rows + ahead)| in fp32, rounded from 2^24 on.
+
+    first: the least of what lies across, keys or rows that follow one another; or None. A thread's
+    columns differ in bits that the compiler knows (see `mask._in_range`): it converts one number of
+    each row, and adds constants.
+    """
+    if first is None:
+        distance = tl.abs(k_pos - (rows + ahead)).to(tl.float32)
+    elif k_pos.shape[1] > 1:
+        cols = k_pos - first
+        apart = (cols & ((k_pos.shape[1] - 1) & -7)).to(tl.float32)
+        distance = tl.abs((first + (cols & 6) - (rows + ahead)).to(tl.float32) + apart)
+    else:
+        cols = rows - first
+        apart = (cols & ((rows.shape[1] - 1) & -7)).to(tl.float32)
+        distance = tl.abs((k_pos - (first + (cols & 6) + ahead)).to(tl.float32) - apart)
+    return distance
+
+
+@triton.jit
+def modified(
+    s, rows, k_pos, h, row, score, bias=None, unit=None, first=None, slope=None
+):  # fmt: skip
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
     factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
     broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
-    which broadcasts likewise; None: 1.
+    which broadcasts likewise; None: 1. first: see `distances`. slope: that of the head, loaded.
     """
     PLAIN: tl.constexpr = score.linear is not None
     if unit is not None and not PLAIN:
@@ -134,12 +167,16 @@ def modified(s, rows, k_pos, h, row, score, bias=None, unit=None):
         else:
             x = s * score.scale
         if score.slopes_ptr is not None:
-            slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
-            slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
-            distance = tl.abs(k_pos - (rows + ahead)).to(tl.float32)
+            if slope is None:
+                slope = slope_of(h, row, score)
+            distance = distances(rows, k_pos, ahead, first)
             # The backward computes the score again and needs the forward's bits. Of a difference
-            # of two products a compiler may fuse either one; this says which.
-            x = tl.fma(-slope, distance, x)
+            # of two products a compiler may fuse either one; this says which: a sum of three takes
+            # no |x|, a product of two does.
+            if score.softcap is not None:
+                x = tl.fma(-slope, distance, x)
+            else:
+                x = tl.fma(score.scale, s, -(slope * distance))
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
             shift = shift_of(rows + ahead - k_pos, score.reach)

@@ -208,12 +208,16 @@ def test_sequences_see_nothing_of_each_other(deterministic: bool) -> None:
             assert torch.equal(ours[mine], expected)
 
 
-@pytest.mark.parametrize("softcap", [None, 500.0])
-def test_weights_of_keys_that_do_not_exist_are_never_made(softcap: float | None) -> None:
+@pytest.mark.parametrize(("softcap", "hidden"), [(None, False), (500.0, False), (None, True)])
+def test_weights_of_keys_that_do_not_exist_are_never_made(
+    softcap: float | None, hidden: bool
+) -> None:
     """Beside scores far below 0 they would be infinite."""
     q, k, v = (x.detach() for x in make_qkv(1, 1, 1, 64, 70, 64, dtype=torch.bfloat16))
     inputs = [x.requires_grad_() for x in (q.abs(), -k.abs(), v)]
-    arguments = {"scale": 6.0, "softcap": softcap}
+    arguments: dict[str, Any] = {"scale": 6.0, "softcap": softcap}
+    if hidden:
+        arguments["key_padding_mask"] = (torch.arange(70) % 9 != 4)[None]
     lse = reference.attention(*inputs, **arguments, return_lse=True)[1]
     assert lse.max() < -89, "exp(-lse) would be finite in fp32"
     assert_matches_reference(attention, *inputs, **arguments, deterministic=False)
@@ -400,7 +404,7 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
         (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
-        (dict(), {"alibi_slopes": torch.ones(4)}, "they do not know alibi_slopes"),
+        (dict(), {"relative_bias": torch.ones(4, 9)}, "they do not know relative_bias"),
     ],
 )
 def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:

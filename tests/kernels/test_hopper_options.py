@@ -28,6 +28,8 @@ def documents(*lengths: int) -> Tensor:
 # Of 290 keys: holes everywhere; whole blocks hidden before the first; none that is shown.
 HOLES = holes(290, (0, 290, 7), (140, 290, 1000), (0, 0, 2))
 IDS = documents(70, -30, 90, 110)
+# One of each kind: what is far stays in sight, and what is near does not.
+SLOPES = torch.tensor([0.5, 0.002, -0.01, 0.1])
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-window": ("two", dict(
@@ -40,6 +42,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "documents": ("two one", dict(H_q=1, T_q=300, documents=(IDS, IDS))),
     "documents-padding": ("two", dict(
         H_q=1, T_q=300, documents=(IDS, IDS), key_padding_mask=holes(300, (9, 300, 5)),
+    )),
+    "alibi": ("two one", dict(H_q=4, H_k=2, T_q=140, alibi_slopes=SLOPES)),
+    "alibi-window": ("two", dict(
+        B=2, T_q=70, T_k=290, D=128, causal=False, window=(100, 90), query_offset=40,
+        alibi_slopes=SLOPES.view(2, 2),
+    )),
+    "alibi-softcap-sinks": ("/ two", dict(
+        T_q=140, softcap=3.0, sinks=torch.tensor([0.5, -1.0]), alibi_slopes=SLOPES[:2],
+    )),
+    "alibi-positions": ("/ two", dict(
+        H_q=1, T_q=128, T_k=128, alibi_slopes=SLOPES[1:2],
+        positions=(torch.arange(256, 384)[None].int(), torch.arange(128)[None].int()),
     )),
 }  # fmt: skip
 
