@@ -50,7 +50,9 @@ _SERVED_IN_8_BITS = {
     # They are for dropout and functions alone.
     "first_head", "all_heads",
 }  # fmt: skip
-_SERVED = _SERVED_IN_8_BITS | {"key_padding_mask", "q_documents", "k_documents", "alibi_slopes"}
+_SERVED = _SERVED_IN_8_BITS | {
+    "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes",
+}  # fmt: skip
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -84,12 +86,19 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
     for name, value, default in zip(options._fields, options, defaults, strict=True):
         if value is not default and value != default and name not in served:
             return f"they do not know {name}"
+    if options.attn_mask is not None and options.attn_mask.shape[1] > 1 and _grouped(q, k):
+        return "each head has an attn_mask of its own, and heads share keys"
     longest = max(T_k, T_q)
     if T_k == 0:
         return "there are no keys"
     if longest >= _MAX_LENGTH:
         return f"{longest} positions; they count to {_MAX_LENGTH}"
     return None
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    """Whether query heads share keys, of [B, H, T, D] or packed [total, H, D]."""
+    return q.shape[-3 if q.dim() == 4 else 1] != k.shape[-3 if k.dim() == 4 else 1]
 
 
 def why_not_worth_it(q: Tensor) -> str | None:

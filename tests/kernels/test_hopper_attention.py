@@ -404,6 +404,11 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
         (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
+        (
+            dict(H_q=4, H_k=2, T_q=9, T_k=9),
+            {"attn_mask": torch.ones(1, 4, 9, 9).bool()},
+            "of its own",
+        ),
         (dict(), {"relative_bias": torch.ones(4, 9)}, "they do not know relative_bias"),
     ],
 )

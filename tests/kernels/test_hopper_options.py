@@ -30,6 +30,10 @@ HOLES = holes(290, (0, 290, 7), (140, 290, 1000), (0, 0, 2))
 IDS = documents(70, -30, 90, 110)
 # One of each kind: what is far stays in sight, and what is near does not.
 SLOPES = torch.tensor([0.5, 0.002, -0.01, 0.1])
+# For two heads: a block that shows all, rows that see nothing, and what nothing regular says.
+BITS = torch.rand(1, 2, 150, 150, generator=torch.Generator().manual_seed(0)) < 0.5
+BITS[:, :, :, :128] |= torch.arange(150)[:, None] < 64
+BITS[:, :, 70:80] = False
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-window": ("two", dict(
@@ -47,6 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-window": ("two", dict(
         B=2, T_q=70, T_k=290, D=128, causal=False, window=(100, 90), query_offset=40,
         alibi_slopes=SLOPES.view(2, 2),
+    )),
+    "attn_mask": ("two one", dict(H_q=2, T_q=150, causal=False, attn_mask=BITS[:, :1])),
+    "attn_mask-of-heads": ("two", dict(
+        H_q=2, H_k=2, T_q=150, D=128, attn_mask=BITS, key_padding_mask=holes(150, (3, 150, 9)),
     )),
     "alibi-softcap-sinks": ("/ two", dict(
         T_q=140, softcap=3.0, sinks=torch.tensor([0.5, -1.0]), alibi_slopes=SLOPES[:2],
