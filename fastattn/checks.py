@@ -49,8 +49,9 @@ def refuse_tangent(name: str, x: Tensor) -> None:
     if in_forward_mode() and has_tangent(x):
         raise NotImplementedError(
             f"{name} has a tangent (torch.autograd.forward_ad, torch.func.jvp or jacfwd), and "
-            "nothing in fastattn computes tangents yet: take derivatives in reverse mode "
-            "(autograd, torch.func.vjp, jacrev), or detach it"
+            "fastattn carries none of it: attention and attention_varlen do, of q, k, v and of the "
+            "options that learn; elsewhere take derivatives in reverse mode (autograd, "
+            "torch.func.vjp, jacrev), or detach it"
         )
 
 

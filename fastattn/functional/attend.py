@@ -148,6 +148,8 @@ def attention(
         no output and no gradient. In autocast regions q, k, v, relative_keys and relative_query
         are cast as torch's own attention casts its inputs. Of DTensors that are sharded by rows or
         heads, or whole, come DTensors: each rank computes its part (`fastattn.functional.sharded`).
+        Under forward-mode AD, o and lse have tangents from those of q, k, v and every option that
+        is differentiable, at any depth of torch.func's transforms.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, arguments that
@@ -168,9 +170,14 @@ def attention(
         call = partial(attention, return_lse=return_lse, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
+    duals = inputs.duals(q, k, v, options)
+    if duals:
+        q, k, v, options = inputs.detached(q, k, v, options, duals)
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
     checked = call_options.dense_options(q, k, v, **options)
+    if duals:
+        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     cast = options is not given
     return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
@@ -237,9 +244,14 @@ def attention_varlen(
             q, k, v, given = inputs.autocast(q, k, v, given)
         o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
+    duals = inputs.duals(q, k, v, options)
+    if duals:
+        q, k, v, options = inputs.detached(q, k, v, options, duals)
     checks.check_packed(q, k, v)
     q, k, v, changed = inputs.autocast(q, k, v, options)
     checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **changed)
+    if duals:
+        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     cast = changed is not options
     return compute(q, k, v, checked, return_lse, backend, key, given | changed, cast=cast)
 
@@ -267,9 +279,14 @@ def explain(
     """
     given: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(given)
+    duals = inputs.duals(q, k, v, given)
+    if duals:
+        q, k, v, given = inputs.detached(q, k, v, given, duals)
     checks.check_tensors(q, k, v)
     q, k, v, given = inputs.autocast(q, k, v, given)
     checked = call_options.dense_options(q, k, v, **given)
+    if duals:
+        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
     families = choices.families(checked, choices.wants_gradients(q, k, v, checked))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, tracing
-from ..options import LIKE_Q, Options
+from ..options import LEARNED, LIKE_Q, Options
 
 
 def kernel_rows(x: Tensor) -> Tensor:
@@ -47,6 +47,56 @@ def autocast(
         return q, k, v, options
     q, k, v = (changed.pop(name, given[name]) for name in ("q", "k", "v"))
     return q, k, v, options | changed
+
+
+def duals(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of q, k, v and the learned options that have a tangent, by the caller's names."""
+    if not tracing.in_forward_mode():
+        return {}
+    learned = {name: options.get(name) for name in ("attn_mask", *LEARNED)}
+    given = {"q": q, "k": k, "v": v, **learned}
+    return {
+        name: x
+        for name, x in given.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and _is_dense(x)
+        if tracing.has_tangent(x)
+    }
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
+
+
+def detached(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], duals: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """A call without its tangents: checks refuse one that is left, which nothing would carry."""
+    plain: dict[str, Any] = {name: x.detach() for name, x in duals.items()}
+    q, k, v = (plain.pop(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return q, k, v, options | plain
+
+
+def restored(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, duals: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """The inverse of `detached`, after the checks: tensors in the dtypes and dims that they gave.
+
+    Raises:
+        ValueError: a score_mod without score_mod_grad, by which its tangents would be computed.
+    """
+    if options.score_mod is not None and options.score_mod_grad is None:
+        raise ValueError(
+            f"score_mod needs score_mod_grad where an input has a tangent, as {next(iter(duals))} "
+            "has; give it, or detach the input"
+        )
+    checked: dict[str, Any] = {"q": q, "k": k, "v": v, **options._asdict()}
+    found: dict[str, Any] = {}
+    for name, x in duals.items():
+        field = "attn_bias" if name == "attn_mask" else name
+        like = checked[field]
+        found[field] = x.to(like.dtype)[(None,) * (like.dim() - x.dim())]
+    q, k, v = (found.pop(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return q, k, v, options._replace(**found)
 
 
 def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:

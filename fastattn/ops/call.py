@@ -129,7 +129,8 @@ class Operator:
     def _of_memory(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """arguments whose tensors are what their memory says."""
         if tracing.in_forward_mode():
-            self._refuse_tangents(arguments)
+            tensors = {name: arguments[place] for place, name in self._tensors.items()}
+            refuse_tangents(tensors, arguments[-1] if self._takes_options else None)
         negated = None
         for place in self._tensors:
             x = arguments[place]
@@ -147,22 +148,6 @@ class Operator:
                 negated = negated or list(arguments)
                 negated[-1] = options
         return arguments if negated is None else tuple(negated)
-
-    def _refuse_tangents(self, arguments: tuple[Any, ...]) -> None:
-        given = [(name, arguments[place]) for place, name in self._tensors.items()]
-        if self._takes_options:
-            options: Options = arguments[-1]
-            given += zip(options._fields, options, strict=True)
-            given += [("mod_tensors", x) for x in options.mod_tensors]
-        # torch runs an operator below autograd and its views, which alone know of tangents.
-        keys = torch._C.DispatchKey
-        with (
-            torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
-            torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
-        ):
-            for name, x in given:
-                if isinstance(x, Tensor):
-                    checks.refuse_tangent(name, x)
 
     def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> Any:
         """Launch again where the compiler refused a tile, with smaller ones until it takes them.
@@ -186,6 +171,25 @@ class Operator:
             except Exception as another:
                 error = another
         raise error
+
+
+def refuse_tangents(tensors: dict[str, Any], options: Options | None) -> None:
+    """NotImplementedError where an argument of an operator that runs has a tangent."""
+    if not tracing.in_forward_mode():
+        return
+    given = list(tensors.items())
+    if options is not None:
+        given += zip(options._fields, options, strict=True)
+        given += [("mod_tensors", x) for x in options.mod_tensors]
+    # torch runs an operator below autograd and its views, which alone know of tangents.
+    keys = torch._C.DispatchKey
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
+    ):
+        for name, x in given:
+            if isinstance(x, Tensor):
+                checks.refuse_tangent(name, x)
 
 
 def _schema(signature: inspect.Signature) -> tuple[str, str]:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..options import Options
 from ..torch_backend import attend as torch_backend
+from ..torch_backend import tangents
 from .attend import setup_context
+from .call import refuse_tangents
 from .flops import attended
 from .gradients import (
     as_batch,
@@ -38,6 +40,11 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `torch_backend.attention` on a packed call, as an operator."""
+    if (name := tangents.carried(q, k, v, options)) is not None:
+        raise NotImplementedError(
+            f"{name} has a tangent, and packed calls carry none where torch traces them: leave "
+            "this call to eager mode (torch.compiler.disable)"
+        )
     query = options.relative_query
     if query is not None:
         options = options._replace(relative_query=as_batch(query))
@@ -50,6 +57,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool)
     query = options.relative_query
     if query is not None:
         options = options._replace(relative_query=as_packed(query))
+    refuse_tangents({"q": q, "k": k, "v": v}, options)
     return torch_backend.attention(as_packed(q), as_packed(k), as_packed(v), options, return_lse)
 
 

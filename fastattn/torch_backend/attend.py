@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
 from ..options import Options
-from . import formula
+from . import formula, tangents
 from .double_backward import gradients_with_graph
 
 
@@ -31,10 +31,12 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `fastattn.attention` or, packed, `attention_varlen`, from checked arguments.
 
-    torch's function returns no lse and changes scores by a bias alone. Calls that need more run the
-    formula, in fp32 or wider, which holds all scores in memory.
+    torch's function returns no lse, changes scores by a bias alone, and knows no tangents. Calls
+    that need more run the formula, in fp32 or wider, which holds all scores in memory.
     first_row: b of the first batch row; not 0 for a part of a batch.
     """
+    if tangents.carried(q, k, v, options) is not None:
+        return tangents.attention(q, k, v, options, return_lse, first_row)
     if options.cu_seqlens_q is not None:
         return formula.each_sequence(attention, q, k, v, options, return_lse)
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):

@@ -23,6 +23,7 @@ def attention(
     *,
     return_lse: bool = False,
     first_row: int = 0,
+    first_query: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o in q's dtype, or as it is computed if options say so; lse; computed in fp32 or wider.
 
@@ -31,17 +32,21 @@ def attention(
         options: those of the call.
         return_lse: whether to return (o, lse).
         first_row: b of the first batch row; not 0 for a part of a batch.
+        first_query: i of the first query; not 0 for a part of the queries.
     """
     if tracing.autocasting(q.device):
         # It would take the products of fp32 in its own dtype.
         with torch.autocast(q.device.type, enabled=False):
-            return attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
+            return attention(
+                q, k, v, options,
+                return_lse=return_lse, first_row=first_row, first_query=first_query,
+            )  # fmt: skip
     if options.cu_seqlens_q is not None:
         return each_sequence(attention, q, k, v, options, return_lse)
     B, H_q, T_q, _ = q.shape
     _, H_k, T_k, D_v = v.shape
     weights, lse = normalised(scores(q, k, options, first_row=first_row), options.sinks)
-    weights = dropped(weights, options, first_row=first_row)
+    weights = dropped(weights, options, first_row=first_row, first_query=first_query)
     v = wide(v, existing_keys(options, T_k, q.device))
     o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
     o = o.reshape(B, H_q, T_q, D_v)
@@ -49,7 +54,9 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def dropped(weights: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
+def dropped(
+    weights: Tensor, options: Options, *, first_row: int = 0, first_query: int = 0
+) -> Tensor:
     """Weights [B, H_q, T_q, T_k] as dropout leaves them; their gradients pass through it too."""
     if not options.dropout:
         return weights
@@ -58,6 +65,10 @@ def dropped(weights: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
     positions = None
     if options.q_positions is not None and options.k_positions is not None:
         positions = options.q_positions, options.k_positions
+    elif first_query:
+        T_q, T_k = weights.shape[2:]
+        places = torch.arange(max(first_query + T_q, T_k), device=weights.device)[None]
+        positions = places[:, first_query : first_query + T_q], places[:, :T_k]
     heads = None if options.all_heads is None else (options.first_head, options.all_heads)
     kept = dropout.keep_mask(
         seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
@@ -133,9 +144,22 @@ def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         x = torch.cat((x, column), dim=-1)
     blind = (x == float("-inf")).all(-1, keepdim=True)
     x = torch.where(blind, 0.0, x)
-    weights = torch.where(blind, 0.0, x.softmax(-1))[..., :T_k]
-    lse = x.logsumexp(-1) if x.shape[-1] else x.sum(-1)
+    weights, lse = _softmax(x)
+    weights = torch.where(blind, 0.0, weights)[..., :T_k]
     return weights, torch.where(blind[..., 0], float("-inf"), lse)
+
+
+def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax and logsumexp of the last dim."""
+    if not x.shape[-1]:
+        return x, x.sum(-1)
+    if not (tracing.in_forward_mode() and tracing.has_tangent(x)):
+        return x.softmax(-1), x.logsumexp(-1)
+    # The tangents of torch's two have no backward in forward_ad: they are computed in place.
+    largest = x.detach().amax(-1, keepdim=True)
+    weights = (x - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights / total, (total.log() + largest)[..., 0]
 
 
 def denominator_gradients(

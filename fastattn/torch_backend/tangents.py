@@ -1,0 +1,49 @@
+"""Attention of tensors with tangents (forward-mode AD): the formula, in chunks of queries.
+
+torch has no forward-mode derivative of its fused kernels. It has those of the formula's operations,
+at every level of torch.func's transforms. Chunks keep memory linear in the queries where no graph
+for a backward is recorded.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import tracing
+from ..options import LEARNED, Options
+from . import formula
+from .query_chunks import chunks
+
+# Scores that are held at once: 256 MiB in fp32, with their tangents 512.
+_SCORES = 2**26
+
+
+def carried(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """The name of the first of q, k, v and the learned options that has a tangent, or None."""
+    if not tracing.in_forward_mode():
+        return None
+    named = zip(("q", "k", "v", *LEARNED), (q, k, v, *options.differentiable), strict=True)
+    return next((name for name, x in named if x is not None and tracing.has_tangent(x)), None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    return_lse: bool = False,
+    first_row: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `formula.attention`, o and lse with their tangents."""
+    if options.cu_seqlens_q is not None:
+        return formula.each_sequence(attention, q, k, v, options, return_lse)
+    B, H_q, T_q, _ = q.shape
+    outputs, lses = [], []
+    for rows, own in chunks(options, T_q, B * H_q * k.shape[2], _SCORES):
+        o, lse = formula.attention(
+            q[:, :, rows], k, v, own,
+            return_lse=True, first_row=first_row, first_query=rows.start,
+        )  # fmt: skip
+        outputs.append(o)
+        lses.append(lse if options.fp32_results else lse.float())
+    o = torch.cat(outputs, 2)
+    return (o, torch.cat(lses, 2)) if return_lse else o

@@ -1,0 +1,275 @@
+"""Forward-mode AD: tangents of o and lse by torch's derivatives of the oracle; compositions."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import fastattn
+from fastattn import reference
+from fastattn.options import LEARNED
+from fastattn.testing.inputs import draw, draws
+from fastattn.testing.option_examples import (
+    option_examples,
+    sets_that_cover_pairs,
+    squash,
+    together,
+)
+from fastattn.torch_backend import tangents
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+
+B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
+EXAMPLES = option_examples(H_q, H_k, T_q, T_k, D, reach=6)
+Function = Callable[..., Any]
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    draw = draws(dtype=dtype)
+    shapes = {"q": (B, H_q, T_q, D), "k": (B, H_k, T_k, D), "v": (B, H_k, T_k, D_v)}
+    return {name: draw(*shape) for name, shape in shapes.items()}
+
+
+def pushed(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
+    """Results of function(**tensors) and their tangents."""
+
+    def of_moved(*moved: Tensor) -> Any:
+        return function(**tensors | dict(zip(moves, moved, strict=True)))
+
+    return torch.func.jvp(of_moved, tuple(tensors[name] for name in moves), tuple(moves.values()))
+
+
+def learned_of(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Those options that may have a tangent, in fp64 like q."""
+    names = ("attn_mask", *LEARNED)
+    given = {name: x for name, x in options.items() if name in names}
+    return {name: x.double() for name, x in given.items() if x.is_floating_point()}
+
+
+def assert_pushed(function: Function, oracle: Function, tensors: dict[str, Tensor]) -> None:
+    """o, lse and their tangents, where every tensor has one."""
+    direction = draws(seed=1, dtype=torch.float64)
+    moves = {name: direction(*x.shape) for name, x in tensors.items()}
+    expected = pushed(oracle, tensors, moves)
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(x, moves[name]) for name, x in tensors.items()}
+        found = [forward_ad.unpack_dual(x) for x in function(**duals)]
+    for (x, tx), y, ty in zip(found, *expected, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype))
+        torch.testing.assert_close(tx, ty.to(x.dtype))
+
+
+@pytest.mark.parametrize("names", sets_that_cover_pairs(EXAMPLES, 8), ids="+".join)
+def test_every_option(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 16 queries, so that the last is a remainder."""
+    monkeypatch.setattr(tangents, "_SCORES", 16 * B * H_q * T_k)
+    options = together(EXAMPLES, names)
+    tensors = qkv() | learned_of(options)
+    how: dict[str, Any] = {**options, "return_lse": True}
+    attend = partial(fastattn.attention, backend="torch")
+    assert_pushed(partial(attend, **how), partial(reference.attention, **how), tensors)
+
+
+def test_packed_sequences() -> None:
+    """One without queries, one without keys, one with fewer queries than keys."""
+    direction = draws(dtype=torch.float64)
+    tensors = {name: direction(n, h, d) for name, n, h, d in (
+        ("q", T_q, H_q, D), ("k", T_k, H_k, D), ("v", T_k, H_k, D_v),
+    )}  # fmt: skip
+    how: dict[str, Any] = {
+        "cu_seqlens_q": torch.tensor([0, 0, 4, T_q]),
+        "cu_seqlens_k": torch.tensor([0, 5, 5, T_k]),
+        "causal": True,
+        "softcap": 2.0,
+        "return_lse": True,
+    }
+    attend = partial(fastattn.attention_varlen, backend="torch")
+    oracle = partial(reference.attention_varlen, **how)
+    tensors["sinks"] = direction(H_q)
+    assert_pushed(partial(attend, **how), oracle, tensors)
+
+
+def of_x(attend: Function, x: Tensor, **how: Any) -> Tensor:
+    """A number that each of q, k, v and o takes part in, in a way that is not linear."""
+    return attend(x, 2 * x, x.sin(), causal=True, **how).sin().sum()
+
+
+def ours(x: Tensor) -> Tensor:
+    return of_x(fastattn.attention, x, backend="torch")
+
+
+def forward_of(f: Function, x: Tensor) -> Tensor:
+    return torch.func.jvp(f, (x,), (x.cos(),))[1]
+
+
+def gradient(f: Function) -> Function:
+    return torch.func.grad(lambda x: f(x).sum())
+
+
+def in_level(f: Function, x: Tensor, *, backward: bool) -> Tensor:
+    """The tangent by forward_ad; or the gradient of the result and its tangent together."""
+    leaf = x.clone().requires_grad_(backward)
+    with forward_ad.dual_level():
+        y, ty = forward_ad.unpack_dual(f(forward_ad.make_dual(leaf, x.cos())))
+        assert ty is not None, "the tangent is dropped"
+    return torch.autograd.grad(y + ty.sin(), leaf)[0] if backward else ty
+
+
+def tangent_beside(f: Function, x: Tensor) -> Tensor:
+    """`in_level` with its backward, by torch.func."""
+
+    def loss(x: Tensor, direction: Tensor) -> Tensor:
+        y, ty = torch.func.jvp(f, (x,), (direction,))
+        return y + ty.sin()
+
+    return torch.func.grad(loss)(x, x.cos())
+
+
+def detached_tangent(f: Function, x: Tensor) -> Tensor:
+    """The gradient of a consistency model's loss."""
+    leaf = x.clone().requires_grad_()
+    y, ty = torch.func.jvp(lambda z: f(z * leaf), (x,), (x.cos(),))
+    return torch.autograd.grad((y - ty.detach()).square(), leaf)[0]
+
+
+def moved_tangent(f: Function, x: Tensor) -> Tensor:
+    """The gradient of a tangent with respect to what is outside of the transform."""
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(torch.func.jvp(lambda z: f(z * leaf), (x,), (x.cos(),))[1], leaf)[0]
+
+
+def twice_backward(f: Function, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    first = torch.autograd.grad(f(leaf), leaf, create_graph=True)[0]
+    return torch.autograd.grad(first.sin().sum(), leaf)[0]
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 1])
+
+
+COMPOSITIONS: dict[str, Function] = {
+    "forward_ad": partial(in_level, backward=False),
+    "backward of forward_ad": partial(in_level, backward=True),
+    "jvp": forward_of,
+    "jvp, tangent detached": detached_tangent,
+    "jvp, backward of the tangent": moved_tangent,
+    "jvp(grad)": lambda f, x: forward_of(gradient(f), x),
+    "grad(jvp)": lambda f, x: gradient(partial(forward_of, f))(x),
+    "grad(grad)": lambda f, x: gradient(lambda y: gradient(f)(y).sin())(x),
+    "create_graph": twice_backward,
+    "vmap(jvp)": lambda f, x: torch.vmap(partial(forward_of, f))(rows(x)),
+    "jvp(vmap)": lambda f, x: forward_of(torch.vmap(f), rows(x)),
+    "vmap(jvp(grad))": lambda f, x: torch.vmap(partial(forward_of, gradient(f)))(rows(x)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jvp(jvp)": lambda f, x: forward_of(partial(forward_of, f), x),
+}
+# In forward_ad the tangent of torch's own softmax has no backward.
+BY_TRANSFORMS: dict[str, Function] = {"backward of forward_ad": tangent_beside}
+# What torch traces, in its own way; the others it refuses.
+COMPILED = ("forward_ad", "jvp", "grad(jvp)", "vmap(jvp)", "jacfwd")
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions(name: str) -> None:
+    x = draw(1, 2, 3, 4).double()
+    composition = COMPOSITIONS[name]
+    found = composition(ours, x)
+    expected = BY_TRANSFORMS.get(name, composition)(partial(of_x, reference.attention), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in COMPOSITIONS if n not in ("create_graph", "grad(grad)")]
+)
+def test_compiled_compositions(name: str) -> None:
+    """Right where torch.compile takes them, else an error; never a tangent of zeros."""
+    x = draw(1, 2, 3, 4).double()
+    run = torch.compile(partial(COMPOSITIONS[name], ours), backend="aot_eager", fullgraph=True)
+    try:
+        found = run(x)
+    except Exception:
+        if name in COMPILED:
+            raise
+        return
+    expected = BY_TRANSFORMS.get(name, COMPOSITIONS[name])(partial(of_x, reference.attention), x)
+    torch.testing.assert_close(found, expected)
+
+
+def packed(x: Tensor) -> Tensor:
+    offsets = torch.tensor([0, 2, 3])
+    return fastattn.attention_varlen(x[0], x[0], x[0], offsets, backend="torch").sum()
+
+
+@pytest.mark.parametrize("function", [ours, packed])
+def test_a_compiled_call_of_a_dual_tensor(function: Function) -> None:
+    """Refused, whether or not an input was dual when it was compiled."""
+    x = draw(1, 3, 2, 4).double()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    with pytest.raises(NotImplementedError, match=r"forward AD|q has a tangent"):
+        in_level(compiled, x, backward=False)
+    if function is packed:
+        with pytest.raises(Exception, match="q has a tangent, and packed calls carry none"):
+            torch.compile(partial(forward_of, function), backend="eager")(x)
+
+
+def test_gradcheck() -> None:
+    """Tangents against differences, and backward of both; learned options among the inputs."""
+    q, k, v = (x[:1, :2, :4, :3].clone() for x in qkv().values())
+    tensors = (q, k, v, draw(1, 1, 4, 4).double(), draw(2).double())
+    inputs = [x.requires_grad_() for x in tensors]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        how: Any = {"attn_bias": bias, "sinks": sinks, "softcap": 3.0, "window": 3}
+        return fastattn.attention(q, k, v, **how, backend="torch")
+
+    assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, inputs, check_fwd_over_rev=True)
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of no chunk hold more scores than a chunk does."""
+    monkeypatch.setattr(tangents, "_SCORES", 4 * 256)
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    x = draw(1, 1, 256, 4)
+    with torch.no_grad(), forward_ad.dual_level(), Largest():
+        dual = forward_ad.make_dual(x, x.cos())
+        o = fastattn.attention(dual, dual, dual, causal=True, backend="torch")
+        assert forward_ad.unpack_dual(o).tangent is not None
+    assert largest == 4 * 256
+
+
+def test_what_has_no_tangent_is_refused() -> None:
+    tensors = qkv(torch.float32)
+    dual = forward_ad.make_dual
+    attend = partial(fastattn.attention, backend="torch")
+    with forward_ad.dual_level():
+        slopes = draw(H_q)
+        with pytest.raises(NotImplementedError, match="alibi_slopes has a tangent"):
+            attend(**tensors, alibi_slopes=dual(slopes, slopes))
+        mods = tuple(EXAMPLES["score-mod"]["mod_tensors"])
+        table = dual(mods[0], mods[0])
+        with pytest.raises(NotImplementedError, match=r"mod_tensors\[0\] has a tangent"):
+            attend(
+                **tensors, mask_mod=EXAMPLES["mask-mod"]["mask_mod"], mod_tensors=(table, mods[1])
+            )
+        q = dual(tensors["q"], tensors["q"])
+        with pytest.raises(ValueError, match=r"score_mod needs score_mod_grad .* as q has"):
+            attend(**tensors | {"q": q}, score_mod=squash, mod_tensors=mods)
+        with pytest.raises(ValueError, match=r"k must have shape .*got"):
+            attend(q, tensors["k"][..., :3], tensors["v"])
