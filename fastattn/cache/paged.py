@@ -244,6 +244,33 @@ class PagedKVCache:
         rows = check_ints("rows", "row", rows)
         self._allocator.advance(rows, _per_row(rows, counts))
 
+    def extend(self, rows: Sequence[int], counts: int | Sequence[int]) -> Tensor:
+        """Make room for the next tokens of some rows, count them, and return their slots.
+
+        Their keys and values are undefined until `fastattn.append_paged` writes them there, in
+        every layer: so a packed step of any rows needs one call a layer.
+
+        Args:
+            counts: tokens a row gets, one number for all or one each.
+        Returns:
+            int64 [sum of counts] on the cache's device: page * page_size + offset, the tokens of
+            the first row in order, then those of the next.
+        Raises:
+            as `reserve`.
+        """
+        rows = check_ints("rows", "row", rows)
+        counts = _per_row(rows, counts)
+        self.reserve(rows, counts)
+        slots: list[int] = []
+        for row, count in zip(rows, counts, strict=True):
+            first, pages = self._allocator.length(row), self._allocator.pages(row)
+            for position in range(first, first + count):
+                page, offset = divmod(position, self.page_size)
+                slots.append(pages[page] * self.page_size + offset)
+        self._allocator.advance(rows, counts)
+        self._follow(Changes(lengths={row: self._allocator.length(row) for row in rows}))
+        return _on_device(slots, torch.int64, self.k.device)
+
     def append(
         self,
         rows: Sequence[int],

@@ -3,61 +3,63 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from ..cache.paged import OutOfPages
+from ..checks import check_count, check_int
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
 from ..quantization import Quantize
 from .paged import layers_of
-from .request import Request, choose_next, make_request
+from .request import EngineMetrics, Request, choose_next, make_request
+from .schedule import Entry, Schedule
 from .window import PastContext, Reading, check_past_context
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """A request, and how much of its text the cache holds."""
-
-    request: Request
-    reading: Reading
-    unread: list[int]  # what of the reading's tokens is not in the cache
-    row: int | None = None  # of the cache
 
 
 class Engine:
     """Continues many prompts at once, each from the moment there is room for it.
 
-    A `step` gives every running sequence its next token, in one
-    pass of the model, and then lets waiting ones in, in the order of their arrival; each reads its
-    prompt at once. A prompt that begins as the text of a running sequence does shares that part of
-    its pages. What a request gets does not depend on the others: it is what `generate_tokens` gives
-    for it alone, but for rounding.
+    A `step` is one pass of the model over packed tokens, without padding: the latest token of every
+    sequence that is being continued, and as much of the others' prompts as `max_step_tokens` leaves
+    room for, the highest priority first, then in the order of arrival. What a request gets does not
+    depend on the others: it is what `generate_tokens` gives for it alone, but for rounding.
+
+        step, at most 8 tokens   1          2          3          4
+        first: 5 tokens          prompt 5   +1         +1         +1
+        second: 12 tokens        3 of 12    7 of 12    2 of 12    +1
+        third: 4 tokens                                4          +1
+
+    What a sequence has computed is kept when it is done: a prompt that begins as the text of a
+    running or a finished sequence shares that part of its pages. Pages of finished ones, those not
+    used for longest first, make way for new tokens. Where that is not enough, the sequence that
+    goes last gives its pages back and waits; once there is room it reads its text again and goes
+    on. A request of a higher priority sends a running one of a lower away likewise.
 
     One thread at a time steps an engine; a second one is refused. Any thread may `submit`, `cancel`
     and ask whether the engine is `busy` at any time, also during a step, which takes note of it at
     its end at the latest.
-
-    When the pool runs out of pages, the sequence that came last gives its pages back and waits at
-    the head of the queue; once there is room it reads its text again and goes on.
 
     Args:
         model: in evaluation mode.
         num_pages: pages of the cache's pool.
         page_size: tokens a page holds, 1 to 256.
         max_batch: sequences that run at a time.
+        max_step_tokens: tokens that one step reads, at least max_batch; None: prompts are read
+            whole. A long prompt then delays the others' next token by that much at most.
+        kept_rows: how many finished texts are kept for prompts that begin alike; default
+            4 * max_batch. 0: none.
         quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
             results differ from those without by more than rounding.
         past_context: what follows a full context, "restart" or "crop"; see `Reading`.
 
-    Attributes:
-        preemptions: how often a running sequence had to wait again.
-        shared_tokens: tokens that were not read because a running sequence held them already.
+    Raises:
+        TypeError, ValueError: a number that is none, or too small.
 
     Example:
         >>> from fastattn.models.gpt import GPT, GPTConfig
@@ -78,31 +80,47 @@ class Engine:
         num_pages: int,
         page_size: int = 16,
         max_batch: int = 8,
+        max_step_tokens: int | None = None,
+        kept_rows: int | None = None,
         quantize: Quantize | None = None,
         past_context: PastContext = "restart",
     ) -> None:
         check_past_context(past_context)
+        max_batch = check_count("max_batch", max_batch, 1)
+        if max_step_tokens is not None:
+            max_step_tokens = check_count("max_step_tokens", max_step_tokens, max_batch)
+        kept_rows = 4 * max_batch if kept_rows is None else check_count("kept_rows", kept_rows, 0)
         self.model = model
         self.cache = model.new_paged_cache(
-            num_pages, page_size, max_rows=max_batch, quantize=quantize
+            num_pages, page_size, max_rows=max_batch + kept_rows, quantize=quantize
         )
-        self.preemptions = 0
-        self.shared_tokens = 0
-        self._num_pages, self._max_batch = num_pages, max_batch
+        self._num_pages = num_pages
         self._past_context: PastContext = past_context
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []  # in the order of their arrival
+        self._schedule = Schedule(self.cache, max_batch, max_step_tokens, kept_rows)
+        self._steps = self._read_tokens = self._new_tokens = 0
+        self._seconds = 0.0
+        self._first_token_seconds: deque[float] = deque(maxlen=1000)
         # What other threads write; `_settle` alone reads it. Both ends of a deque are thread-safe.
-        self._arrived: deque[_Sequence] = deque()
+        self._arrived: deque[Entry] = deque()
         self._cancelled: deque[Request] = deque()
         self._turn = threading.Lock()  # held for moments: to begin a step, to end it, to settle
         self._stepping: str | None = None  # name of the thread that is in a step
         self._device = next(model.parameters()).device
 
     @property
+    def preemptions(self) -> int:
+        """How often a running sequence had to wait again."""
+        return self._schedule.preemptions
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that were not read because the cache held them already."""
+        return self._schedule.shared_tokens
+
+    @property
     def busy(self) -> bool:
         """Whether any request is not done."""
-        return bool(self._arrived or self._waiting or self._running)
+        return bool(self._arrived or self._schedule.waiting or self._schedule.running)
 
     def submit(
         self,
@@ -112,21 +130,26 @@ class Engine:
         sampling: Sampling | None = None,
         seed: int | None = None,
         end_token: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """Adds a prompt to those that are to be continued.
 
         Args:
             prompt, count, sampling, seed, end_token: as for `generate_tokens`.
+            priority: those with a higher one go first.
 
         Returns:
             The request: `tokens` grows with every step, `done` is True once it has all.
 
         Raises:
+            TypeError: priority is no int.
             ValueError: the pool is too small for this request even alone, or as `generate_tokens`.
         """
+        priority = check_int("priority", priority)
         request = make_request(
             self.model, prompt, count, sampling=sampling, seed=seed, end_token=end_token
         )
+        request.priority = priority
         if request.done:
             return request
         context = self.model.config.context_length
@@ -139,7 +162,8 @@ class Engine:
             )
         reading = Reading(context, self._past_context)
         unread, _ = reading.enter(prompt)
-        self._arrived.append(_Sequence(request, reading, unread))
+        request.submitted = time.perf_counter()
+        self._arrived.append(Entry(request, reading, unread, 0))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -176,145 +200,123 @@ class Engine:
         """Lets those that have arrived wait, and those that are cancelled leave."""
         while self._arrived:
             # First there, then gone: an engine with a request is busy at any moment.
-            self._waiting.append(self._arrived[0])
+            self._schedule.enter(self._arrived[0])
             self._arrived.popleft()
         while self._cancelled:
             request = self._cancelled.popleft()
             request.done = True
-            for sequence in [*self._running, *self._waiting]:
+            for sequence in [*self._schedule.running, *self._schedule.waiting]:
                 if sequence.request is request:
-                    self._leave(sequence)
+                    self._schedule.leave(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, int]]:
-        """Gives every running sequence its next token, and lets waiting ones in.
+        """Reads one batch of tokens, and adds what follows where a text is read to its end.
 
         Returns:
             (request, token) of every token added; none for one that its end token has ended.
 
         Raises:
-            FloatingPointError: the model's scores are not finite.
+            FloatingPointError: the model's scores are not finite. Whatever a step raises, its
+                sequences have given their pages back and wait: the next step reads them again, but
+                those that were cancelled.
             RuntimeError: another thread is in a step; nothing has changed then.
         """
         with self._step_alone():
-            return self._step()
-
-    def _step(self) -> list[tuple[Request, int]]:
-        added: list[tuple[Request, int]] = []
-        # A sequence that starts a new window reads half a context.
-        for sequence in [s for s in self._running if len(s.unread) > 1]:
-            added += self._read(self._make_room([sequence]))
-        added += self._read(self._make_room([s for s in self._running if len(s.unread) == 1]))
-        while self._waiting and len(self._running) < self._max_batch:
-            sequence = self._waiting[0]
-            if not self._admit(sequence):
-                break
-            added += self._read([sequence])
-        return added
+            began = time.perf_counter()
+            added = self._read(self._schedule.plan())
+            self._seconds += time.perf_counter() - began
+            self._steps += 1
+            return added
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until no request is left, yielding what the steps add."""
         while self.busy:
             yield from self.step()
 
-    def _read(self, sequences: list[_Sequence]) -> list[tuple[Request, int]]:
-        """Feeds the model what these have not read, as many tokens each, and adds the next ones."""
-        if not sequences:
+    def stream(self, request: Request) -> Iterator[int]:
+        """The tokens of one request, as they come; the steps serve the others too."""
+        given = 0
+        while True:
+            yield from request.tokens[given:]
+            given = len(request.tokens)
+            if request.done:
+                return
+            self.step()
+
+    def forget(self) -> None:
+        """Frees the pages that are kept for prompts to come.
+
+        Raises:
+            RuntimeError: another thread is in a step.
+        """
+        with self._step_alone():
+            self._schedule.kept.clear()
+
+    def metrics(self) -> EngineMetrics:
+        """Counts and times so far."""
+        schedule, waits = self._schedule, list(self._first_token_seconds)
+        in_use = schedule.pages_in_use()
+        return EngineMetrics(
+            steps=self._steps,
+            read_tokens=self._read_tokens,
+            new_tokens=self._new_tokens,
+            shared_tokens=schedule.shared_tokens,
+            preemptions=schedule.preemptions,
+            running=len(schedule.running),
+            waiting=len(schedule.waiting) + len(self._arrived),
+            pages_in_use=in_use,
+            pages_kept=self._num_pages - self.cache.free_pages - in_use,
+            seconds=self._seconds,
+            first_token_seconds=sum(waits) / len(waits) if waits else None,
+        )
+
+    def _read(self, plan: dict[Entry, int]) -> list[tuple[Request, int]]:
+        """Feeds the model what the plan says, and adds the tokens that follow whole texts."""
+        if not plan:
             return []
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        assert len(rows) == len(sequences)
-        tokens = to_device([sequence.unread for sequence in sequences], self._device)
-        logits = self.model(tokens, cache=layers_of(self.cache, rows), last_only=True)[:, -1]
-        requests = [sequence.request for sequence in sequences]
+        try:
+            last = list(plan)[-1:]  # of none that is read to its end, so that there are some rows
+            whole = [s for s, count in plan.items() if count == len(s.unread)] or last
+            logits = self._scores(plan, whole)
+            ready = [s for s in whole if plan[s] == len(s.unread)]
+            requests = [sequence.request for sequence in ready]
+            chosen = choose_next(logits, requests) if ready else []
+        except BaseException:
+            for sequence in plan:
+                self._schedule.preempt(sequence)
+            raise
+        self._read_tokens += sum(plan.values())
+        for sequence, count in plan.items():
+            sequence.unread = sequence.unread[count:]
+        return self._add(ready, chosen)
+
+    def _scores(self, plan: dict[Entry, int], whole: list[Entry]) -> torch.Tensor:
+        """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
+        rows = [sequence.row for sequence in plan if sequence.row is not None]
+        counts = list(plan.values())
+        ends = dict(zip(plan, accumulate(counts), strict=True))
+        tokens = [token for s, count in plan.items() for token in s.unread[:count]]
+        layers = layers_of(self.cache, rows, counts)
+        last = to_device([ends[sequence] - 1 for sequence in whole], self._device)
+        packed = to_device(tokens, self._device)[:, None]
+        return self.model(packed, cache=layers, rows=last)[:, -1]
+
+    def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
+        """Adds each sequence's next token, and lets those leave that are done."""
         added = []
-        for sequence, token in zip(sequences, choose_next(logits, requests), strict=True):
+        for sequence, token in zip(sequences, tokens, strict=True):
             request = sequence.request
             if not request.done and request.add(token):
                 added.append((request, token))
+                self._new_tokens += 1
+                if len(request.tokens) == 1:
+                    self._first_token_seconds.append(time.perf_counter() - request.submitted)
             if request.done:
-                self._leave(sequence)
+                self._schedule.leave(sequence)
                 continue
             sequence.unread, forgotten = sequence.reading.enter([token])
             if forgotten:
                 assert sequence.row is not None
                 self.cache.truncate(sequence.row, 0)
         return added
-
-    def _make_room(self, sequences: list[_Sequence]) -> list[_Sequence]:
-        """Sets pages aside for what these have not read; returns those that still run then."""
-        while True:
-            wanted = {s.row: len(s.unread) for s in sequences if s.row is not None}
-            try:
-                self.cache.reserve(list(wanted), list(wanted.values()))
-            except OutOfPages:
-                # Never the only one, which `submit` has found to fit.
-                assert len(self._running) > 1
-                self._preempt(self._running[-1])
-            else:
-                return [sequence for sequence in sequences if sequence.row is not None]
-
-    def _preempt(self, sequence: _Sequence) -> None:
-        assert sequence.row is not None
-        self._running.remove(sequence)
-        self.cache.free(sequence.row)
-        sequence.row = None
-        sequence.unread = sequence.reading.tokens
-        self._waiting.appendleft(sequence)
-        self.preemptions += 1
-
-    def _admit(self, sequence: _Sequence) -> bool:
-        """Gives the first waiting sequence a row and pages for its text, if there is room.
-
-        A page for each running sequence is left over, so that it is not sent away at once.
-        """
-        row, shared = self._shared_row(sequence)
-        try:
-            self.cache.reserve([row], [len(sequence.unread) - shared])
-        except OutOfPages:
-            self.cache.free(row)
-            return False
-        if self.cache.free_pages < len(self._running):
-            self.cache.free(row)
-            return False
-        self._waiting.popleft()
-        self._running.append(sequence)
-        sequence.row, sequence.unread = row, sequence.unread[shared:]
-        self.shared_tokens += shared
-        return True
-
-    def _shared_row(self, sequence: _Sequence) -> tuple[int, int]:
-        """A row that begins with as much of the sequence's text as a running one holds; how much.
-
-        The last token is always read, since it says what follows; and less than a page is not worth
-        the copy of it.
-        """
-        longest, source = 0, None
-        for other in self._running:
-            assert other.row is not None
-            held = other.reading.tokens[: self.cache.length(other.row)]
-            length = _common_prefix(held, sequence.unread[:-1])
-            if length > longest:
-                longest, source = length, other.row
-        if source is None or longest < self.cache.page_size:
-            return self.cache.allocate(), 0
-        row = self.cache.fork(source)
-        self.cache.truncate(row, longest)
-        return row, longest
-
-    def _leave(self, sequence: _Sequence) -> None:
-        if sequence.row is None:
-            self._waiting.remove(sequence)
-            return
-        self._running.remove(sequence)
-        self.cache.free(sequence.row)
-        sequence.row = None
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length

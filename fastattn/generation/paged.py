@@ -1,53 +1,83 @@
-"""Some rows of a `PagedKVCache` as the caches of a model's layers."""
+"""Rows of a `PagedKVCache`, any number of new tokens each, as the caches of a model's layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..cache.paged import PagedKVCache
+from ..cache.slots import append_paged
 from ..cache_view import CacheView
+from ..functional.paged import attention_paged
 from ..models.transfer import to_device
 
 
-class PagedRows:
-    """One layer of some rows of a paged cache, for one step of a model; see `layers_of`.
+class _Step(NamedTuple):
+    """The new tokens of one step, those of the first row in order, then those of the next.
+
+    slots: int64 [total]. positions: int32 [total]. of_row: int64 [total], numbers of rows. offsets:
+    int32 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length then.
+    """
+
+    rows: list[int]
+    slots: Tensor
+    positions: Tensor
+    of_row: Tensor
+    offsets: Tensor
+    longest: int
+    bound: int
+
+
+class PackedRows:
+    """One layer of some rows, for one step of a model; see `layers_of`.
+
+    To the model every new token is a row of its own, with one token: it reads [total, 1] of them.
 
     Attributes:
-        k, v: [B, H_k, length_bound, D], gathered from the pages on first use.
-        lengths: int32 [B].
-        length_bound: what no row's length exceeds.
+        k, v: [total, H_k, length_bound, D], gathered from the pages on first use, for layers that
+            `attention_paged` does not serve.
+        lengths: int32 [total]: where each token stands, then one more.
+        length_bound: what no length exceeds.
         uniform_length: None: the rows count as being of different lengths.
     """
 
     uniform_length: int | None = None
     rotates = True
 
-    def __init__(
-        self, cache: PagedKVCache, rows: Sequence[int], layer: int, lengths: Tensor, bound: int
-    ) -> None:
-        self.lengths = lengths
-        self.length_bound = self.max_length = bound
-        self._cache, self._rows, self._layer = cache, rows, layer
+    def __init__(self, cache: PagedKVCache, layer: int, step: _Step) -> None:
+        self.lengths = step.positions
+        self.length_bound = self.max_length = step.bound
+        self._cache, self._layer, self._step = cache, layer, step
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def append(
         self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None, **rotation: Any
     ) -> Tensor | None:
-        """Write each row's new tokens, layer by layer from the first; as `KVCache.append`."""
-        counts = None if new_lengths is None else new_lengths.tolist()
-        turned = self._cache.append(self._rows, k, v, counts, layer=self._layer, **rotation)
+        """Write the new tokens to their slots; as `KVCache.append`, with T = 1."""
+        assert new_lengths is None, "a packed step has no padding"
+        if rotation.get("q") is not None:
+            rotation |= {"q": rotation["q"][:, :, 0], "positions": self._step.positions}
+        turned = append_paged(self.view(), k[:, :, 0], v[:, :, 0], self._step.slots, **rotation)
         # Out of place: the layers share the lengths before the step.
-        self.lengths = self.lengths + (k.shape[2] if new_lengths is None else new_lengths)
-        self.length_bound = self.view().length_bound
+        self.lengths = self.lengths + 1
         self._gathered = None
-        return turned
+        return None if turned is None else turned[:, :, None]
+
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
+        """Attention of the new tokens [total, H_q, 1, D], each to its row up to itself."""
+        step = self._step
+        found = attention_paged(
+            q[:, :, 0], self.view(), step.offsets, max_seqlen_q=step.longest, **options
+        )
+        return found[:, :, None]
 
     def view(self) -> CacheView:
-        """The pages of the cache as kernels read them."""
-        return self._cache.view(self._rows, self._layer)
+        """The pages of the rows as kernels read them."""
+        return self._cache.view(self._step.rows, self._layer)
 
     @property
     def k(self) -> Tensor:
@@ -60,15 +90,29 @@ class PagedRows:
     def _gather(self) -> tuple[Tensor, Tensor]:
         if self._gathered is None:
             k, v, _ = self.view().gather()
-            n = self.length_bound
-            self._gathered = k[:, :, :n], v[:, :, :n]
+            n, index = self.length_bound, self._step.of_row
+            self._gathered = k[index, :, :n], v[index, :, :n]
         return self._gathered
 
 
-def layers_of(cache: PagedKVCache, rows: Sequence[int]) -> list[PagedRows]:
-    """Caches to give `GPT.forward` for one step of these rows, in this order."""
-    rows = list(rows)
-    index = to_device(rows, cache.lengths.device)
-    lengths = cache.lengths.index_select(0, index)
-    bound = max(cache.length(row) for row in rows)
-    return [PagedRows(cache, rows, layer, lengths, bound) for layer in range(cache.num_layers)]
+def layers_of(cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int]) -> list[PackedRows]:
+    """Caches to give `GPT.forward` for the next tokens [total, 1] of these rows, `counts` of each.
+
+    Room is made and the tokens are counted here; the model then writes them.
+    """
+    rows, counts = list(rows), list(counts)
+    device = cache.lengths.device
+    before = [cache.length(row) for row in rows]
+    slots = cache.extend(rows, counts)
+    places = [t for n, count in zip(before, counts, strict=True) for t in range(n, n + count)]
+    of_row = [i for i, count in enumerate(counts) for _ in range(count)]
+    step = _Step(
+        rows,
+        slots,
+        to_device(places, device, torch.int32),
+        to_device(of_row, device),
+        to_device(list(accumulate(counts, initial=0)), device, torch.int32),
+        max(counts),
+        max(cache.length(row) for row in rows),
+    )
+    return [PackedRows(cache, layer, step) for layer in range(cache.num_layers)]

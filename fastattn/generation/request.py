@@ -25,6 +25,8 @@ class Request:
         tokens: what has been added.
         done: whether nothing more will be.
         seen: bool [V], which tokens the text holds, where the choice depends on it.
+        priority: to an `Engine`, which lets those with a higher one go first.
+        submitted: when, in seconds of `time.perf_counter`; 0 outside of an engine.
     """
 
     prompt: list[int]
@@ -35,6 +37,8 @@ class Request:
     seen: Tensor | None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    priority: int = 0
+    submitted: float = 0.0
 
     def add(self, token: int) -> bool:
         """Adds a token, unless it is the end token; returns whether it was added."""
@@ -46,6 +50,42 @@ class Request:
             self.seen[token] = True
         self.done |= len(self.tokens) == self.count
         return True
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """An engine's counts and times up to a moment.
+
+    Attributes:
+        steps: passes of the model.
+        read_tokens: tokens that the model has read, those read again included.
+        new_tokens: tokens that requests have got.
+        shared_tokens: tokens that were not read, because the cache held them.
+        preemptions: how often a running sequence had to wait again.
+        running, waiting: requests.
+        pages_in_use: pages that running requests hold.
+        pages_kept: pages that are kept for prompts to come.
+        seconds: spent in steps.
+        first_token_seconds: from `submit` to a request's first token, the mean of the last 1000
+            requests; None: there was none.
+    """
+
+    steps: int
+    read_tokens: int
+    new_tokens: int
+    shared_tokens: int
+    preemptions: int
+    running: int
+    waiting: int
+    pages_in_use: int
+    pages_kept: int
+    seconds: float
+    first_token_seconds: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second of steps; nan before the first step."""
+        return self.new_tokens / self.seconds if self.seconds else float("nan")
 
 
 @dataclass(eq=False)

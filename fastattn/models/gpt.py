@@ -96,6 +96,7 @@ class GPT(DecoderStack):
         key_lengths: Tensor | None = None,
         documents: Tensor | None = None,
         last_only: bool = False,
+        rows: Tensor | None = None,
         target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scores every possible next token after each position.
@@ -111,6 +112,7 @@ class GPT(DecoderStack):
             documents: int32 or int64 ids [B, T] of packed texts: a token sees those of its own id
                 alone; a negative id is padding. Positions count through the row. Not with a cache.
             last_only: score each row's last real token alone, as generation needs.
+            rows: int64 [N]: score these rows alone. Not with targets.
             target_count: of how many targets the loss is the mean, where these are a part of them;
                 default: those that are not -100.
 
@@ -126,8 +128,8 @@ class GPT(DecoderStack):
         """
         check_tokens("tokens", tokens, "context_length", self.config.context_length)
         check_targets(targets, "tokens", tokens)
-        if targets is not None and last_only:
-            raise ValueError("last_only must be False when targets are given, got True")
+        if targets is not None and (last_only or rows is not None):
+            raise ValueError("last_only and rows choose what is scored, and targets need it all")
         check_cache("tokens", tokens, cache, len(self.blocks))
         x = self.hidden_states(
             tokens,
@@ -136,6 +138,8 @@ class GPT(DecoderStack):
             documents=documents,
             last_only=last_only,
         )
+        if rows is not None:
+            x = x[rows]
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         logits = token_logits(x, weight)
         if targets is None:

@@ -27,6 +27,8 @@ class LayerCache(Protocol):
         length_bound: a number that no row's length exceeds.
         lengths: int32 [B].
         uniform_length: the length of every row where it is known to be one number, else None.
+        attend: optional; attention of queries [B, H_q, T, D] to what the cache holds, with the
+            options of `decode_attention`, which is what serves caches without it.
         rotates: optional; True if `append` takes q, rotary and rotary_style as `KVCache.append`
             does.
     """

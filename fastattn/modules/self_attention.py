@@ -1,6 +1,7 @@
 """Self-attention as torch modules: parameters, positions and caches around `attention`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -272,10 +273,10 @@ class GQAttention(SelfProjection):
             cache.append(k, v, key_lengths)
         terms = relative_terms(self.relative, q, self.v_head_dim)
         options = self.mask_options() | self.score_options(terms.bias)
-        out = decode_attention(
-            terms.query, cache, new_lengths=key_lengths, backend=self.backend, **options
-        )
-        return self.project_output(out)
+        attend: Any = getattr(cache, "attend", None)
+        if attend is None:
+            attend = partial(decode_attention, cache=cache, new_lengths=key_lengths)
+        return self.project_output(attend(terms.query, backend=self.backend, **options))
 
     def repr_values(self) -> dict[str, Any]:
         table = self.relative_bias

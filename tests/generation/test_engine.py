@@ -52,6 +52,7 @@ def serve(engine: Engine, wishes: list[dict], seed: int = 1) -> list[list[int]]:
             streams[request].append(token)
     assert all(request.done for request in requests)
     assert [streams[request] for request in requests] == [r.tokens for r in requests]
+    engine.forget()
     assert engine.cache.rows == []
     assert engine.cache.free_pages == engine.cache.k.shape[1]
     return [request.tokens for request in requests]
@@ -123,6 +124,7 @@ def test_a_request_can_be_cancelled_at_any_time():
     assert [len(r.tokens) for r in (running, other, waiting)] == [4, 10, 0]
     assert other.tokens == alone(model, {"prompt": [2], **wish})
     assert running.tokens == alone(model, {"prompt": [1], **wish})[:4]
+    engine.forget()
     assert engine.cache.rows == []
 
 

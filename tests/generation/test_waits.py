@@ -12,6 +12,7 @@ from fastattn.generation import Engine, Sampling
 from fastattn.generation.generate import Batch
 from fastattn.generation.request import make_request
 from fastattn.models.sampling import choose_rows
+from fastattn.torch_backend import paged
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -62,7 +63,15 @@ def test_an_engine_reads_from_the_device_once_a_pass(monkeypatch):
         passes.append(1)
         return forward(*arguments, **options)
 
+    attend = paged.attend
+
+    def unseen(*arguments, **options):
+        """Torch reads offsets where a kernel leaves them to the device."""
+        with torch._C.DisableTorchFunction():
+            return attend(*arguments, **options)
+
     monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(paged, "attend", unseen)
     engine = Engine(model, num_pages=16, page_size=4)
     for prompt, setting in zip(([1, 2, 3], [4], [5, 6]), SETTINGS, strict=True):
         engine.submit(prompt, 8, sampling=setting, seed=1)

@@ -196,7 +196,7 @@ def test_wrong_inputs_are_named():
         model(torch.zeros(1, 13, dtype=torch.long))
     with pytest.raises(ValueError, match=r"tokens' shape \(2, 5\), got \(2, 4\)"):
         model(tokens, tokens[:, :4])
-    with pytest.raises(ValueError, match="last_only must be False when targets"):
+    with pytest.raises(ValueError, match="last_only and rows choose what is scored"):
         model(tokens, tokens, last_only=True)
     with pytest.raises(ValueError, match=r"one KVCache a layer \(2\), got 1"):
         model(tokens, cache=model.new_cache(2)[:1])

@@ -1,0 +1,100 @@
+"""What requests that are done leave in a paged cache, for prompts that begin alike."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..cache.paged import PagedKVCache
+
+
+class Prefixes:
+    """Rows of a cache that nobody continues: whole pages of text, the least recently used first.
+
+    Found by what their first page holds. Rows that begin alike share pages, as `fork` does.
+
+    Args:
+        cache: whose pages they hold.
+        most: how many rows are kept.
+    """
+
+    def __init__(self, cache: PagedKVCache, most: int) -> None:
+        self._cache, self._most = cache, most
+        self._texts: OrderedDict[int, list[int]] = OrderedDict()
+        self._by_first_page: dict[tuple[int, ...], dict[int, None]] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that are kept."""
+        return list(self._texts)
+
+    def keep(self, row: int, tokens: Sequence[int]) -> None:
+        """Take over a row, which holds these tokens; what is known already is freed."""
+        size = self._cache.page_size
+        text = list(tokens[: len(tokens) - len(tokens) % size])
+        _, known = self.find(text)
+        if not self._most or known == len(text):
+            self._cache.free(row)
+            return
+        for other in self._alike(text):
+            held = self._texts[other]
+            if held == text[: len(held)]:
+                self._drop(other)
+        if len(self._texts) == self._most:
+            self._drop(next(iter(self._texts)))
+        self._cache.truncate(row, len(text))
+        self._texts[row] = text
+        self._by_first_page.setdefault(tuple(text[:size]), {})[row] = None
+
+    def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """The row that begins with most of a text, which is used now, and with how many tokens."""
+        longest, found = 0, None
+        for row in self._alike(tokens):
+            length = common_prefix(self._texts[row], tokens)
+            if length > longest:
+                longest, found = length, row
+        if found is not None:
+            self._texts.move_to_end(found)
+        return found, longest
+
+    def give_back(self) -> bool:
+        """Free the last page of the row that has not been used for longest; whether there was one.
+
+        A page that others hold too is not free then.
+        """
+        if not self._texts:
+            return False
+        row, text = next(iter(self._texts.items()))
+        size = self._cache.page_size
+        if len(text) <= size:
+            self._drop(row)
+        else:
+            del text[-size:]
+            self._cache.truncate(row, len(text))
+        return True
+
+    def clear(self) -> None:
+        """Free all rows."""
+        for row in self.rows:
+            self._drop(row)
+
+    def _alike(self, tokens: Sequence[int]) -> list[int]:
+        """Rows whose first page is that of a text."""
+        return list(self._by_first_page.get(tuple(tokens[: self._cache.page_size]), ()))
+
+    def _drop(self, row: int) -> None:
+        first_page = tuple(self._texts.pop(row)[: self._cache.page_size])
+        del self._by_first_page[first_page][row]
+        if not self._by_first_page[first_page]:
+            del self._by_first_page[first_page]
+        self._cache.free(row)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

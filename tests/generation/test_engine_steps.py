@@ -1,0 +1,245 @@
+"""What a step of an engine reads: budgets, priorities, kept prefixes, failures; nothing is lost."""
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from small_gpt import make_gpt
+
+from fastattn.generation import Engine, Sampling, generate_tokens
+from fastattn.models.gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
+
+GREEDY = Sampling(greedy=True)
+KINDS = [
+    {"sampling": GREEDY},
+    {"sampling": Sampling(temperature=0.7, top_k=6)},
+    {"sampling": Sampling(top_p=0.9), "end_token": 3},
+]
+
+
+def alone(model: GPT, wish: dict[str, Any]) -> list[int]:
+    return list(generate_tokens(model, **wish))
+
+
+def free_of_requests(engine: Engine) -> bool:
+    """Whether all pages are back, but those that are kept for prompts to come."""
+    metrics = engine.metrics()
+    engine.forget()
+    pages = engine.cache.k.shape[1]
+    return metrics.pages_in_use == 0 and engine.cache.free_pages == pages
+
+
+def poison(engine: Engine) -> None:
+    """Make what no row holds NaN: a request that read another's pages would get no number."""
+    held = {page for row in engine.cache.rows for page in engine.cache.pages(row)}
+    free = [page for page in range(engine.cache.k.shape[1]) if page not in held]
+    for x in (engine.cache.k, engine.cache.v):
+        x[:, free] = torch.nan
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[GPT, list[dict[str, Any]], list[list[int]]]:
+    """A model, requests of which many begin alike, and what each of them gets alone."""
+    model, source = make_gpt(context=24, num_kv_heads=1), random.Random(5)
+    beginnings = [[source.randrange(20) for _ in range(n)] for n in (9, 16)]
+    wishes = []
+    for i in range(14):
+        prompt = [source.randrange(20) for _ in range(source.randint(1, 14))]
+        if i % 3:
+            prompt = beginnings[i % 2][: source.randint(4, 16)] + prompt[:5]
+        wishes.append({"prompt": prompt, "count": source.randint(1, 20), "seed": i, **KINDS[i % 3]})
+    return model, wishes, [alone(model, wish) for wish in wishes]
+
+
+@pytest.mark.parametrize("seeds", [range(25), range(25, 50)])
+def test_random_schedules_give_what_each_request_gets_alone(seeds, served):
+    model, wishes, expected = served
+    preempted = shared = cancelled = 0
+    for seed in seeds:
+        source = random.Random(seed)
+        page_size, max_batch = source.choice([1, 3, 4, 8]), source.randint(1, 5)
+        engine = Engine(
+            model,
+            num_pages=-(-24 // page_size) * source.choice([1, 1, 2, 3]) + source.randint(0, 3),
+            page_size=page_size,
+            max_batch=max_batch,
+            max_step_tokens=source.choice([None, max_batch, max_batch + 3, 16]),
+            kept_rows=source.choice([None, 0, 1]),
+        )
+        queue = [source.randrange(len(wishes)) for _ in range(7)]
+        requests, left = [], set()
+        while queue or engine.busy:
+            while queue and source.random() < 0.4:
+                i = queue.pop()
+                requests.append((i, engine.submit(**wishes[i], priority=source.choice([0, 0, 1]))))
+            if requests and source.random() < 0.05:
+                left.add(len(requests) - 1)
+                engine.cancel(requests[-1][1])
+            poison(engine)
+            engine.step()
+        for n, (i, request) in enumerate(requests):
+            got = request.tokens
+            assert request.done
+            assert got == expected[i][: len(got)], f"seed {seed}, request {n}"
+            assert n in left or len(got) == len(expected[i])
+        preempted, shared = preempted + engine.preemptions, shared + engine.shared_tokens
+        cancelled += len(left)
+        assert free_of_requests(engine)
+    assert min(preempted, shared, cancelled) > 0
+
+
+def test_no_step_reads_more_than_its_budget_and_who_writes_is_not_held_up():
+    model = make_gpt(context=64)
+    read: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
+    engine = Engine(model, num_pages=64, page_size=4, max_batch=3, max_step_tokens=8)
+    writer = engine.submit([1, 2], 20, sampling=GREEDY)
+    engine.step()
+    reader = engine.submit(list(range(20)) + list(range(19)), 2, sampling=GREEDY)
+    for step in range(1, 7):
+        engine.step()
+        assert len(writer.tokens) == 1 + step
+        assert len(reader.tokens) == (step == 6)  # 39 tokens, 7 a step
+    assert read == [2, *[8] * 5, 1 + 39 - 5 * 7]
+    list(engine.run())
+    assert writer.tokens == alone(model, {"prompt": [1, 2], "count": 20, "sampling": GREEDY})
+
+
+def test_what_a_finished_request_has_computed_is_read_by_the_next():
+    model = make_gpt(context=64)
+    engine = Engine(model, num_pages=32, page_size=4)
+    text = [i % 20 for i in range(18)]
+    first = engine.submit(text, 3, sampling=GREEDY)
+    list(engine.run())
+    assert engine.metrics().pages_kept == 5  # of 20 tokens, the last of which nobody read
+    second = engine.submit(text + first.tokens, 2, sampling=GREEDY)
+    list(engine.run())
+    assert engine.shared_tokens == 20
+    wish = {"prompt": text, "count": 5, "sampling": GREEDY}
+    assert first.tokens + second.tokens == alone(model, wish)
+
+
+def test_pages_not_used_for_longest_make_way_page_by_page():
+    engine = Engine(make_gpt(context=32), num_pages=8, page_size=4, max_batch=1)
+    texts = [[i] * 12 for i in range(2)]
+    for text in texts:
+        engine.submit(text, 1, sampling=GREEDY)
+    list(engine.run())
+    assert engine.metrics().pages_kept == 6
+    engine.submit([*texts[0], 9], 1, sampling=GREEDY)  # used again: the other is the oldest
+    list(engine.run())
+    assert engine.shared_tokens == 12
+    engine.submit([5] * 16, 1, sampling=GREEDY)
+    list(engine.run())
+    assert engine.metrics().pages_kept == 3 + 4 + 1
+    engine.submit([*texts[1], 9], 1, sampling=GREEDY)
+    list(engine.run())
+    assert engine.shared_tokens == 12 + 4
+
+
+def test_a_prompt_waits_for_what_another_is_about_to_compute():
+    model = make_gpt(context=64)
+    read: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
+    engine = Engine(model, num_pages=64, page_size=4, max_step_tokens=10)
+    text = [i % 20 for i in range(25)]
+    requests = [engine.submit([*text, i], 1, sampling=GREEDY) for i in range(4)]
+    list(engine.run())
+    assert read == [10, 10, 6, 3 * 2] and engine.shared_tokens == 3 * 24
+    assert all(len(request.tokens) == 1 for request in requests)
+
+
+def test_a_higher_priority_goes_first_and_sends_a_lower_one_away():
+    model = make_gpt()
+    engine = Engine(model, num_pages=12, page_size=1, max_batch=2)
+    low = engine.submit([1, 2, 3], 6, sampling=GREEDY)
+    engine.step()
+    later, high = engine.submit([4], 2, sampling=GREEDY), engine.submit([5] * 8, 5, priority=1)
+    engine.step()
+    assert (len(high.tokens), len(later.tokens), engine.preemptions) == (1, 0, 1)
+    events = [request for request, _ in engine.run()]
+    assert events.index(low) < events.index(later)
+    assert low.tokens == alone(model, {"prompt": [1, 2, 3], "count": 6, "sampling": GREEDY})
+
+
+@pytest.mark.parametrize("error", [FloatingPointError, RuntimeError])
+def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeypatch):
+    model = make_gpt()
+    engine = Engine(model, num_pages=20, page_size=4)
+    requests = [engine.submit([i, 2, 3], 5, sampling=GREEDY) for i in range(3)]
+    engine.step()
+    with monkeypatch.context() as patch:
+
+        def failing(tokens: torch.Tensor, **_: Any) -> torch.Tensor:
+            if error is RuntimeError:
+                raise RuntimeError("out of memory")
+            return torch.full((len(tokens), 1, 20), torch.nan)
+
+        patch.setattr(engine.model, "forward", failing)
+        with pytest.raises(error):
+            engine.step()
+    assert engine.metrics().pages_in_use == 0 and engine.cache.rows == []
+    engine.cancel(requests[0])
+    list(engine.run())
+    for i, request in enumerate(requests[1:], 1):
+        assert request.tokens == alone(model, {"prompt": [i, 2, 3], "count": 5, "sampling": GREEDY})
+    assert len(requests[0].tokens) == 1 and free_of_requests(engine)
+
+
+def test_memory_does_not_grow_with_requests(monkeypatch):
+    engine = Engine(make_gpt(num_layers=1), num_pages=16, page_size=4, max_batch=8, kept_rows=3)
+    scores = torch.zeros(8, 1, 20)
+    monkeypatch.setattr(engine.model, "forward", lambda _, rows, **__: scores[: len(rows)])
+    source, used = random.Random(0), []
+    for n in range(5000):
+        engine.submit([source.randrange(20) for _ in range(source.randint(1, 9))], 2, seed=n)
+        engine.step()
+        if n in (2000, 4999):
+            gc.collect()
+            used.append(len(gc.get_objects()))
+    list(engine.run())
+    assert used[1] - used[0] < 500, used
+    assert engine.metrics().new_tokens == 2 * 5000
+    assert free_of_requests(engine)
+
+
+def test_one_request_is_streamed_while_others_are_served():
+    engine = Engine(make_gpt(), num_pages=20, page_size=4)
+    other, request = (engine.submit([i], 6, sampling=GREEDY) for i in (1, 2))
+    assert list(engine.stream(request)) == request.tokens
+    assert len(other.tokens) == 6
+
+
+def test_metrics_count_what_was_done():
+    engine = Engine(make_gpt(), num_pages=20, page_size=4, max_batch=1)
+    assert engine.metrics().first_token_seconds is None
+    for i in (1, 2):
+        engine.submit([i, i, i, i], 3, sampling=GREEDY)
+    engine.step()
+    found = engine.metrics()
+    assert (found.steps, found.read_tokens, found.new_tokens) == (1, 4, 1)
+    assert (found.running, found.waiting, found.pages_in_use) == (1, 1, 1)
+    list(engine.run())
+    found = engine.metrics()
+    assert (found.read_tokens, found.new_tokens, found.running) == (12, 6, 0)
+    assert found.tokens_per_second > 0 and found.first_token_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_batch": 0}, ValueError, "max_batch must be at least 1, got 0"),
+        ({"max_step_tokens": 7}, ValueError, "max_step_tokens must be at least 8, got 7"),
+        ({"kept_rows": -1}, ValueError, "kept_rows must be at least 0, got -1"),
+        ({"max_batch": 2.0}, TypeError, "max_batch must be an int"),
+    ],
+)
+def test_numbers_of_an_engine_are_checked(options, error, match):
+    with pytest.raises(error, match=match):
+        Engine(make_gpt(), num_pages=4, **options)
+    with pytest.raises(TypeError, match="priority must be an int"):
+        Engine(make_gpt(), num_pages=4).submit([1], 1, priority="high")
