@@ -71,13 +71,18 @@ fuzz: $(VENV)/.installed-test
 test-versions:
 	@$(PYTHON) tests/versions.py $(ROWS)
 
-# On a server's own classes, on a CPU. VLLM: the unpacked source distribution, fetched by default.
+# On the servers' own classes, on a CPU: distributions unpacked, and what else they import. The
+# environment's own packages come first, whatever the servers pin.
 VLLM ?= build/servers/vllm-0.33.0
-test-servers: $(VENV)/.installed-test $(VLLM) build/servers/imported
-	FASTATTN_VLLM="$(abspath $(VLLM)):$(abspath build/servers/imported)" \
-		$(bin)/pytest --benchmark-disable -q tests/compat/test_vllm.py
+SGLANG ?= build/servers/sglang-0.5.23
+imported := $(CURDIR)/build/servers/imported
+test-servers: $(VENV)/.installed-test $(VLLM) $(SGLANG) build/servers/imported
+	FASTATTN_VLLM="$(abspath $(VLLM)):$(imported)" $(bin)/pytest -W ignore --benchmark-disable -q \
+		tests/compat/test_vllm.py
+	FASTATTN_SGLANG="$(abspath $(SGLANG)):$(imported)" $(bin)/pytest -W ignore --benchmark-disable -q \
+		tests/compat/test_sglang.py
 
-# Its metadata are made by its own setup.py, which wants to know what to build: nothing.
+# vLLM's setup.py, which pip runs for its metadata, wants to know what to build: nothing.
 build/servers/vllm-0.33.0:
 	$(bin)/python -m pip install -q $(PIP_ARGS) --target build/servers/tools setuptools-rust
 	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty PYTHONPATH=build/servers/tools \
@@ -85,10 +90,16 @@ build/servers/vllm-0.33.0:
 		--no-deps --no-binary :all: --no-build-isolation
 	tar -xzf $@.tar.gz -C build/servers
 
-# What it imports for its interface, last on the path: the environment's own packages come first.
+build/servers/sglang-0.5.23:
+	$(bin)/python -m pip download $(PIP_ARGS) -d build/servers sglang==0.5.23 --no-deps
+	$(bin)/python -m zipfile -e build/servers/sglang-0.5.23-*.whl $@
+
 build/servers/imported:
-	$(bin)/python -m pip install -q $(PIP_ARGS) --target $@ \
-		pyzmq cbor2 openai openai-harmony msgspec cachetools cloudpickle
+	$(bin)/python -m pip install -q $(PIP_ARGS) --target $@ pyzmq cbor2 openai openai-harmony msgspec \
+		cachetools cloudpickle
+	$(bin)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@ apache-tvm-ffi \
+		compressed-tensors dill gguf ipython loguru orjson partial-json-parser pybase64 sentencepiece \
+		starlette traitlets
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

@@ -165,7 +165,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"impl": {"logits_soft_cap": 1.5}, "options": {"softcap": 1.5}},
     "alibi": {"impl": {"alibi_slopes": SLOPES}, "options": {"alibi_slopes": torch.tensor(SLOPES)}},
     "bidirectional window": {
-        "impl": {"sliding_window": 9}, "options": {"causal": False, "window": (8, 8)},
+        "impl": {"sliding_window": 3}, "options": {"causal": False, "window": (2, 2)},
     },
     "fp8": {"codes": torch.tensor(0.01)},
 }  # fmt: skip

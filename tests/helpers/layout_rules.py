@@ -61,6 +61,7 @@ ENTRIES = {
     "fastattn.bench.time.full_run",
     "fastattn.compat.flex_attention",
     "fastattn.compat.llama",
+    "fastattn.compat.sglang",
     "fastattn.compat.torch_flash",
     "fastattn.compat.vllm",
     "fastattn.testing.compiling.calls",

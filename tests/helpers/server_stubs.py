@@ -11,6 +11,8 @@ import os
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,6 +43,30 @@ def use_folder(patch: pytest.MonkeyPatch, folders: str) -> None:
     """Find the package in the first folder, and what it imports besides in the others, last."""
     first, *others = folders.split(os.pathsep)
     patch.setattr(sys, "path", [first, *sys.path, *others])
+
+
+def use_sglang(patch: pytest.MonkeyPatch, folders: str) -> None:
+    """`use_folder`, with a stand-in for torchvision, whose wheel wants a torch of its own."""
+    importlib.import_module("transformers.image_utils")  # which would take the stand-in for it
+    for name in ("io", "transforms", "transforms.functional", "transforms.v2.functional"):
+        for path in accumulate(["torchvision", *name.split(".")], "{}.{}".format):
+            if path not in sys.modules:
+                sys.modules[path] = _AnyName(path)
+    use_folder(patch, folders)
+
+
+class _AnyName(ModuleType):
+    """A package that has every name, as an empty class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def signature_of(x: Any) -> list[tuple[str, Any, bool]]:
@@ -191,3 +217,154 @@ VLLM_STUBS: dict[str, dict[str, Any]] = {
     "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
     "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
 }
+
+
+class SharedReadEnds(Enum):
+    PRE_REPLAY, IN_REPLAY, POST_REPLAY, UNKNOWN = 1, 2, 3, 4
+
+
+class SglangBackend:
+    """sglang.srt.layers.attention.base_attn_backend.AttentionBackend of 0.5.23."""
+
+    def init_forward_metadata(self, forward_batch): ...
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False): ...
+
+    def init_forward_metadata_in_graph(self, forward_batch): ...
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens): ...
+
+    def get_cuda_graph_seq_len_fill_value(self): ...
+
+    def shared_read_ends(self, fm): ...
+
+    def support_triton(self): ...
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        decodes = forward_batch.forward_mode.is_decode()
+        call = self.forward_decode if decodes else self.forward_extend
+        return call(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True): ...
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True): ...
+
+
+class ForwardMode(Enum):
+    EXTEND, DECODE, MIXED, IDLE, TARGET_VERIFY, DLLM_EXTEND = range(6)
+
+    def is_decode(self):
+        return self is ForwardMode.DECODE
+
+    def is_idle(self):
+        return self is ForwardMode.IDLE
+
+    def is_target_verify(self):
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_dllm_extend(self):
+        return self is ForwardMode.DLLM_EXTEND
+
+
+class RadixAttention:
+    def __init__(
+        self, num_heads, head_dim, scaling, num_kv_heads, layer_id, logit_cap=0.0, v_head_dim=-1,
+        sliding_window_size=-1, is_cross_attention=False, pos_encoding_mode="NONE",
+        logit_capping_method="tanh", attn_type=None,
+    ):  # fmt: skip
+        self.tp_q_head_num, self.tp_k_head_num, self.tp_v_head_num = num_heads, *[num_kv_heads] * 2
+        self.head_dim = self.qk_head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim == -1 else v_head_dim
+        self.scaling, self.layer_id, self.logit_cap = scaling, layer_id, logit_cap
+        self.sliding_window_size, self.is_cross_attention = sliding_window_size, is_cross_attention
+        self.pos_encoding_mode, self.logit_capping_method = pos_encoding_mode, logit_capping_method
+        self.attn_type = AttentionType.DECODER if attn_type is None else attn_type
+        self.k_scale = self.v_scale = None
+        self.xai_temperature_len = -1
+
+
+class AttentionType(Enum):
+    DECODER = "decoder"
+    DECODER_BIDIRECTIONAL = "decoder_bidirectional"
+    ENCODER_ONLY = "encoder_only"
+
+
+@dataclass(frozen=True)
+class KVWriteLoc:
+    loc: Tensor
+    swa_loc: Tensor | None = None
+    full_loc: Tensor | None = None
+    physical: bool = False
+
+    @classmethod
+    def for_batch(cls, forward_batch, *, swa_loc=None, full_loc=None):
+        return cls(forward_batch.out_cache_loc, swa_loc, full_loc)
+
+
+class MHATokenToKVPool:
+    """A slot for each token, and a page of slots that nobody has."""
+
+    def __init__(
+        self, size, page_size, dtype, head_num, head_dim, layer_num, device, enable_memory_saver,
+    ):  # fmt: skip
+        self.dtype, self.page_size = dtype, page_size
+        shape = (layer_num, size + page_size, head_num, head_dim)
+        self.k_buffer, self.v_buffer = (torch.zeros(shape).to(dtype) for _ in "kv")
+
+    def get_kv_buffer(self, layer_id):
+        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None):
+        if cache_k.dtype != self.dtype:
+            for x, scale in ((cache_k, k_scale), (cache_v, v_scale)):
+                if scale is not None:
+                    x.div_(scale)
+        stored = zip(self.get_kv_buffer(layer.layer_id), (cache_k, cache_v), strict=True)
+        for buffer, x in stored:
+            # torch indexes no fp8.
+            kind = torch.uint8 if x.dtype.itemsize != self.dtype.itemsize else buffer.dtype
+            kind = torch.uint8 if self.dtype.itemsize == 1 else kind
+            buffer.view(kind)[loc_info.loc] = x.to(self.dtype).view(kind)
+
+
+ATTENTION_BACKENDS: dict[str, Any] = {}
+
+
+def register_attention_backend(name):
+    return lambda function: ATTENTION_BACKENDS.setdefault(name, function)
+
+
+_CHOICES: dict[str, list[str]] = {
+    name: []
+    for name in (
+        "ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
+    )
+}  # fmt: skip
+SGLANG_STUBS: dict[str, dict[str, Any]] = {
+    "sglang.srt.arg_groups.choices": {
+        **_CHOICES,
+        "add_attention_backend_choices": _CHOICES["ATTENTION_BACKEND_CHOICES"].extend,
+        "add_deterministic_attention_backend_choices":
+            _CHOICES["DETERMINISTIC_ATTENTION_BACKEND_CHOICES"].extend,
+        "add_radix_supported_deterministic_attention_backend_choices":
+            _CHOICES["RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"].extend,
+    },
+    "sglang.srt.layers.attention.attention_registry": {
+        "ATTENTION_BACKENDS": ATTENTION_BACKENDS,
+        "register_attention_backend": register_attention_backend,
+    },
+    "sglang.srt.layers.attention.base_attn_backend": {
+        "AttentionBackend": SglangBackend,
+        "SharedReadEnds": SharedReadEnds,
+    },
+    "sglang.srt.layers.radix_attention": {
+        "RadixAttention": RadixAttention,
+        "AttentionType": AttentionType,
+    },
+    "sglang.srt.mem_cache.memory_pool": {
+        "KVWriteLoc": KVWriteLoc,
+        "MHATokenToKVPool": MHATokenToKVPool,
+    },
+    "sglang.srt.model_executor.forward_batch_info": {"ForwardMode": ForwardMode},
+}  # fmt: skip
