@@ -1,4 +1,4 @@
-"""Train small GPTs that differ in one thing, and record their losses as JSON and as a picture.
+"""Run small GPTs that differ in one thing, and record what comes out as JSON and as a picture.
 
 python bench/compare.py layers                      # docs/recorded/layers.json and layers.png
 python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
@@ -6,7 +6,8 @@ python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
 layers: the order of norm and sublayers (post-LN, pre-LN, parallel), all without warm-up, and which
 keys are seen (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
 ranks; every run is the `fastattn train` of a user, under torchrun where there are several, on the
-CPU with gloo. The text is the standard library's source, a token a character.
+CPU with gloo. serving: an `Engine` by how many requests it serves at a time. The text is the
+standard library's source, a token a character.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from typing import Any
 import matplotlib.figure
 import torch
 
-from fastattn.models.gpt import GPTConfig
+from fastattn.generation import Engine
+from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.data.text import fingerprint, standard_library_text
 from fastattn.training.metrics import read_metrics
 from fastattn.training.run import Options, train
@@ -46,6 +48,9 @@ GROUPS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "sparse, merged": {**SPARSE, "sparse": "merge"},
     },
 }
+SERVED = {"num_layers": 4, "num_heads": 4, "embed_dim": 128, "context_length": 256}
+SERVED |= {"num_kv_heads": 2, "positions": "rotary"}
+PROMPT, BATCHES = 64, (1, 2, 4, 8, 16)
 SHAPE = "--layers 2 --heads 2 --embed-dim 32 --context 64 --batch 4"
 SPLITS: Mapping[str, tuple[int, str]] = {
     "1 rank": (1, ""),
@@ -182,7 +187,47 @@ def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[i
     return {10 * i + len(found): kind(found) for i, found in enumerate(stretches)}
 
 
-COMPARED = {"layers": (layers, draw_layers, 4.0), "splits": (splits, draw_splits, 4.4)}
+def serving(steps: int, text: Path, folder: Path) -> Record:
+    """Serve as many requests as fit at a time, of `steps` tokens each, for several such numbers."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=256, **SERVED)).eval()
+    tokens = list(text.read_bytes())
+    runs = {}
+    for size in BATCHES:
+        engine = Engine(model, num_pages=16 * size, max_batch=size, max_step_tokens=size + 32)
+        requests = [
+            engine.submit(tokens[1000 * i :][:PROMPT], steps, seed=i) for i in range(2 * size)
+        ]
+        for _ in engine.run():
+            pass
+        found = engine.metrics()
+        assert all(len(request.tokens) == steps for request in requests)
+        runs[str(size)] = {
+            "tokens_per_second": round(found.tokens_per_second, 1),
+            "milliseconds_a_step": round(1000 * found.seconds / found.steps, 2),
+            "first_token_seconds": round(found.first_token_seconds or 0.0, 3),
+            "steps": found.steps,
+            "read_tokens": found.read_tokens,
+        }
+    prompt = {"tokens": PROMPT, "new_tokens": steps, "requests": "twice the batch size"}
+    return {"model": SERVED, "prompt": prompt, "threads": torch.get_num_threads(), "runs": runs}
+
+
+def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+    """Tokens a second, and milliseconds a step, over the requests that run at a time."""
+    panels = figure.subplots(1, 2)
+    sizes = [int(size) for size in record["runs"]]
+    for axes, name in zip(panels, ("tokens_per_second", "milliseconds_a_step"), strict=True):
+        axes.plot(sizes, [run[name] for run in record["runs"].values()], marker="o")
+        axes.set(title=name.replace("_", " "), xlabel="requests at a time", ylim=(0, None))
+        axes.grid(alpha=0.3)
+
+
+COMPARED = {
+    "layers": (layers, draw_layers, 4.0),
+    "splits": (splits, draw_splits, 4.4),
+    "serving": (serving, draw_serving, 3.6),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -94,6 +94,16 @@ def test_the_script_trains_layers(script, tmp_path, monkeypatch):
     assert [step for step, _ in runs["b: other"]["loss"]] == [1, 2]
 
 
+def test_the_script_serves(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "BATCHES", (1, 2))
+    record = written(script, "serving", 3, tmp_path)
+    # Requests by turns, each a prompt in chunks, whose last gives a token, and 2 more steps.
+    assert record["runs"]["1"]["steps"] == 2 * (2 + 2)
+    assert record["runs"]["1"]["read_tokens"] == 2 * (script.PROMPT + 2)
+    assert record["model"] == script.SERVED == recorded("serving")["model"]
+    assert list(recorded("serving")["runs"]) == ["1", "2", "4", "8", "16"]
+
+
 def test_the_script_starts_splits(script, tmp_path, monkeypatch):
     """Runs are fakes that leave metrics.jsonl alone; tests/training has torchrun."""
     started = []
