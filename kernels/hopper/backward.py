@@ -29,7 +29,9 @@ from ..launch.launches import Launch, launch_for
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .host import (
+    aligned_bias,
     describe,
+    describe_bias,
     end_early,
     key_grid,
     mask_of,
@@ -59,7 +61,7 @@ def launch_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
 
-    delta is filled where the gradient of sinks needs it, and undefined elsewhere.
+    delta is filled where the gradient of sinks or attn_bias needs it, and undefined elsewhere.
 
     do [B, H_q, T_q, D] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
@@ -67,7 +69,7 @@ def launch_hopper_backward(
     `why_not_one_pass`.
     """
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
-    o = aligned(o)
+    o, options = aligned(o), aligned_bias(options)
     B, H_q, T_q, _ = q.shape
     dq, dk, dv = (result_in_layout(options, x, *x.shape[1:]) for x in (q, k, v))
     delta = torch.empty_like(lse)
@@ -76,7 +78,7 @@ def launch_hopper_backward(
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     minus_lse, minus_delta = stats.unbind()
-    wanted = delta if options.sinks is not None else None
+    wanted = delta if options.sinks is not None or options.attn_bias is not None else None
     total = None
     if options.atomic_dq:
         total = launch_start_dq(do, dlse, q, o, lse, wanted, options, stats)
@@ -147,6 +149,7 @@ def _plan_dq(
             (2, describe(v, config.BLOCK)),
             (3, describe(do, ROWS.value)),
             (4, to_send(dq, options)),
+            describe_bias(options, q, ROWS.value, config.BLOCK),
         ),
         hidden=4,
     )
@@ -200,6 +203,7 @@ def _plan_dkv(
             (5, None if dk is None else to_send(dk, options, piece)),
             (6, None if dv is None else to_send(dv, options)),
             (4, sums),
+            describe_bias(options, q, config.BLOCK, ROWS.value),
         ),
         hidden=4,
     )

@@ -25,6 +25,7 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
+from .bias import allocate_bias, load_bias, take_bias
 from .hidden_keys import allocate_landed, load_keys, some_exist
 from .one_pass import (
     DqSum,
@@ -76,9 +77,9 @@ class BackwardDkv(NamedTuple):
     """State that the partitions of dK/dV share.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. stats_ring: of the queries in q. exchange: of `one_pass`, or None. dq: of it
-    too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient out; without dk there
-    is no v. dk_parts_ptr, dv_parts_ptr: see `_store`.
+    see `load_until`. bias: see `bias.py`. stats_ring: of the queries in q. exchange: of `one_pass`,
+    or None. dq: of it too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient
+    out; without dk there is no v. dk_parts_ptr, dv_parts_ptr: see `_store`.
     """
 
     k: Any
@@ -88,6 +89,7 @@ class BackwardDkv(NamedTuple):
     stats_ring: Any
     k_landed: Any
     q_landed: Any
+    bias: Any
     dq: Any
     dk: Any
     dv: Any
@@ -158,6 +160,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
             shared.stats_ring.minus_lse.index(stage).store(minus_lse)
             shared.stats_ring.minus_delta.index(stage).store(minus_delta)
             mbarrier.arrive(shared.stats_ring.full.index(stage), count=1)
+            for consumer in gl.static_range(2):
+                key = tile.first + consumer * ROWS
+                load_bias(shared.bias, n, h, tile.row, row, key, shared.score, consumer)
             scrubs = load_until(shared.do, shared.q_landed, n, b, h, first, end, scrubs)
             n += 1
     return n, scrubs
@@ -249,8 +254,9 @@ def _step(
     s = warpgroup_mma_wait(1 if DK else 0, deps=[s])
     rows = rows[None, :]
     keys = mine.keys[:, None]
+    bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK), CONSUMER, True)
     s, factor, before, capped = modified(
-        s, rows, keys, h, batch, score, first=row, slope=mine.slope
+        s, rows, keys, h, batch, score, bias, first=row, slope=mine.slope
     )
     seen = None
     if MASKED:
@@ -380,44 +386,18 @@ def _send(out, slots, x, tile, first, CONSUMER: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward_dkv_kernel(
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    dk_parts_ptr,
-    dv_parts_ptr,
-    minus_lse_ptr,
-    minus_delta_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    do_desc,
-    dk_desc,
-    dv_desc,
-    dq_desc,
-    dk_strides,
-    dv_strides,
-    stats_stride,
-    mask,
-    order_ptr,
-    score,
-    T_q,
-    T_k,
-    H,
-    G,
-    heads,
-    tiles,
-    group,
-    pairs,
-    pair_group,
-    parts,
-    config: gl.constexpr,
-):
+    dq_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, minus_lse_ptr, minus_delta_ptr, q_desc,
+    k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, bias_desc, dk_strides, dv_strides,
+    stats_stride, mask, order_ptr, score, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group,
+    parts, config: gl.constexpr,
+):  # fmt: skip
     """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
     dk_ptr, dv_ptr: None for a gradient that another launch computes; without dk, v_desc is None
     too. dk_desc, dk_strides and those of dv: see `Output`; their parts: `_store`. dq_ptr: None, or
     fp32 [B, H_q, whole tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of
-    it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. parts: None
+    it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. bias_desc:
+    None without attn_bias. parts: None
     beside dq_ptr, whose kernel has no registers for them.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
@@ -442,6 +422,7 @@ def hopper_backward_dkv_kernel(
         stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
         k_landed=landed if K_EARLY else None,
         q_landed=landed if Q_EARLY else None,
+        bias=allocate_bias(bias_desc, 2),
         dq=DqSum(dq_tiles, dq_desc, dq_ptr),
         dk=Output(dk_desc, dk_ptr, dk_strides),
         dv=Output(dv_desc, dv_ptr, dv_strides),

@@ -20,6 +20,7 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
+from .bias import allocate_bias, load_bias, take_bias
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
 from .partitions import run_partitions
@@ -44,8 +45,8 @@ from .schedule import SIZES, RowStats, Work, block_number, query_tile, stats_of_
 class BackwardDq(NamedTuple):
     """State that the partitions of dQ share.
 
-    q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. lse_ptr, dlse_ptr,
-    delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
+    q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. bias: see
+    `bias.py`. lse_ptr, dlse_ptr, delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
     """
 
     q: Any
@@ -53,6 +54,7 @@ class BackwardDq(NamedTuple):
     k: Any
     v: Any
     landed: Any
+    bias: Any
     dq: Any
     o_ptr: Any
     o_strides: Any
@@ -85,6 +87,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
     for j in range(tile.blocks):
         key = block_number(j, tile, shared.work.mask) * config.BLOCK
         first_k = tile.first_k + key
+        for consumer in gl.static_range(2):
+            query = tile.first + consumer * ROWS
+            load_bias(shared.bias, n, h, tile.row, query, key, shared.score, consumer)
         for ring in gl.static_range(2):
             scrubs = load_keys(
                 (shared.k, shared.v)[ring], shared.landed, n, b, h_k, first_k, key, tile.row,
@@ -126,7 +131,10 @@ def _step(
     rows = mine.rows[:, None]
     numbers = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     keys = numbers[None, :]
-    s, factor, before, capped = modified(s, rows, keys, h, row, score, first=key, slope=mine.slope)
+    bias = take_bias(shared.bias, n, LAYOUT, CONSUMER)
+    s, factor, before, capped = modified(
+        s, rows, keys, h, row, score, bias, first=key, slope=mine.slope
+    )
     seen = None
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
@@ -231,6 +239,7 @@ def hopper_backward_dq_kernel(
     v_desc,
     do_desc,
     dq_desc,
+    bias_desc,
     dq_strides,
     o_strides,
     stats_stride,
@@ -250,8 +259,8 @@ def hopper_backward_dq_kernel(
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
-    dq_desc, dq_strides: see `Output`. dlse_ptr, delta_ptr: None where the one is not
-    given and the other not wanted.
+    dq_desc, dq_strides: see `Output`. bias_desc: None without attn_bias. dlse_ptr,
+    delta_ptr: None where the one is not given and the other not wanted.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed = allocate_landed(mask)
@@ -262,6 +271,7 @@ def hopper_backward_dq_kernel(
         k=k,
         v=v,
         landed=landed,
+        bias=allocate_bias(bias_desc, 2),
         dq=Output(dq_desc, dq_ptr, dq_strides),
         o_ptr=o_ptr,
         o_strides=o_strides,

@@ -26,9 +26,20 @@ from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified, slope_of
 from ..rules.softmax import finish, online_step
 from ..rules.tile import at_keys
+from .bias import allocate_bias, load_bias, take_bias
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
 from .hidden_keys import allocate_landed, load_keys, shown_keys
-from .host import describe, end_early, mask_of, query_grid, strides_to_send, to_send, walkable
+from .host import (
+    aligned_bias,
+    describe,
+    describe_bias,
+    end_early,
+    mask_of,
+    query_grid,
+    strides_to_send,
+    to_send,
+    walkable,
+)
 from .partitions import run_partitions
 from .pipeline import (
     ROWS,
@@ -65,7 +76,8 @@ class Forward(NamedTuple):
     """State that the partitions of forward share.
 
     q: a slot for each consumer. k, v: rings. o_tiles: where consumers leave what TMA stores.
-    landed: see `load_until`. turns: see `take_turn`. scales: None, or of q, k and v in 8 bits.
+    landed: see `load_until`. bias: see `bias.py`. turns: see `take_turn`. scales: None, or of q, k
+    and v in 8 bits.
     """
 
     o: Any
@@ -75,6 +87,7 @@ class Forward(NamedTuple):
     k: Any
     v: Any
     landed: Any
+    bias: Any
     turns: Any
     score: Any
     scales: Any
@@ -108,6 +121,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         if j == 0:
             for consumer in gl.static_range(1, CONSUMERS):
                 load_slot(shared.q, i, b, h, first, consumer)
+        for consumer in gl.static_range(CONSUMERS):
+            query = tile.first + consumer * ROWS
+            load_bias(shared.bias, n, h, tile.row, query, key, shared.score, consumer)
         scrubs = load_keys(
             shared.v, shared.landed, n, b, h_k, first_v + key, key, tile.row, shared.work.mask,
             j < tile.boundary, scrubs, TRANSPOSED,
@@ -151,14 +167,14 @@ def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def _scores(s, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
+def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr):
     """The scores of s = q.k, -inf where hidden, and the factor to log2 units: see `modified`."""
     LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK, mine.q.dtype)
     numbers = key + gl.arange(0, config.BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     rows, cols = mine.rows[:, None], numbers[None, :]
     h, row = mine.tile.h, at_keys(mine.tile.row, key, mask)
     s, factor, _before, _capped = modified(
-        s, rows, cols, h, row, mine.score, first=key, slope=mine.slope
+        s, rows, cols, h, row, mine.score, bias, first=key, slope=mine.slope
     )
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
@@ -179,7 +195,8 @@ def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.const
     release(shared.k, n)
     mask = shared.work.mask
     key = block_number(0, mine.tile, mask) * config.BLOCK
-    s, factor = _scores(s, key, mine, mask, True, config)
+    bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK, dtype), CONSUMER)
+    s, factor = _scores(s, bias, key, mine, mask, True, config)
     p, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
     p = _waiting(p, dtype, config)
     wait_full(shared.k, n + 1, mine.tile.blocks > 1)
@@ -203,7 +220,8 @@ def _step(
     pass_turn(shared.turns, CONSUMER, config.CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s])
     release(shared.k, n)
-    s, factor = _scores(s, key, mine, shared.work.mask, MASKED, config)
+    bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK, dtype), CONSUMER)
+    s, factor = _scores(s, bias, key, mine, shared.work.mask, MASKED, config)
     SLACK: gl.constexpr = weight_slack(dtype, config.SLACK)
     HIDES: gl.constexpr = MASKED or mine.score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, HIDES, weight_shift(dtype), SLACK=SLACK)
@@ -280,12 +298,12 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    o_ptr, lse_ptr, q_desc, k_desc, v_desc, o_desc, o_strides, mask, order_ptr, score, scales,
-    T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
+    o_ptr, lse_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr, score,
+    scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
-    o_desc, o_strides: see `Output`.
+    o_desc, o_strides: see `Output`. bias_desc: None without attn_bias.
     scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None; b counts packed
     sequences, too. v_desc then is of v as `kernels.fp8_values` packs it.
     """
@@ -303,7 +321,8 @@ def hopper_forward_kernel(
     if config.PING_PONG:
         turns = allocate_barriers(SLOTS, 1)
     o = Output(o_desc, o_ptr, o_strides)
-    shared = Forward(o, lse_ptr, q, o_tiles, k, v, landed, turns, score, scales, work)
+    bias = allocate_bias(bias_desc, SLOTS)
+    shared = Forward(o, lse_ptr, q, o_tiles, k, v, landed, bias, turns, score, scales, work)
     run_partitions(query_tile, _load_tile, _attend, shared, config)
 
 
@@ -344,6 +363,7 @@ def _plan_with(
             (1, describe(k, config.BLOCK)),
             (2, values),
             (3, to_send(o, options)),
+            describe_bias(options, q, ROWS.value, config.BLOCK),
         ),
         hidden=3,
     )
@@ -356,7 +376,7 @@ def launch_hopper_forward(
 
     q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None.
     """
-    q, k, v = walkable(q), walkable(k), walkable(v)
+    q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
     o = result_in_layout(options, q, *q.shape[1:])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
@@ -367,6 +387,8 @@ def prepare_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: ForwardLauncher
 ) -> ForwardLauncher | None:
     """`launch_hopper_forward` as `kernels.forward.prepare_forward` has that of its own kernel."""
+    if options.attn_bias is not None:
+        return None  # it may have to be copied
     return prepare_forward(q, k, v, options, otherwise, _plan, walkable)
 
 

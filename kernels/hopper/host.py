@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import tiles as launch_tiles
-from ..launch.arguments import aligned, strides, tiles_of
+from ..launch.arguments import aligned, bias_by_tma, strides, tiles_of
 from ..launch.block_sparsity import CallTables, launch_mask
 from ..launch.descriptors import tma_strides
 from ..launch.packed_order import order_of_tiles
@@ -51,7 +51,7 @@ _SERVED_IN_8_BITS = {
     "first_head", "all_heads",
 }  # fmt: skip
 _SERVED = _SERVED_IN_8_BITS | {
-    "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes",
+    "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
 }  # fmt: skip
 
 
@@ -88,12 +88,49 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
             return f"they do not know {name}"
     if options.attn_mask is not None and options.attn_mask.shape[1] > 1 and _grouped(q, k):
         return "each head has an attn_mask of its own, and heads share keys"
+    if options.attn_bias is not None and (reason := _why_not_bias(options.attn_bias, T_q, D)):
+        return reason
     longest = max(T_k, T_q)
     if T_k == 0:
         return "there are no keys"
     if longest >= _MAX_LENGTH:
         return f"{longest} positions; they count to {_MAX_LENGTH}"
     return None
+
+
+def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
+    """Why no TMA brings tiles of a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
+    if bias.element_size() != 2:
+        said = str(bias.dtype).removeprefix("torch.")
+        return f"attn_bias is {said}; they have room for tiles of 16 bits"
+    if D == APART_HEAD_DIM:
+        return f"there is no room for tiles of attn_bias beside those of {D} columns"
+    if bias.shape[2] != T_q or bias.shape[3] == 1 or bias.stride(2) == 0:
+        return "attn_bias is broadcast along queries or keys, which TMA does not do"
+    steps = zip(bias.shape[:3], bias.stride()[:3], strict=True)
+    if bias.stride(3) != 1 or any(size > 1 and stride % 8 for size, stride in steps):
+        return "rows of attn_bias do not lie at multiples of 16 bytes"
+    return None
+
+
+def aligned_bias(options: Options) -> Options:
+    """The options, attn_bias a copy where TMA cannot start from its address."""
+    bias = options.attn_bias
+    if bias is None or bias.data_ptr() % 16 == 0:
+        return options
+    once = bias[: 1 if bias.stride(0) == 0 else None, : 1 if bias.stride(1) == 0 else None]
+    T_k = bias.shape[3]
+    copy = bias.new_empty(*once.shape[:3], -(-T_k // 8) * 8)[..., :T_k]
+    return options._replace(attn_bias=copy.copy_(once))
+
+
+def describe_bias(
+    options: Options, q: Tensor, rows: int, cols: int
+) -> tuple[int, TensorDescriptor | None]:
+    """Place of attn_bias among the options, and its descriptor in tiles [rows, cols] or None."""
+    x = bias_by_tma(options, q)
+    place = ~options._fields.index("attn_bias")
+    return place, None if x is None else describe(x, rows, cols)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:

@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from .gluon_names import async_atomic_add
 from .pipeline import (
     ROWS,
     accumulator_layout,
     allocate_barriers,
+    async_atomic_add,
     stage_and_parity,
     wait_full,
 )

@@ -4,17 +4,40 @@ The producer waits until a stage of a ring is empty and loads it; the bytes that
 `full`. Consumers wait for `full`, and arrive at `empty` when their products have read the stage.
 The n-th use of a ring is stage n mod STAGES in round n div STAGES; n counts on from tile to tile of
 a persistent program.
+
+TMA operations have the names of Triton 3.8, in every Triton from 3.6 on:
+
+| Triton      | loads, stores                                            | additions          |
+|-------------|----------------------------------------------------------|--------------------|
+| 3.6, 3.7    | async_copy_global_to_shared, async_copy_shared_to_global | in the IR, no name |
+| 3.8         | async_load, async_store, and the names before            | async_atomic_add   |
+| 3.9         | async_load, async_store; the names before raise          | async_atomic_add   |
 """
 
 from typing import Any, NamedTuple
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..rules.codes import key_at
 from ..rules.tile import head
-from .gluon_names import async_load, async_store
+
+if hasattr(tma, "async_load"):
+    async_load, async_store = tma.async_load, tma.async_store
+    async_atomic_add = tma.async_atomic_add
+else:
+    async_load, async_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+
+    @builtin
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
+        """Add a tile of shared memory to global memory, as the operation of this name does."""
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
 
 ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
 # The smallest piece of a swizzled tile that can be addressed by itself.

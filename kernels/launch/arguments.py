@@ -95,7 +95,7 @@ def tile_for(
         return tiles.lookup("relative", q.element_size(), max(dims))
     if registers in ("bias", "scores") and not streams_bias:
         registers = "heavy"
-    elif registers == "bias" and _bias_by_tma(options, q) is None:
+    elif registers == "bias" and bias_by_tma(options, q) is None:
         registers = "scores"  # it is loaded in place, as one by distance is
     tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
     assert options.q_positions is None or max(tile.BLOCK_M, tile.BLOCK_N) <= ORDERED.value
@@ -268,10 +268,10 @@ def _positions_strides(f: Options) -> tuple[int | None, ...] | None:
 def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
     """attn_bias in blocks of a tile of scores; None where TMA does not bring it."""
     place = ~options._fields.index("attn_bias")
-    return Stream(place, _bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
+    return Stream(place, bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
 
 
-def _bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
+def bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
     """attn_bias with one index where it is the same for all rows or heads, if TMA can walk it.
 
     It has to have every query and key: TMA repeats none.

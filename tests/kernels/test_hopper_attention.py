@@ -409,6 +409,14 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
             {"attn_mask": torch.ones(1, 4, 9, 9).bool()},
             "of its own",
         ),
+        (dict(T_q=8, T_k=8), {"attn_mask": torch.ones(1, 4, 8, 8)}, "room for tiles of 16 bits"),
+        (dict(T_q=8, T_k=8), {"attn_mask": torch.ones(1, 8).bfloat16()}, "which TMA does not do"),
+        (dict(T_q=8, T_k=9), {"attn_mask": torch.ones(8, 9).bfloat16()}, "multiples of 16 bytes"),
+        (
+            dict(T_q=8, T_k=8, D=256),
+            {"attn_mask": torch.ones(8, 8).bfloat16()},
+            "no room for tiles",
+        ),
         (dict(), {"relative_bias": torch.ones(4, 9)}, "they do not know relative_bias"),
     ],
 )

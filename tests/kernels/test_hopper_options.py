@@ -8,6 +8,9 @@ from emulated_hopper import attention_on_hopper, check_on_hopper, passes
 from nightly import gate_cases
 from torch import Tensor
 
+from fastattn.kernels.hopper.host import aligned_bias
+from fastattn.options import Options
+
 pytestmark = pytest.mark.usefixtures("emulated")
 
 
@@ -34,6 +37,10 @@ SLOPES = torch.tensor([0.5, 0.002, -0.01, 0.1])
 BITS = torch.rand(1, 2, 150, 150, generator=torch.Generator().manual_seed(0)) < 0.5
 BITS[:, :, :, :128] |= torch.arange(150)[:, None] < 64
 BITS[:, :, 70:80] = False
+# -inf hides, a whole row and single keys. It does not start at a multiple of 16 bytes.
+BIAS = torch.randn(2, 4, 70, 209, generator=torch.Generator().manual_seed(0)).bfloat16()
+BIAS[:, :, 5] = BIAS[:, :, :, 7] = float("-inf")
+BIAS = torch.nn.functional.pad(BIAS, (0, 7))[..., 1:201]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-window": ("two", dict(
@@ -51,6 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-window": ("two", dict(
         B=2, T_q=70, T_k=290, D=128, causal=False, window=(100, 90), query_offset=40,
         alibi_slopes=SLOPES.view(2, 2),
+    )),
+    "bias": ("two one", dict(B=2, H_q=4, H_k=2, T_q=70, T_k=200, attn_mask=BIAS)),
+    "bias-for-all": ("two", dict(
+        B=2, T_q=70, T_k=200, D=128, causal=False, window=(90, 60),
+        attn_mask=BIAS[:1, 1:2],
     )),
     "attn_mask": ("two one", dict(H_q=2, T_q=150, causal=False, attn_mask=BITS[:, :1])),
     "attn_mask-of-heads": ("two", dict(
@@ -76,3 +88,12 @@ def test_matches_the_reference(name: str, way: str) -> None:
     """Keys that no query may see hold NaN."""
     check_on_hopper(attention_on_hopper, **CASES[name][1], deterministic=way == "two")
     assert passes() == (1 if way == "one" else 2)
+
+
+def test_a_bias_starts_where_tma_does() -> None:
+    assert BIAS.data_ptr() % 16
+    given = BIAS[:1, :, :, :199].expand(2, -1, -1, -1)
+    copied = aligned_bias(Options(attn_bias=given))
+    assert copied.attn_bias is not None and torch.equal(copied.attn_bias, given[:1])
+    assert copied.attn_bias.data_ptr() % 16 == copied.attn_bias.stride(2) % 8 == 0
+    assert aligned_bias(copied) is copied

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastattn.kernels.hopper.gluon_names import async_atomic_add, async_load, async_store
+from fastattn.kernels.hopper.pipeline import async_atomic_add, async_load, async_store
 
 
 @gluon.jit
