@@ -67,6 +67,7 @@ if not _LATER:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    __version__: str
     tune: Callable[..., Any]
     verify: Callable[..., Any]
 
@@ -75,6 +76,13 @@ _LATE = {"tune": ".bench.tune.tune", "verify": ".testing.verify"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version(__name__)
+        except metadata.PackageNotFoundError:
+            return "of a checkout that is not installed"
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name], __name__), name)
     if _LATER and name in __all__:

@@ -1,6 +1,7 @@
 """Which backend serves a call, and why."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from .options import Options
 from .torch_backend import tangents
 from .tuned import choices
 
-ENVIRONMENT = "FASTATTN_BACKEND"
+ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
 
 
 class Explanation(NamedTuple):
@@ -284,6 +285,31 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
 
 
 _warned: set[str] = set()
+_logged: set[str] = set()
+
+
+def log_once(
+    name: str, choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> None:
+    """With FASTATTN_LOG=1, a line on stderr for each kind of call: shapes, backend, why, tile."""
+    if os.environ.get(LOG, "0") in ("", "0") or torch.compiler.is_compiling():
+        return
+    shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))
+    defaults = options._field_defaults
+    changed = (name for name, x in defaults.items() if _differs(getattr(options, name), x))
+    given = [name for name in changed if name != "scale"]
+    how = f"{shapes} {str(q.dtype).removeprefix('torch.')} {' '.join(given)}".rstrip()
+    why = [f"not {one}: {reason}" for one, reason in choice.reasons.items()]
+    if choice.backend == "triton" and name.startswith("attention"):
+        why.append(f"tile {attend.forward_tile(q, v, options)}")
+    line = f"fastattn: {name} {how} -> {'; '.join([choice.backend, *why])}"
+    if line not in _logged:
+        _logged.add(line)
+        sys.stderr.write(line + "\n")
+
+
+def _differs(x: object, default: object) -> bool:
+    return x is not None and (isinstance(x, Tensor) or callable(x) or x != default)
 
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:

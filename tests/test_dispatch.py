@@ -156,3 +156,18 @@ def test_hopper_is_no_backend_of_other_functions(
     q, k, _ = make_qkv(D=64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="it has no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")
+
+
+def test_a_log_has_a_line_for_each_kind_of_call(monkeypatch, capsys, device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 4, 4, 16, device=device)
+    fastattn.attention(q, k, v)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(dispatch.LOG, "1")
+    monkeypatch.setattr(dispatch, "_logged", set())
+    for _ in range(2):
+        fastattn.attention(q, k, v, softcap=3.0)
+        fastattn.attention(q, k, v, softcap=3.0, backend="torch")
+    by_kernel, by_torch = capsys.readouterr().err.splitlines()
+    call = "fastattn: attention q[1, 2, 4, 16] k[1, 1, 4, 16] v[1, 1, 4, 16] float32 softcap"
+    assert by_kernel.startswith(f"{call} -> triton; tile ")
+    assert by_torch == f'{call} -> torch; not triton: backend "torch" was asked for'

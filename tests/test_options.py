@@ -18,6 +18,7 @@ import torch
 import fastattn
 from fastattn import attention
 from fastattn.functional import warmup
+from fastattn.functional.call_options import FOREIGN
 from fastattn.options import CALLS, ROWS, TAGS, Options
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
@@ -110,6 +111,13 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> N
         CALLS[call](windows=3)
     with pytest.raises(TypeError, match=r"takes no zzz: there is no such argument$"):
         CALLS[call](zzz=3)
+    with pytest.raises(TypeError, match=r"takes no is_causal: here it is causal$"):
+        CALLS[call](is_causal=True)
+
+
+def test_names_of_other_libraries_are_no_names_here_and_stand_for_options() -> None:
+    assert not FOREIGN.keys() & ROWS.keys()
+    assert set(FOREIGN.values()) <= ROWS.keys()
 
 
 @pytest.mark.parametrize("name", TAKEN_BY)

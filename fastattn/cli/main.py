@@ -7,11 +7,13 @@ answered at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from .. import __version__
 from .bench import add_bench
 from .convert import add_convert
 from .generate import add_generate
@@ -53,7 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line."""
+    """Reports a wrong option in one line, with the closest one of the same command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hints = []
+            for word in (word for word in unknown if word.startswith("--")):
+                known = difflib.get_close_matches(
+                    word.partition("=")[0], self._option_string_actions, 1
+                )
+                hints += [f"; the closest to {word} is {known[0]}"] if known else []
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -63,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fastattn", description="Fused attention in Triton, with small transformers."
     )
+    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_prepare(commands)
     add_train(commands)

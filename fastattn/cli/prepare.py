@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,16 @@ def _prepare(arguments: argparse.Namespace) -> int:
         made = PreparedText.open(arguments.out)
         made.check()
     else:
-        from ..training.extras import import_extra
+        from ..training.extras import find_extra
 
-        tqdm = import_extra("tqdm", "the progress bar")
-        terminal = sys.stderr.isatty()
-        with tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True, disable=not terminal) as bar:
+        tqdm = find_extra("tqdm") if sys.stderr.isatty() else None
+        bar = None if tqdm is None else tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True)
+        with nullcontext() if bar is None else bar:
 
             def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
+                if bar is not None:
+                    bar.total = total
+                    bar.update(done - bar.n)
 
             try:
                 made = prepare(

@@ -306,6 +306,7 @@ def compute(
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
+    dispatch.log_once("attention", choice, q, k, v, options)
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)

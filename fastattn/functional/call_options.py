@@ -12,6 +12,21 @@ from ..options import ROWS, Options, Row
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Names that other libraries have for what is an argument here.
+FOREIGN = {
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale"),
+    **dict.fromkeys(("mask", "attention_mask"), "attn_mask"),
+    **dict.fromkeys(("bias", "attention_bias"), "attn_bias"),
+    **dict.fromkeys(("dropout_p", "p_dropout"), "dropout"),
+    **dict.fromkeys(("is_causal", "casual"), "causal"),
+    **dict.fromkeys(("window_size", "sliding_window"), "window"),
+    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping"), "softcap"),
+    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), "sinks"),
+    **dict.fromkeys(("seqused_k", "kv_lengths", "cache_seqlens"), "key_lengths"),
+    **dict.fromkeys(("document_ids", "segment_ids"), "documents"),
+    **dict.fromkeys(("position_ids",), "positions"),
+    **dict.fromkeys(("block_mask",), "mask_mod"),
+}
 
 
 class Callee(NamedTuple):
@@ -30,6 +45,8 @@ class Callee(NamedTuple):
         reason = "there is no such argument"
         if name in ROWS:
             reason = self.why_not(ROWS[name])
+        elif FOREIGN.get(name) in self.taken:
+            reason = f"here it is {FOREIGN[name]}"
         elif close := difflib.get_close_matches(name, self.taken, 1):
             reason += f"; the closest is {close[0]}"
         raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))

@@ -131,6 +131,7 @@ def decode_attention(
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
     choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:

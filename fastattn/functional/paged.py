@@ -130,6 +130,7 @@ def attention_paged(
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
     choice = dispatch.choose(q[None], view.k, view.v, checked, backend, family="decode")
+    dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:

@@ -351,6 +351,15 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     return by.forward(q, k, v, options)
 
 
+def forward_tile(q: Tensor, v: Tensor, options: Options) -> str:
+    """The tile of the portable forward kernel, in words."""
+    from ..kernels.launch.arguments import block_dim, tile_for
+
+    widths = (block_dim(q.shape[-1]), block_dim(v.shape[-1]))
+    tile = tile_for("forward", options, q, *widths, streams_bias=True)
+    return f"{tile.BLOCK_M} x {tile.BLOCK_N}, {tile.num_warps} warps, {tile.num_stages} stages"
+
+
 def device_key(dtype: torch.dtype) -> Hashable:
     """Key of the settings that kernels for this dtype depend on, besides their arguments."""
     key: Hashable = kernels.tiles.device_key(dtype)

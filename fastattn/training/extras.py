@@ -24,3 +24,11 @@ def import_extra(module: str, purpose: str) -> Any:
             'pip install "fastattn[gpt]"',
             name=error.name,
         ) from error
+
+
+def find_extra(module: str) -> Any:
+    """Returns a module that the program can do without, or None where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..files.replace import remove_partial, replacing
-from .extras import import_extra
+from .extras import find_extra, import_extra
 
 METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
 # Seconds between two lines where there is no terminal to draw a bar on.
@@ -99,7 +99,8 @@ class Progress:
 
 
 class ProgressBar(Progress):
-    """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal.
+    """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal
+    or tqdm is not installed.
 
     The time left follows from the steps after the first `advance`: those before it hold what is
     done once, such as compilation.
@@ -115,16 +116,16 @@ class ProgressBar(Progress):
         self._total = total
         self._last_line = time.monotonic()
         self._warm: tuple[int, float] | None = None  # the first `advance`: its step and time
-        tqdm = import_extra("tqdm", "the progress bar")
-        self._bar = tqdm.tqdm(
-            total=total,
-            initial=first,
-            unit="step",
-            file=self._stream,
-            dynamic_ncols=True,
-            disable=not self._stream.isatty(),
-            bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}{postfix}",
-        )
+        self._bar: Any = None
+        if self._stream.isatty() and (tqdm := find_extra("tqdm")) is not None:
+            self._bar = tqdm.tqdm(
+                total=total,
+                initial=first,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}{postfix}",
+            )
 
     def advance(self, step: int, *, loss: float, **figures: float) -> None:
         now = time.monotonic()
@@ -134,7 +135,7 @@ class ProgressBar(Progress):
         elif step > self._warm[0]:
             left = (now - self._warm[1]) / (step - self._warm[0]) * (self._total - step)
             text += f", {_clock(left)} left"
-        if not self._bar.disable:
+        if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
@@ -143,12 +144,14 @@ class ProgressBar(Progress):
             self.note(f"step {step}/{self._total}: {text}")
 
     def note(self, text: str) -> None:
-        self._bar.clear()
+        if self._bar is not None:
+            self._bar.clear()
         self._stream.write(text + "\n")
         self._stream.flush()
 
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 class Speed:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,7 @@ def test_info_names_versions_and_reasons(capsys):
         ("--device tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', got 'tpu'"),
         ("--dtype float16", "dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'"),
         ("--tokenizer absent.json", "cannot read tokenizer absent.json: No such file or directory"),
+        ("--tokenizer wordd", "the kinds that can be trained are char, bpe, word, word-space,"),
         ("--tokenizer bpe --vocab-size 9", "vocab_size must be at least 256"),
         ("--text absent", "cannot read text file"),
         ("--text /dev/null", "text file /dev/null is empty"),
@@ -213,6 +215,17 @@ def test_an_unusable_option_is_named(options, message, text, tmp_path, error_lin
 )
 def test_wrong_usage_is_one_line(arguments, error_line):
     assert "--help" in error_line(*arguments.split(), code=2)
+
+
+def test_a_wrong_option_gets_the_closest_one_of_its_command(error_line):
+    line = error_line("train", "--postions", "rotary", "--steps", "1", code=2)
+    assert line.startswith("fastattn train: error: unrecognized arguments: --postions rotary; ")
+    assert "the closest to --postions is --positions (" in line
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fastattn {version('fastattn')}\n"
 
 
 def test_a_folder_with_another_run_is_kept(run, text, tmp_path, error_line, quick):

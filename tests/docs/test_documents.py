@@ -247,3 +247,11 @@ def test_links_and_named_paths_exist(document):
     paths += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     assert paths != []
     assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+
+
+def test_the_table_of_environment_variables_has_all_of_them() -> None:
+    sources = [path.read_text() for path in (CHECKOUT / "fastattn").rglob("*.py")]
+    read_by_us = set(re.findall(r'"(FASTATTN_[A-Z_]+)"', "\n".join(sources)))
+    assert read_by_us > {"FASTATTN_BACKEND"}
+    listed = set(re.findall(r"^\| `([A-Z_]+)` \|", read("docs/gpu.md"), re.MULTILINE))
+    assert listed == read_by_us | {"TRITON_INTERPRET"}

@@ -58,29 +58,34 @@ class Screen(io.StringIO):
         return self._terminal
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_has_what_is_known_and_a_time_left_without_the_start(terminal, monkeypatch):
+@pytest.mark.parametrize(("terminal", "installed"), [(True, True), (True, False), (False, True)])
+def test_progress_has_what_is_known_and_a_time_left_without_the_start(
+    terminal, installed, monkeypatch
+):
     """The first ten steps take 1000 s, as they compile; each further one a second."""
     now = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(metrics, "_LINE_INTERVAL", 0.0)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
     screen = Screen(terminal)
     shown = ProgressBar(100, stream=screen)
     now[0] = 1000.0
     many = {"tokens_per_second": 9876.5, "tokens_per_second_per_rank": 2469.1}
     shown.advance(10, loss=1.25, **many, peak_mib=3072, mfu=0.4125)
-    shown._bar.refresh()
+    refresh = (lambda: None) if shown._bar is None else shown._bar.refresh
+    refresh()
     text = "loss 1.2500, 9,876 tokens/s (2,469 a rank), 3,072 MiB, MFU 41.2 %"
     assert text in screen.getvalue() and " left" not in screen.getvalue()
     for step, left in ((20, "1:20"), (40, "1:00")):
         now[0] = 1000.0 + step - 10
         shown.advance(step, loss=1.0, tokens_per_second=4321.0)
-        shown._bar.refresh()
+        refresh()
         assert f"loss 1.0000, 4,321 tokens/s, {left} left" in screen.getvalue()
     shown.note("a line of its own")
     shown.close()
     assert "a line of its own\n" in screen.getvalue() and "40/100" in screen.getvalue()
-    assert ("\r" in screen.getvalue()) == terminal
+    assert ("\r" in screen.getvalue()) == (terminal and installed)
 
 
 @pytest.fixture

@@ -242,6 +242,7 @@ def _compute(
     """o, or (o, lse). options: as they came, unchecked."""
     return_lse = checks.check_flag("return_lse", return_lse)
     choice = _choose(call, out_dtype, backend)
+    dispatch.log_once("fp8", choice, call.q, call.k, call.k, call.options)
     if choice.backend == "hopper":
         o, lse = _by_hopper(call, out_dtype)
         return (o, lse) if return_lse else o

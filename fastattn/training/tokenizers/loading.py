@@ -103,7 +103,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TokenizerError(f"cannot read tokenizer {path}: {error.strerror}") from None
+        message = f"cannot read tokenizer {path}: {error.strerror}"
+        if len(path.parts) == 1 and not path.suffix:
+            message += f"; the kinds that can be trained are {', '.join(TOKENIZER_KINDS)}"
+        raise TokenizerError(message) from None
     except UnicodeDecodeError:
         raise TokenizerError(f"tokenizer {path} is not UTF-8 text") from None
     return from_json(text, source=f"tokenizer {path}")
