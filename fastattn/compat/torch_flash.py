@@ -10,6 +10,7 @@ C++ and whatever else calls the operators reaches them. `F.scaled_dot_product_at
 where torch chooses its flash backend: never with a mask, and on GPUs of sm_90 and sm_100 after
 cuDNN, unless `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` or the environment
 variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 says otherwise. `fastattn.patch_sdpa` serves more calls.
+`block_table` and `seqused_k`, rows of a cache, go to `fastattn.attention_paged`.
 
 The operators' contract: torch/nn/attention/_fa4.py and aten/src/ATen/native/native_functions.yaml.
 """
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ..cache.views import view_of_tensors
+from ..cache_view import CacheView
 from ..functional.block import attention_block_backward, attention_block_forward
+from ..functional.paged import attention_paged
 from ..torch_backend import dropout
 
 NAME = "fastattn"
@@ -62,7 +66,7 @@ def _refuse(**unserved: Any) -> None:
     if given:
         raise NotImplementedError(
             f"{', '.join(given)} of torch's flash operators not served by fastattn: call "
-            "fastattn.attention_varlen or fastattn.decode_attention, or restore torch's own by "
+            "fastattn.attention_varlen or fastattn.attention_paged, or restore torch's own by "
             "torch.nn.attention.restore_flash_attention_impl()"
         )
 
@@ -161,12 +165,21 @@ def _flash_attention_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Take query [B, T, H, D], or packed [total, H, D] with cum_seq_q; ignore num_splits."""
-    _refuse(return_debug_mask=return_debug_mask, seqused_k=seqused_k, block_table=block_table)
+    """Take query [B, T, H, D], or packed [total, H, D] with cum_seq_q.
+
+    num_splits = 1 asks for results that no other row changes; only rows of a cache are split. out
+    is written if it can be.
+    """
+    _refuse(return_debug_mask=return_debug_mask)
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
+    if seqused_k is not None or block_table is not None:
+        view = _rows_of(key, value, cum_seq_q, cum_seq_k, max_k, seqused_k, block_table)
+        o, lse = _of_rows(query, view, cum_seq_q, max_q, num_splits, out, options)
+        return o, lse, *_no_rng(query)
     if cum_seq_q is not None:
         o, lse, rest = _forward(query, key, value, cum_seq_q, cum_seq_k, options)
         return o.contiguous(), lse, *rest
@@ -176,9 +189,46 @@ def _flash_attention_forward(
 
 
 def _flash_attention_forward_in_place(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    o, lse, *_ = _flash_attention_forward(*args, **kwargs)
-    out.copy_(o)
+    o, lse, *_ = _flash_attention_forward(*args, out=out, **kwargs)
+    if o is not out:
+        out.copy_(o)
     return lse
+
+
+def _rows_of(
+    k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_k: int,
+    used: Tensor | None, table: Tensor | None,
+) -> CacheView:  # fmt: skip
+    """The rows of pages [P, S, H_k, D], or of packed keys [total, H_k, D] that are used in part."""
+    if cu_q is None or used is None or (table is None) == (cu_k is None):
+        raise ValueError(
+            "seqused_k goes with cum_seq_q, and with one of block_table and cum_seq_k, got "
+            f"seqused_k {used is not None}, cum_seq_q {cu_q is not None}, "
+            f"block_table {table is not None}, cum_seq_k {cu_k is not None}"
+        )
+    if table is None:
+        # A page a token: sequences may begin anywhere.
+        assert cu_k is not None
+        table = cu_k[:-1, None] + torch.arange(max_k, device=k.device, dtype=cu_k.dtype)
+        table = table.clamp(max=max(k.shape[0] - 1, 0))
+        k, v = k[:, None], v[:, None]
+    pages = k.transpose(1, 2), v.transpose(1, 2)
+    return view_of_tensors(*pages, used, block_table=table.contiguous())
+
+
+def _of_rows(
+    q: Tensor, view: CacheView, cu_q: Tensor | None, max_q: int, num_splits: int | None,
+    out: Tensor | None, options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o, which is out if that is given, and lse [H, total]; inference alone."""
+    assert cu_q is not None
+    _refuse(dropout_p=options.pop("dropout", None))
+    with torch.no_grad():
+        o, lse = attention_paged(
+            q, view, cu_q, max_seqlen_q=int(max_q), out=out, batch_invariant=num_splits == 1,
+            return_lse=True, **options,
+        )  # fmt: skip
+    return o, lse.contiguous()
 
 
 def _flash_attention_backward(

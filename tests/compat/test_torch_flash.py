@@ -5,13 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,
     restore_flash_attention_impl,
 )
-from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 from fastattn import reference
 from fastattn.compat import torch_flash
@@ -86,6 +89,117 @@ def test_an_output_that_is_given(active):
     assert torch.equal(out, varlen_attn(*x, offsets, offsets, 7, 7))
 
 
+HELD, PAGE = (9, 14, 0), 4
+NEW = (0, 3, 9, 9)  # offsets: the last row has no token, and holds none
+
+
+def pool(paged: bool, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+    """Where rows are, what varlen_attn gets of keys and values, and their tokens by position."""
+    k, v = (x.detach() for x in tensors(3, 16, 2, 8, dtype=dtype)[:2])
+    used = torch.tensor(HELD, dtype=torch.int32)
+    if not paged:  # room for 16 tokens each, behind one another
+        return {"seqused_k": used}, [x.flatten(0, 1) for x in (k, v)], [k, v]
+    table = torch.tensor([[5, 2, 9, 0], [1, 7, 3, 8], [0, 0, 0, 0]], dtype=torch.int32)
+    pages = [torch.full((11, PAGE, 2, 8), torch.nan, dtype=dtype) for _ in "kv"]
+    for b, t in ((b, t) for b, n in enumerate(HELD) for t in range(n)):
+        for x, y in zip(pages, (k, v), strict=True):
+            x[table[b, t // PAGE], t % PAGE] = y[b, t]
+    return {"seqused_k": used, "block_table": table}, pages, [k, v]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("paged", [True, False], ids=["block_table", "seqused_k alone"])
+def test_rows_of_a_cache(active, paged, window):
+    """Fewer heads of keys, offsets and lengths, lse, and an output that is given."""
+    where, given, rows = pool(paged, torch.float32)
+    q = tensors(NEW[-1], 4, 8)[0].detach()
+    offsets, held = torch.tensor(NEW, dtype=torch.int32), torch.tensor(HELD)
+    cu_k = None if paged else torch.tensor([0, 16, 32, 48], dtype=torch.int32)
+    call = (q, *given, offsets, cu_k, 6, 16)
+    how = {"scale": 0.3, "window_size": window, "enable_gqa": True, **where}
+    out = torch.full_like(q, torch.nan)
+    found = varlen_attn(*call, return_aux=AuxRequest(lse=True), num_splits=1, **how)
+    returned = varlen_attn_out(out, *call, **how)
+    options = {"causal": False, **WINDOWS[window]}
+
+    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys = (x.transpose(1, 2).to(dtype) for x in rows)
+        return reference.attention_paged(
+            q.to(dtype), *keys, held, offsets, scale=0.3, return_lse=True, **options
+        )
+
+    exact = oracle(torch.float64)
+    naive = worst_naive(exact, lambda: oracle(torch.float32))
+    for name, x, ref, by_formula in zip(("o", "lse"), found, exact, naive, strict=True):
+        assert_within_budget(name, x, ref, by_formula)
+    assert returned.data_ptr() == out.data_ptr()
+    assert_within_budget("out", out, exact[0], naive[0])
+
+
+def test_rows_of_a_cache_are_written_where_the_output_is(active, monkeypatch):
+    seen = []
+
+    def paged(q: Tensor, *args: object, **how: object) -> tuple[Tensor, Tensor]:
+        seen.append((how["out"], how["batch_invariant"]))
+        return how["out"], q.new_zeros(4, NEW[-1])
+
+    monkeypatch.setattr(torch_flash, "attention_paged", paged)
+    where, given, _ = pool(True, torch.float32)
+    q, offsets = tensors(NEW[-1], 2, 8)[0].detach(), torch.tensor(NEW, dtype=torch.int32)
+    out = torch.zeros_like(q)
+    varlen_attn_out(out, q, *given, offsets, None, 6, 16, num_splits=1, **where)
+    varlen_attn_out(out, q, *given, offsets, None, 6, 16, **where)
+    assert [(x.data_ptr() == out.data_ptr(), flag) for x, flag in seen] == [
+        (True, True), (True, False)]  # fmt: skip
+
+
+def test_where_rows_are_is_needed_whole(active):
+    where, given, _ = pool(True, torch.float32)
+    q, offsets = tensors(NEW[-1], 4, 8)[0].detach(), torch.tensor(NEW, dtype=torch.int32)
+    for wrong in ({"block_table": where["block_table"]}, {"seqused_k": where["seqused_k"]}):
+        with pytest.raises(ValueError, match="seqused_k goes with cum_seq_q, and with one of"):
+            varlen_attn(q, *given, offsets, None, 6, 16, enable_gqa=True, **wrong)
+
+
+def ring() -> list[Tensor]:
+    """On a rank: torch's context parallelism of a causal sequence; its part of all results."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch_flash.register("CPU")
+    activate_flash_attention_impl("fastattn")
+    # Two chunks of each rank: the first and the last of four, or the middle ones.
+    order = [(0, 3), (1, 2)][mesh.get_rank()]
+    q, k, v, grad = (torch.cat([x.chunk(4, 2)[i] for i in order], 2) for x in sequence())
+    o, lse, *rest = _attention._scaled_dot_product_ring_flash_attention(
+        mesh, q, k, v, is_causal=True, scale=0.3
+    )
+    *seeds, _ = rest[-3:]
+    gradients = _attention._scaled_dot_product_ring_flash_attention_backward(
+        mesh, grad, q, k, v, o, lse, None, None, 8, 8, 0.0, True, *seeds, scale=0.3
+    )
+    restore_flash_attention_impl()
+    return [o, *gradients[:3]]
+
+
+def sequence() -> list[Tensor]:
+    return [x.detach() for x in (*tensors(1, 2, 16, 8), tensors(1, 2, 16, 8)[0].flip(2))]
+
+
+def test_torchs_context_parallelism():
+    q, k, v, grad = sequence()
+
+    def naive(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = reference.attention(*inputs, causal=True, scale=0.3)
+        return [o.detach(), *torch.autograd.grad(o, inputs, grad.to(dtype))]
+
+    ref = naive(torch.float64)
+    expected = worst_naive(ref, lambda: naive(torch.float32))
+    ranks = run_ranks(f"{__file__}:ring", 2)
+    for i, (first, last) in enumerate(zip(*ranks, strict=True)):
+        (a, d), (b, c) = first.chunk(2, 2), last.chunk(2, 2)
+        assert_within_budget(f"result {i}", torch.cat((a, b, c, d), 2), ref[i], expected[i])
+
+
 OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
@@ -149,9 +263,8 @@ def test_dropout_has_the_forwards_bits_in_the_backward(active):
 def test_what_is_not_served_is_refused_and_restored(active):
     x = [y.detach() for y in tensors(12, 2, 8)]
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
-    used = torch.tensor([5, 7], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="seqused_k of torch's flash operators not"):
-        varlen_attn(*x, offsets, offsets, 7, 7, seqused_k=used)
+    with pytest.raises(NotImplementedError, match="return_debug_mask of torch's flash operators"):
+        OPERATOR(*(y[None].transpose(1, 2) for y in x), 0.0, False, True)
     restore_flash_attention_impl()
     with pytest.raises(NotImplementedError, match="Could not run"):
         varlen_attn(*x, offsets, offsets, 7, 7)
