@@ -14,7 +14,7 @@ from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.combine import launch_merge
-from fastattn.kernels.decode import launch_decode
+from fastattn.kernels.decode import launch_decode, launch_packed
 from fastattn.kernels.forward import launch_few_queries, launch_forward
 from fastattn.kernels.fp8_quantize import launch_head_codes
 from fastattn.kernels.fp8_values import launch_pack_values
@@ -75,7 +75,8 @@ def by_distance_grad(dx, x, b, h, q_pos, k_pos):
     return dx
 
 
-def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4) -> Options:
+def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
+               dtype: str = "bf16") -> Options:  # fmt: skip
     """Options by their names, joined by "+"; a causal mask beside those that have none."""
     rows, ids, bits = integers(B), integers(B, T), meta(B, 1, T, T, dtype=torch.bool)
     slopes, starts, seed = floats(H), integers(9), meta(2, dtype=torch.int64)
@@ -109,6 +110,14 @@ def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4) -> Options:
         "softcap": {"right": 0, "softcap": 30.0},
         "alibi": {"right": 0, "alibi_slopes": slopes, "sinks": slopes},
         "relative_bias": {"right": 0, "relative_bias": floats(H, 257)},
+        # Every tensor for distances that there is.
+        "relative": {
+            "right": 0,
+            **{name: meta(*shape, dtype=DTYPES[dtype]) for name, shape in (
+                ("relative_bias", (H, 513)), ("relative_keys", (1, 513, D)),
+                ("relative_query", (B, H, T, D)),
+            )},
+        },
         "attn_bias": {"right": 0, "attn_bias": meta(1, H, T, T)},
         "attn_bias-fp32": {"right": 0, "attn_bias": floats(1, H, T, T)},
         "attn_bias-by-pointers": {"right": 0, "attn_bias": meta(1, H, T, T + 1)[..., :T]},
@@ -156,7 +165,7 @@ def attention(
 
     "scores": the gradients of biases; "plain-forward": with the tile of a plain call.
     """
-    given = options_of(options, B, T)
+    given = options_of(options, B, T, 4, D, dtype)
     B = 1 if given.cu_seqlens_q is not None else B
     q, k = meta(B, 4, T, D, dtype=DTYPES[dtype]), meta(B, H_k, T, D, dtype=DTYPES[dtype])
     lse = floats(B, 4, T)
@@ -262,6 +271,37 @@ def decode(
     launch_decode(q, cache, None, None, given, splits=splits)
 
 
+def packed(
+    D: int,
+    dtype: str = "bf16",
+    codes: str | None = None,
+    options: str = "plain",
+    page_size: int = 16,
+    B: int = 17,
+    total: int = 90,
+    longest: int | None = None,
+    H_q: int = 8,
+    H_k: int = 2,
+    pages: int = 300,
+) -> None:
+    """Launch a step of a server, whose pages have K beside V, as vLLM's have."""
+    kv = meta(40, H_k, page_size, 2 * D, dtype=STORAGE[codes] if codes else DTYPES[dtype])
+    scale = floats(1, H_k, 1).expand(40, H_k, page_size) if codes else None
+    lengths, table, slopes = integers(B), integers(B, pages), floats(H_q)
+    tensors = (kv[..., :D], kv[..., D:], scale, scale, table, lengths, lengths, None, None)
+    given = Options(scale=0.1, causal=True, **{
+        "plain": {},
+        "tree": {"tree_mask": meta(total, 64, dtype=torch.bool)},
+        "scores": {
+            "left": 900, "keep_first": 4, "softcap": 30.0, "alibi_slopes": slopes, "sinks": slopes,
+        },
+    }[options])  # fmt: skip
+    q, lse = meta(total, H_q, D, dtype=DTYPES[dtype]), floats(H_q, total)
+    longest = total if longest is None else longest
+    cache = CacheTensors(*tensors)
+    launch_packed(q, integers(B + 1), cache, None, q, lse, given, longest=longest)
+
+
 def few_queries(by_token: int = 0, T: int = 4096, H_k: int = 2) -> None:
     """Decode keys without a cache, that lie by head or by token."""
     sizes, dims = ((T, H_k), (1, 2)) if by_token else ((H_k, T), (1, 1))
@@ -356,6 +396,6 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, biases, heads, beside, additive, statistics, decode, few_queries, merge,
-              append, hopper, hopper_fp8, fp8_codes)
+    for f in (attention, biases, heads, beside, additive, statistics, decode, packed, few_queries,
+              merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip
