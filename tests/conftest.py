@@ -194,7 +194,7 @@ def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def models_on_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Run models on torch, as `on_torch`, except on a GPU."""
+    """For whole models and tests of arguments: `on_torch`, except on a GPU."""
     if device == "cpu":
         monkeypatch.setenv("FASTATTN_BACKEND", "torch")
 
@@ -213,13 +213,6 @@ def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(attend, "attention", record)
     return made
-
-
-@pytest.fixture
-def on_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """For tests of arguments rather than kernels: on a GPU they run on the kernels all the same."""
-    if device == "cpu":
-        monkeypatch.setenv("FASTATTN_BACKEND", "torch")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -53,3 +54,12 @@ def swap(request: pytest.FixtureRequest) -> Callable[..., Any]:
         return done
 
     return swapped
+
+
+@pytest.fixture
+def no_graphs_before() -> Any:
+    """Compile anew, and see that torch has its own function again."""
+    own = F.scaled_dot_product_attention
+    torch._dynamo.reset()
+    yield
+    assert F.scaled_dot_product_attention is own, "a swap was not undone"

@@ -11,7 +11,7 @@ from fastattn.compat.flash_attn import bert_padding
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 
-pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
+pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from calls_of_flash_attn import CASES, case, check, offsets
 
 from fastattn.compat import flash_attn
 
-pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
+pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
 S, D = 12, 8

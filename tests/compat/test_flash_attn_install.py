@@ -23,7 +23,7 @@ from fastattn.compat.flash_attn import (
 )
 from fastattn.rotary import rotary_tables
 
-pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
+pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import passes
 from fastattn.testing import assert_within_budget, worst_naive
 
-pytestmark = pytest.mark.usefixtures("on_torch_without_a_gpu")
+pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
 def filled(function, **given):

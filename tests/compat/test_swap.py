@@ -1,73 +1,33 @@
-"""`fastattn.swap`: attention is served where it stands, and what changes after the swap counts."""
+"""`fastattn.swap`: attention is served where it stands; other calls run as they are."""
 
 import copy
-import functools
 import os
 import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_blocks import BLOCKS, LENGTHS, Attend, C, Diffusers, Mixer, Timm
+from attention_blocks import BLOCKS, Attend, C, Diffusers, Mixer, Timm
 from naive_layers import Block
 from nightly import gate_cases
+from swapped_blocks import assert_equal, results, tokens, total
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.compat.swap.eager import backend
-from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing import assert_within_budget
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
     # torch.compile asks whatever a graph takes for its .grad.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
-
-torch_attention = F.scaled_dot_product_attention
-
-
-@pytest.fixture
-def no_graphs_before() -> Any:
-    torch._dynamo.reset()
-    yield
-    assert F.scaled_dot_product_attention is torch_attention, "a swap was not undone"
-
-
-def tokens(name: str = "", T: int = 7, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, LENGTHS.get(name, T), C, generator=generator)
-
-
-def results(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output, and gradients of the input and of every parameter that has one."""
-    x = x.detach().clone().requires_grad_()
-    out = model(x)
-    wanted = [x, *model.parameters()]
-    grads = torch.autograd.grad(out.square().sum(), wanted, allow_unused=True)
-    return [out, *(g for g in grads if g is not None)]
-
-
-def assert_equal(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """A swapped model gives what its twin gives that was not swapped."""
-    ref = results(copy.deepcopy(plain).double(), x.double())
-    naive = worst_naive(ref, lambda: results(plain, x))
-    for i, triple in enumerate(zip(results(model, x), ref, naive, strict=True)):
-        assert_within_budget(f"result {i}", *triple)
-
-
-def total(done: Any) -> int:
-    return sum(calls.served for calls in done.calls.values())
-
 
 # The property test has the others.
 ALONE = ("timm", "books", "sam", "swin-v2", "x-transformers", "x-transformers-flash")
@@ -88,205 +48,6 @@ def test_blocks_as_libraries_write_them(swap, name):
     assert total(done) == before
     assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
     assert all(not x._forward_hooks and not x._forward_pre_hooks for x in model.modules())
-
-
-def scale(block: nn.Module) -> None:
-    block.scale *= 3
-
-
-def mask(block: nn.Module) -> None:
-    block.bias[..., :3] = 1 - block.bias[..., :3]
-
-
-def mask_replaced(block: nn.Module) -> None:
-    block.bias = torch.ones(64, 64).tril().flip(0, 1).view(1, 1, 64, 64).contiguous()
-
-
-def heads_pruned(block: nn.Module, projections: list[str]) -> None:
-    """Half of the heads are gone, as pruning leaves them: narrower layers, a smaller number."""
-    block.heads //= 2
-    for name in projections:
-        setattr(block, name, nn.Linear(C, getattr(block, name).out_features // 2, bias=False))
-    block.to_out[0] = nn.Linear(C // 2, C)
-
-
-CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "scale": ("timm-eager", scale),
-    "scale-config": ("litgpt", lambda block: setattr(block.config, "scale", 0.9)),
-    "causal": ("x-transformers-flash", lambda block: setattr(block.attend, "causal", False)),
-    "window": ("mixer", lambda block: setattr(block, "window", 2)),
-    "prefix": ("mixer", lambda block: setattr(block, "prefix", 2)),
-    "heads-pruned": ("vit-pytorch", lambda block: heads_pruned(block, ["to_qkv"])),
-    "heads-pruned-fused": (
-        "diffusers",
-        lambda block: heads_pruned(block, ["to_q", "to_k", "to_v"]),
-    ),
-    "mask": ("mingpt", mask),
-    "mask-replaced": ("mingpt", mask_replaced),
-    "learned-scale": ("swin-v2", lambda block: block.logit_scale.data.neg_()),
-    "fused": ("timm", lambda block: setattr(block, "fused_attn", False)),
-    "function": (
-        "torchtune",
-        lambda block: setattr(
-            block,
-            "attention_call",
-            lambda q, k, v, mask, p: F.scaled_dot_product_attention(q, k, v),
-        ),
-    ),
-    "processor": (
-        "diffusers",
-        lambda block: setattr(block, "processor", lambda attn, x: attn.to_out[0](attn.to_q(x))),
-    ),
-}
-
-
-# By night what torch.compile guards on as it does on others.
-NIGHTLY = ("prefix", "mask-replaced", "heads-pruned", "learned-scale")
-
-
-@pytest.mark.parametrize(
-    "name", gate_cases([name for name in CHANGES if name not in NIGHTLY], NIGHTLY)
-)
-def test_what_changes_after_the_swap_counts(swap, name):
-    kind, change = CHANGES[name]
-    model = nn.Sequential(BLOCKS[kind]())
-    plain = copy.deepcopy(model)
-    swap(model, eager=True)
-    assert_equal(model, plain, tokens(kind))
-    for block in (model[0], plain[0]):
-        torch.manual_seed(0)
-        change(block)
-    assert_equal(model, plain, tokens(kind))
-    assert not torch.equal(plain(tokens(kind)), BLOCKS[kind]()(tokens(kind)))
-
-
-def test_dropout_changed_after_the_swap(swap):
-    for fused in (True, False):
-        model = Timm(fused)
-        done = swap(model, eager=True)
-        model(tokens())
-        model.attn_drop.p = 0.5
-        assert not torch.equal(model(tokens()), model(tokens()))
-        model.eval()
-        assert torch.equal(model(tokens()), model(tokens()))
-        assert done.calls[""].passed == 0, str(done)
-        assert done.calls[""].served >= 5
-        done.undo()
-
-
-def reading(seen: list[Tensor]) -> Callable[..., None]:
-    return lambda module, args, output: seen.append(output.detach())
-
-
-def editing(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return torch.zeros_like(output)
-
-
-@pytest.mark.parametrize("when", ["before", "after", "after a call"])
-def test_hooks_of_parts(swap, when):
-    model = nn.Sequential(BLOCKS["timm-eager"]())
-    drop = next(x for x in model.modules() if isinstance(x, nn.Dropout))
-    plain, x = copy.deepcopy(model), tokens()
-    if when != "before":
-        done = swap(model, eager=True)
-    if when == "after a call":
-        model(x)
-    seen: list[Tensor] = []
-    drop.register_forward_hook(reading(seen))
-    if when == "before":
-        done = swap(model, eager=True)
-    assert torch.equal(model(x), plain(x))
-    assert [weights.shape for weights in seen] == [(2, 4, 7, 7)]
-    assert "a hook, or a forward of its own, is on a part of it" in str(done)
-    drop.register_forward_hook(editing)
-    assert not torch.equal(model(x), plain(x))
-    drop._forward_hooks.clear()
-    before = total(done)
-    model(x)
-    assert total(done) == before + 1
-
-
-@dataclass(slots=True)
-class Slots:
-    window: int = 4
-
-
-class WindowOf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.width = 4
-        self.register_buffer("buffer", torch.tensor(4))
-
-
-def deep() -> Any:
-    return SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(window=4))))
-
-
-def in_closure(width: int) -> Callable[[], int]:
-    return lambda: width
-
-
-# What holds a window of 4, and how it becomes one of 2.
-WINDOWS: dict[str, tuple[Callable[[], Any], Callable[[Any], int], Callable[[Any], Any]]] = {
-    "product": (
-        lambda: SimpleNamespace(block=2, blocks=2),
-        lambda w: w.block * w.blocks,
-        lambda w: setattr(w, "blocks", 1),
-    ),
-    "power": (
-        lambda: SimpleNamespace(log2=2),
-        lambda w: 2**w.log2,
-        lambda w: setattr(w, "log2", 1),
-    ),
-    "float": (
-        lambda: SimpleNamespace(share=0.5),
-        lambda w: int(8 * w.share),
-        lambda w: setattr(w, "share", 0.25),
-    ),
-    "string": (lambda: {"window": "4"}, lambda w: int(w["window"]), lambda w: w.update(window="2")),
-    "list": (lambda: [4], lambda w: w[0], lambda w: w.__setitem__(0, 2)),
-    "buffer": (WindowOf, lambda w: w.buffer, lambda w: w.buffer.fill_(2)),
-    "module": (WindowOf, lambda w: w.width, lambda w: setattr(w, "width", 2)),
-    "slots": (Slots, lambda w: w.window, lambda w: setattr(w, "window", 2)),
-    "config": (deep, lambda w: w.a.b.c.window, lambda w: setattr(w.a.b.c, "window", 2)),
-    "partial": (
-        lambda: SimpleNamespace(of=functools.partial(min, 4)),
-        lambda w: w.of(100),
-        lambda w: setattr(w, "of", functools.partial(min, 2)),
-    ),
-    "closure": (
-        lambda: SimpleNamespace(of=in_closure(4)),
-        lambda w: w.of(),
-        lambda w: setattr(w, "of", in_closure(2)),
-    ),
-}
-
-
-class Windowed(Block):
-    """A window that a holder holds, in whatever way."""
-
-    def scores(self, scores: Tensor) -> Tensor:
-        steps = torch.arange(scores.shape[-1])
-        width = WINDOWS[self.kind][1](self.holder)
-        return scores.masked_fill((steps[:, None] - steps).abs() >= width, float("-inf"))
-
-
-# torch.compile guards on all of them; by day those that it guards on in ways of their own.
-BY_DAY = ("product", "buffer", "partial")
-
-
-@pytest.mark.parametrize("kind", gate_cases(BY_DAY, [x for x in WINDOWS if x not in BY_DAY]))
-def test_windows_wherever_they_are_held(swap, kind):
-    make, _, change = WINDOWS[kind]
-    model = Windowed(holder=make(), kind=kind)
-    plain = copy.deepcopy(model)
-    done = swap(model, eager=True)
-    assert_equal(model, plain, tokens(T=12))
-    for block in (model, plain):
-        change(block.holder)
-    assert_equal(model, plain, tokens(T=12))
-    assert_equal(model, plain, tokens(T=20))
-    assert total(done) == 3, str(done)
 
 
 class SelfMade(nn.Module):
@@ -351,33 +112,6 @@ def test_masks_below_what_fp32_holds(swap):
     expected = model(tokens().double())
     swap(model, eager=True)
     torch.testing.assert_close(model(tokens().double()), expected)
-
-
-class Holding(Block):
-    """Scores by functions of its class, of a part's class and of the class of what it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part, self.held = nn.Identity(), Held()
-
-    def scores(self, scores: Tensor) -> Tensor:
-        return self.held.apply(self.part(scores))
-
-
-class Held:
-    def apply(self, scores: Tensor) -> Tensor:
-        return scores
-
-
-@pytest.mark.parametrize("place", [(Holding, "scores"), (nn.Identity, "forward"), (Held, "apply")])
-def test_functions_of_classes_that_change(swap, monkeypatch, place):
-    model = Holding()
-    plain = copy.deepcopy(model)
-    done = swap(model, eager=True)
-    assert_equal(model, plain, tokens())
-    monkeypatch.setattr(*place, lambda self, scores: 3 * scores)
-    assert_equal(model, plain, tokens())
-    assert total(done) == 2, str(done)
 
 
 class Environment(Block):
@@ -500,35 +234,6 @@ def test_modes_see_the_calls_of_swapped_models(swap, kind):
     assert total(done) == 2 - (kind == "mingpt"), str(done)
 
 
-COPIES = [(kind, how) for kind in ("timm-eager", "diffusers", "timm")
-          for how in ("copy", "pickle", "replica", "deepcopy")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "how"), gate_cases(COPIES[:7], COPIES[7:]))
-def test_copies_have_their_own_parts(swap, kind, how):
-    model = BLOCKS[kind]()
-    done = swap(model, eager=True)
-    model(tokens())
-    if how == "replica":
-        twin = model._replicate_for_data_parallel()
-        twin._parameters = dict(model._parameters)
-    else:
-        twin = {"copy": copy.copy, "deepcopy": copy.deepcopy}.get(
-            how, lambda x: pickle.loads(pickle.dumps(x))
-        )(model)
-        twin._modules = dict(twin._modules)
-    part = "to_q" if kind == "diffusers" else "qkv"
-    setattr(twin, part, nn.Linear(C, getattr(model, part).out_features))
-    plain = copy.deepcopy(BLOCKS[kind]())
-    plain.load_state_dict(twin.state_dict(), strict=False)
-    if kind == "diffusers":
-        plain.to_q = twin.to_q
-    before = total(done)
-    assert_equal(twin, plain, tokens())
-    # Those that share their attributes share the counts.
-    assert total(done) == before + (how in ("copy", "replica"))
-
-
 def test_other_models_and_calls_keep_torchs_function(swap, served):
     swapped, other = Timm(), Timm()
     done = swap(swapped)
@@ -608,19 +313,6 @@ def test_calls_that_no_name_tells_of_are_served_and_reported(swap):
     assert done.replaced == {}
     model(tokens())
     assert list(done.replaced) == ["0"] and total(done) == 1
-
-
-def test_pruned_weights(swap):
-    model = nn.Sequential(Timm())
-    plain = copy.deepcopy(model)
-    done = swap(model)
-    for blocks in (model, plain):
-        prune.l1_unstructured(blocks[0].qkv, "weight", amount=0.5)
-    # What pruning leaves of a call with gradients cannot be copied.
-    with torch.no_grad():
-        plain(tokens())
-    assert_equal(model, plain, tokens())
-    assert total(done) == 1, str(done)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
