@@ -230,16 +230,19 @@ def _store_keys(
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "rows_of_batch", "d_start"])
 def attention_backward_relative_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
-    dkeys_ends_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
-    rows_of_batch, d_start, const: tl.constexpr,
+    dkeys_ends_ptr, starts_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G,
+    T_q, T_k, rows_of_batch, d_start, const: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N distances from d_start, H_q)."""
+    """Grid (tiles of BLOCK_N distances from d_start, or from where starts says, H_q)."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     D: tl.constexpr = const.D
     BLOCK_D: tl.constexpr = const.BLOCK_D
     INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
-    d_first = d_start + tl.program_id(0) * BLOCK
+    if starts_ptr is None:
+        d_first = d_start + tl.program_id(0) * BLOCK
+    else:
+        d_first = tl.load(starts_ptr + tl.program_id(0))
     h = tl.program_id(1)
     distances = d_first + tl.arange(0, BLOCK)
     dbias = tl.zeros([BLOCK], tl.float32)
@@ -320,6 +323,8 @@ def launch_backward_relative(
     tile = lookup("relative", q.element_size(), max(dims))
     d_start, d_end = _distances(options, q, k)
     tiles = blocks(max(d_end - d_start, 0), tile.BLOCK_N)
+    starts = _starts_of_tiles(options, q, k, (d_start, d_end), tile.BLOCK_N)
+    tiles = tiles if starts is None else starts.numel()
     bias = _sums(options.relative_bias, H_q, tiles, q)
     keys = _sums(options.relative_keys, H_q, tiles, q)
     if tiles and H_q:
@@ -333,6 +338,7 @@ def launch_backward_relative(
             delta,
             *bias,
             *keys,
+            starts,
             *map(strides, (q, k, v, do)),
             kernel_mask(options),
             kernel_score(options, q.dtype),
@@ -377,6 +383,34 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
         offsets = options.query_offsets.clamp(-FARTHEST.value, FARTHEST.value)
         least, most = (int(x) for x in torch.aminmax(offsets))
     return max(start, least - (T_k - 1)), min(end, most + T_q)
+
+
+def _starts_of_tiles(
+    options: Options, q: Tensor, k: Tensor, distances: tuple[int, int], BLOCK: int
+) -> Tensor | None:
+    """int32 [tiles]: where tiles begin that have a distance that occurs; None: one after another.
+
+    Rows that stand far from one another have few of the distances between the least and the most.
+    """
+    (B, _, T_q, _), T_k, (d_start, d_end) = q.shape, k.shape[2], distances
+    if d_end - d_start <= 4 * B * (T_q + T_k):
+        return None
+    if options.q_positions is not None and options.k_positions is not None:
+        # A block of queries and one of keys have the distances of two tiles.
+        q_block, k_block = (
+            x.div(BLOCK, rounding_mode="floor").unique().long()
+            for x in (options.q_positions, options.k_positions)
+        )
+        first = (q_block[:, None] - k_block - 1).flatten()
+        count = 2
+    elif options.query_offsets is not None:
+        offsets = options.query_offsets.long().clamp(-FARTHEST.value, FARTHEST.value)
+        first = (offsets - (T_k - 1)).div(BLOCK, rounding_mode="floor")
+        count = blocks(T_q + T_k, BLOCK) + 1
+    else:
+        return None
+    starts = (first[:, None] + torch.arange(count, device=first.device)).unique() * BLOCK
+    return starts[(starts + BLOCK > d_start) & (starts < d_end)].int()
 
 
 def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor | None, ...]:

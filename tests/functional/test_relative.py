@@ -37,3 +37,23 @@ def test_window_on_both_sides_needs_no_offset_on_the_host(monkeypatch, device: s
     results(attention, q, k, v, window=(4, 2), **arguments)
     with pytest.raises(TypeError):
         results(attention, q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("placed_by", ["query_offset", "positions"])
+def test_rows_far_apart_cost_what_their_distances_do(placed_by: str, device: str) -> None:
+    """Of the 2^28 distances between the least and the most few tiles occur."""
+    q, k, v = make_qkv(*ROWS, T_q, T_k, D, device=device)
+    far, table = -(1 << 28), {"relative_bias": draw(2, 7)}
+    if placed_by == "query_offset":
+        table["query_offset"] = torch.tensor([8, far])
+        hidden = {"causal": True, "prefix_lengths": torch.tensor([0, 5])}
+    else:
+        q, k, v = make_qkv(*ROWS, 140, 140, D, device=device)
+        places = torch.arange(140, dtype=torch.int32).repeat(2, 1)
+        places[1, 128:] += -far // 2
+        table["positions"] = (places, places)
+        hidden = {"causal": True}
+    hidden = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in hidden.items()
+    }
+    assert_matches_reference(attention, q, k, v, **hidden, **to_device(table, device))
