@@ -1,4 +1,4 @@
-"""What the site needs beside its pages: the reference, and links from pages into the repository.
+"""Parts of the site beside its pages: the reference, and links from pages into the repository.
 
 A page of the reference is made for each module with public names, which tests/public_names.txt
 lists, and one of the commands. Links that leave docs/ lead to the repository, at the address that

@@ -103,7 +103,7 @@ MASK = {"causal": True, "window": 17, "keep_first": 4}
 
 
 def overview(theme: str) -> str:
-    """What is fused and skipped: the blocks of a real mask, and the work on one of them."""
+    """Fused and skipped work: the blocks of a real mask, and the work on one of them."""
     ink, faint, line, box = (THEMES[theme][x] for x in ("ink", "faint", "line", "box"))
     T = BLOCKS * CELLS
     q = torch.zeros(1, 1, T, 16)

@@ -72,7 +72,7 @@ def draw(record: str) -> str:
 
 
 def record() -> str:
-    """What the commands answer in an empty folder."""
+    """Answers of the commands in an empty folder."""
     programs = str(Path(sys.executable).parent)
     environment = os.environ | {
         "PATH": programs + os.pathsep + os.environ["PATH"],

@@ -73,7 +73,7 @@ def _refuse(what: str, instead: str) -> NotImplementedError:
 
 
 class _Backend:
-    """What the backend serves; vLLM reads it before it takes the backend."""
+    """Properties of the backend, which vLLM reads before it takes the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [

@@ -279,7 +279,7 @@ def test_stand_ins_have_vllms_signatures(vllm: Any) -> None:
 
 
 def test_vllm_finds_the_door() -> None:
-    """As the package is installed next: an editable install has the entry points of its time."""
+    """Read pyproject.toml: an editable install keeps the entry points of its time."""
     group = (
         '[project.entry-points."vllm.general_plugins"]\nfastattn = "fastattn.compat.vllm:register"'
     )

@@ -160,7 +160,7 @@ def test_a_ring_has_no_such_slots() -> None:
 
 
 def test_a_step_of_a_server(device: str) -> None:
-    """What is appended by slots is what `attention_paged` reads by table and lengths."""
+    """`attention_paged` reads by table and lengths what was appended by slots."""
     q, k, v = torch.randn(3, 9, H, D, device=device)
     table = torch.tensor([[4, 1, 2]], dtype=torch.int32, device=device)
     slots = torch.tensor([int(table[0, t // S]) * S + t % S for t in range(9)], device=device)

@@ -79,7 +79,7 @@ def signature_of(x: Any) -> list[tuple[str, Any, bool]]:
 
 
 def methods(kind: type) -> dict[str, Any]:
-    """What a class and its bases define, except those of object and typing."""
+    """Names that a class and its bases define, except those of object and typing."""
     return {
         name: inspect.getattr_static(kind, name)
         for name in dir(kind)
