@@ -118,17 +118,15 @@ def attention_on_hopper(*inputs: TorchTensor, **arguments: Any) -> Any:
     packed = inputs[0].dim() == 3
     options = {name: x for name, x in arguments.items() if name != "return_lse"}
     checked = (packed_options if packed else dense_options)(*inputs, **options)
-    rows = [x.transpose(0, 1)[None] if packed else x for x in inputs[:3]]
-    assert why_not_hopper(*rows, checked) is None, "another backward would be tested"
+    q, k, v = (x.transpose(0, 1)[None] if packed else x for x in inputs[:3])
+    assert why_not_hopper(q, k, v, checked) is None, "another backward would be tested"
     function = fastattn.attention_varlen if packed else fastattn.attention
     return function(*inputs, **arguments, backend="hopper")
 
 
 def passes() -> int:
     """How many kernels the backwards so far launched, a pass over the scores each."""
-    return int(
-        backward.hopper_backward_dq_kernel.launches + backward.hopper_backward_dkv_kernel.launches
-    )
+    return sum(int(getattr(module, kernel).launches) for module, kernel in _KERNELS[1:])
 
 
 def hide(keys: TorchTensor, k: TorchTensor, v: TorchTensor) -> None:
