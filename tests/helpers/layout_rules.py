@@ -20,7 +20,7 @@ FLOORS: tuple[str, ...] = (
     "fastattn.training fastattn.generation",
     "fastattn.models",
     "fastattn",
-    "fastattn.compat",
+    "fastattn.compat fastattn.mods",
     "fastattn.modules",
     "fastattn.parallel",
     "fastattn.functional",
@@ -64,6 +64,7 @@ ENTRIES = {
     "fastattn.compat.sglang",
     "fastattn.compat.torch_flash",
     "fastattn.compat.vllm",
+    "fastattn.mods",
     "fastattn.testing.compiling.calls",
     "fastattn.testing.verify.child",
 }

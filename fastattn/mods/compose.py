@@ -1,0 +1,113 @@
+"""Functions made of others: constants bound into a rule, masks joined by and, or."""
+
+import hashlib
+import inspect
+import linecache
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..block_mask import BlockMask
+from ..torch_backend import triton_language
+
+# By the name of a function that was made: what it calls.
+_PARTS: dict[str, tuple[Any, ...]] = {}
+
+
+def bind(rule: Any, *constants: int) -> Any:
+    """A `mask_mod` that calls a rule with constants behind the position of the key.
+
+    The same rule and constants give the same function, so tables and compiled kernels are reused.
+
+    Args:
+        rule: @triton.jit function (b, h, q_pos, k_pos, *constants, *tensors) -> bool.
+        constants: ints, compiled in.
+
+    Raises:
+        TypeError: a constant is no int.
+    """
+    for x in constants:
+        if type(x) is not int:
+            raise TypeError(f"constants of {rule.__name__} must be ints, got {x!r}")
+    tensors = _parameters(rule)[len(constants) :]
+    call = ", ".join(("part_0(b, h, q_pos, k_pos", *map(str, constants), *tensors)) + ")"
+    return _made("_".join(map(str, (rule.__name__, *constants))), (rule,), tensors, call)
+
+
+def and_masks(*masks: Any) -> Any:
+    """The `mask_mod` that sees what every one of some masks sees; see `or_masks`."""
+    return _joined("and", "&", masks)
+
+
+def or_masks(*masks: Any) -> Any:
+    """The `mask_mod` that sees what one of some masks sees.
+
+    Args:
+        masks: @triton.jit functions (b, h, q_pos, k_pos, *tensors), one or more, in which those of
+            this module count. The mod_tensors of the call are those of the first, then those of
+            the second, and so on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _joined("or", "|", masks)
+
+
+def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int = 64) -> float:
+    """Share of the blocks of scores that kernels visit, at most 1; the others hold no visible key.
+
+    Args:
+        mask: a `mask_mod` or `BlockMask`, asked about batch row 0 and head 0.
+        T_q, T_k: queries, which are the last of T_k, and keys.
+        tensors: its mod_tensors, on the CPU.
+        block: queries and keys of a block.
+    """
+    q_pos = torch.arange(T_k - T_q, T_k, dtype=torch.int32)[None, None, :, None]
+    k_pos = torch.arange(T_k, dtype=torch.int32)[None, None, None]
+    places = triton_language.Places(0, 1, 0, 1, q_pos, k_pos)
+    seen = triton_language.mask_mod(mask, places, tensors).expand(1, 1, T_q, T_k)[0]
+    padded = torch.nn.functional.pad(seen, (0, -T_k % block, 0, -T_q % block))
+    blocks = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block)).any(-1).any(2)
+    return blocks.float().mean().item()
+
+
+def _parameters(mod: Any) -> list[str]:
+    """Names of what a mask takes behind the position of the key."""
+    return list(inspect.signature(mod.fn).parameters)[4:]
+
+
+def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
+    if not masks:
+        raise ValueError(f"{name}_masks takes one mask or more, got none")
+    parts = [mask.mask_mod if isinstance(mask, BlockMask) else mask for mask in masks]
+    calls, tensors = [], []
+    for number, part in enumerate(parts):
+        own = [f"tensor_{len(tensors) + i}" for i in range(len(_parameters(part)))]
+        calls.append(f"part_{number}({', '.join(('b, h, q_pos, k_pos', *own))})")
+        tensors += own
+    return _made(name, tuple(parts), tensors, f" {operator} ".join(calls))
+
+
+def _made(name: str, parts: tuple[Any, ...], tensors: list[str], result: str) -> Any:
+    """A @triton.jit function at the top level of this module, where `block_mask.named` finds it."""
+    # By the source, so that another process finds the kernels that this one compiled.
+    text = "".join(f"{part.fn.__module__}{inspect.getsource(part.fn)}" for part in parts)
+    name += "_" + hashlib.sha256(f"{text}{result}".encode()).hexdigest()[:8]
+    while name in _PARTS and any(x is not y for x, y in zip(_PARTS[name], parts, strict=True)):
+        name += "x"
+    if name in _PARTS:
+        return globals()[name]
+    _PARTS[name] = parts
+    arguments = ", ".join(("b, h, q_pos, k_pos", *tensors))
+    source = f"def {name}({arguments}):\n    return {result}\n"
+    path = f"<{__name__}.{name}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    scope: dict[str, Any] = {f"part_{i}": part for i, part in enumerate(parts)}
+    scope["__name__"] = __name__
+    exec(compile(source, path, "exec"), scope)
+    made = triton.jit(scope[name])
+    setattr(sys.modules[__name__], name, made)
+    return made

@@ -1,0 +1,44 @@
+"""Biases by distance and by forget gates, learned: they go where gradients reach them.
+
+    alibi_bias, slope 1     forgetting_bias, gates of 1/2, causal; in log2, up to a row's constant
+     0 .  .  .              0 .  .  .
+    -1 0  .  .              0 1  .  .
+    -2 -1 0  .              0 1  2  .
+    -3 -2 -1 0              0 1  2  3
+
+They hide nothing: under causal=True, 136 of 256 blocks are visited at 1024 keys.
+"""
+
+import torch
+from torch import Tensor
+
+
+def alibi_bias(slopes: Tensor, distance: int, ahead: Tensor | None = None) -> Tensor:
+    """The `relative_bias` of ALiBi with slopes that are learned, or that differ ahead.
+
+    Args:
+        slopes: [H_q], by which keys behind the query are lowered a step.
+        distance: the largest distance that occurs, T_k - 1 or more; beyond it the bias is constant.
+        ahead: [H_q], by which keys ahead are; default: slopes.
+
+    Returns:
+        [H_q, 2 * distance + 1], differentiable.
+    """
+    steps = torch.arange(-distance, distance + 1, device=slopes.device, dtype=slopes.dtype)
+    behind = -slopes[:, None] * steps.clamp(min=0)
+    return behind + (slopes if ahead is None else ahead)[:, None] * steps.clamp(max=0)
+
+
+def forgetting_bias(log_gates: Tensor) -> Tensor:
+    """The `attn_bias` of the forgetting transformer (FoX); call `attention` with causal=True.
+
+    The weight of key j in row i is multiplied by the forget gates of j + 1 to i. Their sum up to i
+    is the same for all keys of a row, and the softmax drops it: what is left is a bias by key.
+
+    Args:
+        log_gates: [B, H_q, T], log of the gates, as from `logsigmoid`.
+
+    Returns:
+        [B, H_q, 1, T], differentiable.
+    """
+    return -log_gates.cumsum(-1)[:, :, None]
