@@ -4,7 +4,6 @@ Processes are fakes that live in this one: the first poll runs them as far as th
 """
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from fastattn.bench.time.jobs import Job, gpu_jobs, record
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.bench.time.suite import FINISHED, run_jobs
 from fastattn.bench.time.supervise import supervise
-from fastattn.testing.verify.supervise import ChildProcess
 from fastattn.training.step_timing import StepTiming
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -393,18 +391,6 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
         ("0123456", True),
         ("0123456", False),
     ]
-
-
-def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(tmp_path):
-    log = tmp_path / "log"
-    process = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; wait"], log=log, listen=False)
-    while not (child := log.read_text()).endswith("\n"):
-        assert process.poll() is None
-    process.kill()
-    assert process.poll() == -9
-    # A child that is dead, or that nobody has waited for yet.
-    state = subprocess.run(["ps", "-o", "stat=", "-p", child.strip()], capture_output=True)
-    assert state.stdout.strip()[:1] in (b"", b"Z")
 
 
 def test_the_suite_tells_of_the_gpu_once_and_measures_what_is_planned(monkeypatch):

@@ -1,7 +1,9 @@
 """The supervision of child processes: planned messages on a planned clock, and real ends."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +188,17 @@ def test_processes_that_sleep_and_die(processes: list[ChildProcess]) -> None:
     ]
     assert found[1].outcomes[0].reason == "ended by SIGSEGV: the kernel reads what is not there"
     assert len(processes) == 3
+
+
+def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    process = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; wait"], log=log, listen=False)
+    while not (child := log.read_text()).endswith("\n"):
+        assert process.poll() is None
+    process.kill()
+    assert process.poll() == -9
+    # A child that is dead, or that nobody has waited for yet.
+    state = subprocess.run(["ps", "-o", "stat=", "-p", child.strip()], capture_output=True)
+    assert state.stdout.strip()[:1] in (b"", b"Z")
