@@ -16,6 +16,7 @@ from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
 from ..quantization import Quantize
+from .graph import PagedGraphs
 from .paged import layers_of
 from .request import EngineMetrics, Request, choose_next, make_request
 from .schedule import Entry, Schedule
@@ -57,9 +58,11 @@ class Engine:
         quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
             results differ from those without by more than rounding.
         past_context: what follows a full context, "restart" or "crop"; see `Reading`.
+        cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`.
 
     Raises:
-        TypeError, ValueError: a number that is none, or too small.
+        TypeError, ValueError: a number that is none, or too small; cuda_graph is True, and the
+            model is on no CUDA device.
 
     Example:
         >>> from fastattn.models.gpt import GPT, GPTConfig
@@ -84,6 +87,7 @@ class Engine:
         kept_rows: int | None = None,
         quantize: Quantize | None = None,
         past_context: PastContext = "restart",
+        cuda_graph: bool = False,
     ) -> None:
         check_past_context(past_context)
         max_batch = check_count("max_batch", max_batch, 1)
@@ -94,6 +98,7 @@ class Engine:
         self.cache = model.new_paged_cache(
             num_pages, page_size, max_rows=max_batch + kept_rows, quantize=quantize
         )
+        self._graphs = PagedGraphs(model, self.cache, max_batch) if cuda_graph else None
         self._num_pages = num_pages
         self._past_context: PastContext = past_context
         self._schedule = Schedule(self.cache, max_batch, max_step_tokens, kept_rows)
@@ -297,6 +302,8 @@ class Engine:
         counts = list(plan.values())
         ends = dict(zip(plan, accumulate(counts), strict=True))
         tokens = [token for s, count in plan.items() for token in s.unread[:count]]
+        if self._graphs is not None and max(counts) == 1 and len(whole) == len(plan):
+            return self._graphs.scores(tokens, rows)
         layers = layers_of(self.cache, rows, counts)
         last = to_device([ends[sequence] - 1 for sequence in whole], self._device)
         packed = to_device(tokens, self._device)[:, None]

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..cache.paged import PagedKVCache
 from ..models.gpt import GPT
 from ..models.transfer import to_device
 from ..tracing import record_cuda_graph
+from .paged import PackedRows, PackedStep
 from .window import PastContext, Window
 
 # Runs a function's work again, on the same tensors.
@@ -97,6 +99,102 @@ class GraphWindow(Window):
         return replay
 
 
+class _PagedGraph:
+    """A recorded step of up to `size` rows; the tokens left over have no row, and slot -1.
+
+    Attributes:
+        logits: [size, V], written by `replay`.
+    """
+
+    def __init__(
+        self, model: GPT, cache: PagedKVCache, size: int, record: Callable[[Replay], Replay]
+    ) -> None:
+        self.size = size
+        device = cache.lengths.device
+        self._slots = torch.full((size,), -1, dtype=torch.int64, device=device)
+        # Tokens, positions, rows and offsets, which one copy brings.
+        self._numbers = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
+        tokens, positions, index, offsets = self._numbers.split([size, size, size, size + 1])
+        room = cache.block_table.shape[1] * cache.page_size
+        of_row = torch.arange(size, device=device)
+        step = PackedStep(self._slots, positions, of_row, offsets, 1, room)
+        views = [
+            cache.view([], layer)._replace(batch_index=index, length_bound=room)
+            for layer in range(cache.num_layers)
+        ]
+        self.logits: Tensor | None = None
+
+        def work() -> None:
+            layers = [PackedRows(view, step) for view in views]
+            logits = model(tokens[:, None], cache=layers)[:, -1]
+            if self.logits is None:
+                self.logits = torch.empty_like(logits)
+            self.logits.copy_(logits)
+
+        # The first run compiles kernels and allocates what stays. No token has a row yet.
+        work()
+        self.replay = record(work)
+
+    def enter(
+        self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], slots: Tensor
+    ) -> None:
+        """Set what the next replay reads: a token, its position, its row and its slot each."""
+        n = len(rows)
+        rest = [0] * (self.size - n)
+        offsets = [*range(n + 1), *(n for _ in rest)]
+        numbers = [*tokens, *rest, *positions, *rest, *rows, *rest, *offsets]
+        self._numbers.copy_(to_device(numbers, self._numbers.device))
+        self._slots[:n] = slots
+        self._slots[n:] = -1
+
+
+class PagedGraphs:
+    """Steps of one token a row over a paged cache, replayed by graphs of a few sizes.
+
+    The smallest graph that has room for a step's rows serves it: 1, 2, 4, 8, ... rows, recorded at
+    the first step that needs them.
+
+    Args:
+        model: on a CUDA device, in evaluation mode; its parameters keep their memory.
+        cache: of the model.
+        max_batch: the most rows of a step.
+        record: makes a replay of a function that reads and writes fixed tensors.
+
+    Raises:
+        ValueError: the model is on no CUDA device, and record is not given.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        cache: PagedKVCache,
+        max_batch: int,
+        *,
+        record: Callable[[Replay], Replay] | None = None,
+    ) -> None:
+        if record is None:
+            _check_device(model)
+        self._model, self._cache, self._max_batch = model, cache, max_batch
+        self._record = record_cuda_graph if record is None else record
+        self._graphs: dict[int, _PagedGraph] = {}
+
+    def scores(self, tokens: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Scores [B, V] behind the next token of each of B rows, which are counted and written.
+
+        The next call may overwrite them.
+        """
+        size = min(1 << (len(rows) - 1).bit_length(), self._max_batch)
+        if size not in self._graphs:
+            made = _PagedGraph(self._model, self._cache, size, self._record)
+            self._graphs[size] = made
+        graph = self._graphs[size]
+        positions = [self._cache.length(row) for row in rows]
+        graph.enter(tokens, positions, rows, self._cache.extend(rows, 1))
+        graph.replay()
+        assert graph.logits is not None
+        return graph.logits[: len(rows)]
+
+
 def make_window(
     model: GPT,
     batch_size: int,
@@ -111,7 +209,11 @@ def make_window(
     """
     if not cuda_graph:
         return Window(model, batch_size, max_tokens, past_context)
+    _check_device(model)
+    return GraphWindow(model, batch_size, max_tokens, past_context)
+
+
+def _check_device(model: GPT) -> None:
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(f"cuda_graph needs a model on a CUDA device, got one on {device}")
-    return GraphWindow(model, batch_size, max_tokens, past_context)

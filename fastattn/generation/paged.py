@@ -16,14 +16,14 @@ from ..functional.paged import attention_paged
 from ..models.transfer import to_device
 
 
-class _Step(NamedTuple):
+class PackedStep(NamedTuple):
     """The new tokens of one step, those of the first row in order, then those of the next.
 
-    slots: int64 [total]. positions: int32 [total]. of_row: int64 [total], numbers of rows. offsets:
-    int32 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length then.
+    slots: int64 [total]. positions: int32 or int64 [total]. of_row: int64 [total], numbers of rows.
+    offsets: int32 or int64 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length
+    then.
     """
 
-    rows: list[int]
     slots: Tensor
     positions: Tensor
     of_row: Tensor
@@ -40,7 +40,7 @@ class PackedRows:
     Attributes:
         k, v: [total, H_k, length_bound, D], gathered from the pages on first use, for layers that
             `attention_paged` does not serve.
-        lengths: int32 [total]: where each token stands, then one more.
+        lengths: [total]: where each token stands, then one more.
         length_bound: what no length exceeds.
         uniform_length: None: the rows count as being of different lengths.
     """
@@ -48,10 +48,10 @@ class PackedRows:
     uniform_length: int | None = None
     rotates = True
 
-    def __init__(self, cache: PagedKVCache, layer: int, step: _Step) -> None:
+    def __init__(self, view: CacheView, step: PackedStep) -> None:
         self.lengths = step.positions
         self.length_bound = self.max_length = step.bound
-        self._cache, self._layer, self._step = cache, layer, step
+        self._view, self._step = view, step
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def append(
@@ -77,7 +77,7 @@ class PackedRows:
 
     def view(self) -> CacheView:
         """The pages of the rows as kernels read them."""
-        return self._cache.view(self._step.rows, self._layer)
+        return self._view
 
     @property
     def k(self) -> Tensor:
@@ -106,8 +106,7 @@ def layers_of(cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int]) -
     slots = cache.extend(rows, counts)
     places = [t for n, count in zip(before, counts, strict=True) for t in range(n, n + count)]
     of_row = [i for i, count in enumerate(counts) for _ in range(count)]
-    step = _Step(
-        rows,
+    step = PackedStep(
         slots,
         to_device(places, device, torch.int32),
         to_device(of_row, device),
@@ -115,4 +114,4 @@ def layers_of(cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int]) -
         max(counts),
         max(cache.length(row) for row in rows),
     )
-    return [PackedRows(cache, layer, step) for layer in range(cache.num_layers)]
+    return [PackedRows(cache.view(rows, layer), step) for layer in range(cache.num_layers)]

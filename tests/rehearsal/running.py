@@ -44,6 +44,7 @@ def calls() -> None:
             lambda: with_graph(lambda: generate_batch(model, [[1, 2, 3], [4]], 4, cuda_graph=True)),
         )
         stage.play("Engine", lambda: serve(model))
+        stage.play("Engine, graph", lambda: with_graph(lambda: serve(model, cuda_graph=True)))
         stage.play("events", time_attention)
         stage.play("environment", environment.collect, launches=False)
 
@@ -96,8 +97,8 @@ def with_graph(call: Any) -> None:
     assert Graph.replays > before, "no graph was replayed"
 
 
-def serve(model: GPT) -> None:
-    engine = Engine(model, num_pages=16)
+def serve(model: GPT, **options: Any) -> None:
+    engine = Engine(model, num_pages=16, **options)
     for prompt in ([1, 2, 3], [1, 2, 3, 4] * 5):
         engine.submit(prompt, count=3)
     list(engine.run())
