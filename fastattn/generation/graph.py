@@ -114,7 +114,8 @@ class _PagedGraph:
         self._slots = torch.full((size,), -1, dtype=torch.int64, device=device)
         # Tokens, positions, rows and offsets, which one copy brings.
         self._numbers = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
-        tokens, positions, index, offsets = self._numbers.split([size, size, size, size + 1])
+        parts = [size, size, size, size + 1]
+        tokens, positions, index, offsets = torch.split(self._numbers, parts)
         room = cache.block_table.shape[1] * cache.page_size
         of_row = torch.arange(size, device=device)
         step = PackedStep(self._slots, positions, of_row, offsets, 1, room)
