@@ -255,3 +255,22 @@ def test_the_table_of_environment_variables_has_all_of_them() -> None:
     assert read_by_us > {"FASTATTN_BACKEND"}
     listed = set(re.findall(r"^\| `([A-Z_]+)` \|", read("docs/gpu.md"), re.MULTILINE))
     assert listed == read_by_us | {"TRITON_INTERPRET"}
+
+
+def test_the_line_of_each_name_works(monkeypatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    scope: dict[str, object] = {}
+    page = read("docs/names.md")
+    _, setup = next(find_blocks(page, "python"))
+    exec(setup, scope)
+    served = page.partition("| not served")[0]
+    rows = re.findall(r"^\| ([^`|]+) \| (.*) \|$", served, re.MULTILINE)[1:]
+    lines = {name: line.strip("`") for name, line in rows if line != "---"}
+    assert len(lines) == served.count("\n| ") - 2
+    failed = {}
+    for name, line in lines.items():
+        try:
+            eval(line, scope)
+        except Exception as error:
+            failed[name] = error
+    assert not failed
