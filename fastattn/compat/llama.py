@@ -45,23 +45,23 @@ class LlamaAttention(nn.Module):
             freqs_cis: complex [T, D / 2] or [B, T, D / 2], cos + i sin of the positions of x's
                 tokens: `freqs_cis[n : n + T]` of a whole table. Or what else `GQAttention` takes as
                 rotary_tables; None: the layer's own, from position n on.
-            use_kv_cache: return caches with x's tokens in them.
+            use_kv_cache: return caches with x's tokens in them. False: given caches are read, and
+                come back as they are.
             cache_k, cache_v: [B, n, H_k, D] and [B, n, H_k, D_v], rotated keys and values of the
                 tokens before x, from an earlier call; None: there are none. Gradients flow through
                 them.
 
         Returns:
-            (out [B, T, C], cache_k and cache_v of n + T tokens, or None for both).
+            (out [B, T, C], cache_k and cache_v of n + T tokens; without use_kv_cache
+            those given).
 
         Raises:
             TypeError: a cache is no tensor.
-            ValueError: one cache is given without the other or without use_kv_cache, or has
-                another shape, dtype or device than the new keys.
+            ValueError: one cache is given without the other, or has another shape,
+                dtype or device than the new keys.
             Exception: what `GQAttention` raises.
         """
-        if not use_kv_cache:
-            if cache_k is not None or cache_v is not None:
-                raise ValueError("cache_k and cache_v need use_kv_cache=True, got False")
+        if not use_kv_cache and cache_k is None and cache_v is None:
             return self.attention(x, rotary_tables=freqs_cis), None, None
         if (cache_k is None) != (cache_v is None):
             there = "cache_v" if cache_k is None else "cache_k"
@@ -71,6 +71,8 @@ class LlamaAttention(nn.Module):
                 check_tensor(name, given)
         cache = _GivenCache(cache_k, cache_v, x.shape[0], x.device)
         out = self.attention(x, rotary_tables=freqs_cis, cache=cache)
+        if not use_kv_cache:
+            return out, cache_k, cache_v
         return out, cache.k.transpose(1, 2), cache.v.transpose(1, 2)
 
 

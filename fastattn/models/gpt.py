@@ -156,6 +156,7 @@ class GPT(DecoderStack):
         top_k: int | None = None,
         top_p: float | None = None,
         *,
+        epsilon_cutoff: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continues rows of tokens, as nanoGPT's method of this name does.
@@ -167,7 +168,7 @@ class GPT(DecoderStack):
         Args:
             idx: [B, T] integers in [0, vocab_size), T >= 1.
             max_new_tokens: tokens to append to each row.
-            temperature, top_k, top_p: as for `fastattn.generation.Sampling`.
+            temperature, top_k, top_p, epsilon_cutoff: as for `fastattn.generation.Sampling`.
             generator: of the draws (`torch.multinomial`), on idx's device; None = torch's own.
 
         Returns:
@@ -178,7 +179,9 @@ class GPT(DecoderStack):
                 is out of range.
             FloatingPointError: the model's scores are not finite.
         """
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, epsilon_cutoff=epsilon_cutoff
+        )
         if idx.dim() != 2 or not idx.numel() or idx.is_floating_point():
             raise ValueError(
                 f"idx must be integers of shape [B, T], got {idx.dtype} {tuple(idx.shape)}"

@@ -83,13 +83,23 @@ def test_gradients_flow_through_the_caches():
     assert_within_budget("gradient", found, ref, worst_naive(ref, lambda: gradient(layer, x)))
 
 
+@torch.no_grad()
+def test_caches_are_read_and_come_back_where_none_are_asked_for():
+    layer, x = make(), torch.randn(B, T, C)
+    _, *caches = layer(x[:, :-2], FREQS_CIS[:-2], True)
+    arguments = (x[:, -2:], FREQS_CIS[-2:])
+    out, *back = layer(*arguments, False, *caches)
+    assert torch.equal(out, layer(*arguments, True, *caches)[0])
+    assert all(y is z for y, z in zip(back, caches, strict=True))
+
+
 def test_errors():
     layer, x, cache = make(), torch.randn(B, 1, C), torch.zeros(B, 3, H_K, D)
     with pytest.raises(TypeError, match="attention must be a GQAttention, got Linear"):
         LlamaAttention(torch.nn.Linear(2, 2))
     shape = r"cache_v must have shape \[2, 3, 2, 8\], got"
     for error, message, *given in (
-        (ValueError, "need use_kv_cache=True, got False", None, False, cache, cache),
+        (ValueError, "cache_v go together, got cache_k alone", None, False, cache, None),
         (ValueError, "cache_v go together, got cache_v alone", None, True, None, cache),
         *(
             (ValueError, shape, None, True, cache, wrong)

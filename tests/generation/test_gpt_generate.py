@@ -48,6 +48,12 @@ def test_generate_draws_what_nanogpt_draws(settings, length, positions):
     assert torch.equal(model.generate(idx, 0), idx)
 
 
+def test_generate_cuts_improbable_tokens_off():
+    model, idx = make_gpt(context=CONTEXT, std=0.3), torch.tensor([[1, 2, 3]])
+    greedy = model.generate(idx, 9, top_k=1)
+    assert torch.equal(model.generate(idx, 9, epsilon_cutoff=0.999), greedy)
+
+
 def test_generate_reads_every_token_once_within_the_context(monkeypatch):
     model, read = make_gpt(context=CONTEXT), []
     forward = model.forward
