@@ -139,8 +139,6 @@ def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
 
 def test_what_is_refused():
     q, k, v = heads(4, 4)
-    with pytest.raises(NotImplementedError, match="paged cache"):
-        attend.attention_forward(layer(), q, k, v, None, cache=object())
     with pytest.raises(NotImplementedError, match="selected by blocks"):
         attend.attention_forward(layer(), q, k, v, None, block_indices=torch.zeros(1, 1, 4, 1))
     offsets = torch.tensor([0, 4], dtype=torch.int32)

@@ -22,10 +22,10 @@ from ...functional.decode import decode_attention
 from ...functional.statistics import attention_weights
 from ...position_tables import document_ids
 from ..sdpa import bounded_bias
+from .continuous import NAME, attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
 
-NAME = "fastattn"
 # First and last minor version that the tests have run with.
 _TESTED = ((5, 23), (5, 23))
 _SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
@@ -76,7 +76,7 @@ def attention_forward(
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
     cache: Any = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
@@ -101,7 +101,9 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], offsets of sequences packed into a batch of
             one. They hold beside any mask; beside one of two dims, only if that hides nothing. The
             sequences that a mask's rule was made of give way to them, as in "flash_attention_2".
-        block_indices, cache: refused: keys by blocks, and pages of continuous batching.
+        cache: of continuous batching. It is updated, and its offsets and sliding_window take the
+            place of the mask.
+        block_indices: refused: keys by blocks.
         output_attentions: also return the weights, without gradients or dropout. So do layers of a
             model that was asked for them and does not pass that on, where transformers is tested.
         kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
@@ -110,17 +112,22 @@ def attention_forward(
         ([B, T_q, H_q, D_v] contiguous, weights [B, H_q, T_q, T_k] or None).
 
     Raises:
-        NotImplementedError: a paged cache, or block_indices.
+        NotImplementedError: block_indices; beside a cache, what offsets and a window do not say.
         ValueError: no mask, although 1 < T_q != T_k and the layer is causal: where the queries
             stand among the keys is then unknown. cu_seq_lens_q beside padding.
     """
-    _refuse(block_indices, cache)
+    _refuse(block_indices)
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
     options["scale"] = scaling
+    if cache is not None:
+        _refuse_beside_cache(causal, sinks, indices, position_bias, output_attentions, dropout)
+        kwargs["cu_seq_lens_k"] = cu_seq_lens_k
+        given = (attention_mask, sliding_window, cu_seq_lens_q, cache, options, kwargs)
+        return attend_paged(module, query, key, value, *given), None
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if position_bias is not None:
@@ -156,17 +163,26 @@ def attention_forward(
     return o, (weights if share is None else weights * share).to(query.dtype)
 
 
-def _refuse(block_indices: Tensor | None, cache: Any) -> None:
+def _refuse(block_indices: Tensor | None) -> None:
     """Refuse arguments that some models pass and nothing here serves."""
     if block_indices is not None:
         raise NotImplementedError(
             "block_indices: fastattn does not serve keys that are selected by blocks; "
             'attn_implementation="eager" or "sdpa" puts them into the mask'
         )
-    if cache is not None:
+
+
+def _refuse_beside_cache(causal: bool, *given: Any) -> None:
+    """Refuse what continuous batching does not bring, and offsets alone would drop."""
+    names = ("sinks of each query", "indices", "position_bias", "output_attentions", "dropout")
+    wrong = [] if causal else ["is_causal=False"]
+    wrong += [
+        name for name, x in zip(names, given, strict=True) if isinstance(x, Tensor) or bool(x)
+    ]
+    if wrong:
         raise NotImplementedError(
-            "cache: fastattn does not serve the paged cache of transformers' continuous batching; "
-            'attn_implementation="sdpa" under fastattn.patch_sdpa does'
+            f"cache beside {', '.join(wrong)}: fastattn does not serve it over the pages of "
+            "continuous batching"
         )
 
 

@@ -1,0 +1,162 @@
+"""Continuous batching of transformers: attention over its `PagedAttentionCache`.
+
+    fastattn.compat.transformers.register()
+    fastattn.compat.transformers.enable_continuous_batching()
+    model.set_attn_implementation("fastattn")
+    model.generate_batch(prompts)
+
+A step packs chunks of prompts and decoded tokens of many requests into a batch of one. The cache
+either gathers the keys of all requests, and attention is `attention_varlen`, or hands over its
+pages and a block table, and the new tokens are appended and attended in place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...cache.slots import append_paged
+from ...cache.views import view_of_tensors
+from ...functional.attend import attention_varlen
+from ...functional.paged import attention_paged
+from .lazy_mask import LazyMask
+
+NAME = "fastattn"
+
+
+def enable_continuous_batching() -> None:
+    """Make `generate_batch` of transformers accept models with attn_implementation="fastattn".
+
+    transformers 5.23 takes "sdpa", "paged|eager" and names with "flash" in them; it refuses any
+    other, or, where a package flash_attn can be imported, switches to it with a logged warning.
+    After this call its modules for continuous batching also count "fastattn" among the
+    implementations that read offsets and pages: no mask is made, nothing is switched, and on CUDA
+    graphs and the path over block tables are open. Nothing else of transformers changes; a second
+    call changes nothing.
+
+    Raises:
+        ImportError: transformers is not installed, or its modules do not have what is replaced.
+    """
+    from transformers.generation.continuous_batching import cache, continuous_api, initialization
+
+    for module in (cache, continuous_api, initialization):
+        _replace(module, "is_flash_attention_requested", _accepting)
+    _replace(initialization, "lazy_import_flash_attention", _importing)
+
+
+def _replace(module: Any, name: str, wrap: Any) -> None:
+    before = getattr(module, name, None)
+    if before is None:
+        raise ImportError(
+            f"{module.__name__} has no {name}: fastattn knows continuous batching of "
+            "transformers 5.23"
+        )
+    if not getattr(before, "serves_fastattn", False):
+        after = wrap(before)
+        after.serves_fastattn = True
+        setattr(module, name, after)
+
+
+def _accepting(before: Any) -> Any:
+    """transformers' `is_flash_attention_requested`, true of "fastattn" too."""
+
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, **options: Any
+    ) -> bool:
+        name = requested_attention_implementation
+        if config is not None and name is None:
+            name = config._attn_implementation
+        if name == NAME:
+            return True
+        return bool(before(config, requested_attention_implementation, **options))
+
+    return is_flash_attention_requested
+
+
+def _importing(before: Any) -> Any:
+    """transformers' `lazy_import_flash_attention`, which is asked for the function over pages."""
+
+    def lazy_import_flash_attention(implementation: str | None, *args: Any, **options: Any) -> Any:
+        if implementation == NAME:
+            return (None, None, attention_paged, None, None), (None, None)
+        return before(implementation, *args, **options)
+
+    return lazy_import_flash_attention
+
+
+def attend_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    cu_seq_lens_q: Tensor | None,
+    cache: Any,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Update a layer's part of a `PagedAttentionCache`, and attend to what it holds.
+
+    Args:
+        module: the layer, with its `layer_idx`.
+        query, key, value: [1, heads, total, width], the new tokens of all requests.
+        mask: the one that the model made without knowing of the cache. Offsets take its place.
+        window: keys that a query sees, itself included; None: all.
+        cu_seq_lens_q: int32 [N + 1].
+        cache: of transformers.
+        options: scale, softcap and sinks.
+        kwargs: what `cache.update` reads, with cu_seq_lens_k; it changes them.
+
+    Returns:
+        [1, total, H_q, D_v].
+
+    Raises:
+        NotImplementedError: a mask that is no plain band, or one that is added.
+    """
+    window = _window(module, mask, window)
+    if cu_seq_lens_q is None or kwargs.get("cu_seq_lens_k") is None:
+        raise ValueError("cache needs cu_seq_lens_q and cu_seq_lens_k beside it")
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options = {x: options[x] for x in ("scale", "softcap", "sinks") if options[x] is not None}
+    options |= {"causal": True, "window": window}
+    offsets = (cu_seq_lens_q, kwargs["cu_seq_lens_k"])
+    if kwargs.get("block_table") is None:
+        return attention_varlen(q, k, v, *offsets, **options)[None]
+    # Pages are [P, S, H_k, D].
+    pages = [kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache")]
+    lengths = offsets[1].diff()
+    view = view_of_tensors(*pages, lengths, block_table=kwargs["block_table"].contiguous())
+    slots = _slots(offsets[0], lengths, kwargs["block_table"], pages[0].shape[2], q.shape[0])
+    append_paged(view, k, v, slots)
+    return attention_paged(q, view, offsets[0], **options)[None]
+
+
+def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int | None:
+    """The window of a layer; refuse masks whose rule offsets and a window do not say."""
+    rule = mask.rule() if isinstance(mask, LazyMask) else None
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk is not None or (rule is not None and rule.chunk is not None):
+        raise NotImplementedError("cache: fastattn does not serve attention in chunks over pages")
+    if mask is not None and not isinstance(mask, LazyMask) and mask.dtype != torch.bool:
+        raise NotImplementedError(
+            f"cache beside an attention_mask of {mask.dtype}: fastattn goes by offsets there; "
+            'attn_implementation="sdpa" takes the mask'
+        )
+    if window is None and rule is not None and rule.left is not None:
+        return int(rule.left) + 1
+    return window
+
+
+def _slots(starts: Tensor, lengths: Tensor, table: Tensor, size: int, total: int) -> Tensor:
+    """int64 [total]: the slot of each new token in the pages of its row; -1 behind the last row."""
+    token = torch.arange(total, device=starts.device)
+    row = torch.searchsorted(starts[1:].contiguous(), token.to(starts.dtype), right=True)
+    exists = row < lengths.shape[0]
+    row = row.clamp(max=lengths.shape[0] - 1)
+    position = (lengths[row] - starts[row + 1] + token).clamp(min=0)
+    page = table[row, (position // size).clamp(max=table.shape[1] - 1)]
+    return torch.where(exists & (page >= 0), page.long() * size + position % size, -1)

@@ -1,0 +1,125 @@
+"""Continuous batching of transformers: `generate_batch` gives what `generate` gives alone."""
+
+import functools
+
+import pytest
+import torch
+import transformers as tr
+from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers_models import heads, layer
+
+from fastattn.compat import transformers as door
+from fastattn.compat.transformers import continuous
+
+pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+
+# Two requests share steps, and the second prompt is longer than a step of 8 tokens.
+PROMPTS = [[3, 7, 4], [5, 9, 2, 8, 1, 6, 11, 13, 12, 10, 15]]
+GREEDY = tr.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=63, pad_token_id=0)
+
+
+@pytest.fixture
+def enabled(monkeypatch):
+    """Continuous batching with "fastattn", undone after the test."""
+    for module in (continuous_api, initialization, paged_cache):
+        name = "is_flash_attention_requested"
+        monkeypatch.setattr(module, name, getattr(module, name))
+    name = "lazy_import_flash_attention"
+    monkeypatch.setattr(initialization, name, getattr(initialization, name))
+    door.register()
+    door.enable_continuous_batching()
+
+
+def model(name: str):
+    """Tiny models whose weights are large: the greedy tokens depend on what was attended."""
+    size = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4}
+    config = {
+        "llama-gqa": lambda: tr.LlamaConfig(**size),
+        "mistral-window": lambda: tr.MistralConfig(**size, head_dim=16, sliding_window=4),
+    }[name]()
+    torch.manual_seed(0)
+    return tr.AutoModelForCausalLM.from_config(config, attn_implementation="fastattn").eval()
+
+
+def batched(built, **options) -> list[list[int]]:
+    """The new tokens of all prompts, by steps of up to 8 tokens."""
+    config = tr.ContinuousBatchingConfig(
+        num_blocks=8, max_batch_tokens=8, page_size=16, use_cuda_graph=False, **options
+    )
+    made = built.generate_batch(
+        PROMPTS, generation_config=GREEDY, continuous_batching_config=config, progress_bar=False
+    )
+    found = sorted(made.values(), key=lambda x: int(x.request_id.rpartition("_")[2]))
+    assert [x.error for x in found] == [None] * len(PROMPTS)
+    return [x.generated_tokens for x in found]
+
+
+def alone(built) -> list[list[int]]:
+    built.set_attn_implementation("eager")
+    made = [built.generate(torch.tensor([p]), generation_config=GREEDY)[0] for p in PROMPTS]
+    return [tokens[len(p) :].tolist() for p, tokens in zip(PROMPTS, made, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
+def test_batched_tokens_are_those_of_requests_alone(name, enabled, monkeypatch):
+    """As if flash_attn could be imported: the model keeps its implementation all the same."""
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
+    built = model(name)
+    kept, calls = set(), []
+
+    @functools.wraps(continuous.attend_paged)
+    def counted(module, *args):
+        kept.add(module.config._attn_implementation)
+        calls.append(args[0].shape[2])
+        return continuous.attend_paged(module, *args)
+
+    monkeypatch.setattr(door.attend, "attend_paged", counted)
+    found = batched(built)
+    assert kept == {"fastattn"}
+    assert max(calls) == 8
+    assert found == alone(built)
+
+
+def test_decoding_over_block_tables(enabled, monkeypatch):
+    """transformers takes that path on CUDA alone: here as if the check had passed."""
+    path = "ensure_decode_fast_path_is_available"
+    monkeypatch.setattr(initialization, path, lambda *_, **__: None)
+    built, steps = model("llama-gqa"), []
+    append = continuous.append_paged
+
+    def counted(view, k, *args):
+        steps.append(k.shape[0])
+        return append(view, k, *args)
+
+    monkeypatch.setattr(continuous, "append_paged", counted)
+    found = batched(built, max_blocks_per_request=2)
+    assert 2 in steps  # both requests decode
+    assert found == alone(built)
+
+
+def test_slots_of_tokens_without_a_row_and_of_padded_tables():
+    starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    lengths = torch.tensor([5, 0, 4], dtype=torch.int32)
+    table = torch.tensor([[6, 2], [-1, -1], [3, -1]], dtype=torch.int32)
+    slots = continuous._slots(starts, lengths, table, 4, 5)
+    assert slots.tolist() == [27, 8, 15, -1, -1]
+
+
+def test_refused_without_the_call():
+    door.register()
+    with pytest.raises(ValueError, match="fastattn is not supported for continuous batching"):
+        batched(model("llama-gqa"), auto_switch_to_flash=False)
+
+
+def test_refused_beside_a_cache():
+    q, k, v = heads(4, 4)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    given = {"cache": object(), "cu_seq_lens_q": offsets, "cu_seq_lens_k": {}}
+    for wrong in ({"is_causal": False}, {"output_attentions": True}, {"dropout": 0.1}):
+        with pytest.raises(NotImplementedError, match=next(iter(wrong))):
+            door.attention_forward(layer(), q, k, v, None, **given, **wrong)
+    bias = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(NotImplementedError, match=r"attention_mask of torch\.float32"):
+        door.attention_forward(layer(), q, k, v, bias, **given)
