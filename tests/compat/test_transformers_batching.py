@@ -120,6 +120,8 @@ def test_refused_beside_a_cache():
     for wrong in ({"is_causal": False}, {"output_attentions": True}, {"dropout": 0.1}):
         with pytest.raises(NotImplementedError, match=next(iter(wrong))):
             door.attention_forward(layer(), q, k, v, None, **given, **wrong)
+    with pytest.raises(NotImplementedError, match="scores of the caller's own"):
+        door.attention_forward(layer(), q, k, v, None, **given, indices=torch.zeros(1, 4, 1))
     bias = torch.zeros(1, 1, 4, 4)
     with pytest.raises(NotImplementedError, match=r"attention_mask of torch\.float32"):
         door.attention_forward(layer(), q, k, v, bias, **given)

@@ -123,9 +123,11 @@ def attention_forward(
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
     options["scale"] = scaling
+    beside = sinks is not None or indices is not None or position_bias is not None
     if cache is not None:
-        _refuse_beside_cache(causal, sinks, indices, position_bias, output_attentions, dropout)
+        _refuse_beside_cache(causal, beside, output_attentions, dropout)
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
+        del options["dropout"]
         given = (attention_mask, sliding_window, cu_seq_lens_q, cache, options, kwargs)
         return attend_paged(module, query, key, value, *given), None
     if query.shape[0] != key.shape[0]:
@@ -144,7 +146,6 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         packed = (cu_seq_lens_q, cu_seq_lens_k)
         _check_packed(module, query, key, attention_mask, rule)
-        beside = sinks is not None or indices is not None or position_bias is not None
         if rule is not None and _is_plain(rule) and not beside and not output_attentions:
             return _packed(query, key, value, packed, options), None
         options["documents"] = _packed_ids(packed, query, key, rule)
@@ -174,11 +175,9 @@ def _refuse(block_indices: Tensor | None) -> None:
 
 def _refuse_beside_cache(causal: bool, *given: Any) -> None:
     """Refuse what continuous batching does not bring, and offsets alone would drop."""
-    names = ("sinks of each query", "indices", "position_bias", "output_attentions", "dropout")
+    names = ("scores of the caller's own", "output_attentions", "dropout")
     wrong = [] if causal else ["is_causal=False"]
-    wrong += [
-        name for name, x in zip(names, given, strict=True) if isinstance(x, Tensor) or bool(x)
-    ]
+    wrong += [name for name, x in zip(names, given, strict=True) if x]
     if wrong:
         raise NotImplementedError(
             f"cache beside {', '.join(wrong)}: fastattn does not serve it over the pages of "

@@ -105,7 +105,7 @@ def attend_paged(
         window: keys that a query sees, itself included; None: all.
         cu_seq_lens_q: int32 [N + 1].
         cache: of transformers.
-        options: scale, softcap and sinks.
+        options: others of `fastattn.attention_paged`; None is left out.
         kwargs: what `cache.update` reads, with cu_seq_lens_k; it changes them.
 
     Returns:
@@ -121,7 +121,7 @@ def attend_paged(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    options = {x: options[x] for x in ("scale", "softcap", "sinks") if options[x] is not None}
+    options = {name: x for name, x in options.items() if x is not None}
     options |= {"causal": True, "window": window}
     offsets = (cu_seq_lens_q, kwargs["cu_seq_lens_k"])
     if kwargs.get("block_table") is None:
