@@ -22,7 +22,8 @@ from ...functional.decode import decode_attention
 from ...functional.statistics import attention_weights
 from ...position_tables import document_ids
 from ..sdpa import bounded_bias
-from .continuous import NAME, attend_paged
+from .continuous import NAME as NAME
+from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
 

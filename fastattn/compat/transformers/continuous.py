@@ -127,10 +127,12 @@ def attend_paged(
     if kwargs.get("block_table") is None:
         return attention_varlen(q, k, v, *offsets, **options)[None]
     # Pages are [P, S, H_k, D].
-    pages = [kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache")]
+    k_pages, v_pages = (kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
     lengths = offsets[1].diff()
-    view = view_of_tensors(*pages, lengths, block_table=kwargs["block_table"].contiguous())
-    slots = _slots(offsets[0], lengths, kwargs["block_table"], pages[0].shape[2], q.shape[0])
+    view = view_of_tensors(
+        k_pages, v_pages, lengths, block_table=kwargs["block_table"].contiguous()
+    )
+    slots = _slots(offsets[0], lengths, kwargs["block_table"], k_pages.shape[2], q.shape[0])
     append_paged(view, k, v, slots)
     return attention_paged(q, view, offsets[0], **options)[None]
 
