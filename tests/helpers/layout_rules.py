@@ -60,6 +60,7 @@ ENTRIES = {
     "fastattn.__main__",
     "fastattn.bench.time.full_run",
     "fastattn.compat.flex_attention",
+    "fastattn.compat.hub",
     "fastattn.compat.llama",
     "fastattn.compat.sglang",
     "fastattn.compat.torch_flash",

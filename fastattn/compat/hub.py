@@ -1,0 +1,87 @@
+"""A folder that the package kernels of Hugging Face loads: flash-attn's functions, by fastattn.
+
+    python -m fastattn.compat.hub OUT
+    LOCAL_KERNELS="me/fastattn-flash=OUT" python program.py
+
+    from kernels import get_kernel, get_local_kernel
+
+The folder holds two files for each backend of torch, and imports fastattn where that is installed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import flash_attn
+
+BACKENDS = ("cuda", "rocm", "cpu")
+# Functions of flash-attn alone: `install` and `uninstall` are no kernels.
+FUNCTIONS = tuple(name for name in flash_attn.__all__ if name.startswith("flash_attn"))
+_SOURCE = '''"""flash-attn's functions, computed by the installed package fastattn."""
+
+from fastattn.compat.flash_attn import (
+{names}
+)
+
+__all__ = [
+{quoted}
+]
+'''
+
+
+def write(folder: str | Path) -> list[Path]:
+    """Write a kernel folder: build/torch-cuda, build/torch-rocm and build/torch-cpu.
+
+    Args:
+        folder: where `build` goes. It may exist; files of that name in it are replaced.
+
+    Returns:
+        The files, two for each backend.
+    """
+    source = _SOURCE.format(
+        names="\n".join(f"    {name}," for name in FUNCTIONS),
+        quoted="\n".join(f'    "{name}",' for name in FUNCTIONS),
+    )
+    written = []
+    for backend in BACKENDS:
+        variant = Path(folder) / "build" / f"torch-{backend}"
+        variant.mkdir(parents=True, exist_ok=True)
+        files = {
+            "__init__.py": source,
+            "metadata.json": json.dumps(_metadata(backend), indent=2) + "\n",
+        }
+        for name, text in files.items():
+            (variant / name).write_text(text, encoding="utf-8")
+            written.append(variant / name)
+    return written
+
+
+def _metadata(backend: str) -> dict[str, object]:
+    """The keys that kernels 0.17.2 asks of every variant."""
+    return {
+        "id": f"fastattn_flash_{backend}",
+        "name": "fastattn-flash",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": backend},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder that the command line names, and print its files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastattn.compat.hub",
+        description="Write a folder that Hugging Face's kernels loads as a kernel: the functions "
+        "of flash-attn, by the installed fastattn.",
+    )
+    parser.add_argument("folder", metavar="OUT", help="where the folder build goes")
+    for path in write(parser.parse_args(argv).folder):
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
