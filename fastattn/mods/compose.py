@@ -70,7 +70,8 @@ def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int =
     places = triton_language.Places(0, 1, 0, 1, q_pos, k_pos)
     seen = triton_language.mask_mod(mask, places, tensors).expand(1, 1, T_q, T_k)[0]
     padded = torch.nn.functional.pad(seen, (0, -T_k % block, 0, -T_q % block))
-    blocks = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block)).any(-1).any(2)
+    rows, columns = (n // block for n in padded.shape[1:])
+    blocks = padded.reshape(rows, block, columns, block).any(3).any(1)
     return blocks.float().mean().item()
 
 
@@ -83,7 +84,8 @@ def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
     if not masks:
         raise ValueError(f"{name}_masks takes one mask or more, got none")
     parts = [mask.mask_mod if isinstance(mask, BlockMask) else mask for mask in masks]
-    calls, tensors = [], []
+    calls: list[str] = []
+    tensors: list[str] = []
     for number, part in enumerate(parts):
         own = [f"tensor_{len(tensors) + i}" for i in range(len(_parameters(part)))]
         calls.append(f"part_{number}({', '.join(('b, h, q_pos, k_pos', *own))})")

@@ -138,7 +138,7 @@ def decomposed_positions(
         raise ValueError(f"q and k must have {H} * {W} tokens, got {q.shape[2]} and {k.shape[2]}")
     scale = q.shape[3] ** -0.5
     y, x = (torch.arange(n, device=q.device) for n in (H, W))
-    grid = q.unflatten(2, (H, W)) / scale
+    grid = q.reshape(*q.shape[:2], H, W, -1) / scale
     by_row = torch.einsum("bhyxd,yud->bhyxu", grid, rows[y[:, None] - y + H - 1])
     by_column = torch.einsum("bhyxd,xud->bhyxu", grid, columns[x[:, None] - x + W - 1])
     place = torch.arange(H * W, device=q.device)

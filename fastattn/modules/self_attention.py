@@ -330,9 +330,16 @@ class CausalGQAttention(GQAttention):
     Parameters, forward, caches and errors are those of `GQAttention` too.
     """
 
+    @shows_options(SelfOptions)
     def __init__(
-        self, embed_dim: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        **options: "Unpack[SelfOptions]",
     ) -> None:
+        if "causal" in options:
+            raise TypeError("CausalGQAttention takes no causal: use GQAttention(..., causal=False)")
         super().__init__(embed_dim, num_heads, num_kv_heads, causal=True, **options)
 
 

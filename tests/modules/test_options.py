@@ -43,3 +43,9 @@ def test_models_have_the_defaults_of_layers():
     assert {name: fields[name] for name in shared} == {
         name: table(SelfOptions)[name].default for name in shared
     }
+
+
+def test_a_causal_layer_takes_no_causal() -> None:
+    for causal in (False, True):
+        with pytest.raises(TypeError, match=r"takes no causal: use GQAttention\(\.\.\., causal="):
+            CausalGQAttention(8, 2, causal=causal)

@@ -31,6 +31,8 @@ class Block(nn.Module):
         super().__init__()
         self.attend = CausalGQAttention(64, num_heads=4, num_kv_heads=2, rotary="half", window=8)
         self.other = CausalGQAttention(64, heads=4)  # type: ignore
+        CausalGQAttention(64, 4, nonsense=1)  # type: ignore
+        CausalGQAttention(64, 4, rotary="haf")  # type: ignore
         self.theirs: nn.MultiheadAttention = fastattn.MultiheadAttention(64, num_heads=4)
 
     def forward(self, x: Tensor) -> Tensor:
