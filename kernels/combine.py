@@ -1,10 +1,12 @@
 """The outputs of parts of the keys, merged into those of all keys.
 
-From sm_90 on the programs that merge are put in place while those that make the parts still end
-(programmatic dependent launch, CUDA C++ Programming Guide): they wait there for all that the
-others wrote, and no gap is left between the two kernels.
+From sm_90 to sm_110 the programs that merge are put in place while those that make the parts still
+end (programmatic dependent launch, CUDA C++ Programming Guide): they wait there for all that the
+others wrote, and no gap is left between the two kernels. FASTATTN_PDL=0, read when a kind of call
+is first launched, turns that off; so does a driver that cannot record such launches in a graph.
 """
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +28,10 @@ from .rules.softmax import finish, merge_states
 PART_FACTS = tl.constexpr(4)
 # Parts that are loaded at a time.
 _BLOCK_S = 16
-# The compute capability from which on a kernel may begin before the one ahead of it has ended.
-EARLY_FROM = tl.constexpr(90)
+# The compute capabilities on which a kernel may begin before the one ahead of it has ended.
+EARLY_FROM, EARLY_UNTIL = tl.constexpr(90), tl.constexpr(120)
+# CUDA 12.3: graphs have edges for such launches from there on.
+_CAPTURING_DRIVER = 12030
 
 
 class Rows(NamedTuple):
@@ -143,6 +147,14 @@ def combine_kernel(
     tl.store(lse_ptr + place + tl.arange(0, 1), lse)
 
 
+def may_begin_early() -> bool:
+    """Whether what merges parts is launched to begin before the kernel ahead of it has ended."""
+    if not EARLY_FROM.value <= nvidia_capability() < EARLY_UNTIL.value:
+        return False
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: _CAPTURING_DRIVER)
+    return os.environ.get("FASTATTN_PDL") != "0" and driver() >= _CAPTURING_DRIVER
+
+
 def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> Launch:
     """launch((), parts, o, lse) writes o [B, H, T, D_v or wider] and lse fp32 [B, H, T].
 
@@ -156,7 +168,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
         of_packed = (runtime_int(H // H_k), runtime_int(T))
         H, T = H_k, rows
     stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
-    early = nvidia_capability() >= EARLY_FROM.value
+    early = may_begin_early()
     return Launch(
         combine_kernel,
         B * H * T,

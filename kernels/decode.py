@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .combine import (
     EARLY_FROM,
+    EARLY_UNTIL,
     PART_FACTS,
     PARTS_ALIGN,
     Rows,
@@ -240,7 +241,7 @@ def decode_kernel(
             NVIDIA,
         )  # fmt: skip
 
-    if IN_PARTS and NVIDIA >= EARLY_FROM:
+    if IN_PARTS and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
         # `combine` may take its place from here on; it waits for what is written below.
         gdc_launch_dependents()
     if CODES:

@@ -199,7 +199,14 @@ def part_of(
     begin = part
     size = 0
     if SPLIT:
-        if value(plan.shares) > 0:
+        if (value(plan.shares) > 0) & (B == 1):
+            # The keys of one row are known without a search among all.
+            _, alone = cache_row_of(0, T_q, lengths, mask)
+            visits = _visits(m_first, m_last, alone, mask, BLOCK_N)
+            size = tl.maximum(tl.cdiv(visits, value(plan.shares)), FEWEST_BLOCKS)
+            b = (part >= tl.maximum(tl.cdiv(visits, size), 1)).to(tl.int32)
+            begin = b * part
+        elif value(plan.shares) > 0:
             b, begin, size, _, _ = _part_by_work(
                 part, m_first, m_last, B, T_q, G, lengths, mask, value(plan.shares), BLOCK_M,
                 BLOCK_N,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastattn.kernels import combine
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.interpreter import mend
 from fastattn.kernels.rules.integers import runtime_int
@@ -111,7 +112,7 @@ def test_parts_follow_the_work_of_rows(name: str, device: str) -> None:
         assert [part.first for _, part in own] == ends[:-1], "each goes on where another ended"
         assert ends[-1] == needed
         sizes = [part.last - part.first for _, part in own]
-        assert max(sizes) <= largest
+        assert max(sizes) <= largest and len(own) == max(1, -(-needed // largest))
         assert max(sizes) - min(sizes) <= 1
         assert min(sizes) > 0 or needed == 0
 
@@ -156,6 +157,22 @@ def test_equal_rows_fill_the_device(sizes: tuple[int, int, int], device: str) ->
         parts = parts_of([capacity] * B, split, device)
         assert len(parts) == expected
         assert len({part.last - part.first for part in parts}) <= 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "setting", "early"),
+    [(90, 12030, None, True), (100, 13000, "1", True), (90, 12030, "0", False),
+     (90, 12020, None, False), (120, 13000, None, False), (89, 13000, None, False)],
+)  # fmt: skip
+def test_merging_begins_early_where_graphs_can_hold_it(
+    capability: int, driver: int, setting: str | None, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(combine, "nvidia_capability", lambda: capability)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.delenv("FASTATTN_PDL", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("FASTATTN_PDL", setting)
+    assert combine.may_begin_early() == early
 
 
 def test_programs_that_share_a_multiprocessor_may_be_tuned() -> None:
