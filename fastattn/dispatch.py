@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .ops import attend, call
+from .ops import attend, call, transforms
 from .ops.gradients import Kernels
 from .options import Options
-from .torch_backend import tangents
 from .tuned import choices
 
 ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
@@ -64,8 +63,8 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     """Why the Triton kernels cannot serve this call, or None if they can."""
     if (reason := why_no_kernel({"q": q})) is not None:
         return reason
-    if (name := tangents.carried(q, k, v, options)) is not None:
-        return f"{name} has a tangent, and no kernel computes tangents"
+    if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
+        return reason
     widest = max(q.shape[-1], v.shape[-1])
     if widest > attend.MAX_HEAD_DIM:
         return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"

@@ -41,19 +41,28 @@ def has_tangent(x: Tensor) -> bool:
 
     For calls inside forward mode (`in_forward_mode`).
     """
+    return bool(tangent_levels(x))
+
+
+def tangent_levels(x: Tensor, level: int = 0) -> list[int]:
+    """At which transforms of torch.func there is a tangent of x, from the innermost, which is 0.
+
+    level: the number of the innermost.
+    """
     if not transforming():
-        return _is_dual(x)
+        return [level] if _is_dual(x) else []
     # Each transform wraps the tensors that it follows, and hides what a transform outside it knows.
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
     functorch = torch._C._functorch
     transform = retrieve_current_functorch_interpreter()
+    found = []
     if functorch.maybe_get_level(x) == transform.level():
         if transform.key() == functorch.TransformType.Jvp and _is_dual(x):
-            return True
+            found = [level]
         x = functorch.get_unwrapped(x)
     with transform.lower():
-        return has_tangent(x)
+        return found + tangent_levels(x, level + 1)
 
 
 def _is_dual(x: Tensor) -> bool:

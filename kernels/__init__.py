@@ -23,6 +23,7 @@ __all__ = [
     "hopper_forward",
     "pages",
     "statistics",
+    "tangent",
     "tiles",
 ]
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         fp8_values,
         statistics,
     )
+    from .forward_mode import tangent
     from .hopper import backward as hopper_backward
     from .hopper import forward as hopper_forward
     from .launch import decode_splits, tiles
@@ -50,6 +52,7 @@ else:
         "hopper_backward": "hopper.backward",
         "hopper_forward": "hopper.forward",
         "pages": "rules.pages",
+        "tangent": "forward_mode.tangent",
         "tiles": "launch.tiles",
     }
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import kernels, tracing
 from ..options import LEARNED, Options
+from ..torch_backend import tangents
 from . import call, flops, transforms
 from .call import Operator, contiguous, fake_in_layout, fake_output
 from .gradients import (
@@ -331,7 +332,9 @@ def attend(
         q, k, v = as_batch(q), as_batch(k), as_batch(v)
         if (query := options.relative_query) is not None:
             options = options._replace(relative_query=as_batch(query))
-    if not tracing.may_be_traced(q):
+    if tangents.carried(q, k, v, options) is not None:
+        o, lse = transforms.dual(by.seen(), q, k, v, options)
+    elif not tracing.may_be_traced(q):
         o, lse = launch(by, q, k, v, options)
     elif transforms.transforming():
         o, lse = transforms.attend(by.seen(), q, k, v, options)

@@ -163,7 +163,12 @@ def differentiable_gradients(
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """Compute `kernel_gradients` by the formula, for create_graph=True; holds all scores."""
-    inputs = (q, k, v, *(getattr(options, name) for name in LEARNED))
+    inputs = (q, k, v, *options.differentiable)
+    return gradients_with_graph(formula_of(options), inputs, needed, (do, dlse))
+
+
+def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
+    """o and lse as a function of q, k, v and the fields in LEARNED, packed sequences by a batch."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
         given = replaced(options, fields)
@@ -176,7 +181,7 @@ def differentiable_gradients(
         o, lse = formula.attention(*rows, packed, return_lse=True)
         return as_batch(o), lse[None]
 
-    return gradients_with_graph(function, inputs, needed, (do, dlse))
+    return function
 
 
 def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:

@@ -7,17 +7,25 @@ get to, since it always asks for gradients that can be differentiated again.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .. import kernels as launchers
+from .. import tracing
 from ..options import LEARNED, Options
+from ..torch_backend import tangents
 from ..torch_backend.double_backward import gradients_with_graph
 from ..tracing import transforming as transforming
+from .call import Operator
+from .flops import attended
 from .gradients import (
     Kernels,
     differentiable_gradients,
+    formula_of,
     kernel_gradients,
     needed_of,
     placed,
@@ -113,6 +121,133 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: _Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], _Dims]:
         return _mapped(_Gradients.apply, 2, info.batch_size, in_dims, arguments)
+
+
+# The options whose tangents there is a kernel for.
+_MOVED = ("attn_bias", "relative_bias", "sinks")
+
+
+@partial(Operator, flops=attended(3, 2))
+def attention_tangent(
+    q: Tensor, k: Tensor, v: Tensor,
+    tq: Tensor | None, tk: Tensor | None, tv: Tensor | None,
+    tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
+    o: Tensor, lse: Tensor, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tangents of o and lse, as `kernels.forward_mode.tangent.launch_tangent` returns them."""
+    given = launchers.tangent.InputTangents(tq, tk, tv, tbias, trelative, tsinks)
+    return launchers.tangent.launch_tangent(q, k, v, given, o, lse, options)
+
+
+@attention_tangent.op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    o, lse = arguments[9:11]
+    return torch.empty_like(o), torch.empty_like(lse)
+
+
+def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why kernels cannot carry the tangents of a call, or None if they can or there is none."""
+    name = tangents.carried(q, k, v, options)
+    if name is None:
+        return None
+    if torch.compiler.is_compiling():
+        return f"{name} has a tangent, which kernels do not carry where torch.compile traces"
+    if options.relative_keys is not None:
+        return f"{name} has a tangent, and relative_keys have no kernel for that"
+    inputs = (q, k, v, *options.differentiable)
+    if any(set(tracing.tangent_levels(x)) - {0} for x in inputs if x is not None):
+        return f"{name} has a tangent of an outer transform, and kernels know the innermost alone"
+    return None
+
+
+def dual(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """o and lse with tangents, by kernels that are operators, where `why_no_tangents` is None."""
+    given = [q, k, v, *(getattr(options, name) for name in _MOVED)]
+    primals, moves = zip(*map(_taken_apart, given), strict=True)
+    q, k, v, *learned = primals
+    options = options._replace(**dict(zip(_MOVED, learned, strict=True)))
+    o, lse, to, tlse = _Dual.apply(kernels, q, k, v, *moves, *flat(options))  # type: ignore[no-untyped-call]
+    return forward_ad.make_dual(o, to), forward_ad.make_dual(lse, tlse)
+
+
+def _taken_apart(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if x is None:
+        return None, None
+    primal, move = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    return primal, None if move is None or move._is_zerotensor() else move
+
+
+class _Dual(torch.autograd.Function):
+    """o, lse and their tangents, as a function of inputs and of tangents of inputs."""
+
+    @staticmethod
+    def forward(
+        kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        moves, fields = rest[: 3 + len(_MOVED)], rest[3 + len(_MOVED) :]
+        o, lse = kernels.forward(q, k, v, unflat(fields))
+        return o, lse, *attention_tangent.by_op(q, k, v, *moves, o, lse, unflat(fields))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.kernels, *arguments = inputs
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in arguments]
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+        ctx.save_for_backward(*output[:2], *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """By the kernels where nothing depends on the tangents, else by the formula's tangents."""
+        o, lse, *tensors = ctx.saved_tensors
+        q, k, v, *rest = (x if x is not None else y for x, y in zip(tensors, ctx.rest, strict=True))
+        count = 3 + len(_MOVED)
+        moves, options = rest[:count], unflat(tuple(rest[count:]))
+        needs = ctx.needs_input_grad[1:]
+        needed = needed_of((*needs[:3], *needs[3 + count :]))
+        do, dlse, dto, dtlse = grads
+        of_moves: list[Tensor | None] = [None] * count
+        if dto is None and dtlse is None:
+            do = torch.zeros_like(o) if do is None else do
+            call = (tuple(needed), do, dlse, q, k, v, o, lse, *flat(options))
+            found = iter(_Gradients.apply(ctx.kernels, *call))  # type: ignore[no-untyped-call]
+            of_inputs = [next(found) if need else None for need in needed]
+        else:
+            inputs = [q, k, v, *options.differentiable, *moves]
+            needed += needs[3 : 3 + count]
+            with torch.enable_grad():  # views of inputs that are made without it have no graph
+                of = gradients_with_graph(_pushed(options), inputs, needed, grads)
+            if not torch.is_grad_enabled():
+                of = [None if x is None else x.detach() for x in of]
+            of_inputs, of_moves = of[:-count], of[-count:]
+        of_call = placed(of_inputs, len(needs) - count)
+        return (None, *of_call[:3], *of_moves, *of_call[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: _Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], _Dims]:
+        return _mapped(_Dual.apply, 1, info.batch_size, in_dims, arguments)
+
+
+def _pushed(options: Options) -> Callable[..., tuple[Tensor, ...]]:
+    """What `_Dual` computes as a formula: of q, k, v, the fields in LEARNED, and tangents."""
+    names = ("q", "k", "v", *LEARNED)
+    function = formula_of(options)
+
+    def pushed(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+        given = dict(zip(names, inputs, strict=False))
+        moves = dict(zip(("q", "k", "v", *_MOVED), inputs[len(names) :], strict=True))
+        moves = {name: x for name, x in moves.items() if x is not None}
+
+        def of_moved(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            return function(*(given | dict(zip(moves, moved, strict=True))).values())
+
+        primals = tuple(given[name] for name in moves)
+        outputs, tangents = torch.func.jvp(of_moved, primals, tuple(moves.values()))
+        return *outputs, *tangents
+
+    return pushed
 
 
 def _mapped(

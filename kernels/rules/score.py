@@ -217,6 +217,47 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     return dbias, ds
 
 
+class ScoreTangents(NamedTuple):
+    """Tangents of what is added to scores: attn_bias and relative_bias, as `Score` has those."""
+
+    bias_ptr: Any = None
+    bias_strides: Any = None
+    relative_ptr: Any = None
+    relative_stride: Any = None
+
+
+@triton.jit
+def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, given):
+    """From the tangent of q.k to that of the score (natural units), 0 where it is hidden.
+
+    x, before, capped: of `modified`. keep: what the mask shows, or None where it shows all. given:
+    `ScoreTangents`. A function of one number has a factor for its derivative: its gradient is its
+    tangent too.
+    """
+    t = ts * score.scale
+    if score.softcap is not None:
+        ratio = capped * (1.0 / score.softcap)
+        t = t * (1 - ratio * ratio)
+    if given.relative_ptr is not None:
+        r_ptr = given.relative_ptr + tl.cast(h, tl.int64) * value(given.relative_stride)
+        shift = shift_of(rows + (row.offset - row.shift) - k_pos, score.reach)
+        t += load_in_place(r_ptr + shift, None).to(tl.float32)
+    if given.bias_ptr is not None:
+        pointers = elements(given.bias_ptr, row.b, h, rows, k_pos, given.bias_strides)
+        inside = (rows < row.T_q) & (k_pos < row.T_k)
+        t += load_in_place(pointers, inside).to(tl.float32)
+    if score.mod is not None:
+        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
+        h = head_of_whole(h, score)
+        t = score.mod_grad(t, before, row.b, h, q_pos, k_pos, *score.tensors)
+    if score.hides is not None:
+        t = tl.where(x == float("-inf"), 0.0, t)
+    if keep is not None:
+        t = tl.where(keep, t, 0.0)
+    return t
+
+
 @triton.jit
 def first_state(h, m, l, score):
     """Maximum (log2 units) and sum of rows before any key: nothing, or the head's sink alone."""

