@@ -169,7 +169,8 @@ def dual(
     q, k, v, *learned = primals
     options = options._replace(**dict(zip(_MOVED, learned, strict=True)))
     o, lse, to, tlse = _Dual.apply(kernels, q, k, v, *moves, *flat(options))  # type: ignore[no-untyped-call]
-    return forward_ad.make_dual(o, to), forward_ad.make_dual(lse, tlse)
+    make_dual: Any = forward_ad.make_dual
+    return make_dual(o, to), make_dual(lse, tlse)
 
 
 def _taken_apart(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -244,8 +245,9 @@ def _pushed(options: Options) -> Callable[..., tuple[Tensor, ...]]:
             return function(*(given | dict(zip(moves, moved, strict=True))).values())
 
         primals = tuple(given[name] for name in moves)
-        outputs, tangents = torch.func.jvp(of_moved, primals, tuple(moves.values()))
-        return *outputs, *tangents
+        # three with has_aux alone
+        outputs, pushes = torch.func.jvp(of_moved, primals, tuple(moves.values()))  # type: ignore[misc]
+        return *outputs, *pushes
 
     return pushed
 
