@@ -10,7 +10,7 @@ The runs differ only as correct implementations do:
 - Every sum of a matrix product, a reduction or a softmax takes its terms in a random order.
 - Results in fp32 move by up to half a unit in the last place, at random, as with fused
   multiply-adds, another exponential or another association (Parker 1997, "Monte Carlo
-  arithmetic"). Equal numbers move alike, as in any code: where rows are copies of one another,
+  arithmetic"). Equal ones move alike, as in any code: where rows are copies of one another,
   their errors add up. Results in 16 bits do not move: naive code rounds all of them, fused code
   few. But of results that are a number or two all may round to what is exact, in any order: in
   runs after the first RUNS they move to a neighbour.
@@ -150,9 +150,13 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (x * (1 + units * torch.finfo(x.dtype).eps * self._places(x))).to(x.dtype)
 
     def _places(self, x: Tensor) -> Tensor:
-        """Random numbers between -1 and 1, in fp64, equal where x is: a hash of its bits."""
-        wide = x.dtype == torch.float32
-        bits = x.contiguous().view(torch.int32 if wide else torch.int16).long() & _WORD
+        """Random numbers between -1 and 1, in fp64, equal where x is in fp32: a hash of its bits.
+
+        Equal numbers of 16 bits are different ones that were rounded.
+        """
+        if x.dtype != torch.float32:
+            return 2 * torch.rand(x.shape, generator=self._generator).to(x.device).double() - 1
+        bits = x.contiguous().view(torch.int32).long() & _WORD
         mixed = bits ^ int(torch.randint(_WORD, (), generator=self._generator))
         for factor in (0x9E3779B1, 0x85EBCA6B):
             mixed = (mixed * factor) & _WORD
