@@ -16,6 +16,7 @@ from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.combine import launch_merge
 from fastattn.kernels.decode import launch_decode, launch_packed
 from fastattn.kernels.forward import launch_few_queries, launch_forward
+from fastattn.kernels.forward_mode.tangent import InputTangents, launch_tangent
 from fastattn.kernels.fp8_quantize import launch_head_codes
 from fastattn.kernels.fp8_values import launch_pack_values
 from fastattn.kernels.hopper import forward as hopper_forward
@@ -184,6 +185,14 @@ def attention(
             launch_backward_bias(q, q, k, k, lse, lse, given)
         else:
             launch_backward_relative(q, q, k, k, lse, lse, given)
+
+
+def tangent(D: int, options: str, dtype: str = "bf16", T: int = 1000, B: int = 2) -> None:
+    """Tangents of o and lse from those of q, k, v and of the biases that there are."""
+    given = options_of(options, B, T, 4, D, dtype)
+    q, k = meta(B, 4, T, D, dtype=DTYPES[dtype]), meta(B, 2, T, D, dtype=DTYPES[dtype])
+    of = InputTangents(q, k, k, given.attn_bias, given.relative_bias, given.sinks)
+    launch_tangent(q, k, k, of, q, floats(B, 4, T), given)
 
 
 def biases(D: int, **shape: int) -> None:
@@ -396,6 +405,6 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, biases, heads, beside, additive, statistics, decode, packed, few_queries,
-              merge, append, hopper, hopper_fp8, fp8_codes)
+    for f in (attention, tangent, biases, heads, beside, additive, statistics, decode, packed,
+              few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

@@ -47,7 +47,7 @@ KERNELS = {
     "forward": [FORWARD], "plain-forward": [FORWARD], "backward": [DQ, DKV],
     "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
-    "beside": ["block_sparsity_kernel"] * 2,
+    "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],
     "additive": ["additive_forward_kernel", "additive_backward_da_kernel",
                  "additive_backward_dbv_kernel"],
     "statistics": ["attention_row_statistics_kernel", "attention_received_kernel",
@@ -460,6 +460,7 @@ NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
         ],
         [3, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0],
     ),
+    (["tangent 128 causal"], LENGTHS[:2], [1, 0, 0]),
     (["few_queries"], [{"by_token": 1}, {"by_token": 1, "T": 1000, "H_k": 8}], [2, 0, 0]),
     (["append contiguous - half"], [*APPEND, {"slots": 1}], [1] + 11 * [0]),
     # Positions are divided by a page size that is no power of two: a kernel of its own.
