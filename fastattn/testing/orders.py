@@ -114,7 +114,10 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._reordered(func, args, kwargs)
-        if func.overloadpacket not in _ROUNDING or func._schema.is_mutable:
+        rounds = func.overloadpacket in _ROUNDING
+        if func.overloadpacket is _aten._to_copy:
+            rounds = args[0].is_floating_point() and found.dtype.itemsize == 2 < args[0].itemsize
+        if not rounds or func._schema.is_mutable:
             return found
         return self._rounded(found) if isinstance(found, Tensor) else found
 
@@ -147,7 +150,12 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         units = self._units.get(x.dtype)
         if units is None:
             return x
-        return (x * (1 + units * torch.finfo(x.dtype).eps * self._places(x))).to(x.dtype)
+        step = units * torch.finfo(x.dtype).eps * self._places(x)
+        if x.dtype == torch.float32:
+            return (x * (1 + step)).to(x.dtype)
+        # To the neighbours of any number, of those just above a power of two as well.
+        power = torch.ldexp(torch.ones_like(step), torch.frexp(x.float()).exponent - 1)
+        return torch.where(x.isfinite() & (x != 0), x + step * power, x).to(x.dtype)
 
     def _places(self, x: Tensor) -> Tensor:
         """Random numbers between -1 and 1, in fp64, equal where x is in fp32: a hash of its bits.

@@ -92,6 +92,11 @@ def test_results_in_16_bits_move_to_neighbours_where_asked(dtype: torch.dtype) -
         found = x @ y
     assert not torch.equal(found, x)
     torch.testing.assert_close(found, x, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
+    x = torch.tensor([2.0, math.inf, 0.0], dtype=dtype).repeat(20, 1)  # a unit of 2 is 2 eps
+    for compute in (lambda x: x * torch.ones(3, dtype=dtype), lambda x: x.float().to(dtype)):
+        with OtherOrder(1, narrow=True):
+            found = compute(x)
+        assert (found[:, 0] != 2).any() and torch.equal(found[:, 1:], x[:, 1:])
 
 
 def test_entries_farthest_from_exact_are_kept() -> None:
