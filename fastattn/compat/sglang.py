@@ -192,12 +192,12 @@ class _Backend:
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if sinks is not None:
             options["sinks"] = sinks
-        how = {"max_seqlen_q": step.longest, "tree_mask": step.tree_mask, **options}
-        found = attention_paged(  # type: ignore[call-overload]
+        how: dict[str, Any] = {"max_seqlen_q": step.longest, "tree_mask": step.tree_mask, **options}
+        found = attention_paged(
             q, self._view(layer, q.dtype, step), step.offsets, return_lse=return_lse,
             batch_invariant=self._invariant, **how,
         )  # fmt: skip
-        o, lse = found if return_lse else (found, None)
+        o, lse = found if isinstance(found, tuple) else (found, None)
         o = o.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         return o if lse is None else (o, lse.T.contiguous())
 

@@ -34,6 +34,12 @@ def additive_attention(
     w_key: Tensor | None = ..., *, return_lse: Literal[True], backend: str | None = ...,
     **masks: "Unpack[AdditiveAttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def additive_attention(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
+    w_key: Tensor | None = ..., *, return_lse: bool, backend: str | None = ...,
+    **masks: "Unpack[AdditiveAttentionArguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.ADDITIVE.sign
 def additive_attention(
     q: Tensor,

@@ -32,6 +32,11 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
     backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool,
+    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.DENSE.sign
 def attention(
     q: Tensor,
@@ -194,6 +199,12 @@ def attention_varlen(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionVarlenArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: bool, backend: str | None = ...,
+    **options: "Unpack[AttentionVarlenArguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED.sign
 def attention_varlen(
     q: Tensor,

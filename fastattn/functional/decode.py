@@ -36,6 +36,13 @@ def decode_attention(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[DecodeAttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
+    batch_invariant: bool = ...,
+    return_lse: bool, backend: str | None = ...,
+    **options: "Unpack[DecodeAttentionArguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.CACHE.sign
 def decode_attention(
     q: Tensor,

@@ -39,6 +39,13 @@ def attention_paged(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
+    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    return_lse: bool, backend: str | None = ...,
+    **options: "Unpack[AttentionPagedArguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PAGED.sign
 def attention_paged(
     q: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,18 @@ class GPT(DecoderStack):
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False) if untied else None
         self.initialise_weights()
 
+    @overload
+    def forward(
+        self, tokens: Tensor, targets: None = ..., *, cache: Sequence[LayerCache] | None = ...,
+        key_lengths: Tensor | None = ..., documents: Tensor | None = ..., last_only: bool = ...,
+        rows: Tensor | None = ..., target_count: int | None = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, tokens: Tensor, targets: Tensor, *, cache: Sequence[LayerCache] | None = ...,
+        key_lengths: Tensor | None = ..., documents: Tensor | None = ...,
+        target_count: int | None = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         tokens: Tensor,

@@ -13,17 +13,30 @@ from fastattn.models.gpt import GPT, GPTConfig
 if TYPE_CHECKING:
     from typing_extensions import assert_type
 
+Result = Tensor | tuple[Tensor, Tensor]
+
 
 def functions(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
     assert_type(attention(q, k, v, causal=True, window=(8, None), softcap=30.0), Tensor)
     assert_type(attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention_varlen(q, k, v, offsets, causal=True), Tensor)
     attention(q, k, v, windows=8)  # type: ignore
+    attention(q, k, v, return_lse=1)  # type: ignore
     attention(q, k, v, causal="yes")  # type: ignore
     attention(q, k)  # type: ignore
     assert_type(fastattn.explain(q, k, v).backend, str)
     assert_type(fastattn.merge(q, k, v, q), tuple[Tensor, Tensor])
     assert_type(fastattn.attention_statistics(q, k, top=4).top_positions, Tensor)
+
+
+def flagged(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cache: KVCache, lse: bool) -> None:
+    assert_type(attention(q, k, v, return_lse=lse), Result)
+    assert_type(attention_varlen(q, k, v, offsets, return_lse=lse), Result)
+    assert_type(decode_attention(q, cache, return_lse=lse), Result)
+    assert_type(fastattn.attention_paged(q, cache, offsets, return_lse=lse), Result)
+    assert_type(fastattn.additive_attention(q, k, v, q, return_lse=lse), Result)
+    assert_type(fastattn.attention_fp8(q, k, v, return_lse=lse), Result)
+    assert_type(fastattn.attention_varlen_fp8(q, k, v, offsets, return_lse=lse), Result)
 
 
 class Block(nn.Module):
@@ -44,6 +57,13 @@ def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     cache.append(k, v)
     cache.append(k)  # type: ignore
     return decode_attention(q, cache)
+
+
+def train(model: GPT, tokens: Tensor, targets: Tensor, given: Tensor | None) -> None:
+    assert_type(model.forward(tokens), Tensor)
+    assert_type(model.forward(tokens, targets), tuple[Tensor, Tensor])
+    assert_type(model.forward(tokens, given), Result)
+    model.forward(tokens, targets, last_only=True)  # type: ignore
 
 
 def generate(prompt: list[int]) -> list[int]:

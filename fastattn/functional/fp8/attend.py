@@ -101,6 +101,13 @@ def attention_fp8(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionFp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: bool, backend: str | None = ...,
+    **options: "Unpack[AttentionFp8Arguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.FP8.sign
 def attention_fp8(
     q: Tensor,
@@ -167,6 +174,14 @@ def attention_varlen_fp8(
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionVarlenFp8Arguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen_fp8(
+    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
+    return_lse: bool, backend: str | None = ...,
+    **options: "Unpack[AttentionVarlenFp8Arguments]",
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED_FP8.sign
 def attention_varlen_fp8(
     q: Tensor,
