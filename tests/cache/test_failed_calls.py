@@ -114,12 +114,15 @@ def calls_of_paged() -> Iterator[tuple[str, dict[str, Any], Any]]:
     for rows in ([0, 0], [0, 3]):
         yield "append", {**given, "rows": rows}, ValueError
         yield "reserve", {"rows": rows, "counts": 1}, ValueError
+        yield "extend", {"rows": rows, "counts": 1}, ValueError
         yield "advance", {"rows": rows, "counts": 0}, ValueError
         yield "reorder", {"rows": rows, "index": [0, 1]}, ValueError
     yield "view", {"rows": [3]}, (ValueError, "row must be one in use, got 3")
     yield "reserve", {"rows": [0, 1], "counts": [1, -1]}, (ValueError, "got -1 for row 1")
     yield "reserve", {"rows": [0, 1], "counts": [1]}, (ValueError, "one number or 2, got 1")
     yield "reserve", {"rows": [0, 1], "counts": [2, 5]}, RuntimeError
+    yield "extend", {"rows": [0, 1], "counts": [1, -1]}, (ValueError, "got -1 for row 1")
+    yield "extend", {"rows": [0, 1], "counts": [2, 5]}, RuntimeError
     yield "advance", {"rows": [0, 1], "counts": [1, 1]}, ValueError
     yield "advance", {"rows": [0, 1], "counts": [0, -1]}, ValueError
     yield "reorder", {"rows": [0, 1], "index": [0, 2]}, (ValueError, "2 numbers from 0 to 1")

@@ -302,7 +302,7 @@ def test_the_host_does_little_for_a_known_call(compile_pool: CompilePool) -> Non
     assert max(map(max, counts.values())) < 60, counts
     assert max(map(max, tables.values())) < 90, tables
     for row in ("plain", "decode"):
-        assert len(found[row][0][1]) <= 8, found[row][0][1]  # the first is without gradients
+        assert len(found[row][0][1]) <= 9, found[row][0][1]  # the first is without gradients
 
 
 def test_the_environment_is_asked_at_each_call(

@@ -47,6 +47,7 @@ KERNELS_BY_OPERATOR = {
     "additive_forward_kernel",
     "additive_backward_da_kernel",
     "additive_backward_dbv_kernel",
+    "attention_tangent_kernel",
 }
 B, H, T, D = 2, 4, 64, 64
 
