@@ -85,7 +85,7 @@ test-servers: $(VENV)/.installed-test $(VLLM) $(SGLANG) build/servers/imported
 # vLLM's setup.py, which pip runs for its metadata, wants to know what to build: nothing.
 build/servers/vllm-0.33.0:
 	$(bin)/python -m pip install -q $(PIP_ARGS) --target build/servers/tools setuptools-rust
-	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty PYTHONPATH=build/servers/tools \
+	VLLM_VERSION_OVERRIDE=0.33.0 VLLM_TARGET_DEVICE=empty PYTHONPATH="$(CURDIR)/build/servers/tools" \
 		$(bin)/python -m pip download $(PIP_ARGS) -d build/servers vllm==0.33.0 \
 		--no-deps --no-binary :all: --no-build-isolation
 	tar -xzf $@.tar.gz -C build/servers

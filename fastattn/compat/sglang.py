@@ -148,7 +148,9 @@ class _Backend:
         _check_batch(fb)
         n, B = self._new_tokens(fb), fb.batch_size
         if n is None:
-            raise _refuse(f"CUDA graphs of {fb.forward_mode.name}", "leave that mode out of graphs")
+            raise _refuse(
+                f"CUDA graphs of {fb.forward_mode.name}", "give --disable-prefill-cuda-graph"
+            )
         lengths, rows = _lengths(fb, n)[:B], fb.req_pool_indices[:B]
         steps = torch.arange(0, n * (B + 1), n, device=lengths.device)
         buffers.offsets[: B + 1].copy_(steps)

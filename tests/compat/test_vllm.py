@@ -40,6 +40,11 @@ BATCHES = {
     "single_prefill": Batch((100,), (64,)),
     "padding request": Batch((33, 20, 0), (2, 20, 0)),
 }
+MEDIUM = {
+    "medium_decode": Batch((128, 256, 512, 1024) * 2, (1,) * 8),
+    "medium_prefill": Batch((256, 512, 1024, 2048), (16,) * 4),
+    "mixed_medium": Batch((512, 1024, 2048) * 2, (1, 1, 1, 7, 7, 7)),
+}
 # Order of layers, blocks, heads, tokens and content in memory, as vLLM's KVCacheLayout names them.
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
@@ -175,6 +180,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_in_every_layout(name: str, layout: str, vllm: Any) -> None:
     assert_step(vllm, BATCHES[name], layout, torch.float16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MEDIUM)
+def test_larger_batches(name: str, vllm: Any) -> None:
+    assert_step(vllm, MEDIUM[name], "LBNHC", torch.bfloat16)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
