@@ -76,24 +76,33 @@ def rotary_tables(
     return (angle.cos() * amplitude).to(dtype), (angle.sin() * amplitude).to(dtype)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, style: RotaryStyle = "half") -> Tensor:
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor | None = None, *, style: RotaryStyle | None = None
+) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] channels of every head; the rest passes through.
 
     Args:
         x: [B, H, T, D], floating, any strides.
         cos, sin: [T, R // 2], or [B, T, R // 2] for positions per row, as `rotary_tables` gives
-            them; R <= D is the number of rotated channels.
+            them; R <= D is the number of rotated channels. Or cos + i sin as one complex tensor,
+            Llama's freqs_cis, without sin.
         style: which channels form pair i of the R // 2 pairs:
             "half":        (i, i + R // 2), as in GPT-NeoX and LLaMA;
             "interleaved": (2 i, 2 i + 1), as in the paper and GPT-J.
+            Default: "half"; of a complex tensor "interleaved", as Llama's own code pairs them.
     Returns:
         [B, H, T, D] in x's dtype, computed in fp32 (fp64 for fp64 x) and rounded once. Dense, with
         heads and tokens in memory in x's order.
         Differentiable in x, cos and sin.
     Raises:
-        TypeError: x, cos or sin is no floating tensor.
+        TypeError: x, cos or sin is no floating tensor, or sin is missing beside real cosines.
         ValueError: a shape disagrees, R exceeds D, the devices differ, or `style` is unknown.
     """
+    if sin is None and isinstance(cos, Tensor) and cos.is_complex():
+        cos, sin, style = cos.real, cos.imag, style or "interleaved"
+    if sin is None:
+        raise TypeError(f"sin must be given unless cos is complex, got cos = {checks.kind(cos)}")
+    style = "half" if style is None else style
     check_rotary_style(style)
     _check_tables(x, cos, sin)
     # Rotated in the order the memory has: a transposed projection comes back in the same layout.

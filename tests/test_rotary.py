@@ -135,6 +135,7 @@ X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
         (TypeError, "x must have a floating dtype, got list", (X.tolist(), COS, SIN)),
         (TypeError, "cos must have a floating dtype, got list", (X, COS.tolist(), SIN)),
         (TypeError, "sin must have a floating dtype, got list", (X, COS, SIN.tolist())),
+        (TypeError, r"sin must be given unless cos is complex, got cos = torch.float32", (X, COS)),
         (TypeError, r"sin must have .* got torch.complex64; of", (X, COS, torch.complex(COS, SIN))),
         (ValueError, r"must have one shape, got \(5, 4\) and \(4, 4\)", (X, COS, SIN[1:])),
         (ValueError, r"\[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)", (X, COS[1:], SIN[1:])),
@@ -144,9 +145,16 @@ X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
     ],
 )
 def test_application_errors(error, match, arguments):
-    x, cos, sin, *style = arguments
+    tensors, style = arguments[:3], arguments[3:]
     with pytest.raises(error, match=match):
-        apply_rotary(x, cos, sin, **({"style": style[0]} if style else {}))
+        apply_rotary(*tensors, **({"style": style[0]} if style else {}))
+
+
+def test_a_complex_table_turns_neighbours_as_a_product_of_complex_numbers() -> None:
+    freqs_cis = torch.complex(COS, SIN)
+    expected = torch.view_as_real(torch.view_as_complex(X.unflatten(-1, (4, 2))) * freqs_cis)
+    torch.testing.assert_close(apply_rotary(X, freqs_cis), expected.flatten(-2))
+    assert torch.equal(apply_rotary(X, freqs_cis, style="half"), apply_rotary(X, COS, SIN))
 
 
 def test_kept_tables_grow_and_are_those_of_the_positions() -> None:

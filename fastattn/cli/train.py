@@ -139,6 +139,8 @@ def _add_model_options(group: Any) -> None:
     add("--share-embeddings", "share_embeddings", text, action="store_true")
     text = "give the output layer a weight of its own"
     add("--untied", "tie_weights", text, action="store_false")
+    text = "give the logits a bias; language"
+    add("--head-bias", "head_bias", text, action="store_true")
 
 
 def _add_layer_options(group: Any) -> None:

@@ -11,7 +11,7 @@ from ..rotary import RotaryTables
 
 
 class LlamaAttention(nn.Module):
-    """A `GQAttention` called as `(x, freqs_cis, use_kv_cache, cache_k, cache_v)`.
+    """A `GQAttention` called as `(x, freqs_cis, use_kv_cache, cache_k, cache_v, padding_mask)`.
 
     It keeps nothing between calls: the caches that a call returns go into the next one. Each call
     copies them, as they grow; `fastattn.KVCache` is written in place.
@@ -37,6 +37,7 @@ class LlamaAttention(nn.Module):
         use_kv_cache: bool = False,
         cache_k: Tensor | None = None,
         cache_v: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend to the n tokens in the caches and the T new ones of x.
 
@@ -50,19 +51,23 @@ class LlamaAttention(nn.Module):
             cache_k, cache_v: [B, n, H_k, D] and [B, n, H_k, D_v], rotated keys and values of the
                 tokens before x, from an earlier call; None: there are none. Gradients flow through
                 them.
+            padding_mask: [B, n + T], of the tokens in the caches too: bool, True = a token to
+                attend to, or floating, 0 for a token and -inf for padding.
 
         Returns:
             (out [B, T, C], cache_k and cache_v of n + T tokens; without use_kv_cache
             those given).
 
         Raises:
-            TypeError: a cache is no tensor.
+            TypeError: a cache or padding_mask is no tensor, or that is neither bool nor floating.
             ValueError: one cache is given without the other, or has another shape,
-                dtype or device than the new keys.
+                dtype or device than the new keys; padding_mask has other values or another shape.
             Exception: what `GQAttention` raises.
         """
+        mask = None if padding_mask is None else _kept(padding_mask)
         if not use_kv_cache and cache_k is None and cache_v is None:
-            return self.attention(x, rotary_tables=freqs_cis), None, None
+            out = self.attention(x, rotary_tables=freqs_cis, key_padding_mask=mask)
+            return out, None, None
         if (cache_k is None) != (cache_v is None):
             there = "cache_v" if cache_k is None else "cache_k"
             raise ValueError(f"cache_k and cache_v go together, got {there} alone")
@@ -70,10 +75,23 @@ class LlamaAttention(nn.Module):
             if given is not None:
                 check_tensor(name, given)
         cache = _GivenCache(cache_k, cache_v, x.shape[0], x.device)
-        out = self.attention(x, rotary_tables=freqs_cis, cache=cache)
+        out = self.attention(x, rotary_tables=freqs_cis, cache=cache, key_padding_mask=mask)
         if not use_kv_cache:
             return out, cache_k, cache_v
         return out, cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+
+
+def _kept(padding_mask: Tensor) -> Tensor:
+    """The mask as bool, True = attend. Values are looked at on a CPU only."""
+    check_tensor("padding_mask", padding_mask)
+    if padding_mask.dtype == torch.bool:
+        return padding_mask
+    if not padding_mask.is_floating_point():
+        raise TypeError(f"padding_mask must be bool, or 0 and -inf, got {padding_mask.dtype}")
+    kept = padding_mask == 0
+    if padding_mask.is_cpu and not bool((kept | (padding_mask == float("-inf"))).all()):
+        raise ValueError("padding_mask must be bool, or 0 and -inf, got other numbers")
+    return kept
 
 
 class _GivenCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast, overload
 
 import torch
@@ -32,6 +32,7 @@ class GPTConfig(TextConfig):
     Args:
         vocab_size: number of distinct tokens V.
         context_length: longest sequence the model reads, in tokens.
+        head_bias: add a trained bias [vocab_size] to the logits, from 0; `GPT.head_bias`.
 
     The other fields are those of `TransformerConfig`.
 
@@ -41,6 +42,8 @@ class GPTConfig(TextConfig):
     Raises:
         ValueError: a field is out of range, or fields disagree.
     """
+
+    head_bias: bool = field(default=False, kw_only=True)
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gpt2-small": {
@@ -85,6 +88,8 @@ class GPT(DecoderStack):
         super().__init__(config, config.vocab_size, config.context_length)
         untied = not config.tie_weights
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False) if untied else None
+        bias = torch.zeros(config.vocab_size) if config.head_bias else None
+        self.head_bias = None if bias is None else nn.Parameter(bias)
         self.initialise_weights()
 
     @overload
@@ -153,7 +158,7 @@ class GPT(DecoderStack):
         if rows is not None:
             x = x[rows]
         weight = self.token_embedding.weight if self.head is None else self.head.weight
-        logits = token_logits(x, weight)
+        logits = token_logits(x, weight, self.head_bias)
         if targets is None:
             return whole_logits(logits)
         smoothing = self.config.label_smoothing if self.training else 0.0

@@ -74,7 +74,7 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
             f"got {type(module).__name__}"
         )
     plan: dict[str, ParallelStyle] = {}
-    if isinstance(module, MaskedLM):
+    if getattr(module, "head_bias", None) is not None:
         plan[""] = _OfVocabulary(sizes)
     done: list[str] = []
     for name, part in module.named_modules():  # each once, under its first name

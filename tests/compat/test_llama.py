@@ -93,6 +93,27 @@ def test_caches_are_read_and_come_back_where_none_are_asked_for():
     assert all(y is z for y, z in zip(back, caches, strict=True))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_padding_mask_hides_what_is_padded_with_and_without_caches(causal: bool) -> None:
+    layer = make(causal=causal)
+    x = torch.randn(B, T, C)
+    kept = torch.ones(B, T, dtype=torch.bool)
+    kept[1, :3] = False
+    expected = layer.attention(x, rotary_tables=FREQS_CIS, key_padding_mask=kept)
+    for mask in (kept, torch.zeros(B, T).masked_fill(~kept, float("-inf"))):
+        whole, _, _ = layer(x, FREQS_CIS, padding_mask=mask)
+        assert torch.equal(whole, expected)
+        _, *caches = layer(x[:, :6], FREQS_CIS[:6], True, padding_mask=mask[:, :6])
+        last, _, _ = layer(x[:, 6:], FREQS_CIS[6:], False, *caches, padding_mask=mask)
+        if causal:
+            torch.testing.assert_close(last, expected[:, 6:])
+        other = x.clone()
+        other[1, :3] = 9.0
+        moved, _, _ = layer(other, FREQS_CIS, padding_mask=mask)
+        assert torch.equal(moved[kept], whole[kept])
+
+
 def test_errors():
     layer, x, cache = make(), torch.randn(B, 1, C), torch.zeros(B, 3, H_K, D)
     with pytest.raises(TypeError, match="attention must be a GQAttention, got Linear"):
@@ -112,3 +133,9 @@ def test_errors():
     ):
         with pytest.raises(error, match=message):
             layer(x, *given)
+    for error, message, mask in (
+        (TypeError, "padding_mask must be bool, or 0 and -inf, got torch.int64", [[1], [0]]),
+        (ValueError, "padding_mask must be bool, or 0 and -inf, got other", [[0.0], [1.0]]),
+    ):
+        with pytest.raises(error, match=message):
+            layer(x, padding_mask=torch.tensor(mask))

@@ -20,7 +20,7 @@ VARIANTS = {
     "interleaved": {"positions": "rotary", "rotary_style": "interleaved"},
     "gqa-bias": {"num_kv_heads": 2, "bias": True},
     "mqa-rotary-window": {"num_kv_heads": 1, "positions": "rotary", "window": 3},
-    "untied": {"tie_weights": False},
+    "untied, bias of the head": {"tie_weights": False, "head_bias": True},
     "alibi-sinks": {"positions": "alibi", "sinks": True},
     "norm-softcap-first": {
         "positions": "rotary",
@@ -88,7 +88,7 @@ def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) 
         hidden = F.gelu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up_proj"))
         x = x + linear(hidden, f"{block}.mlp.down_proj")
     head = "token_embedding" if config.tie_weights else "head"
-    return F.linear(norm(x, "norm"), weights[f"{head}.weight"])
+    return F.linear(norm(x, "norm"), weights[f"{head}.weight"], weights.get("head_bias"))
 
 
 def naive_results(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype):

@@ -60,7 +60,7 @@ LLAMA = {
     **{"norm": "rmsnorm", "tie_weights": False},
 }
 GPTS: dict[str, dict[str, Any]] = {
-    "learned, tied, bias": {"bias": True},
+    "learned, tied, bias": {"bias": True, "head_bias": True},
     "rotary, window, sinks": {
         **LLAMA,
         "window": 5,
