@@ -118,6 +118,9 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> N
 def test_names_of_other_libraries_are_no_names_here_and_stand_for_options() -> None:
     assert not FOREIGN.keys() & ROWS.keys()
     assert set(FOREIGN.values()) <= ROWS.keys()
+    # What users of flash-attn and torch write first.
+    flash = ("softmax_scale", "dropout_p", "window_size", "s_aux")
+    assert [FOREIGN[name] for name in flash] == ["scale", "dropout", "window", "sinks"]
 
 
 @pytest.mark.parametrize("name", TAKEN_BY)

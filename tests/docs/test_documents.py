@@ -252,7 +252,8 @@ def test_links_and_named_paths_exist(document):
 
 
 def test_the_table_of_environment_variables_has_all_of_them() -> None:
-    sources = [path.read_text() for path in (CHECKOUT / "fastattn").rglob("*.py")]
+    folders = (CHECKOUT / "fastattn", CHECKOUT / "kernels")
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     read_by_us = set(re.findall(r'"(FASTATTN_[A-Z_]+)"', "\n".join(sources)))
     assert read_by_us > {"FASTATTN_BACKEND"}
     listed = set(re.findall(r"^\| `([A-Z_]+)` \|", read("docs/gpu.md"), re.MULTILINE))

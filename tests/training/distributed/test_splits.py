@@ -60,13 +60,14 @@ LLAMA = {
     **{"norm": "rmsnorm", "tie_weights": False},
 }
 GPTS: dict[str, dict[str, Any]] = {
-    "learned, tied, bias": {"bias": True, "head_bias": True},
+    "learned, tied, bias": {"bias": True},
     "rotary, window, sinks": {
         **LLAMA,
         "window": 5,
         "keep_first": 1,
         "sinks": True,
         "qk_norm": True,
+        "head_bias": True,
     },
     "alibi, softcap, smoothing": {"positions": "alibi", "softcap": 3.0, "label_smoothing": 0.1},
     "transformer_xl": {"positions": "transformer_xl", "relative_distance": 4},
