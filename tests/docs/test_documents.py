@@ -25,6 +25,7 @@ TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
 ON_RANKS = {
     "docs/parallel.md": "tests/parallel/test_torchrun.py",
     "docs/doors/accelerate.md": "tests/compat/test_training_libraries.py",
+    "docs/doors/diffusers.md": "tests/compat/test_diffusers.py",
     "docs/doors/lightning.md": "tests/compat/test_training_libraries.py",
     "docs/doors/torchtitan.md": "tests/compat/test_torchtitan.py",
 }
