@@ -24,10 +24,10 @@ MODULES = (
     "fastattn.compat.sdpa", "fastattn.compat.swap", "fastattn.compat.transformers",
     "fastattn.functional", "fastattn.generation", "fastattn.models.encoder", "fastattn.models.gpt",
     "fastattn.models.layers", "fastattn.models.positions", "fastattn.models.seq2seq",
-    "fastattn.modules", "fastattn.parallel", "fastattn.reference", "fastattn.rotary",
-    "fastattn.rotary_scaling", "fastattn.testing", "fastattn.training.checkpoint",
-    "fastattn.training.convert", "fastattn.training.tokenizers", "fastattn.training.train_config",
-    "fastattn.training.trainer",
+    "fastattn.mods", "fastattn.modules", "fastattn.parallel", "fastattn.reference",
+    "fastattn.rotary", "fastattn.rotary_scaling", "fastattn.testing",
+    "fastattn.training.checkpoint", "fastattn.training.convert", "fastattn.training.tokenizers",
+    "fastattn.training.train_config", "fastattn.training.trainer",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _of_module(module: types.ModuleType, known: dict[object, str]) -> Iterator[s
     """Its names; one that is `known` by another module's is said to be the same."""
     for name in _exported(module):
         full = f"{module.__name__}.{name}"
-        x = getattr(module, name)
+        x = _python(getattr(module, name))
         if callable(x) and known.setdefault(x, full) != full:
             yield f"{full} is {known[x]}"
         elif inspect.isclass(x):
@@ -84,7 +84,7 @@ def _exported(module: types.ModuleType) -> list[str]:
     listed = {_name(line) for line in LISTED.read_text().splitlines()}
     return [
         name
-        for name, x in vars(module).items()
+        for name, x in zip(vars(module), map(_python, vars(module).values()), strict=True)
         if not name.startswith("_")
         and (inspect.isclass(x) or inspect.isroutine(x))
         and (
@@ -92,6 +92,11 @@ def _exported(module: types.ModuleType) -> list[str]:
             or f"{module.__name__}.{name}" in listed
         )
     ]
+
+
+def _python(x: Any) -> Any:
+    """The Python function of one of Triton's, compiled or interpreted."""
+    return x.fn if type(x).__module__.startswith("triton.runtime") else x
 
 
 def _of_class(full: str, x: type) -> Iterator[str]:
