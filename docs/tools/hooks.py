@@ -70,7 +70,8 @@ def reference() -> dict[str, str]:
 def _entry(module: str, name: str) -> str:
     found = importlib.import_module(module)
     x: Any = getattr(found, name)
-    if callable(x) and not (x.__doc__ or "").strip():
+    # Triton's functions, where they are interpreted, have none: what they hold has.
+    if callable(x) and not (getattr(x, "fn", x).__doc__ or "").strip():
         log.warning(f"{module}.{name} has no docstring")
     if name in vars(found):
         return f"::: {module}.{name}"
