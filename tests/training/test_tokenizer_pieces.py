@@ -19,7 +19,7 @@ from fastattn.training.tokenizers.pieces import read_vocabulary
 
 TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
 SPECIAL = ["[PAD]", "[UNK]", "[BEGIN]", "[END]", "[MASK]"]
-KINDS = ["word", "word-space", "char", "char-bpe", "wordpiece", "unigram"]
+KINDS = ["word", "word-space", "word-sign", "char", "char-bpe", "wordpiece", "unigram"]
 
 
 def make(kind: str, vocab_size: int = 60):
@@ -62,6 +62,14 @@ def test_words_with_white_space_and_punctuation_come_back_exactly():
     # Other words are unknown, but the space about them is kept.
     unknown = tokenizer.special_id("unknown")
     assert [token == unknown for token in tokenizer.encode("He  sang\n")] == [0, 0, 0, 1, 0]
+
+
+def test_signs_are_words_of_their_own_with_the_space_between_them():
+    text = "I like ice cream.  Do you?\n"
+    tokenizer = train_tokenizer("word-sign", text, vocab_size=100)
+    found = tokenizer.encode("ice cream.")
+    assert found == [tokenizer.find_id(token) for token in ("ice", " ", "cream", ".")]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_each_kind_cuts_as_its_name_says():

@@ -24,7 +24,8 @@ def train_tokenizer(
         kind: "char" (one id a character), "bpe" (byte-level), "word" (runs of letters, and of other
             signs; white space is dropped), "word-space" (words with their punctuation, and the
             white space between them, so that a text of known words comes back exactly),
-            "char-bpe", "wordpiece" or "unigram".
+            "word-sign" (the same with every sign on its own: "cream", "."), "char-bpe",
+            "wordpiece" or "unigram".
         text: what to learn from.
         vocab_size: ids to aim at; "char" has as many as the text has characters.
         special: have the special tokens of `SPECIAL_NAMES`. Without them "char" knows no other

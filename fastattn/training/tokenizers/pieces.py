@@ -19,7 +19,8 @@ class PieceTokenizer(BackendTokenizer):
     """Any tokenizer of Hugging Face that is not byte-level: what it does not know is [UNK].
 
     Text that comes back from ids is the one that went in, but for unknown characters, and for
-    white space where the kind drops it ("word" and "wordpiece"; "word-space" keeps it).
+    white space where the kind drops it ("word" and "wordpiece"; "word-space" and "word-sign" keep
+    it).
     """
 
     @classmethod
@@ -98,14 +99,19 @@ def _words(hf: Any) -> _Recipe:
     )
 
 
-def _words_and_spaces(hf: Any) -> _Recipe:
+def _words_and_spaces(hf: Any, cut: str = r"\s|\S+") -> _Recipe:
     """Runs of anything but white space, punctuation included, and each white-space character."""
     return _Recipe(
         hf.models.WordLevel(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.Split(hf.Regex(r"\s|\S+"), "isolated"),
+        hf.pre_tokenizers.Split(hf.Regex(cut), "isolated"),
         hf.decoders.Fuse(),
         hf.trainers.WordLevelTrainer,
     )
+
+
+def _words_signs_and_spaces(hf: Any) -> _Recipe:
+    """Runs of letters and digits, each other sign and each white-space character."""
+    return _words_and_spaces(hf, r"\w+|\W")
 
 
 def _characters(hf: Any) -> _Recipe:
@@ -150,6 +156,7 @@ def _unigram(hf: Any) -> _Recipe:
 _RECIPES: dict[str, Callable[[Any], _Recipe]] = {
     "word": _words,
     "word-space": _words_and_spaces,
+    "word-sign": _words_signs_and_spaces,
     "char": _characters,
     "char-bpe": _character_pairs,
     "wordpiece": _word_pieces,
