@@ -76,14 +76,17 @@ test-versions:
 VLLM ?= build/servers/vllm-0.33.0
 SGLANG ?= build/servers/sglang-0.5.23
 DIFFUSERS ?= build/servers/diffusers-0.42.1
+XFORMERS ?= build/servers/xformers-0.0.35
 imported := $(CURDIR)/build/servers/imported
-test-servers: $(VENV)/.installed-test $(VLLM) $(SGLANG) $(DIFFUSERS) build/servers/imported
+test-servers: $(VENV)/.installed-test $(VLLM) $(SGLANG) $(DIFFUSERS) $(XFORMERS) build/servers/imported
 	FASTATTN_VLLM="$(abspath $(VLLM)):$(imported)" $(bin)/pytest -W ignore --benchmark-disable -q \
 		tests/compat/test_vllm.py
 	FASTATTN_SGLANG="$(abspath $(SGLANG)):$(imported)" $(bin)/pytest -W ignore --benchmark-disable -q \
 		tests/compat/test_sglang.py
 	FASTATTN_DIFFUSERS="$(abspath $(DIFFUSERS))" $(bin)/pytest -W ignore --benchmark-disable -q \
 		tests/compat/test_diffusers.py
+	FASTATTN_XFORMERS="$(abspath $(XFORMERS))" $(bin)/pytest -W ignore --benchmark-disable -q \
+		tests/compat/test_xformers.py
 
 # vLLM's setup.py, which pip runs for its metadata, wants to know what to build: nothing.
 build/servers/vllm-0.33.0:
@@ -100,6 +103,10 @@ build/servers/sglang-0.5.23:
 build/servers/diffusers-0.42.1:
 	$(bin)/python -m pip download $(PIP_ARGS) -d build/servers diffusers==0.42.1 --no-deps
 	$(bin)/python -m zipfile -e build/servers/diffusers-0.42.1-*.whl $@
+
+build/servers/xformers-0.0.35:
+	$(bin)/python -m pip download $(PIP_ARGS) -d build/servers xformers==0.0.35 --no-deps
+	$(bin)/python -m zipfile -e build/servers/xformers-0.0.35-*.whl $@
 
 build/servers/imported:
 	$(bin)/python -m pip install -q $(PIP_ARGS) --target $@ pyzmq cbor2 openai openai-harmony msgspec \

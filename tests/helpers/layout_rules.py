@@ -66,6 +66,7 @@ ENTRIES = {
     "fastattn.compat.sglang",
     "fastattn.compat.torch_flash",
     "fastattn.compat.vllm",
+    "fastattn.compat.xformers",
     "fastattn.mods",
     "fastattn.testing.compiling.calls",
     "fastattn.testing.verify.child",

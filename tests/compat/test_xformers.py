@@ -1,0 +1,174 @@
+"""Each class of xformers' biases against its mask, written out.
+
+With FASTATTN_XFORMERS, the folder of an unpacked xformers 0.0.35, its own classes and their
+`materialize`; else classes of the same names and fields, and masks of their documented meaning.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fastattn.compat import xformers as door
+
+FOLDER = os.environ.get("FASTATTN_XFORMERS")
+QUERIES, KEYS = [3, 2, 5], [4, 6, 5]
+DENSE = {
+    "LowerTriangularMask": {},
+    "LowerTriangularFromBottomRightMask": {},
+    "LowerTriangularFromBottomRightLocalAttentionMask": {"_window_size": 2},
+    "LocalAttentionFromBottomRightMask": {"window_left": 1, "window_right": 2},
+}
+SIDES = {"window_left": 1, "window_right": 1}
+
+
+def _bias(name, fields):
+    if FOLDER:
+        from xformers.ops.fmha import attn_bias as module
+
+        return getattr(module, name)(**fields)
+    return type(name, (), fields)()
+
+
+@pytest.fixture(autouse=True)
+def _own_classes(monkeypatch):
+    if FOLDER:
+        monkeypatch.syspath_prepend(FOLDER)
+
+
+def _info(starts, lengths=None):
+    fields = {"seqstart_py": starts, "seqstart": torch.tensor(starts, dtype=torch.int32),
+              "max_seqlen": 6, "min_seqlen": 1}  # fmt: skip
+    if lengths is not None:
+        fields |= {"seqlen_py": lengths, "seqlen": torch.tensor(lengths, dtype=torch.int32)}
+    if not FOLDER:
+        return SimpleNamespace(**fields)
+    from xformers.ops.fmha import attn_bias as module
+
+    if lengths is None:
+        return module._SeqLenInfo(**fields)
+    kind = module._PaddedSeqLenInfo if starts == [0, 8, 16, 24] else module._GappySeqInfo
+    return kind(**fields, **({"padding": 8} if kind is module._PaddedSeqLenInfo else {}))
+
+
+def _starts(lengths):
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def _blocks(name):
+    """Fields of a bias, and the rows of keys of each block."""
+    kind = door._BLOCKS[name]
+    lengths = [2, 6, 1] if kind.first else KEYS
+    local = {"size": {"_window_size": 5 if kind.first else 2}, "sides": SIDES, "": {}}[kind.local]
+    fields = {"q_seqinfo": _info(_starts(QUERIES)), **local}
+    if kind.keys == "packed":
+        starts = _starts(lengths)
+        fields["k_seqinfo"] = _info(starts)
+    elif "Gappy" not in name:
+        starts = [0, 8, 16, 24]
+        fields["k_seqinfo"] = _info(starts, lengths)
+    elif kind.keys == "slots":
+        starts = [1, 6, 15, 24]
+        fields["k_seqinfo"] = _info(starts, lengths)
+    else:
+        starts = [1, 0, 3, -1]
+        ends = [start + n for start, n in zip(starts, lengths, strict=False)]
+        fields["k_seqinfo"] = _info(starts, ends)
+    rows = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=False)]
+    if "pages" in kind.keys:
+        table = torch.tensor([[3, 1], [5, 0], [2, 4]], dtype=torch.int32)
+        fields |= {"block_tables": table, "page_size": 4}
+        first = [0, 8, 16] if kind.keys == "pages" else [0, 0, 0]
+        rows = [row - at for row, at in zip(rows, first, strict=True)]
+        rows = [table[i, row // 4].long() * 4 + row % 4 for i, row in enumerate(rows)]
+    return fields, rows, starts[-1] if kind.keys in ("packed", "slots") else 24
+
+
+def _seen(T, N, name, fields):
+    """One block's mask by the name of its class: bool [T, N]."""
+    top = name in ("LowerTriangularMask", "BlockDiagonalCausalMask",
+                   "BlockDiagonalCausalLocalAttentionMask")  # fmt: skip
+    distance = torch.arange(T)[:, None] + (0 if top else N - T) - torch.arange(N)
+    seen = torch.ones(T, N, dtype=torch.bool)
+    if "Causal" in name or "Triangular" in name:
+        seen &= distance >= 0
+    if "_window_size" in fields:
+        seen &= distance < fields["_window_size"]
+    if "window_left" in fields:
+        seen &= (distance <= fields["window_left"]) & (distance >= -fields["window_right"])
+    return seen
+
+
+def _inputs(B, M, N):
+    torch.manual_seed(0)
+    shapes = ((B, M, 2, 16), (B, N, 2, 16), (B, N, 2, 8))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def _check(q, k, v, bias, mask):
+    o = door.memory_efficient_attention(q, k, v, bias, scale=0.3)
+    wanted = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.3
+    ).transpose(1, 2)
+    torch.testing.assert_close(o, wanted)
+    grads, of = torch.randn_like(o), (q, k, v)
+    torch.testing.assert_close(
+        torch.autograd.grad(o, of, grads), torch.autograd.grad(wanted, of, grads)
+    )
+    if FOLDER:
+        own = bias.materialize((q.shape[1], k.shape[1]))
+        assert torch.equal(own[..., : k.shape[1]] == 0, mask)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_biases_of_whole_rows(name):
+    fields = DENSE[name]
+    _check(*_inputs(2, 5, 7), _bias(name, fields), _seen(5, 7, name, fields))
+
+
+@pytest.mark.parametrize("name", door._BLOCKS)
+def test_biases_of_blocks(name):
+    fields, rows, total = _blocks(name)
+    mask = torch.zeros(sum(QUERIES), total, dtype=torch.bool)
+    for start, n, row in zip(_starts(QUERIES), QUERIES, rows, strict=False):
+        mask[start : start + n, row] = _seen(n, len(row), name, fields)
+    _check(*_inputs(1, sum(QUERIES), total), _bias(name, fields), mask)
+
+
+def test_added_tensors_and_groups():
+    q, k, v = _inputs(2, 5, 7)
+    added = torch.randn(2, 2, 5, 7)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*heads, added).transpose(1, 2)
+    torch.testing.assert_close(door.memory_efficient_attention(q, k, v, added), wanted)
+    grouped = [x.unsqueeze(2) for x in (q, k, v)]
+    o = door.memory_efficient_attention(*grouped, added.unsqueeze(1))
+    torch.testing.assert_close(o, wanted.unsqueeze(2))
+    causal = added + torch.ones(5, 7).tril().log()
+    wanted = F.scaled_dot_product_attention(*heads, causal).transpose(1, 2)
+    bias = type("LowerTriangularMaskWithTensorBias", (), {"_bias": added})()
+    torch.testing.assert_close(door.memory_efficient_attention(q, k, v, bias), wanted)
+
+
+def test_refused_by_name():
+    q, k, v = _inputs(2, 5, 7)
+    attend = door.memory_efficient_attention
+    with pytest.raises(TypeError, match="got ALiBi"):
+        attend(q, k, v, type("ALiBi", (), {})())
+    with pytest.raises(TypeError, match="of floats"):
+        attend(q, k, v, torch.ones(2, 2, 5, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="attn_bias must have 4 dims"):
+        attend(q, k, v, torch.ones(5, 7))
+    with pytest.raises(ValueError, match="op must be None"):
+        attend(q, k, v, op="cutlass")
+    with pytest.raises(ValueError, match="output_dtype"):
+        attend(q, k, v, output_dtype=torch.float64)
+    with pytest.raises(ValueError, match="query's heads"):
+        attend(q, k[:, :, :1], v[:, :, :1])
+    with pytest.raises(ValueError, match="4 or 5 dims"):
+        attend(q[0], k[0], v[0])
+    name = "BlockDiagonalMask"
+    with pytest.raises(ValueError, match=r"query must be \[1, 10"):
+        attend(q, k, v, type(name, (), _blocks(name)[0])())
