@@ -149,7 +149,8 @@ def test_what_is_refused():
 @pytest.mark.parametrize("mask", [None, "bool", "numbers"])
 def test_keys_that_an_indexer_chose(mask):
     q, k, v = heads(4, 6)
-    chosen = torch.tensor([[[0, 1], [3, 2], [4, 0], [5, 1]]], dtype=torch.int32)
+    """-1 is no key: the second query has one, the third has none."""
+    chosen = torch.tensor([[[0, 1], [3, -1], [-1, -1], [5, 1]]], dtype=torch.int32)
     seen = torch.arange(6) <= torch.arange(4)[:, None] + 2
     if mask is None:
         given = attend.attention_mask(1, 4, 6, 2)
@@ -157,9 +158,14 @@ def test_keys_that_an_indexer_chose(mask):
         given = seen[None, None] if mask == "bool" else torch.zeros(1, 1, 4, 6)
         given = given if mask == "bool" else given.masked_fill(~seen, torch.finfo(q.dtype).min)
     o, _ = attend.attention_forward(layer(), q, k, v, given, indices=chosen)
-    both = seen & torch.zeros(4, 6).bool().scatter(1, chosen[0].long(), True)
+    among = torch.zeros(4, 6, dtype=torch.bool)
+    for query, keys in enumerate(([0, 1], [3], [], [5, 1])):
+        among[query, keys] = True
+    both = seen & among
     wanted, _ = attend.attention_forward(layer(), q, k, v, both[None, None])
     torch.testing.assert_close(o, wanted)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        attend.attention_forward(layer(), q, k, v, given, indices=chosen + 1)
 
 
 def test_a_sink_for_each_query():

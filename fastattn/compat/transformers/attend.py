@@ -332,10 +332,11 @@ def _packed_ids(
 
 
 def _selected(indices: Tensor, key: Tensor) -> Tensor:
-    """bool [B, 1, T_q, T_k]: the keys that an indexer chose for each query."""
-    shape = (*indices.shape[:2], key.shape[2])
+    """bool [B, 1, T_q, T_k]: the keys that an indexer chose for each query, -1 being none."""
+    # What is no key goes to a column of its own, the first.
+    shape = (*indices.shape[:2], 1 + key.shape[2])
     mask = torch.zeros(shape, dtype=torch.bool, device=key.device)
-    return mask.scatter(-1, indices.long(), True)[:, None]
+    return mask.scatter(-1, indices.long().clamp(min=-1) + 1, True)[:, None, :, 1:]
 
 
 @cache
