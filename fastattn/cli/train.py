@@ -86,7 +86,7 @@ def _add_data_options(group: Any) -> None:
         metavar="NAME",
         help="char (default for gpt), bpe (byte-level, default for others), word, word-space "
         "and word-sign (keep white space), char-bpe, wordpiece, unigram; or a tokenizer's JSON, a "
-        "vocabulary a token a line in a .txt, or a folder with GPT-2's vocab.json and merges.txt",
+        "vocabulary of a token a line (.txt), or a folder with GPT-2's vocab.json and merges.txt",
     )
     text = "of a tokenizer that is trained, but char (1024)"
     group.add_argument("--vocab-size", dest="data.vocab_size", type=int, metavar="N", help=text)
