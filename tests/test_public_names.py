@@ -19,10 +19,12 @@ from fastattn.cli.main import build_parser
 
 LISTED = Path(__file__).with_name("public_names.txt")
 MODULES = (
-    "fastattn", "fastattn.cache", "fastattn.compat.flash_attn", "fastattn.compat.flex_attention",
-    "fastattn.compat.llama", "fastattn.compat.multihead", "fastattn.compat.patch",
-    "fastattn.compat.sdpa", "fastattn.compat.swap", "fastattn.compat.transformers",
-    "fastattn.functional", "fastattn.generation", "fastattn.models.encoder", "fastattn.models.gpt",
+    "fastattn", "fastattn.cache", "fastattn.compat.diffusers", "fastattn.compat.flash_attn",
+    "fastattn.compat.flex_attention", "fastattn.compat.llama", "fastattn.compat.multihead",
+    "fastattn.compat.patch", "fastattn.compat.sdpa", "fastattn.compat.swap",
+    "fastattn.compat.transformers",
+    "fastattn.compat.xformers", "fastattn.functional", "fastattn.generation",
+    "fastattn.models.encoder", "fastattn.models.gpt",
     "fastattn.models.layers", "fastattn.models.positions", "fastattn.models.seq2seq",
     "fastattn.mods", "fastattn.modules", "fastattn.parallel", "fastattn.reference",
     "fastattn.rotary", "fastattn.rotary_scaling", "fastattn.testing",

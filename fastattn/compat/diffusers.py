@@ -13,6 +13,8 @@ from ..functional import attention
 from ..functional.block import attention_block_backward, attention_block_forward
 from .sdpa import bounded_bias
 
+__all__ = ["register"]
+
 NAME = "fastattn"
 
 
