@@ -60,7 +60,7 @@ class _Rotary(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Of tokens [T] the slots, and the positions that they are rotated to; None: not rotated."""
+    """Slots of tokens [T], and the positions that they are rotated to; None: not rotated."""
 
     ptr: Any
     positions_ptr: Any

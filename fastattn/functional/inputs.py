@@ -50,7 +50,7 @@ def autocast(
 
 
 def duals(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Those of q, k, v and the learned options that have a tangent, by the caller's names."""
+    """The tensors with a tangent among q, k, v and the learned options, by the caller's names."""
     if not tracing.in_forward_mode():
         return {}
     learned = {name: options.get(name) for name in ("attn_mask", *LEARNED)}

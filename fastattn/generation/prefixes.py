@@ -1,4 +1,4 @@
-"""What requests that are done leave in a paged cache, for prompts that begin alike."""
+"""Prefixes: rows that finished requests leave in a paged cache, for prompts that begin alike."""
 
 from __future__ import annotations
 

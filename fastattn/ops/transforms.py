@@ -201,7 +201,7 @@ class _Dual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """By the kernels where nothing depends on the tangents, else by the formula's tangents."""
+        """Take the kernels where nothing depends on the tangents, else the formula's tangents."""
         o, lse, *tensors = ctx.saved_tensors
         q, k, v, *rest = (x if x is not None else y for x, y in zip(tensors, ctx.rest, strict=True))
         count = 3 + len(_MOVED)
@@ -232,7 +232,7 @@ class _Dual(torch.autograd.Function):
 
 
 def _pushed(options: Options) -> Callable[..., tuple[Tensor, ...]]:
-    """What `_Dual` computes as a formula: of q, k, v, the fields in LEARNED, and tangents."""
+    """The formula of what `_Dual` computes, of q, k, v, the fields in LEARNED, and tangents."""
     names = ("q", "k", "v", *LEARNED)
     function = formula_of(options)
 

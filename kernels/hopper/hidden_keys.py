@@ -29,7 +29,7 @@ def allocate_landed(mask):
 
 @gluon.jit
 def shown_keys(rows, keys, first, row, mask):
-    """What `visible` asks of keys that exist, broadcast to scores; None where ranges say it.
+    """The answer of `visible` for keys that exist, broadcast to scores; None where ranges say it.
 
     keys: [BLOCK], numbers of those from `first` on. Of no document are the same in a key and in a
     query: here it is asked of the queries, rows [ROWS], for a thread has few of them.

@@ -44,7 +44,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 class Server:
-    """What a runner has, and the tokens of three requests by position."""
+    """A runner's attributes, and the tokens of three requests by position."""
 
     def __init__(self, sglang: Any, dtype: torch.dtype, page: int, stored: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -212,7 +212,7 @@ def tree() -> Tensor:
 
 
 def flat_mask(full: bool) -> Tensor:
-    """As SGLang lays it: of each request, drafts by what it holds and the drafts, or by drafts."""
+    """Masks as SGLang lays them: each request's drafts by all that it holds, or by drafts."""
     parts = []
     for n, shown in zip(VERIFY[0], tree(), strict=True):
         older = torch.ones(DRAFTS, n if full else 0, dtype=torch.bool)

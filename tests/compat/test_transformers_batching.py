@@ -64,7 +64,7 @@ def alone(built) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
 def test_batched_tokens_are_those_of_requests_alone(name, enabled, monkeypatch):
-    """As if flash_attn could be imported: the model keeps its implementation all the same."""
+    """Pretend that flash_attn can be imported: the model keeps its implementation all the same."""
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     built = model(name)
     kept, calls = set(), []

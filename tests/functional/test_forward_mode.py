@@ -47,7 +47,7 @@ def pushed(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tens
 
 
 def learned_of(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Those options that may have a tangent, in this dtype."""
+    """Options that may have a tangent, in this dtype."""
     names = ("attn_mask", *LEARNED)
     given = {name: x for name, x in options.items() if name in names}
     return {name: x.to(dtype) for name, x in given.items() if x.is_floating_point()}
@@ -88,7 +88,7 @@ def by_reverse(
 def assert_tangents_within_budget(
     function: Function, oracle: Function, tensors: dict[str, Tensor], moved: Iterable[str]
 ) -> None:
-    """Those of a kernel, where some tensors have one; tensors may have any dtype."""
+    """Tangents of a kernel, where some tensors have one; tensors may have any dtype."""
     direction = draws(seed=1)
     moves = {name: direction(*tensors[name].shape).to(tensors[name]) for name in moved}
 

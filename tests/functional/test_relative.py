@@ -41,7 +41,7 @@ def test_window_on_both_sides_needs_no_offset_on_the_host(monkeypatch, device: s
 
 @pytest.mark.parametrize("placed_by", ["query_offset", "positions"])
 def test_rows_far_apart_cost_what_their_distances_do(placed_by: str, device: str) -> None:
-    """Of the 2^28 distances between the least and the most few tiles occur."""
+    """Few tiles occur of the 2^28 distances between the least and the most."""
     q, k, v = make_qkv(*ROWS, T_q, T_k, D, device=device)
     far, table = -(1 << 28), {"relative_bias": draw(2, 7)}
     if placed_by == "query_offset":

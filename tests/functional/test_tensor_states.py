@@ -150,7 +150,7 @@ def test_tangents_at_every_door(name: str) -> None:
 
 @from_torch
 def test_weights_of_a_module_refuse_tangents() -> None:
-    """By the function for them, which serves where nothing is recorded for a backward."""
+    """Call the function for them, which serves where nothing is recorded for a backward."""
     multihead, x = fastattn.MultiheadAttention(16, 2, batch_first=True), draws()(B, T, 16)
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x)
@@ -184,14 +184,14 @@ TRANSFORMS: dict[str, Function] = {
 @from_torch
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_that_go_forward(name: str) -> None:
-    """What has no tangent at any level is served as ever."""
+    """Serve as ever what has no tangent at any level."""
     x = draws()(1, 1, 3, 4)
     assert TRANSFORMS[name](of_detached, x).isfinite().all()
 
 
 @from_torch
 def test_a_compiled_call_refuses_a_tangent() -> None:
-    """Of an input that had none when it was compiled."""
+    """A tangent of an input that had none when it was compiled."""
     x = draws()(1, 1, 3, 4)
     compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
     expected = compiled(x)

@@ -1,4 +1,4 @@
-"""What a step of an engine reads: budgets, priorities, kept prefixes, failures; nothing is lost."""
+"""Steps of an engine: budgets, priorities, kept prefixes, failures; nothing is lost."""
 
 import gc
 import random
