@@ -68,10 +68,8 @@ def append_paged(
     checks.check_placement("slot_mapping", slot_mapping, (slot_mapping.numel(),), view.k)
     n = slot_mapping.shape[0]
     k, v, q = _taken("k", k, n), _taken("v", v, n), None if q is None else _taken("q", q, n)
-    rows = [None if x is None else x.transpose(0, 1)[None] for x in (k, v, q)]
-    assert rows[0] is not None and rows[1] is not None
-    check_tokens(rows[0], rows[1], view.k, view.v, 1, view.dtype)
-    check_rotary(rotary, rotary_style, rows[2], rows[0], 0)
+    check_tokens(k, v, view.k, view.v, 1, view.dtype)
+    check_rotary(rotary, rotary_style, q, k, 0)
     positions = _positions(positions, rotary, n, view.k)
     _check_values(slot_mapping, positions, rotary, view)
     slot_mapping = slot_mapping.contiguous()
@@ -80,8 +78,11 @@ def append_paged(
     with torch.no_grad():
         if serves(k, backend):
             interleaved = rotary_style == "interleaved"
-            return append_kernel.append_to_slots(*given, interleaved=interleaved)
-        return torch_append.append_to_slots(*given, rotary_style, given_scales=view.given_scales)
+            turned = append_kernel.append_to_slots(*given, interleaved=interleaved)
+        else:
+            scaled = view.given_scales
+            turned = torch_append.append_to_slots(*given, rotary_style, given_scales=scaled)
+    return None if turned is None else turned[0].transpose(0, 1)
 
 
 def _view(cache: Any) -> CacheView:
@@ -99,14 +100,14 @@ def _view(cache: Any) -> CacheView:
 
 
 def _taken(name: str, x: Tensor, n: int) -> Tensor:
-    """The first n tokens of x."""
+    """The first n tokens of x, as the row [1, heads, n, width] of a batch."""
     checks.check_tensor(name, x)
     if x.dim() != 3 or x.shape[0] < n:
         raise ValueError(
             f"{name} must have shape [total, heads, width] with total at least {n}, the number of "
             f"slots, got {list(x.shape)}"
         )
-    return x[:n]
+    return x[:n].transpose(0, 1)[None]
 
 
 def _positions(

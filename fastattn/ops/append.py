@@ -99,12 +99,10 @@ def append_to_slots(
     *,
     interleaved: bool,
 ) -> Tensor | None:
-    """Write k and v [T, H_k, D] to slots of K, V and their scales, in place; q rotated, or None."""
+    """Write k and v [1, H_k, T, D] to slots of K, V and their scales; q rotated, or None."""
     cos, sin = (None, None) if rotary is None else rotary
-    k, v = (x.transpose(0, 1)[None] for x in (k, v))
-    row = None if q is None else q.transpose(0, 1)[None]
     nothing = (None,) * 4  # lengths, counters, block_table, batch_index
     turned = append_tokens(
-        row, k, v, None, *buffers, *nothing, cos, sin, None, interleaved, False, slots, positions
+        q, k, v, None, *buffers, *nothing, cos, sin, None, interleaved, False, slots, positions
     )
-    return None if q is None else turned[0].transpose(0, 1)
+    return None if q is None else turned

@@ -36,14 +36,8 @@ def append_rows(
     first = lengths if advance else lengths - count
     positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
     if rotary is not None:
-        row = positions.clamp(0, rotary[0].shape[0] - 1)
-        cos, sin = rotary[0][row], rotary[1][row]
-        if first_slot is None and not room_for_padding:
-            # Where the tables do not reach nothing is turned.
-            reached = (row == positions).unsqueeze(-1)
-            cos, sin = torch.where(reached, cos, 1.0), torch.where(reached, sin, 0.0)
-        k = apply_rotary(k, cos, sin, style=style)
-        q = None if q is None else apply_rotary(q, cos, sin, style=style)
+        reached = first_slot is not None or room_for_padding
+        q, k = _turned(q, k, positions, rotary, style, reached)
     if first_slot is not None:
         place: _Place = (slice(None), slice(first_slot, first_slot + T))
         real = None
@@ -75,26 +69,34 @@ def append_to_slots(
     *,
     given_scales: bool,
 ) -> Tensor | None:
-    """Write k and v [T, H_k, width] to slots of K, V and their scales, in place; q rotated.
+    """Write k and v [1, H_k, T, width] to slots of K, V and their scales, in place; q rotated.
 
     A slot that is none of the pool's takes nothing, and waits for the device.
     """
     k_pages, v_pages, k_scale, v_scale = buffers
     if rotary is not None and positions is not None:
-        row = positions.clamp(0, rotary[0].shape[0] - 1)
-        # Where the tables do not reach nothing is turned.
-        reached = (row == positions).unsqueeze(-1)
-        cos = torch.where(reached, rotary[0][row], 1.0)
-        sin = torch.where(reached, rotary[1][row], 0.0)
-        k = apply_rotary(k.transpose(0, 1)[None], cos, sin, style=style)[0].transpose(0, 1)
-        if q is not None:
-            q = apply_rotary(q.transpose(0, 1)[None], cos, sin, style=style)[0].transpose(0, 1)
+        q, k = _turned(q, k, positions[None], rotary, style, False)
     P, _, S, _ = k_pages.shape
     real = ((slots >= 0) & (slots < P * S))[None]
     place = ((slots // S)[None], (slots % S)[None])
-    for pages, scale, x in ((k_pages, k_scale, k), (v_pages, v_scale, v)):
-        _store(pages, scale, x.transpose(0, 1)[None], place, real, given_scales)
+    _store(k_pages, k_scale, k, place, real, given_scales)
+    _store(v_pages, v_scale, v, place, real, given_scales)
     return q
+
+
+def _turned(
+    q: Tensor | None, k: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor],
+    style: RotaryStyle, reached: bool,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """q and k [B, H, T, D] at positions [B, T], all of which the tables reach if `reached`."""
+    row = positions.clamp(0, rotary[0].shape[0] - 1)
+    cos, sin = rotary[0][row], rotary[1][row]
+    if not reached:
+        # Where the tables do not reach nothing is turned.
+        known = (row == positions).unsqueeze(-1)
+        cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
+    turned = None if q is None else apply_rotary(q, cos, sin, style=style)
+    return turned, apply_rotary(k, cos, sin, style=style)
 
 
 def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:

@@ -112,7 +112,8 @@ def test_no_store_leaves_the_pool_whatever_the_slots(dtype: torch.dtype, device:
     for x, new in zip(wanted, (k, v), strict=True):
         x[P - 1, :, S - 1] = new[4]
     places = torch.tensor(slots, dtype=dtype, device=device)
-    append_to_slots((*pool, None, None), None, k, v, places, None, None, interleaved=False)
+    rows = [x.transpose(0, 1)[None] for x in (k, v)]
+    append_to_slots((*pool, None, None), None, *rows, places, None, None, interleaved=False)
     assert torch.equal(memory, expected)
 
 
