@@ -154,6 +154,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         torch.jit.script does not compile this: it calls it, for a self that has the parameters and
         numbers of ours, but no methods, and no parts that can be called.
         """
+        others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         calls: Calls | None = getattr(self, "calls", None)
         if query.is_nested or key.is_nested or value.is_nested:
             plain = key_padding_mask is None and attn_mask is None and not need_weights
@@ -170,24 +171,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             why = "every weight is dropped" if fits else "torch refuses the arguments"
             calls.count_served() if served else calls.count_passed(why)
         if not served:
-            out, weights = nn.MultiheadAttention.forward(
-                self,
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            out, weights = nn.MultiheadAttention.forward(self, query, key, value, *others)
             return out, weights, True
         batched = query.dim() == 3
         if not batched:
-            query, key, value = _same(_one_batch, query, key, value)
+            query, key, value = _same(lambda x: x[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
-            query, key, value = _same(_swapped, query, key, value)
+            query, key, value = _same(lambda x: x.transpose(0, 1), query, key, value)
         q, k, v = _project(self, query, key, value)
         masks = _masks(self, q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         weights = None
@@ -368,14 +359,6 @@ def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
         return True
     known = mask.dtype == torch.bool or mask.is_floating_point()
     return known and tuple(mask.shape) in shapes
-
-
-def _one_batch(x: Tensor) -> Tensor:
-    return x[None]
-
-
-def _swapped(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
 
 
 def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

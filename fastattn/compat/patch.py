@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import torch_sdpa
 from .calls import running
-from .sdpa import by_torch, scaled_dot_product_attention, served_attention
+from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
 
 _lock = threading.RLock()
 # Patches in force, each with how many `with` blocks are inside it.
@@ -29,17 +29,19 @@ def _patched_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
     calls = running.innermost() if _swapped else None
+    if calls is None and _active:
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        return scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if calls is not None:
-        served = served_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        served = served_attention(call)
         if not isinstance(served, str):
             calls.count_served()
             return served
         calls.count_passed(served)
     # Not active where someone took hold of this function and kept it after the patch was undone.
-    serve = scaled_dot_product_attention if _active and calls is None else by_torch
-    return serve(*given, scale=scale, enable_gqa=enable_gqa)
+    return by_torch(call)
 
 
 class SdpaPatch:

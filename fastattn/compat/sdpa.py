@@ -23,9 +23,21 @@ from ..tracing import decided, in_forward_mode
 from .torch_sdpa import by_overrides, overridden
 from .torch_sdpa import torch_attention as torch_attention
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _NO_OPTIONS = Options()
 LOWEST_BIAS = -1e38
+
+
+class Arguments(NamedTuple):
+    """What `scaled_dot_product_attention` is given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Any
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
 
 
 class _Call(NamedTuple):
@@ -69,68 +81,45 @@ def scaled_dot_product_attention(
     Raises:
         Exception: what torch raises.
     """
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    served = served_attention(*given, scale=scale, enable_gqa=enable_gqa)
-    if isinstance(served, str):
-        return by_torch(*given, scale=scale, enable_gqa=enable_gqa)
-    return served
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    served = served_attention(given)
+    return by_torch(given) if isinstance(served, str) else served
 
 
-def served_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | str:
+def served_attention(given: Arguments) -> Tensor | str:
     """Compute `scaled_dot_product_attention` by the kernels, or return why they do not serve it."""
-    is_causal, enable_gqa = _decided(is_causal, enable_gqa)
-    call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = _translated(_decided(given))
     if isinstance(call, str):
         return call
     return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
-def by_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch's own function, whatever stands under its name: overrides and CausalBias see torch's.
-
-    Args: those of `scaled_dot_product_attention`, and so its result and errors.
-    """
-    is_causal, enable_gqa = _decided(is_causal, enable_gqa)
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    if overridden(query, key, value, _without_causal_bias(attn_mask)):
-        return by_overrides(*given, **options)
-    if _causal_bias(attn_mask) is not None:
-        # What its __torch_function__ does, which looks for torch's function by torch's name.
-        expanded: Tensor = type(attn_mask)._dispatch(*given, **options)  # type: ignore[union-attr]
-        return expanded
-    return torch_attention(*given, **options)
-
-
-def _decided(is_causal: bool, enable_gqa: bool) -> tuple[bool, bool]:
+def _decided(given: Arguments) -> Arguments:
     """Comparisons of sizes, symbols under torch.compile, as the bools that torch takes."""
     if not torch.compiler.is_compiling():
-        return is_causal, enable_gqa
-    found = (
-        decided(x) if isinstance(x, (bool, torch.SymBool)) else x for x in (is_causal, enable_gqa)
+        return given
+    is_causal, enable_gqa = (
+        decided(x) if isinstance(x, (bool, torch.SymBool)) else x
+        for x in (given.is_causal, given.enable_gqa)
     )
-    is_causal, enable_gqa = found
-    return is_causal, enable_gqa
+    return given._replace(is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+def by_torch(given: Arguments) -> Tensor:
+    """torch's own function, whatever stands under its name: overrides and CausalBias see torch's.
+
+    Results and errors are those of `scaled_dot_product_attention`.
+    """
+    *call, scale, enable_gqa = _decided(given)
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    mask = given.attn_mask
+    if overridden(given.query, given.key, given.value, _without_causal_bias(mask)):
+        return by_overrides(*call, **options)
+    if _causal_bias(mask) is not None:
+        # What its __torch_function__ does, which looks for torch's function by torch's name.
+        expanded: Tensor = type(mask)._dispatch(*call, **options)
+        return expanded
+    return torch_attention(*call, **options)
 
 
 def explain(
@@ -148,23 +137,17 @@ def explain(
 
     Here "torch" means torch's own function. Computes nothing.
     """
-    call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = _translated(
+        Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    )
     if isinstance(call, str):
         return Explanation("torch", {"triton": call})
     return attend.explain(call.q, call.k, call.v, **call.options)
 
 
-def _translated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> _Call | str:
+def _translated(given: Arguments) -> _Call | str:
     """The call in our terms, or why torch's own function has to serve it."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
     # torch takes numpy's numbers too, and tensors of no dims.
     dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
     reason = _not_plain(query, key, value, attn_mask)

@@ -172,25 +172,13 @@ class _Backend:
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def forward_extend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def _attend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, fb: Any, save: bool,
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
         """Store k and v, and attend: o [tokens, H_q * D_v], and lse [tokens, H_q] if asked for."""
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata comes before a layer"
         sinks, return_lse = kwargs.pop("sinks", None), bool(kwargs.pop("return_lse", False))
         options = _options(layer, kwargs, step.tree_mask is not None)
-        if save and k is not None and v is not None:
-            self._store(k, v, layer, fb)
+        if save_kv_cache and k is not None and v is not None:
+            self._store(k, v, layer, forward_batch)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if sinks is not None:
             options["sinks"] = sinks
@@ -202,6 +190,8 @@ class _Backend:
         o, lse = found if isinstance(found, tuple) else (found, None)
         o = o.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         return o if lse is None else (o, lse.T.contiguous())
+
+    forward_extend = forward_decode
 
     def _store(self, k: Tensor, v: Tensor, layer: Any, fb: Any) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc

@@ -102,39 +102,34 @@ def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, options: Any
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """o, lse and the rest of q [B, H, T, D], or packed [total, H, D]."""
+    """o, lse and the rest of q [B, H, T, D], or packed [total, H, D] with offsets."""
     state, unused, mask = _no_rng(q)
     if "dropout" in options:
         seed = dropout.draw_seed(q.device)
         state = seed.view(torch.uint64)
         options["dropout_seed"] = seed
-    packed = () if cu_q is None else (cu_q, cu_k)
-    o, lse = attention_block_forward(q, k, v, *packed, **options)
+    o, lse = attention_block_forward(q, k, v, *offsets, **options)
     return o, lse.contiguous(), (state, unused, mask)
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
+    tensors: list[Tensor],
     lse: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
+    offsets: tuple[Any, ...],
     state: Tensor,
-    options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv of the gradient of o, of q, k, v and of o."""
     if "dropout" in options:
         options["dropout_seed"] = state.view(torch.int64)
-    packed = () if cu_q is None else (cu_q, cu_k)
     # The gradient of a sum has strides of 0.
-    given = (grad.contiguous(), q, k, v, out, lse.contiguous())
+    grad, q, k, v, o = tensors
+    given = (grad.contiguous(), q, k, v, o, lse.contiguous())
     with _autograd():
-        found = attention_block_backward(*given, *packed, **options)
-    return found[0], found[1], found[2]
+        found = attention_block_backward(*given, *offsets, **options)
+    return found[:3]
 
 
 def _autograd() -> Any:
@@ -181,10 +176,10 @@ def _flash_attention_forward(
         o, lse = _of_rows(query, view, cum_seq_q, max_q, num_splits, out, options)
         return o, lse, *_no_rng(query)
     if cum_seq_q is not None:
-        o, lse, rest = _forward(query, key, value, cum_seq_q, cum_seq_k, options)
+        o, lse, rest = _forward(query, key, value, (cum_seq_q, cum_seq_k), options)
         return o.contiguous(), lse, *rest
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    o, lse, rest = _forward(q, k, v, None, None, options)
+    o, lse, rest = _forward(q, k, v, (), options)
     return o.transpose(1, 2).contiguous(), lse, *rest
 
 
@@ -232,31 +227,17 @@ def _of_rows(
 
 
 def _flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
+    *given: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
+    """Take `given` in the order of torch's schema, tensors as in `_flash_attention_forward`."""
+    *tensors, lse, cu_q, cu_k, _, _, dropout_p, is_causal, state, _ = given
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
-    given = (grad_out, query, key, value, out)
-    if cum_seq_q is not None:
-        return _backward(*given, logsumexp, cum_seq_q, cum_seq_k, rng_state, options)
-    do, q, k, v, o = (x.transpose(1, 2) for x in given)
-    found = _backward(do, q, k, v, o, logsumexp, None, None, rng_state, options)
+    if cu_q is not None:
+        return _backward(tensors, lse, (cu_q, cu_k), state, options)
+    found = _backward([x.transpose(1, 2) for x in tensors], lse, (), state, options)
     return tuple(x.transpose(1, 2) for x in found)
 
 
@@ -273,32 +254,16 @@ def _sdpa_forward(
     """Take query [B, H, T, D]; the output has its memory layout, as torch's fake promises."""
     _refuse(return_debug_mask=return_debug_mask)
     options = _options(dropout_p, is_causal, scale, None, None)
-    o, lse, (state, unused, mask) = _forward(query, key, value, None, None, options)
+    o, lse, (state, unused, mask) = _forward(query, key, value, (), options)
     out = torch.empty_like(query).copy_(o)
     return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
 
 
-def _sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
+def _sdpa_backward(*given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    """Take `given` in the order of torch's schema, tensors as in `_sdpa_forward`."""
+    *tensors, lse, _, _, _, _, dropout_p, is_causal, state, _ = given
     options = _options(dropout_p, is_causal, scale, None, None)
-    given = (grad_out, query, key, value, out, logsumexp)
-    return _backward(*given, None, None, philox_seed, options)
+    return _backward(tensors, lse, (), state, options)
 
 
 _OPERATORS = {

@@ -1,4 +1,4 @@
-"""Functions of versions 3 and 4 of flash-attn: theirs is the order of arguments, ours the work."""
+"""Orders of arguments of flash-attn's functions, and functions of keywords made to fit them."""
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -11,9 +11,11 @@ _DEFAULTS: dict[str, Any] = {
     "attention_chunk": 0,
     "num_splits": 1,
     "sm_margin": 0,
+    **dict.fromkeys(("window_size_left", "window_size_right"), -1),
     "rotary_interleaved": True,
     **dict.fromkeys(("causal", "deterministic", "disable_scheduler_metadata"), False),
     **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_lse"), False),
+    **dict.fromkeys(("return_softmax", "zero_tensors"), False),
 }
 _SCALES = "q_descale k_descale v_descale"
 _REST = "window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin"
@@ -21,8 +23,27 @@ _REST_3 = f"softmax_scale causal qv {_SCALES} {_REST} return_attn_probs"
 _CU_SEQLENS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SCORE_4 = "softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa"
 _MODS_4 = "deterministic score_mod score_mod_bwd mask_mod"
+_RESULTS = "dout q k v out softmax_lse dq dk dv"
+_SIDES = "window_size_left window_size_right"
 # By version and function: its arguments in their order. Those before the bar have no default.
 ORDERS = {
+    2: {
+        "_flash_attn_forward": (
+            f"q k v dropout_p softmax_scale causal {_SIDES} softcap alibi_slopes return_softmax |"
+        ),
+        "_flash_attn_varlen_forward": (
+            f"q k v {_CU_SEQLENS} dropout_p softmax_scale causal | {_SIDES} softcap alibi_slopes "
+            "return_softmax block_table leftpad_k seqused_k zero_tensors num_splits"
+        ),
+        "_flash_attn_backward": (
+            f"{_RESULTS} dropout_p softmax_scale causal {_SIDES} softcap alibi_slopes "
+            "deterministic | rng_state"
+        ),
+        "_flash_attn_varlen_backward": (
+            f"{_RESULTS} {_CU_SEQLENS} dropout_p softmax_scale causal {_SIDES} softcap "
+            "alibi_slopes deterministic | rng_state zero_tensors"
+        ),
+    },
     3: {
         "flash_attn_func": f"q k v | {_REST_3}",
         "flash_attn_qkvpacked_func": (

@@ -5,6 +5,8 @@ interleaved pairs channels 2 i and 2 i + 1, else i and i + R / 2. A place past t
 is left as it is, as there.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,35 +94,20 @@ def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound:
     return steps + first
 
 
-class _Rotation(torch.autograd.Function):
-    """`apply_rotary` with its gradient, which is turned back."""
+class _Turned(torch.autograd.Function):
+    """turn(x), which may be x itself, turned in place; its gradient is turned back."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        first: int | Tensor,
-        cu_seqlens: Tensor | None,
-        interleaved: bool,
-        inplace: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin, cu_seqlens, first if isinstance(first, Tensor) else None)
-        ctx.first, ctx.interleaved = None if isinstance(first, Tensor) else first, interleaved
-        return apply_rotary(x, cos, sin, first, cu_seqlens, None, interleaved, inplace)
+    def forward(ctx: Any, x: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+        ctx.turn = turn
+        return turn(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, cu_seqlens, first = ctx.saved_tensors
-        first = ctx.first if first is None else first
-        dx = apply_rotary(
-            grads[0], cos, sin, first, cu_seqlens, None, ctx.interleaved, conjugate=True
-        )
-        return dx, None, None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.turn(grads[0].clone(), conjugate=True), None
 
 
-_rotate: Any = _Rotation.apply
+_turned: Any = _Turned.apply
 
 
 def apply_rotary_emb(
@@ -134,7 +121,9 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """`apply_rotary`, differentiable in x."""
-    turned: Tensor = _rotate(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, inplace)
+    given: dict[str, Any] = {"interleaved": interleaved, "inplace": inplace}
+    given |= {"seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens}
+    turned: Tensor = _turned(x, partial(apply_rotary, cos=cos, sin=sin, **given))
     return turned
 
 
@@ -149,53 +138,27 @@ def apply_rotary_emb_torch(
     return rotary.apply_rotary(x.transpose(1, 2), cos, sin, style=style).transpose(1, 2)
 
 
-class _KeysAndQueries(torch.autograd.Function):
-    """Heads of q and k, or of k, turned in place where they stand beside those of v."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        first: int | Tensor,
-        interleaved: bool,
-        num_heads_q: int | None,
-        *tables: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(first if isinstance(first, Tensor) else None, *tables)
-        ctx.first = None if isinstance(first, Tensor) else first
-        ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
-        return _turn_parts(x, first, interleaved, num_heads_q, tables)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        first, *tables = ctx.saved_tensors
-        first = ctx.first if first is None else first
-        dx, heads = grads[0].clone(), ctx.num_heads_q
-        _turn_parts(dx, first, ctx.interleaved, heads, tuple(tables), conjugate=True)
-        return (dx, None, None, None, *(None for _ in tables))
-
-
-_turn_in_place: Any = _KeysAndQueries.apply
-
-
-def _turn_parts(
+def _turned_in_place(
     x: Tensor,
     first: int | Tensor,
     interleaved: bool,
     num_heads_q: int | None,
     tables: tuple[Tensor, ...],
-    *,
-    conjugate: bool = False,
 ) -> Tensor:
-    """x, of which as many parts as there are pairs of tables were turned."""
-    if num_heads_q is None:
-        parts = x.unbind(2)
-    else:
-        heads_k = (x.shape[2] - num_heads_q) // 2
-        parts = torch.split(x, [num_heads_q, heads_k, heads_k], dim=2)
-    for part, cos, sin in zip(parts, tables[::2], tables[1::2], strict=False):
-        apply_rotary(part, cos, sin, first, None, None, interleaved, True, conjugate)
-    return x
+    """x, of which as many parts as there are pairs of tables were turned; the last are of v."""
+
+    def turn(x: Tensor, *, conjugate: bool = False) -> Tensor:
+        if num_heads_q is None:
+            parts = x.unbind(2)
+        else:
+            heads_k = (x.shape[2] - num_heads_q) // 2
+            parts = torch.split(x, [num_heads_q, heads_k, heads_k], dim=2)
+        for part, cos, sin in zip(parts, tables[::2], tables[1::2], strict=False):
+            apply_rotary(part, cos, sin, first, None, None, interleaved, True, conjugate)
+        return x
+
+    turned: Tensor = _turned(x, turn)
+    return turned
 
 
 def apply_rotary_emb_qkv_(
@@ -228,8 +191,7 @@ def apply_rotary_emb_qkv_(
         )
     tables = (cos, sin, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     heads = None if together else num_heads_q
-    turned: Tensor = _turn_in_place(qkv, seqlen_offsets, interleaved, heads, *tables)
-    return turned
+    return _turned_in_place(qkv, seqlen_offsets, interleaved, heads, tables)
 
 
 def apply_rotary_emb_kv_(
@@ -242,8 +204,7 @@ def apply_rotary_emb_kv_(
     """Turn k of kv [B, T, 2, H, D] in place; returns kv, differentiable."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape [B, T, 2, H, D], got {list(kv.shape)}")
-    turned: Tensor = _turn_in_place(kv, seqlen_offsets, interleaved, None, cos, sin)
-    return turned
+    return _turned_in_place(kv, seqlen_offsets, interleaved, None, (cos, sin))
 
 
 class RotaryEmbedding(nn.Module):
