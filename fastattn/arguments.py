@@ -22,6 +22,8 @@ class AttentionArguments(TypedDict, total=False):
     key_padding_mask: Tensor | None
     documents: Tensor | tuple[Tensor, Tensor] | None
     positions: tuple[Tensor, Tensor] | None
+    query2: Tensor | None
+    key2: Tensor | None
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
@@ -49,6 +51,8 @@ class AttentionVarlenArguments(TypedDict, total=False):
     heads: tuple[int, int] | None
     prefix_lengths: int | Tensor | None
     key_lengths: Tensor | None
+    query2: Tensor | None
+    key2: Tensor | None
     scale: float | None
     softcap: float | None
     sinks: Tensor | None

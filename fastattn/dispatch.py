@@ -66,6 +66,10 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
         return reason
     widest = max(q.shape[-1], v.shape[-1])
+    if options.key2 is not None:
+        if options.relative_keys is not None:
+            return "its kernels add relative_keys or key2 to q.k, not both"
+        widest = max(q.shape[-1] + options.key2.shape[-1], v.shape[-1])
     if widest > attend.MAX_HEAD_DIM:
         return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"
     if widest > attend.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:

@@ -63,6 +63,7 @@ def _prefix_lengths(x: Any, call: Checking) -> Tensor:
 
 _NO_TRAINING = "there is no training from a cache"
 _NO_GRADIENTS = "there are no gradients"
+_IN_LATENT_CACHE = "a LatentCache holds the keys of both products"
 
 # In an order in which what an option needs comes before it.
 ROWS: dict[str, Row] = {
@@ -128,6 +129,8 @@ ROWS: dict[str, Row] = {
         packed="queries and keys of a sequence stand where they lie",
         cache="the cache knows where its keys stand",
     ),
+    "query2": Row(Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE),
+    "key2": Row(Tensor | None, _TRAINED, score_checks.check_key2, cache=_IN_LATENT_CACHE),
     "scale": Row(
         float | None, _ALL_BUT_ADDITIVE, lambda x, call: checks.check_positive("scale", x)
     ),
@@ -238,6 +241,13 @@ class Options(NamedTuple):
         Tensor | None, Tags("H 2R+1 D", learned=True, registers="relative", weighs=True)
     ] = None  # H one of H_q, H_k and 1
     relative_query: Annotated[Tensor | None, Tags("B H_q T_q D", learned=True, strided=True)] = None
+    # Of a second product, which is added to q.k.
+    query2: Annotated[
+        Tensor | None, Tags("B H_q T_q D2", learned=True, strided=True, weighs=True)
+    ] = None
+    key2: Annotated[
+        Tensor | None, Tags("B H_k2 T_k D2", learned=True, strided=True, weighs=True)
+    ] = None  # H_k2 divides H_k
     sinks: Annotated[Tensor | None, Tags("H_q", learned=True, weighs=True)] = None
 
     mod_tensors: tuple[Tensor, ...] = ()
@@ -336,8 +346,14 @@ def _tagged(**wanted: Any) -> tuple[str, ...]:
 TENSORS = tuple(name for name, hint in get_type_hints(Options).items() if hint == Tensor | None)
 FUNCTIONS = tuple(name for name, hint in get_type_hints(Options).items() if hint is Any)
 LEARNED = _tagged(learned=True)
-# Options that q or its like is multiplied by, in its dtype and as wide as it is.
-LIKE_Q = tuple(name for name, tags in TAGS.items() if tags.dims.endswith(" D"))
+# Options that are multiplied with q or its like, in q's dtype.
+LIKE_Q = tuple(name for name, tags in TAGS.items() if re.search(" D2?$", tags.dims))
+# Options that lie as q or as k does, packed where those are: whose rows they have.
+LAID_AS = {
+    name: found[1]
+    for name, tags in TAGS.items()
+    if (found := re.fullmatch(r"B H\w+ T_([qk]) D2?", tags.dims))
+}
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)
 

@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from .checks import FARTHEST
-from .options import Window
+from .options import LAID_AS, Window
 from .torch_backend import dropout as dropout_bits
 from .torch_backend import triton_language
 
@@ -57,6 +57,8 @@ def attention(
     relative_bias: Tensor | None = None,
     relative_keys: Tensor | None = None,
     relative_query: Tensor | None = None,
+    query2: Tensor | None = None,
+    key2: Tensor | None = None,
     attn_bias: Tensor | None = None,
     score_mod: Any = None,
     score_mod_grad: Any = None,
@@ -119,6 +121,11 @@ def attention(
         vectors = repeat(relative_keys.to(q.dtype), "h r d -> (h group) r d", group=group)
         near = _by_distance(vectors, p - j)  # [B or 1, H_q, T_q, T_k, D]
         scores = scores + (query.to(q.dtype)[:, :, :, None] * near).sum(-1)
+    if query2 is not None and key2 is not None:
+        D += query2.shape[-1]
+        key2 = key2.masked_fill(~exists[:, None, :, None], 0.0).to(q.dtype)
+        of_head = torch.arange(H_q, device=q.device) * key2.shape[1] // H_q
+        scores = scores + query2.to(q.dtype) @ key2[:, of_head].mT
     scores = scores * (D**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -191,15 +198,16 @@ def attention_varlen(
     """`attention` of each sequence by itself; arguments as `fastattn.attention_varlen`'s."""
     q_lengths = cu_seqlens_q.diff().tolist()
     k_lengths = q_lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
-    query = options.pop("relative_query", None)
+    laid = {name: options.pop(name) for name in LAID_AS if options.get(name) is not None}
     pieces = [
         torch.split(x, lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))
     ]
     outputs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for n, parts in enumerate(zip(*pieces, strict=True)):
         own = _of_row(options, n)
-        if query is not None:
-            own["relative_query"] = torch.split(query, q_lengths)[n].transpose(0, 1)[None]
+        for name, x in laid.items():
+            part = torch.split(x, q_lengths if LAID_AS[name] == "q" else k_lengths)[n]
+            own[name] = part.transpose(0, 1)[None]
         one = [x.transpose(0, 1)[None] for x in parts]
         o, lse = attention(*one, return_lse=True, first_row=n, **own)  # type: ignore[call-overload]
         outputs.append(o[0].transpose(0, 1))

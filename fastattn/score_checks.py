@@ -255,6 +255,53 @@ def check_relative_query(query: Tensor, call: Checking) -> Tensor:
     return check_placement("relative_query", query, tuple(q.shape), q)
 
 
+def check_query2(query: Tensor, call: Checking) -> Tensor:
+    """q's dtype and device, and q's shape but for its own width; the scale counts that too."""
+    q = call.q
+    if call.given.get("key2") is None:
+        raise ValueError("query2 is multiplied by key2, which is not given")
+    _check_second("query2", query, q, q.shape[1])
+    if call.given.get("scale") is None:
+        if any(_one_memory(x, call.v) for x in (call.k, call.given["key2"])):
+            raise ValueError(
+                "scale must be given where values are keys too, as of latents: it is that of the "
+                "head dim before a projection was absorbed, not of the widths here"
+            )
+        call.fields["scale"] = (q.shape[-1] + query.shape[-1]) ** -0.5
+    return query
+
+
+def check_key2(key: Tensor, call: Checking) -> Tensor:
+    """q's dtype and device; rows of k, as wide as query2, heads that divide those of k."""
+    query, H_k = call.fields.get("query2"), call.k.shape[1]
+    if query is None:
+        raise ValueError("key2 is multiplied by query2, which is not given")
+    heads = key.shape[1] if isinstance(key, Tensor) and key.dim() > 1 else 0
+    _check_second("key2", key, call.k, heads, query.shape[-1])
+    if not heads or H_k % heads:
+        raise ValueError(f"key2 must have a number of heads that divides k's {H_k}, got {heads}")
+    return key
+
+
+def _check_second(name: str, x: Any, like: Tensor, heads: int, width: int | None = None) -> None:
+    """x as `like`, with heads and a width of its own."""
+    if not isinstance(x, Tensor) or x.dtype != like.dtype:
+        raise TypeError(f"{name} must have the dtype of q ({like.dtype}), got {kind(x)}")
+    shape = list(like.shape)
+    shape[1], shape[-1] = heads, (x.shape[-1] if x.dim() else 0) if width is None else width
+    check_placement(name, x, tuple(shape), like)
+    if not shape[-1]:
+        raise ValueError(f"{name} must have columns, got shape {shape}")
+
+
+def _one_memory(x: Any, y: Tensor) -> bool:
+    """Whether x and y begin at one place in memory."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return x is y
+    shared: bool = torch._C._is_alias_of(x, y)  # type: ignore[attr-defined]
+    return shared and x.storage_offset() == y.storage_offset()
+
+
 def check_sinks(x: Tensor, call: Checking) -> Tensor:
     """Any float dtype, [H_q], on q's device."""
     check_floats("sinks", x)

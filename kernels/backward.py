@@ -30,6 +30,7 @@ from .launch.arguments import (
     kernel_score,
     query_programs,
     result_in_layout,
+    second_query,
     sizes,
     strides,
     tile_for,
@@ -44,7 +45,7 @@ from .rules.blocks import (
     store_queries,
 )
 from .rules.product import add_weighted_rows
-from .rules.relative import relative_query, unskewed, vectors_of_tile
+from .rules.relative import further_keys, relative_query, unskewed
 from .rules.score import load_bias
 from .rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
 from .rules.tile import load_rows
@@ -57,27 +58,28 @@ if TYPE_CHECKING:
 def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """dq += ds k for one key block: see `blocks.over_key_blocks`.
 
-    Relative keys are further keys, for dq or for the gradient of their own query.
+    Further keys, relative ones or those of a second product, are for dq or for the gradient of
+    their own query.
     """
     PRECISION: tl.constexpr = const.PRECISION
     dq, dquery = state
     rows, keys, values, bias_desc = operands
     k = load_rows(keys, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
     v = load_rows(values, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
-    vectors = None
-    if score.keys_ptr is not None:
-        vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
+    further = further_keys(tile, tile.first, n_first, valid, tile.h, score, const)
     bias = None
     if bias_desc is not None:
         bias = load_bias(bias_desc, tile.row.b, tile.h, tile.first, n_first, score, const)
-    _, ds = tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const)
+    _, ds = tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const)
     dq = add_weighted_rows(dq, ds, k, PRECISION)
     if score.keys_ptr is not None:
         by_distance = unskewed(ds.to(rows.query.dtype))
         if score.query_ptr is None:
-            dq = add_weighted_rows(dq, by_distance, vectors, PRECISION)
+            dq = add_weighted_rows(dq, by_distance, further, PRECISION)
         else:
-            dquery = add_weighted_rows(dquery, by_distance, vectors, PRECISION)
+            dquery = add_weighted_rows(dquery, by_distance, further, PRECISION)
+    if score.key2_ptr is not None:
+        dquery = add_weighted_rows(dquery, ds, further, PRECISION)
     return dq, dquery
 
 
@@ -89,10 +91,11 @@ def attention_backward_dq_kernel(
 ):  # fmt: skip
     """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward.
 
-    dquery: the gradient of the relative query, if there is one.
+    dquery: the gradient of the relative query or of query2, if there is one.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_D2: tl.constexpr = const.BLOCK_D2
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
     k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
     v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
@@ -108,7 +111,7 @@ def attention_backward_dq_kernel(
 
     state = (
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D2], tl.float32),
     )
     keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
     values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
@@ -117,7 +120,7 @@ def attention_backward_dq_kernel(
     store_queries(dq_ptr, dq_strides, tile, dq * score.scale, BLOCK_D, const.D, const)
     if score.query_ptr is not None:
         dquery = dquery * score.scale
-        store_queries(dquery_ptr, dquery_strides, tile, dquery, BLOCK_D, const.D, const)
+        store_queries(dquery_ptr, dquery_strides, tile, dquery, const.BLOCK_D2, const.D2, const)
 
 
 def _plan_dq(
@@ -131,7 +134,6 @@ def _plan_dq(
     dq: Tensor,
     dquery: Tensor | None,
 ) -> Launch:
-    query = options.relative_query
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("backward_dq", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -145,7 +147,14 @@ def _plan_dq(
         mask,
         kernel_score(options, q.dtype),
         *sizes(q, k),
-        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, do, dq, query, dquery),
+        constants(
+            tile,
+            q.shape[3],
+            v.shape[3],
+            q.dtype,
+            *(q, k, v, o, do, dq, options.relative_query, dquery),
+            options=options,
+        ),
         streams=(
             Stream(1, k, tile.BLOCK_N, BLOCK_D),
             Stream(2, v, tile.BLOCK_N, BLOCK_DV),
@@ -164,10 +173,10 @@ def launch_backward(
     o: Tensor,
     lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes, dtypes (or fp32, if options say so) and memory orders of q, k, v;
-    delta fp32 like lse; and the gradient of options.relative_query as dq is that of q, empty
-    without one.
+    delta fp32 like lse; and the gradients of relative_query or query2 and of key2 as dq and dk are
+    those of q and k, empty without one.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v and options.
@@ -175,13 +184,14 @@ def launch_backward(
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dq = result_in_layout(options, q, *q.shape[1:])
     delta = torch.empty_like(lse)
-    query = options.relative_query
+    query = second_query(options)
     dquery = None if query is None else result_in_layout(options, query, *query.shape[1:])
 
     launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
     launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
-    dk, dv = launch_dkv(q, k, v, do, lse, delta, options)
-    return dq, dk, dv, delta, q.new_empty(0) if dquery is None else dquery
+    dk, dv, dkey2 = launch_dkv(q, k, v, do, lse, delta, options)
+    dquery, dkey2 = (q.new_empty(0) if x is None else x for x in (dquery, dkey2))
+    return dq, dk, dv, delta, dquery, dkey2
 
 
 def launch_backward_one_pass(
@@ -193,16 +203,16 @@ def launch_backward_one_pass(
     o: Tensor,
     lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `launch_backward` with dQ added up by atomics; the last result is empty: no kernel.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run `launch_backward` with dQ added up by atomics; the last results are empty.
 
-    For any options without relative keys. Takes 4 bytes more for each element of q.
+    For any options without relative keys and key2. Takes 4 bytes more for each element of q.
     """
-    assert options.relative_keys is None, "left to launch_backward"
+    assert options.relative_keys is None and options.key2 is None, "left to launch_backward"
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     dq = result_in_layout(options, q, *q.shape[1:])
     delta = torch.empty_like(lse)
     total = launch_start_dq(do, dlse, q, o, lse, delta, options)
-    dk, dv = launch_dkv(q, k, v, do, lse, delta, options, total)
+    dk, dv, _ = launch_dkv(q, k, v, do, lse, delta, options, total)
     launch_finish_dq(total, dq, options)
-    return dq, dk, dv, delta, q.new_empty(0)
+    return dq, dk, dv, delta, q.new_empty(0), q.new_empty(0)

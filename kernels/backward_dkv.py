@@ -35,7 +35,7 @@ from .launch.launches import Launch, launch_for
 from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, store_part
 from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
-from .rules.relative import relative_products, relative_query, vectors_of_tile
+from .rules.relative import further_keys, relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
@@ -55,12 +55,13 @@ _ENOUGH = 4
 class _Operands(NamedTuple):
     """Operands of a loop over the query blocks of one head: k and v of a tile of keys.
 
-    dk_ptr, dv_ptr: None where the kernel leaves that gradient out. dq_ptr: fp32 rows to add ds k
-    to, or None.
+    key2: of a second product, or None. dk_ptr, dv_ptr: None where the kernel leaves that gradient
+    out. dq_ptr: fp32 rows to add ds k to, or None.
     """
 
     k: Any
     v: Any
+    key2: Any
     q_ptr: Any
     q_stride: Any
     do_ptr: Any
@@ -99,7 +100,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     Transposed: keys down, queries across.
     """
     PRECISION: tl.constexpr = const.PRECISION
-    dk, dv = state
+    dk, dv, dkey2 = state
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_D: tl.constexpr = const.BLOCK_D
     n_first = tile.first
@@ -116,10 +117,12 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     lse = load_lse(operands.lse_ptr + rows, in_rows, score, NOWHERE)
     delta = load_vector(operands.delta_ptr + rows, in_rows, 0.0)
     s = rows_by_rows(operands.k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+    query = relative_query(q, tile.batch, h, tile.first_q, m_first, in_rows, score, const)
     if score.keys_ptr is not None:
-        query = relative_query(q, tile.batch, h, tile.first_q, m_first, in_rows, score, const)
         vectors = vectors_of_tile(m_first, n_first, h, tile.H_q, row, score, const)
         s += tl.trans(relative_products(query, vectors, const.BLOCK_N, PRECISION))
+    if score.key2_ptr is not None:
+        s += rows_by_rows(operands.key2, query, PRECISION)
     dp = rows_by_rows(operands.v, do, PRECISION)
     bias = None
     if operands.bias is not None:
@@ -141,21 +144,24 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
             dq = _dq_of_keys(ds, operands.k, PRECISION, const.HALVES)
             add_tile(operands.dq_ptr, const.D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, const.D)
         dk = add_weighted_rows(dk, ds, q, PRECISION)
-    return dk, dv
+        if score.key2_ptr is not None:
+            dkey2 = add_weighted_rows(dkey2, ds, query, PRECISION)
+    return dk, dv, dkey2
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "parts"])
 def attention_backward_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr,
-    dq_ptr, bias_desc, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask,
-    score, H_q, G, T_q, T_k, parts, const: tl.constexpr,
+    dkey2_ptr, dq_ptr, bias_desc, q_strides, k_strides, v_strides, do_strides, dk_strides,
+    dv_strides, mask, score, H_q, G, T_q, T_k, parts, const: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
 
     dk_ptr, dv_ptr: None leaves that gradient out. parts: programs that share a tile, each with
     heads of its own; where there are several, they write to dk_parts_ptr and dv_parts_ptr: see
-    `blocks.store_part`. dq_ptr: fp32 [B, H_q, T_q, D] to add the dQ of these keys to, without the
-    scale, by atomics; or None.
+    `blocks.store_part`. dkey2_ptr: fp32 parts of the gradient of key2 likewise, one for each K/V
+    head, with however few programs; written beside dk_ptr alone. dq_ptr: fp32 [B, H_q, T_q, D] to
+    add the dQ of these keys to, without the scale, by atomics; or None.
     """
     BLOCK_N: tl.constexpr = const.BLOCK_N
     BLOCK_D: tl.constexpr = const.BLOCK_D
@@ -169,6 +175,11 @@ def attention_backward_dkv_kernel(
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    BLOCK_D2: tl.constexpr = const.BLOCK_D2
+    dkey2 = tl.zeros([BLOCK_N, BLOCK_D2], tl.float32)
+    key2 = None
+    if score.key2_ptr is not None:
+        key2 = further_keys(tile, 0, tile.first, tile.valid, tile.h_k * G, score, const)
     # Keys that no query may see touch their own rows of dk and dv alone, but every row of dq.
     there = None
     if dq_ptr is not None:
@@ -187,6 +198,7 @@ def attention_backward_dkv_kernel(
         operands = _Operands(
             k,
             v,
+            key2,
             q_head,
             q_stride,
             do_head,
@@ -198,10 +210,14 @@ def attention_backward_dkv_kernel(
             dq_head,
             bias_desc,
         )
-        dk, dv = over_query_blocks(
-            _grow_dkv, (dk, dv), h, tile, operands, there, mask, score, const
+        dk, dv, dkey2 = over_query_blocks(
+            _grow_dkv, (dk, dv, dkey2), h, tile, operands, there, mask, score, const
         )
     dk *= score.scale
+    if score.key2_ptr is not None and dk_ptr is not None:
+        D2: tl.constexpr = const.D2
+        dkey2 *= score.scale
+        store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
     # One kernel, so that no length compiles another.
     if parts > 1:
         H_k = H_q // G
@@ -280,6 +296,7 @@ def _plan(
                 v.shape[3],
                 q.dtype,
                 *(q, k, v, do, dk, dv, options.relative_query),
+                options=options,
             ),
             streams=(bias_stream(options, q, tile),),
             tables=tables,
@@ -302,13 +319,15 @@ def launch_dkv(
     delta: Tensor,
     options: Options,
     dq: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv in the shapes, dtypes (or fp32, if options say so) and memory orders of k and v.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dk, dv and the gradient of key2, if there is one, in the shapes, dtypes (or fp32, if options
+    say so) and memory orders of k, v and key2.
 
     dq: fp32 [B, H_q, T_q, D] to add dQ to, without the scale.
 
     Where heads are dealt out (`head_parts`) each part has an fp32 copy of dk and dv for the time of
-    the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths.
+    the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths. Of the
+    gradient of key2 each K/V head has one: no key is repeated, its gradients are summed in order.
     """
     dk = result_in_layout(options, k, *k.shape[1:])
     dv = result_in_layout(options, v, *v.shape[1:])
@@ -317,12 +336,20 @@ def launch_dkv(
     # With one part anything of its type stands for them.
     k_parts = delta if parts == 1 else parts_of(k, parts)
     v_parts = delta if parts == 1 else parts_of(v, parts)
+    key2 = options.key2
+    key2_parts = None
+    if key2 is not None:
+        key2_parts = parts_of(key2, parts * k.shape[1] // key2.shape[1])
     if both is not None:
-        both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, dq)
+        both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, key2_parts, dq)
     if for_dv is not None and for_dk is not None:
-        for_dv(options, q, k, v, do, lse, delta, None, dv, k_parts, v_parts, None)
-        for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, dq)
+        for_dv(options, q, k, v, do, lse, delta, None, dv, k_parts, v_parts, None, None)
+        for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, key2_parts, dq)
     if parts > 1:
         launch_add_parts(k_parts, dk, options)
         launch_add_parts(v_parts, dv, options)
-    return dk, dv
+    if key2_parts is None or key2 is None:
+        return dk, dv, None
+    dkey2 = result_in_layout(options, key2, *key2.shape[1:])
+    launch_add_parts(key2_parts, dkey2, options)
+    return dk, dv, dkey2

@@ -28,7 +28,7 @@ from .launch.launches import Launch, Stream, launch_for
 from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.pages import CacheTensors
 from .rules.product import add_weighted_rows, rows_by_rows
-from .rules.relative import relative_products, relative_query, vectors_of_tile
+from .rules.relative import further_keys, further_products, relative_query
 from .rules.score import dropped, first_state, kept, load_bias, modified
 from .rules.softmax import finish, in_parts, online_step
 from .rules.tile import load_rows
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Operands(NamedTuple):
-    """Operands of a loop over key blocks: q, the rows that relative keys are multiplied by, and K/V
+    """Operands of a loop over key blocks: q, the rows that further keys are multiplied by, and K/V
     as `tile.load_rows` takes them.
     """
 
@@ -62,9 +62,9 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
     h = tile.h
     k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
     s = rows_by_rows(operands.q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-    if score.keys_ptr is not None:
-        vectors = vectors_of_tile(tile.first, n_first, h, tile.H_q, tile.row, score, const)
-        s += relative_products(operands.query, vectors, BLOCK_N, PRECISION)
+    if score.keys_ptr is not None or score.key2_ptr is not None:
+        further = further_keys(tile, tile.first, n_first, valid, h, score, const)
+        s += further_products(operands.query, further, score, const)
     k_pos = n_first + tl.arange(0, BLOCK_N)
     bias = None
     if operands.bias is not None:
@@ -130,7 +130,14 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         mask,
         kernel_score(options, q.dtype),
         *sizes(q, k),
-        constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, o, options.relative_query),
+        constants(
+            tile,
+            q.shape[3],
+            v.shape[3],
+            q.dtype,
+            *(q, k, v, o, options.relative_query),
+            options=options,
+        ),
         tile.sum_parts,
         streams=(
             Stream(1, k, tile.BLOCK_N, BLOCK_D),

@@ -37,6 +37,7 @@ def same(x, b, h, i, j):
 
 
 KEYS, LEARNS = ones(1, 3, D), ones(H_q, requires_grad=True)
+Q2 = ones(B, H_q, T_q, 6)
 POSITIONS = tuple(torch.arange(T, dtype=torch.int32)[None] for T in (T_q, T_k))
 TABLES = {"mask_mod": keep_all, "mod_tensors": (ones(2),)}
 
@@ -69,6 +70,8 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({"relative_bias": [0.0]}, "relative_bias must be a float tensor, got list"),
     ({"relative_keys": KEYS.double()}, r"relative_keys must have the dtype of q .* got .*float64"),
     ({"relative_keys": KEYS, "relative_query": ones(1).half()}, "relative_query .* the dtype of q"),
+    ({"query2": [1.0], "key2": ones(1)}, "query2 must have the dtype of q .* got list"),
+    ({"query2": Q2, "key2": Q2.half()}, r"key2 must have the dtype of q .* got torch.float16"),
     ({"sinks": ones(H_q).long()}, r"sinks must be a float tensor, got torch\.int64"),
     ({"dropout": "half"}, "dropout must be a float, got str"),
     ({"dropout": ones(2), "heads": (0, H_q)}, "dropout must be a float, got a tensor"),
@@ -121,6 +124,12 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"relative_keys": ones(3, 3, D)}, r"relative_keys must have .* 1, 2, 4, got \[3, 3, 8\]"),
     ({"relative_query": ones(1)}, "relative_query is multiplied by relative_keys, which is not"),
     ({"relative_keys": KEYS, "relative_query": ones(1)}, r"relative_query .*3, 8\], got \[1\]"),
+    ({"query2": Q2}, "query2 is multiplied by key2, which is not given"),
+    ({"key2": Q2}, "key2 is multiplied by query2, which is not given"),
+    ({"query2": ones(1), "key2": Q2}, r"query2 must have shape \[2, 4, 3, 1\], got \[1\]"),
+    ({"query2": Q2, "key2": ones(B, 1, T_k, 7)}, r"key2 must have shape \[2, 1, 5, 6\], got"),
+    ({"query2": Q2, "key2": ones(B, 3, T_k, 6)}, r"key2 must have .* that divides k's 2, got 3"),
+    ({"query2": Q2[..., :0], "key2": Q2}, "query2 must have columns"),
     ({"sinks": ones(H_k)}, r"sinks must have shape \[4\], got \[2\]"),
     *(({"dropout": x}, rf"dropout must be in \[0, 1\), got {x}") for x in (1.0, -0.1)),
     ({"dropout": 0.1, "dropout_seed": ints(3)}, r"dropout_seed must have shape \[2\], got \[3\]"),

@@ -256,7 +256,8 @@ LISTS: dict[str, tuple[Iterable[str], str, set[str]]] = {
         "attention",
         _FUNCTIONS
         | {"scale", "heads", "positions", "dropout_seed", "keep_first", "stride", "prefix_lengths"}
-        | {"attn_mask", "attn_bias", "relative_bias", "relative_keys", "relative_query"},
+        | {"attn_mask", "attn_bias", "relative_bias", "relative_keys", "relative_query"}
+        | {"query2", "key2"},
     ),
     # It has cases of its own, of one pass.
     "verify": (

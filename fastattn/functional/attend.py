@@ -68,7 +68,7 @@ def attention(
 
     The score of a key that is seen, at distance p - j, is computed in this order:
 
-        x = scale * (q.k + relative_query . relative_keys[h, p - j])
+        x = scale * (q.k + query2.key2 + relative_query . relative_keys[h, p - j])
         x = softcap * tanh(x / softcap)
         x = x - alibi_slopes[h] * |p - j| + relative_bias[h, p - j] + attn_bias[b, h, i, j]
         x = score_mod(x, b, h, p, j, *mod_tensors)
@@ -113,7 +113,9 @@ def attention(
             Then h of mods and the bits of dropout are the full model's. Options with a dim of the
             heads have q's number of heads. For dropout of a part of a batch, first counts through
             its rows: row * total + head.
-        scale: factor on q.k, > 0; default D ** -0.5.
+        scale: factor on q.k, > 0; default D ** -0.5, with key2 (D + D2) ** -0.5. Required with key2
+            where v is k or key2, as of latents that a projection was absorbed into: there it is
+            that of the head dim before.
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the
             paper's.
@@ -122,6 +124,10 @@ def attention(
         relative_keys: [H, 2 R + 1, D] in q's dtype, H one of H_q, H_k and 1, differentiable: a
             vector for each distance (Shaw et al., Transformer-XL), beyond R as in relative_bias.
         relative_query: as q, differentiable: what relative_keys are multiplied by. Default q.
+        query2: [B, H_q, T_q, D2] in q's dtype, differentiable: queries of a second product.
+        key2: [B, H_k2, T_k, D2], differentiable: its keys, with H_k2 heads, a divisor of H_k, which
+            are not repeated for those of k in the kernels' memory (rotary keys that all heads
+            share, as in multi-head latent attention). Not with relative_keys in the kernels.
         attn_bias: float, broadcasting as attn_mask does, differentiable. -inf hides a key; to the
             kernels, so does what is below -2.3e38, as torch.finfo(torch.float32).min is.
         score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
@@ -150,9 +156,10 @@ def attention(
         log, the sink counted. Both are differentiable. A query that sees no key has o = 0,
         lse = -inf (with sinks, lse = sinks[h]) and gradients 0 in q, k and v. A NaN in keys or
         values that are padded out (key_padding_mask, key_lengths, negative document ids) reaches
-        no output and no gradient. In autocast regions q, k, v, relative_keys and relative_query
-        are cast as torch's own attention casts its inputs. Of DTensors that are sharded by rows or
-        heads, or whole, come DTensors: each rank computes its part (`fastattn.functional.sharded`).
+        no output and no gradient. In autocast regions q, k, v, relative_keys, relative_query,
+        query2 and key2 are cast as torch's own attention casts its inputs. Of DTensors that are
+        sharded by rows or heads, or whole, come DTensors: each rank computes its part
+        (`fastattn.functional.sharded`).
         Under forward-mode AD, o and lse have tangents from those of q, k, v and every option that
         is differentiable, at any depth of torch.func's transforms.
 
@@ -232,7 +239,8 @@ def attention_varlen(
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
         return_lse, backend: as for `attention`.
         options: those of `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
-            query_offset. relative_query has q's shape.
+            query_offset. relative_query has q's shape; query2 is [total_q, H_q, D2] and key2
+            [total_k, H_k2, D2].
 
     Returns:
         o [total_q, H_q, D_v]; with return_lse also lse, fp32 [H_q, total_q].

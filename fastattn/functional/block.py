@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks, dispatch, tracing
 from ..ops.call import contiguous
-from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta
+from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta, laid
 from ..options import LEARNED, Options
 from ..torch_backend import block as formula
 from . import call_options, inputs
@@ -99,8 +99,8 @@ def attention_block_backward(
         out_dtype: dtype of all gradients: their tensor's (default), or torch.float32 where q is
             fp16 or bf16.
         backend, options: as for `attention`, of this part. relative_bias, relative_keys,
-            relative_query, attn_bias and sinks get gradients where they require grad; those of
-            sinks come of the whole, so one part alone takes them. Dropout needs its seed.
+            relative_query, query2, key2, attn_bias and sinks get gradients where they require grad;
+            those of sinks come of the whole, so one part alone takes them. Dropout needs its seed.
 
     Returns:
         dq, dk and dv in the shapes of q, k and v; delta = do.o - dlse, fp32 as lse; and gradients
@@ -220,8 +220,7 @@ def _by_kernels(
     if packed:
         rows, lse = [as_batch(x) for x in rows], lse[None]
         dlse = None if dlse is None else dlse[None]
-        query = options.relative_query
-        options = options._replace(relative_query=None if query is None else as_batch(query))
+        options = laid(options, as_batch)
     do, q, k, v, o = rows
     saved = (q, k, v, o, lse.contiguous(), contiguous(options))
     needed = [True] * 3 + [name in learned for name in LEARNED]

@@ -20,7 +20,7 @@ def kernel_rows(x: Tensor) -> Tensor:
 
 def kernel_options(options: Options) -> Options:
     """options whose tensors that are multiplied by q and its like are as `kernel_rows` has them."""
-    if options.relative_keys is None:
+    if options.relative_keys is None and options.key2 is None:
         return options
     given = {name: getattr(options, name) for name in LIKE_Q}
     rows: dict[str, Any] = {name: kernel_rows(x) for name, x in given.items() if x is not None}

@@ -180,8 +180,13 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
         x = _shareable(x, q)
     wanted: list[Placement] = []
     dims = {0: _dim(_ROW_DIMS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
-    for one in q.placements:
+    for i, one in enumerate(q.placements):
         dim = dims.get(one.dim) if isinstance(one, Shard) else None
+        if name == "key2" and dim == 1 and x.shape[1] % q.device_mesh.size(i):
+            raise ValueError(
+                f"key2 must have one head or a multiple of {q.device_mesh.size(i)}, as so many "
+                f"ranks share the heads of q, got {x.shape[1]}"
+            )
         wanted.append(Replicate() if dim is None else Shard(dim))
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, q.device_mesh, [Replicate()] * len(wanted), run_check=False)
@@ -201,6 +206,8 @@ def _dim(table: Mapping[str, int], name: str, x: Tensor, size: int) -> int | Non
     """The dim of an option that counts rows or heads; None if it has none, or one for all."""
     if name == "relative_keys":
         return 0 if table is _HEADS and len(x) > 1 else None
+    if name == "key2" and table is _HEADS:
+        return 1 if x.dim() == 4 and x.shape[1] > 1 else None
     behind = table.get(_FIELDS.get(name, name))
     if behind is None or x.dim() <= behind or x.shape[-1 - behind] != size:
         return None

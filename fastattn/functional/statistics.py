@@ -9,6 +9,7 @@ from .. import checks, dispatch
 from ..ops import statistics as kernels
 from ..options import Options
 from ..torch_backend import statistics as formula
+from ..torch_backend.attend import one_product
 from . import call_options, inputs
 
 if TYPE_CHECKING:
@@ -139,11 +140,14 @@ def _prepared(
     call_options.DENSE._replace(name=name).refuse_others(given)
     checks.check_tensors(q, k, k)
     q, k, _, given = inputs.autocast(q, k, k, given)
-    options = call_options.dense_options(q, k, k, **given)
+    # There are no values, which else might be latents.
+    options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **given)
     if lse is not None:
         checks.check_floats("lse", lse)
         checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
         lse = lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    if options.key2 is not None and options.relative_keys is None:
+        q, k, options = one_product(q, k, options)
     choice = dispatch.choose(q, k, k, options, backend, family="statistics")
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)

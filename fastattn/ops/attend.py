@@ -24,6 +24,7 @@ from .gradients import (
     as_batch,
     as_packed,
     gradients,
+    laid,
     needed_of,
     placed,
     save,
@@ -91,6 +92,8 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
         return _DETERMINISTIC
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
+    if options.key2 is not None:
+        return "its kernel does not know key2"
     return None
 
 
@@ -155,8 +158,10 @@ def attention_backward(
     o: Tensor,
     lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, delta and the gradient of relative_query, which is empty without one."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, delta and the gradients of relative_query or query2, and of key2, which are empty
+    without one.
+    """
     launchers = kernels.backward
     # Asked when it runs, as torch's own ops do: the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q, k, options) is None
@@ -174,7 +179,7 @@ def hopper_backward(
     o: Tensor,
     lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_backward` by the kernels for Hopper, where they serve it."""
     if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
@@ -183,7 +188,8 @@ def hopper_backward(
     arguments = (do, dlse, q, k, v, o, lse, options)
     launch = kernels.hopper_backward.launch_hopper_backward
     dq, dk, dv, delta, *rest = _by_hopper(launch, attention_backward, *arguments)
-    return dq, dk, dv, delta, rest[0] if rest else q.new_empty(0)
+    dquery, dkey2 = rest or (q.new_empty(0), q.new_empty(0))
+    return dq, dk, dv, delta, dquery, dkey2
 
 
 @hopper_backward.op.register_fake
@@ -191,11 +197,12 @@ def hopper_backward(
 def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, _, lse, *fields = arguments
     options = unflat(tuple(fields))
-    dq, dk, dv, dquery = (
+    query = options.relative_query if options.query2 is None else options.query2
+    dq, dk, dv, dquery, dkey2 = (
         q.new_empty(0) if x is None else fake_in_layout(x, *x.shape[1:], fp32=options.fp32_results)
-        for x in (q, k, v, options.relative_query)
+        for x in (q, k, v, query, options.key2)
     )
-    return dq, dk, dv, torch.empty_like(lse), dquery
+    return dq, dk, dv, torch.empty_like(lse), dquery, dkey2
 
 
 @partial(Operator, flops=flops.attended(1, 1))
@@ -330,8 +337,7 @@ def attend(
     packed = options.cu_seqlens_q is not None
     if packed:
         q, k, v = as_batch(q), as_batch(k), as_batch(v)
-        if (query := options.relative_query) is not None:
-            options = options._replace(relative_query=as_batch(query))
+        options = laid(options, as_batch)
     if tangents.carried(q, k, v, options) is not None:
         o, lse = transforms.dual(by.seen(), q, k, v, options)
     elif not tracing.may_be_traced(q):
@@ -383,7 +389,7 @@ def prepare(
     packed = options.cu_seqlens_q is not None
     if options.launched_anew or contiguous(options) is not options:
         return None
-    if packed and options.relative_query is not None:
+    if packed and laid(options, as_batch) is not options:
         return None
     assert by.prepare is not None
     forward = by.prepare(q, k, v, options, partial(_packed_forward, by) if packed else by.forward)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..options import LEARNED, TENSORS, Options
+from ..options import LAID_AS, LEARNED, TENSORS, Options
 from ..torch_backend import formula
+from ..torch_backend.attend import one_product
 from ..torch_backend.double_backward import gradients_with_graph
 from .schema import PLACES
 
@@ -121,13 +122,16 @@ def gradients_and_delta(
     """`kernel_gradients`, and delta = rowsum(do * o) - dlse, fp32 like lse."""
     q, k, v, o, lse, options = inputs
     do, dlse = as_read(do, dlse, o)
-    dq, dk, dv, delta, dquery = kernels.backward(do, dlse, q, k, v, o, lse, options)
+    dq, dk, dv, delta, dquery, dkey2 = kernels.backward(do, dlse, q, k, v, o, lse, options)
+    learned = options.differentiable
     wanted = {
         name: x
-        for name, x, wants in zip(LEARNED, options.differentiable, needed[3:], strict=True)
+        for name, x, wants in zip(LEARNED, learned, needed[3:], strict=True)
         if wants and x is not None
     }
-    found: dict[str, Tensor] = {"relative_query": dquery}
+    found: dict[str, Tensor] = {"relative_query": dquery, "query2": dquery, "key2": dkey2}
+    if options.key2 is not None and wanted.keys() & {"attn_bias", "relative_bias"}:
+        q, k, options = one_product(q, k, options)  # their kernels know no second one
     if "attn_bias" in wanted:
         found["attn_bias"] = kernels.backward_bias(do, q, k, v, lse, delta, options)
     if "relative_bias" in wanted or "relative_keys" in wanted:
@@ -139,7 +143,7 @@ def gradients_and_delta(
     if not options.fp32_results:
         others = [
             x if x is None or given is None else x.to(given.dtype)
-            for x, given in zip(others, options.differentiable, strict=True)
+            for x, given in zip(others, learned, strict=True)
         ]
     return [dq, dk, dv, *others], delta
 
@@ -175,10 +179,8 @@ def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
         if options.cu_seqlens_q is None:
             o, lse = formula.attention(q, k, v, given, return_lse=True)
             return o, lse
-        query = given.relative_query
-        packed = given if query is None else given._replace(relative_query=as_packed(query))
         rows = (as_packed(q), as_packed(k), as_packed(v))
-        o, lse = formula.attention(*rows, packed, return_lse=True)
+        o, lse = formula.attention(*rows, laid(given, as_packed), return_lse=True)
         return as_batch(o), lse[None]
 
     return function
@@ -211,3 +213,10 @@ def as_batch(x: Tensor) -> Tensor:
 def as_packed(x: Tensor) -> Tensor:
     """The inverse of `as_batch`."""
     return x[0].transpose(0, 1)
+
+
+def laid(options: Options, how: Callable[[Tensor], Tensor]) -> Options:
+    """options whose tensors that lie as q or k does lie as `how` leaves those."""
+    given = {name: getattr(options, name) for name in LAID_AS}
+    changed: dict[str, Any] = {name: how(x) for name, x in given.items() if x is not None}
+    return options._replace(**changed) if changed else options

@@ -21,6 +21,7 @@ from .gradients import (
     as_batch,
     as_packed,
     differentiable_gradients,
+    laid,
     needed_of,
     placed,
     replaced,
@@ -45,18 +46,14 @@ def attend(
             f"{name} has a tangent, and packed calls carry none where torch traces them: leave "
             "this call to eager mode (torch.compiler.disable)"
         )
-    query = options.relative_query
-    if query is not None:
-        options = options._replace(relative_query=as_batch(query))
+    options = laid(options, as_batch)
     forward = varlen_forward_lse if return_lse else varlen_forward
     o, lse = forward(as_batch(q), as_batch(k), as_batch(v), *flat(options))
     return (as_packed(o), lse[0]) if return_lse else as_packed(o)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Any:
-    query = options.relative_query
-    if query is not None:
-        options = options._replace(relative_query=as_packed(query))
+    options = laid(options, as_packed)
     refuse_tangents({"q": q, "k": k, "v": v}, options)
     return torch_backend.attention(as_packed(q), as_packed(k), as_packed(v), options, return_lse)
 

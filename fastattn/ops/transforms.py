@@ -152,8 +152,9 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
         return None
     if torch.compiler.is_compiling():
         return f"{name} has a tangent, which kernels do not carry where torch.compile traces"
-    if options.relative_keys is not None:
-        return f"{name} has a tangent, and relative_keys have no kernel for that"
+    for second in ("relative_keys", "key2"):
+        if getattr(options, second) is not None:
+            return f"{name} has a tangent, and {second} has no kernel for that"
     inputs = (q, k, v, *options.differentiable)
     if any(set(tracing.tangent_levels(x)) - {0} for x in inputs if x is not None):
         return f"{name} has a tangent of an outer transform, and kernels know the innermost alone"

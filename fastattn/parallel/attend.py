@@ -39,6 +39,8 @@ _CALLEE = call_options.DENSE._replace(name="context_attention")
 _REFUSED = {
     "query_offset": "the plan says where queries stand",
     "positions": "the plan says where tokens stand",
+    "query2": "its columns go behind those of q, and those of key2 behind those of k",
+    "key2": "its columns go behind those of k, and those of query2 behind those of q",
 }
 
 

@@ -93,6 +93,10 @@ def option_examples(
             "relative_keys": draw(1, 2 * reach + 1, D),
             "relative_query": draw(B, H_q, T_q, D, seed=1),
         },
+        "two-products": {
+            "query2": draw(B, H_q, T_q, D // 2, seed=1),
+            "key2": draw(B, 1, T_k, D // 2, seed=2),
+        },
         "bias": {"attn_bias": draw(B, H_q, T_q, T_k)},
         "bias-with-holes": {"attn_bias": holes},
         "bias-of-pairs": {"attn_mask": draw(T_q, T_k)},
@@ -125,7 +129,9 @@ def _documents(T: int) -> Tensor:
 SHARED_ARGUMENTS = frozenset(("causal", "mod_tensors"))
 
 
-_APART = ({"attn_mask", "attn_bias"}, {"positions", "query_offset"})
+_APART = (
+    {"attn_mask", "attn_bias"}, {"positions", "query_offset"}, {"relative_keys", "key2"}
+)  # fmt: skip
 
 
 def sets_that_cover_pairs(

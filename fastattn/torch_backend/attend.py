@@ -37,6 +37,8 @@ def attention(
     """
     if tangents.carried(q, k, v, options) is not None:
         return tangents.attention(q, k, v, options, return_lse, first_row)
+    if options.key2 is not None and options.relative_keys is None:
+        q, k, options = one_product(q, k, options)
     if options.cu_seqlens_q is not None:
         return formula.each_sequence(attention, q, k, v, options, return_lse)
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
@@ -71,6 +73,16 @@ def attention(
     if shown is None and q.device.type == "cpu" and not tracing.always(T_k >= _WIDEST_VECTOR):
         o = _with_nan(o, q, k, is_causal)
     return o
+
+
+def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
+    """A call of two products as one over longer rows, key2 repeated for the heads of k."""
+    query, key = options.query2, options.key2
+    assert query is not None and key is not None
+    # Heads are dim 1 of packed sequences too.
+    key = key.repeat_interleave(k.shape[1] // key.shape[1], 1)
+    options = options._replace(query2=None, key2=None)
+    return torch.cat((q, query), -1), torch.cat((k, key), -1), options
 
 
 # Numbers in a vector of any CPU, at least. Without a mask, the kernel of torch 2.13 for CPUs takes

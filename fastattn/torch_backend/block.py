@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import LAID_AS, Options
 from . import formula
 
 # Gradients of q, k, v and of fields of Options; delta.
@@ -90,7 +90,7 @@ def _each_sequence(
         delta[:, rows] = delta_n[0]
         for name, total, grad in zip(("q", "k", "v", *learned), totals, found, strict=True):
             if grad.dim() == 4:
-                part = rows if name in ("q", "relative_query") else keys
+                part = rows if LAID_AS.get(name, name) == "q" else keys
                 total[part] = grad[0].transpose(0, 1)
             else:
                 total += grad

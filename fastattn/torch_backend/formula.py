@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, tracing
-from ..options import Options, along
+from ..options import LAID_AS, Options, along
 from . import dropout, triton_language
 
 
@@ -82,8 +82,16 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
     _, H_k, T_k, _ = k.shape
     q, k = wide(q, None), wide(k, existing_keys(options, T_k, q.device))
     products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, H_q // H_k, T_q, D), k)
+    products = products.reshape(B, H_q, T_q, T_k)
+    if options.query2 is not None and options.key2 is not None:
+        q2, k2 = (
+            wide(options.query2, None),
+            wide(options.key2, existing_keys(options, T_k, q.device)),
+        )
+        q2 = q2.reshape(B, k2.shape[1], -1, T_q, q2.shape[-1])
+        products = products + torch.einsum("bhgqd,bhkd->bhgqk", q2, k2).reshape(products.shape)
     keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = _scores(products.reshape(B, H_q, T_q, T_k), q, H_k, keep, options, first_row)
+    x = _scores(products, q, H_k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
 
@@ -352,14 +360,14 @@ _BY_SEQUENCE = along("B")
 
 def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
     """Options of a packed call for its sequence n alone."""
-    query = options.relative_query
     own: dict[str, Any] = {}
     for name, behind in _BY_SEQUENCE.items():
         x = getattr(options, name)
         if x is not None and x.dim() == behind + 1:
             own[name] = x[n : n + 1]
-    if query is not None:
-        own["relative_query"] = query[rows].transpose(0, 1)[None]
+    for name, of in LAID_AS.items():
+        if (x := getattr(options, name)) is not None:
+            own[name] = x[rows if of == "q" else keys].transpose(0, 1)[None]
     return options._replace(
         cu_seqlens_q=None,
         cu_seqlens_k=None,

@@ -91,6 +91,8 @@ def tile_for(
     it takes a bias by `bias_stream`.
     """
     registers = options.registers
+    if options.key2 is not None:
+        dims = (block_dim(q.shape[3] + options.key2.shape[3]), *dims)
     if registers == "relative":
         return tiles.lookup("relative", q.element_size(), max(dims))
     if registers in ("bias", "scores") and not streams_bias:
@@ -108,9 +110,20 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def constants(
-    tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None
+    tile: TileConfig,
+    D: int,
+    D_v: int,
+    dtype: torch.dtype,
+    *tensors: Tensor | None,
+    options: Options | None = None,
 ) -> Constants:
-    """Compile-time constants of a kernel; tensors: those that it addresses by rows."""
+    """Compile-time constants of a kernel; tensors: those that it addresses by rows.
+
+    options: those of a call that may have a second product.
+    """
+    D2 = D
+    if options is not None and options.key2 is not None:
+        D2, tensors = options.key2.shape[3], (*tensors, options.query2, options.key2)
     return Constants(
         D,
         D_v,
@@ -121,6 +134,8 @@ def constants(
         index_type(*tensors) == tl.int64,
         dot_precision(dtype),
         dtype.itemsize == 2,
+        D2,
+        block_dim(D2),
     )
 
 
@@ -288,7 +303,9 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
     f = options
     bias, table, slopes = f.attn_bias, f.relative_bias, f.alibi_slopes
     keys = f.relative_keys
-    query = None if f.relative_query is None else aligned(f.relative_query)
+    query, key2 = second_query(f), f.key2
+    query = None if query is None else aligned(query)
+    key2 = None if key2 is None else aligned(key2)
     return Score(
         scale=f.scale,
         softcap=f.softcap,
@@ -302,6 +319,9 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         keys_reach=None if keys is None else runtime_int(keys.shape[1] // 2),
         query_ptr=query,
         query_strides=None if query is None else strides(query),
+        key2_ptr=key2,
+        key2_strides=None if key2 is None else strides(key2),
+        key2_heads=None if key2 is None else runtime_int(key2.shape[1]),
         bias_ptr=bias,
         bias_strides=None if bias is None else broadcast_strides(bias),
         mod=f.score_mod,
@@ -318,6 +338,11 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         hides=1 if any(x is not None for x in (bias, table, f.score_mod)) else None,
         linear=1 if all(x is None for x in (f.softcap, slopes, table, bias, f.score_mod)) else None,
     )
+
+
+def second_query(options: Options) -> Tensor | None:
+    """The tensor beside q that further keys are multiplied by; relative keys may take q itself."""
+    return options.relative_query if options.query2 is None else options.query2
 
 
 def _aligned_keys(keys: Tensor) -> Tensor:

@@ -268,6 +268,8 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
         return "its kernel does not know positions"
     if options.relative_keys is not None:
         return "its kernel does not know relative_keys"
+    if options.key2 is not None:
+        return "its kernel does not know key2"
     if index_type(k, v).primitive_bitwidth > 32:
         return "keys lie too far apart in memory"
     return None

@@ -1,4 +1,6 @@
-"""Relative keys: a vector for each distance p - j, whose product with the query joins q.k.
+"""Second products, which join q.k: with keys of their own, or with a vector for each distance.
+
+The latter are relative keys, a vector for each distance p - j.
 
 A tile of queries and keys meets fewer distances than it has pairs: BLOCK_M + BLOCK_N - 1. So the
 products of its queries with the vectors are a matrix product too, [BLOCK_M, W] with W the power of
@@ -13,18 +15,46 @@ import triton.language as tl
 from .integers import value
 from .product import rows_by_rows
 from .score import shift_of
-from .tile import head_at, load_tile
+from .tile import head_at, load_block, load_tile
 
 
 @triton.jit
 def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.constexpr):
-    """The rows that relative keys are multiplied by: those of q where no others are given."""
+    """The rows that further keys are multiplied by: those of q where no others are given."""
     BLOCK_M: tl.constexpr = q.shape[0]
     query = q
     if score.query_ptr is not None:
         query_ptr, stride = head_at(score.query_ptr, batch, h, first_q, score.query_strides, const)
-        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, const.BLOCK_D2, const.D2)
     return query
+
+
+@triton.jit
+def further_keys(tile, m_first, n_first, valid, h, score, const: tl.constexpr):
+    """Keys of a second product, [BLOCK_N, BLOCK_D2], or relative keys [W, BLOCK_D]; else None.
+
+    tile: of queries or of keys. h: query head. valid: which keys exist, None if all do.
+    """
+    keys = None
+    if score.key2_ptr is not None:
+        own = h * value(score.key2_heads) // tile.H_q
+        ptr, stride = head_at(
+            score.key2_ptr, tile.batch, own, tile.first_k, score.key2_strides, const
+        )
+        keys = load_block(ptr, stride, n_first, valid, const.BLOCK_N, const.BLOCK_D2, const.D2)
+    elif score.keys_ptr is not None:
+        keys = vectors_of_tile(m_first, n_first, h, tile.H_q, tile.row, score, const)
+    return keys
+
+
+@triton.jit
+def further_products(query, keys, score, const: tl.constexpr):
+    """[BLOCK_M, BLOCK_N]: products of queries with `further_keys`."""
+    if score.key2_ptr is not None:
+        products = rows_by_rows(query, keys, const.PRECISION)
+    else:
+        products = relative_products(query, keys, const.BLOCK_N, const.PRECISION)
+    return products
 
 
 @triton.jit

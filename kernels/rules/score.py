@@ -1,6 +1,6 @@
 """From q.k to the score that the softmax takes, and the way back for gradients.
 
-    x = scale * q.k                      (relative keys are added to q.k before: see `relative`)
+    x = scale * q.k        (products with relative keys or key2 are added before: see `relative`)
     x = softcap * tanh(x / softcap)
     x = x - slope[h] * |p - j|           ALiBi (Press et al. 2021, arXiv 2108.12409)
     x = x + relative_bias[h, p - j]
@@ -28,7 +28,8 @@ class Score(NamedTuple):
     slopes_strides: (batch, head). bias_strides: four, 0 where broadcast. relative_ptr: relative
     bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
     contiguous, 2 keys_reach + 1 vectors for each of keys_heads heads, which query heads share.
-    query_ptr: what they are multiplied by, if not q, with strides as `tile.head` takes them.
+    key2_ptr: keys of a second product in their place, with key2_heads heads, which K/V heads share.
+    query_ptr: what either is multiplied by, if not q. Strides are as `tile.head` takes them.
     mod, mod_grad: the user's functions, tensors: their further arguments.
     dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
     are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
@@ -50,6 +51,9 @@ class Score(NamedTuple):
     keys_reach: Any = None
     query_ptr: Any = None
     query_strides: Any = None
+    key2_ptr: Any = None
+    key2_strides: Any = None
+    key2_heads: Any = None
     bias_ptr: Any = None
     bias_strides: Any = None
     mod: Any = None

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .product import rows_by_rows
-from .relative import relative_products
+from .relative import further_products
 from .score import dropped, gradient, kept, modified
 from .softmax import weights
 from .tile import load_vector
@@ -41,7 +41,7 @@ def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
 class Rows(NamedTuple):
     """Operands from a tile's queries for the gradients of its scores.
 
-    q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what relative keys are multiplied by.
+    q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what further keys are multiplied by.
     """
 
     q: Any
@@ -52,12 +52,12 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const: tl.constexpr):
+def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: tl.constexpr):
     """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function, and of
     scale * q.k.
 
-    k, v: rows from n_first. keep: what the mask shows, or None where it shows all. vectors: of
-    relative keys, see `relative`; None without them. bias: see `score.modified`.
+    k, v: rows from n_first. keep: what the mask shows, or None where it shows all. further: see
+    `relative.further_keys`. bias: see `score.modified`.
     """
     PRECISION: tl.constexpr = const.PRECISION
     h = tile.h
@@ -65,8 +65,8 @@ def tile_gradient(rows, k, v, vectors, bias, n_first, keep, tile, score, const: 
     m_pos = tile.rows[:, None]
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
     s = rows_by_rows(rows.q, k, PRECISION)
-    if vectors is not None:
-        s += relative_products(rows.query, vectors, const.BLOCK_N, PRECISION)
+    if further is not None:
+        s += further_products(rows.query, further, score, const)
     x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score, bias)
     p = weights(x, rows.lse[:, None], factor, keep)
     dp = rows_by_rows(rows.do, v, PRECISION)

@@ -17,6 +17,7 @@ class Constants(NamedTuple):
 
     D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
     64 bits. PRECISION: of fp32 products. HALVES: operands have 16 bits, as matrix units want them.
+    D2, BLOCK_D2: of a second product; without one that of relative keys, D.
     """
 
     D: int
@@ -28,6 +29,8 @@ class Constants(NamedTuple):
     FAR: bool
     PRECISION: str
     HALVES: bool
+    D2: int
+    BLOCK_D2: int
 
 
 @triton.jit

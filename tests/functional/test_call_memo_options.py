@@ -24,7 +24,7 @@ FUNCTIONS = {"mask_mod", "mod_tensors", "score_mod", "score_mod_grad"}
 NOT_KNOWN = {
     "attention": FUNCTIONS | {"positions"},  # a pair of tensors
     # They get their batch dim at each call.
-    "attention_varlen": FUNCTIONS | {"relative_query"},
+    "attention_varlen": FUNCTIONS | {"relative_query", "query2", "key2"},
     "decode_attention": FUNCTIONS | {"heads"},  # which counts in functions alone
 }
 EACH = [(call, name) for call in CALLS for name, row in ROWS.items() if call in row.calls]
@@ -106,6 +106,8 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
         "attn_bias": normal(T_q, T),
         "relative_keys": normal(H_Q, 5, D),
         "relative_query": normal(*shape_of_q(call)),
+        "query2": normal(*shape_of_q(call)),
+        "key2": normal(*inputs(call, "cpu")[1].shape),
         "score_mod_grad": doubled_grad,
         "dropout": 0.25 + seed / 4,
         "dropout_seed": torch.tensor([seed, 1], device=device),
@@ -126,6 +128,8 @@ def base(name: str, call: str, device: str) -> dict[str, Any]:
         "positions": {"causal": True},
         "query_offset": {"causal": True},
         "relative_query": {"relative_keys": torch.ones(H_Q, 5, D, device=device)},
+        "query2": {"key2": inputs(call, device)[1]},
+        "key2": {"query2": inputs(call, device)[0]},
         "dropout": seeds,
         "dropout_seed": {"dropout": 0.5},
         "heads": {"mask_mod": by_head} if call == "decode_attention" else {"dropout": 0.5, **seeds},
@@ -175,7 +179,7 @@ def test_no_option_is_forgotten(call: str, name: str, device: str, checked: list
     one, other = (values(call, device, seed)[name] for seed in (0, 1))
     if name == "mod_tensors":  # the function that reads them needs some
         options["mod_tensors"] = (torch.zeros(1, device=device),)
-    else:
+    elif name not in ("query2", "key2"):  # of which neither goes alone
         run(call, tensors, **options)
     if name == "score_mod_grad":
         run(call, tensors, **options, score_mod_grad=one)
@@ -331,7 +335,8 @@ def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
     names = {name for name, row in ROWS.items() if call in row.calls} - NOT_KNOWN[call]
     given = {name: x for name, x in values(call, device, 0).items() if name in names}
     given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-    given.pop("dropout_seed", None)  # needs dropout
+    for name in ("dropout_seed", "query2", "key2"):  # of which relative_keys go without
+        given.pop(name, None)
     given["causal"] = True
     tensors = inputs(call, device)
     for _ in range(2):

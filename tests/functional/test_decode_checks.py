@@ -53,6 +53,7 @@ REFUSED = [
     ({"prefix_lengths": 1}, TypeError, "takes no prefix_lengths: new tokens stand behind"),
     ({"documents": 1}, TypeError, "takes no documents: a row of a cache is one document"),
     ({"relative_keys": 1}, TypeError, "takes no relative_keys: there is no kernel"),
+    ({"key2": 1}, TypeError, "takes no key2: a LatentCache holds the keys of both products"),
     ({"relative_query": 1}, TypeError, "takes no relative_query: there is no kernel"),
     ({"dropout": 0.1}, TypeError, "takes no dropout: there is no training"),
     ({"dropout_seed": 1}, TypeError, "takes no dropout_seed: there is no training"),

@@ -87,7 +87,7 @@ MEETING = {
     for name in (
         "causal", "prefix", "first-ahead", "positions", "stride-window-first", "padding", "lengths",
         "documents", "mask", "mask-mod", "softcap", "alibi-rows", "relative-bias", "bias",
-        "score-mod", "sinks", "dropout",
+        "score-mod", "sinks", "dropout", "two-products",
     )
 }  # fmt: skip
 
@@ -138,6 +138,9 @@ PACKED = {
     if name in MEETING and not options.keys() & NOT_PACKED
 }
 PACKED["alibi-rows"] = {"alibi_slopes": draw(4, H_q).abs()}
+PACKED["two-products"] = {
+    "query2": draw(PACKED_Q[-1], H_q, D), "key2": draw(PACKED_K[-1], H_k, D, seed=1)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("names", sets_that_cover_pairs(PACKED, 8), ids="+".join)

@@ -31,7 +31,7 @@ def without_lse(q, k, v, *, return_lse, **options):
 def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     as_q = {
         name: options[name].to(dtype)
-        for name in ("relative_keys", "relative_query")
+        for name in ("relative_keys", "relative_query", "query2", "key2")
         if name in options
     }
     return {**options, **as_q}
@@ -60,6 +60,8 @@ def test_packed_sequences(option: str) -> None:
         ("prefix_lengths", torch.tensor([0, 1, 4])),
         ("alibi_slopes", draw(3, H_q).abs()),
         ("relative_query", draw(T_q, H_q, D)),
+        ("query2", draw(T_q, H_q, 3)),
+        ("key2", draw(T_k, 1, 3)),
     ):
         if isinstance(options.get(name), torch.Tensor) and option != "alibi":
             options[name] = x

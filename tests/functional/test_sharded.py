@@ -19,6 +19,7 @@ import fastattn
 from fastattn import KVCache, decode_attention, reference
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
+from fastattn.testing.inputs import draw
 from fastattn.testing.option_examples import option_examples
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -27,7 +28,17 @@ B, H_q, H_k, T, D = 2, 4, 2, 10, 8
 ROWS, HEADS, WHOLE = Shard(0), Shard(1), Replicate()
 COUNT_ROWS = {"dropout", "mask_mod", "score_mod"}
 # Of each kind of dims that an option has.
-EXAMPLES = ("causal", "sinks", "bias", "alibi", "relative-bias", "documents", "lengths", "dropout")
+EXAMPLES = (
+    "causal",
+    "sinks",
+    "bias",
+    "alibi",
+    "relative-bias",
+    "documents",
+    "lengths",
+    "dropout",
+    "two-heads",
+)
 PLACEMENTS = {"rows": (ROWS, ROWS), "heads": (HEADS, HEADS), "whole-keys": (HEADS, WHOLE)}
 PLACEMENTS["whole"] = (WHOLE, WHOLE)
 
@@ -35,6 +46,7 @@ PLACEMENTS["whole"] = (WHOLE, WHOLE)
 @cache
 def examples() -> dict[str, dict[str, Any]]:
     found = option_examples(H_q, H_k, T, T, D, reach=4)
+    found["two-heads"] = {**found["two-products"], "key2": draw(B, H_k, T, D // 2)}
     return {name: found[name] for name in EXAMPLES}
 
 

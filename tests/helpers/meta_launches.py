@@ -119,6 +119,8 @@ def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
                 ("relative_query", (B, H, T, D)),
             )},
         },
+        "two": {"right": 0, **{name: meta(B, heads, T, 64, dtype=DTYPES[dtype])
+                               for name, heads in (("query2", H), ("key2", 1))}},
         "attn_bias": {"right": 0, "attn_bias": meta(1, H, T, T)},
         "attn_bias-fp32": {"right": 0, "attn_bias": floats(1, H, T, T)},
         "attn_bias-by-pointers": {"right": 0, "attn_bias": meta(1, H, T, T + 1)[..., :T]},

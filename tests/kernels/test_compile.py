@@ -109,6 +109,8 @@ def kernels_of(case: Case) -> list[str]:
         scores = "bias" if "attn_bias" in case.arguments[2] else "relative"
         names = [scores if name == "scores" else name for name in names]
     found = [kernel for name in names for kernel in KERNELS[name]]
+    if case.launch == "attention" and case.arguments[2] == "two" and DKV in found:
+        found.append("finish_dq_kernel")  # adds up the gradient of key2
     if case.launch == "hopper" and case.arguments[:2] == ("backward", 256):
         return [*found, found[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:

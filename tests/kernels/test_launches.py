@@ -45,6 +45,8 @@ def draw(device: str, seed: int, **changes: Any) -> dict[str, Any]:
         "relative_bias": normal(H_Q, 9),
         "relative_keys": normal(H_Q, 9, D),
         "relative_query": normal(B, H_Q, T, D),
+        "query2": normal(B, H_Q, T, D),
+        "key2": normal(B, 1, T, D),
         "sinks": normal(H_Q),
         "key_padding_mask": integers(0, 2, B, T) > 0,
         "q_documents": integers(0, 2, B, T),
@@ -61,6 +63,8 @@ TOGETHER = {
     "dropout_seed": {"dropout": 0.5},
     "q_positions": {"causal": True},
     "relative_query": {"relative_keys": torch.ones(H_Q, 9, D)},
+    "query2": {"key2": torch.ones(B, H_K, T, D)},
+    "key2": {"query2": torch.ones(B, H_Q, T, D)},
 }
 
 

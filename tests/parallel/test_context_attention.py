@@ -36,11 +36,11 @@ def examples(T: int) -> dict[str, dict[str, Any]]:
     lengths = torch.tensor([40, 0, 3, 50, 0, T - 93])
     documents = torch.arange(6).repeat_interleave(lengths).expand(2, T)
     found = option_examples(H_q, H_k, T, T, D, reach=20)
-    # Of other queries than keys.
+    # Of other queries than keys, or refused.
     found = {
         name: x
         for name, x in found.items()
-        if name not in ("offsets", "first-ahead", "documents-anywhere", "positions")
+        if name not in ("offsets", "first-ahead", "documents-anywhere", "positions", "two-products")
     }
     found["documents"]["documents"] = found["documents"]["documents"][1]
     found["no-option"] = {}
@@ -253,7 +253,8 @@ def test_four_ranks(call, four):
 @pytest.mark.parametrize("method", METHODS[:3])
 def test_every_option_that_is_learned_is_among_the_calls(method):
     found = [inputs_of(name, torch.float32)[1] for name, by, _ in named_calls(2) if by == method]
-    assert {key for options in found for key in learned(options)} >= {*LEARNED}
+    refused = {"query2", "key2"}
+    assert {key for options in found for key in learned(options)} >= {*LEARNED} - refused
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -46,6 +46,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "prefix_lengths": ("causal",),
     "score_mod_grad": ("score_mod",),
     "relative_query": ("relative_keys",),
+    "query2": ("key2",),
+    "key2": ("query2",),
     "dropout_seed": ("dropout",),
 }
 # Codes come back in 32 bits at most, and a part's lse goes with its gradients.
@@ -56,7 +58,11 @@ _HIDING = frozenset(
     ("window", "stride", "mask_mod", "key_lengths", "query_offset", "attn_mask", "attn_bias",
      "key_padding_mask", "documents", "positions")
 )  # fmt: skip
-_APART = (frozenset(("positions", "query_offset")),)
+_SECOND, _RELATIVE = ("query2", "key2"), ("relative_keys", "relative_query")
+_APART = (
+    frozenset(("positions", "query_offset")),
+    *(frozenset((x, y)) for x in _SECOND for y in _RELATIVE),
+)
 # Of summation, see `worst_naive`: of thousands of cases some have results of a handful of numbers.
 ORDERS = 40
 # Batch rows times heads that the interpreter has time for.
@@ -214,6 +220,8 @@ def legal(case: Case) -> Case:
         H_k = min(case.H_k, max(1, _HEADS // case.G))
         case = replace(case, H_k=H_k, B=min(case.B, max(1, _HEADS // (case.G * H_k))))
     options = [x for x in case.options if x in TAKES[case.call]]
+    if set(options) & set(_SECOND):
+        options = [x for x in options if x not in _RELATIVE]
     for name in options:
         needs = [x for x in _NEEDS.get(name, ()) if x in TAKES[case.call]]
         if case.backend == "hopper":

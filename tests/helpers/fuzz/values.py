@@ -213,6 +213,15 @@ def _relative_query(s: _Sizes, draw: Draw) -> Tensor:
     return draw.normal(s.B, s.H_q, s.T_q, s.D).to(s.case.dtype)
 
 
+def _second(s: _Sizes, draw: Draw, of: str) -> Tensor:
+    """query2 or key2, of a width that both draw alike."""
+    width = s.case.random("second").choice(1, 8, 16)
+    heads = s.H_q if of == "q" else draw.choice(*(H for H in (1, 2, s.H_k) if s.H_k % H == 0))
+    T = s.T_q if of == "q" else s.T_k
+    shape = (T, heads, width) if s.packed else (s.B, heads, T, width)
+    return draw.normal(*shape).to(s.case.dtype)
+
+
 def _alibi_slopes(s: _Sizes, draw: Draw) -> Tensor:
     slopes = draw.normal(*draw.choice((s.H_q,), (s.rows, s.H_q))) * 0.3
     return slopes.abs() if draw.chance(0.8) else slopes
@@ -239,6 +248,8 @@ VALUES: dict[str, Callable[[_Sizes, Draw], Any]] = {
     "attn_bias": _attn_bias,
     "relative_keys": _relative_keys,
     "relative_query": _relative_query,
+    "query2": lambda s, draw: _second(s, draw, "q"),
+    "key2": lambda s, draw: _second(s, draw, "k"),
     "score_mod": lambda s, draw: _score_mods(s)[0],
     "score_mod_grad": lambda s, draw: _score_mods(s)[1],
     "dropout": lambda s, draw: draw.choice(0.1, 0.5, 0.9),

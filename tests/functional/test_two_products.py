@@ -1,0 +1,69 @@
+"""Scores of two products: what the pairs of options do not meet."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import attention, reference
+from fastattn.kernels.launch import tiles
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import draw
+
+TILE = tiles.TileConfig(16, 16)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("H_k2", [1, 2])
+def test_heads_share_the_keys_of_the_second_product(backend: str, H_k2: int, device: str) -> None:
+    """Latent attention's shapes: its gradient is the sum over all heads, dealt out to programs."""
+    q, k, v = make_qkv(1, 8, 4, 33, 40, 24, 16, device=device)
+    more = {"query2": draw(1, 8, 33, 12).to(device), "key2": draw(1, H_k2, 40, 12).to(device)}
+    with tiles.forced(forward=TILE, backward_dq=TILE, backward_dkv=TILE):
+        assert_matches_reference(partial(attention, backend=backend), q, k, v, causal=True, **more)
+
+
+def test_in_bf16_with_a_learned_bias_and_unaligned_rows(device: str) -> None:
+    """Gradients of biases have kernels that take the two products as one."""
+    dtype = torch.bfloat16
+    q, k, v = make_qkv(2, 2, 2, 20, 37, 16, 8, dtype=dtype, device=device)
+    more = {
+        "query2": draw(2, 2, 20, 9).to(device, dtype),
+        "key2": draw(2, 1, 37, 9).to(device, dtype),
+        "attn_bias": draw(1, 2, 20, 37).to(device, dtype),
+    }
+    assert_matches_reference(partial(attention, backend="triton"), q, k, v, **more)
+
+
+def test_no_key_is_repeated_for_its_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels get key2 as it is."""
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", None)
+    q, k, v = make_qkv(1, 4, 4, 20, 20, 16, device=device)
+    query2, key2 = draw(1, 4, 20, 8).to(device), draw(1, 1, 20, 8).to(device).requires_grad_()
+    o = attention(q, k, v, query2=query2, key2=key2, backend="triton")
+    o.sum().backward()
+    assert key2.grad is not None and key2.grad.shape == key2.shape
+
+
+@pytest.mark.parametrize("name", ["k", "key2"])
+def test_a_scale_is_required_where_values_are_keys(name: str) -> None:
+    """192 of the heads, not 576 of the latents: no default is right."""
+    q, latent, rotary = draw(1, 4, 2, 16), draw(1, 1, 5, 16), draw(1, 1, 5, 8)
+    query2 = draw(1, 4, 2, 8)
+    given = (q, latent, latent) if name == "k" else (query2, rotary, latent)
+    more = {"query2": query2, "key2": rotary} if name == "k" else {"query2": q, "key2": latent}
+    with pytest.raises(ValueError, match="scale must be given where values are keys too"):
+        attention(*given, **more)
+    o = attention(*given, **more, scale=0.2)
+    assert torch.allclose(o, reference.attention(*given, **more, scale=0.2), atol=1e-5)
+
+
+def test_who_does_not_take_two_products_says_so() -> None:
+    q = draw(1, 2, 16, 16)
+    more = {"query2": q[..., :8], "key2": q[:, :1, :, :8]}
+    relative = {"relative_keys": draw(1, 3, 16)}
+    with pytest.raises(ValueError, match="its kernels add relative_keys or key2"):
+        attention(q, q, q, **more, **relative, scale=1.0, backend="triton")
+    why = fastattn.explain(q, q, q, **more, deterministic=False, scale=1.0, backend="triton")
+    assert why.reasons["one-pass"] == "its kernel does not know key2"
